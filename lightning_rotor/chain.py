@@ -1,0 +1,187 @@
+r"""What a model costs, stage by stage: the frozen measurements that every planner reads.
+
+A chain is ``n`` stages, stage ``i`` mapping boundary ``i`` to boundary ``i + 1``::
+
+    boundary 0 ──stage 0──► boundary 1 ──stage 1──► boundary 2  ...  ──stage n-1──► boundary n
+    (the input, held                                                     (the output, held by
+     by the caller)                                                       the caller as well)
+
+Symbols of the papers (Beaumont et al., hal-02352969; their stage numbers start at 1):
+
+    ======================  ===============================================================
+    a_i                     ``StageCost.output_bytes``
+    ā_i                     ``Option.saved_bytes`` plus the boundaries that the option saves
+    δ_i                     ``Option.input_gradient_bytes`` of stage ``i + 1``
+    u_f, u_b                ``Option.forward_seconds``, ``Option.backward_seconds``
+    o_f, o_b                ``Option.forward_peak_bytes``, ``Option.backward_peak_bytes``
+    ======================  ===============================================================
+
+rotor has one number for the memory of a forward and one for a backward. Autograd has more cases, and the difference is
+2-11 % of the peak, so they are measured apart:
+
+* A stage runs *recorded* (its saved tensors stay), *discarded* (the first pass of a segment: the graph is built and every
+  saved tensor is dropped at once) or *replayed* (the last stage of a segment during recomputation, which stops at its last
+  saved tensor).
+* A backward first runs operators that need no saved tensor, then unpacks the first one. If the stage ends a segment,
+  recomputation happens at exactly that moment.
+* The stage's input may die during its backward, or someone else holds it.
+
+Every ``*_peak_bytes`` counts from what is allocated just before the operation starts, so a simulator only adds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+from lightning_rotor.errors import ScheduleError
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One way to run a stage so that it can be differentiated: what it holds until its backward, and what that costs.
+
+    All sizes are integers of bytes, all durations seconds.
+
+    Attributes:
+        name: ``"keep"`` saves what autograd saves.
+        saved_bytes: Storages that stay alive for the backward: not the stage's input or output, not parameters or buffers.
+        saved_input_bytes: The part of the input boundary that autograd saves (0 for Dropout, all of it for Linear).
+        saved_output_bytes: The part of the output boundary that autograd saves (all of it for Tanh).
+        saved_tensors: Number of tensors saved; 0 means that the backward needs no forward at all.
+        forward_peak_bytes: Peak of the recorded forward, output included.
+        replay_peak_bytes: The same up to the last saved tensor, where the last stage of a segment stops.
+        unpack_peak_bytes: Peak of the backward before it reads a saved tensor. The gradient of the output counts.
+        unpack_bytes: What the backward holds when it reads the first saved tensor; the gradient of the output counts.
+        backward_peak_bytes: Peak of the backward from there on, if nobody but this stage holds its input.
+        backward_segment_peak_bytes: The same when the enclosing segment holds the input, until the stage's last saved tensor is gone.
+        backward_held_peak_bytes: The same when somebody holds the input throughout.
+        input_gradient_bytes: Gradient of the stage's input, left when the backward is done.
+        parameter_gradient_bytes: Gradients of parameters, which appear during the backward and stay.
+        forward_seconds: Recorded forward.
+        replay_seconds: Recorded forward up to the last saved tensor.
+        backward_seconds: Backward, without any recomputation.
+    """
+
+    name: str
+    saved_bytes: int
+    saved_input_bytes: int
+    saved_output_bytes: int
+    saved_tensors: int
+    forward_peak_bytes: int
+    replay_peak_bytes: int
+    unpack_peak_bytes: int
+    unpack_bytes: int
+    backward_peak_bytes: int
+    backward_segment_peak_bytes: int
+    backward_held_peak_bytes: int
+    input_gradient_bytes: int
+    parameter_gradient_bytes: int
+    forward_seconds: float
+    replay_seconds: float
+    backward_seconds: float
+
+    def __post_init__(self) -> None:
+        _check_costs(self)
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """Costs of one stage.
+
+    Attributes:
+        name: Where the stage is in the user's model, such as ``"layer1.0"``.
+        output_bytes: Storage of the stage's output.
+        discard_peak_bytes: Peak of the forward whose saved tensors are dropped, output included.
+        discard_seconds: Duration of that forward.
+        pinned_bytes: What stays allocated after that forward besides the output, because the stage's graph holds it in a way that no
+            checkpoint can drop (a tensor stored on an autograd context).
+        draws_random: The stage reads a random number generator, whose state a segment must then restore.
+        recomputable: Running the stage twice gives the same bits; otherwise it must be kept.
+        options: Ways to keep the stage; the first one is ``"keep"``.
+    """
+
+    name: str
+    output_bytes: int
+    discard_peak_bytes: int
+    discard_seconds: float
+    options: tuple[Option, ...]
+    pinned_bytes: int = 0
+    draws_random: bool = False
+    recomputable: bool = True
+
+    def __post_init__(self) -> None:
+        _check_costs(self)
+        if not self.options:
+            raise ScheduleError(f"stage {self.name!r} has no option: expected at least one way to keep it")
+
+    @property
+    def keep(self) -> Option:
+        """The option that saves what plain autograd saves."""
+        return self.options[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """A model as a planner sees it: the costs of its stages for one input signature on one device.
+
+    Attributes:
+        stages: In the order of the forward.
+        input_bytes: Storage of the chain's input. The caller holds it, so no peak counts it.
+        rng_state_bytes: Memory *on the measured device* that a segment takes to remember the state of the random number generators.
+        segment_seconds: Host time that one run of a segment adds, forward and recomputation together.
+        device: Where it was measured, such as ``"cpu"`` or ``"cuda:0"``.
+    """
+
+    stages: tuple[StageCost, ...]
+    input_bytes: int = 0
+    rng_state_bytes: int = 0
+    segment_seconds: float = 0.0
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if not self.stages:
+            raise ScheduleError("the chain has no stages: expected at least one")
+        if min(self.input_bytes, self.rng_state_bytes) < 0:
+            raise ScheduleError("sizes of a chain count bytes and are never negative")
+
+    def __len__(self) -> int:
+        return len(self.stages)
+
+    def __iter__(self) -> Iterator[StageCost]:
+        return iter(self.stages)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(stage.name for stage in self.stages)
+
+    @property
+    def parameter_gradient_bytes(self) -> int:
+        """Gradients that one backward of the whole chain leaves."""
+        return sum(stage.keep.parameter_gradient_bytes for stage in self.stages)
+
+    @property
+    def step_seconds(self) -> float:
+        """Forward and backward of the chain without any recomputation."""
+        return sum(stage.keep.forward_seconds + stage.keep.backward_seconds for stage in self.stages)
+
+    @property
+    def fingerprint(self) -> str:
+        """Sixteen hexadecimal digits that name the stages and their sizes, but not their timings."""
+        digest = hashlib.sha256(repr((self.input_bytes, self.device)).encode())
+        for stage in self.stages:
+            sizes = [(option.name, option.saved_bytes, option.forward_peak_bytes) for option in stage.options]
+            digest.update(repr((stage.name, stage.output_bytes, sizes)).encode())
+        return digest.hexdigest()[:16]
+
+
+def _check_costs(costs: Option | StageCost) -> None:
+    """Sizes are whole, non-negative bytes; durations are finite and not negative."""
+    for field in fields(costs):
+        value = getattr(costs, field.name)
+        if field.name.endswith(("_bytes", "_tensors")) and (not isinstance(value, int) or value < 0):
+            raise ScheduleError(f"{type(costs).__name__} {costs.name!r}: {field.name} is {value!r}, expected a whole number that is not negative")
+        if field.name.endswith("_seconds") and not (math.isfinite(value) and value >= 0):
+            raise ScheduleError(f"{type(costs).__name__} {costs.name!r}: {field.name} is {value!r}, expected a finite duration that is not negative")

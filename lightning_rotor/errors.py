@@ -1,0 +1,64 @@
+"""Every exception and warning that lightning-rotor raises on purpose.
+
+All of them derive from :class:`RotorError`, and each one also from the built-in type that a caller would expect
+(``ValueError`` for a bad value, ``RuntimeError`` for a bad state), so that generic handlers keep working. A message
+says what was expected, what was received, and what to do; the numbers in it are also attributes.
+"""
+
+from __future__ import annotations
+
+
+class RotorError(Exception):
+    """Base class of everything that lightning-rotor raises on purpose."""
+
+
+class UnitError(RotorError, ValueError):
+    """A size such as ``mem_limit`` cannot be read as bytes."""
+
+
+class BudgetError(RotorError, ValueError):
+    """No schedule fits the budget.
+
+    Attributes:
+        budget_bytes: What was allowed.
+        minimum_bytes: The least budget for which a schedule exists.
+        stage: Name of the stage that sets that minimum.
+    """
+
+    def __init__(self, message: str, *, budget_bytes: int, minimum_bytes: int, stage: str) -> None:
+        super().__init__(message)
+        self.budget_bytes = budget_bytes
+        self.minimum_bytes = minimum_bytes
+        self.stage = stage
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Exceptions pickle by calling their class with ``args`` alone; ours also needs its keywords (spawned processes).
+        return _rebuild_budget_error, (self.args[0], self.budget_bytes, self.minimum_bytes, self.stage)
+
+
+def _rebuild_budget_error(message: str, budget_bytes: int, minimum_bytes: int, stage: str) -> BudgetError:
+    return BudgetError(message, budget_bytes=budget_bytes, minimum_bytes=minimum_bytes, stage=stage)
+
+
+class ScheduleError(RotorError, ValueError):
+    """A schedule is malformed, or does not belong to the chain that it is used with."""
+
+
+class ModelError(RotorError, ValueError):
+    """A module cannot be turned into a chain of stages, or a named module does not exist."""
+
+
+class SampleError(RotorError, ValueError):
+    """The sample input is missing, is no tensor, or holds values that are not finite."""
+
+
+class ProfilingError(RotorError, RuntimeError):
+    """Costs cannot be measured: no meter for the device, or a stage that misbehaves while measured."""
+
+
+class ExecutionError(RotorError, RuntimeError):
+    """A schedule cannot be run: a stage changes its input in place, or a graph is used a second time."""
+
+
+class RotorWarning(UserWarning):
+    """Something works, but not as well as the user might expect."""

@@ -1,0 +1,230 @@
+"""A schedule is data: a tree that says which stages are kept and which are recomputed, and from where.
+
+A :class:`Leaf` runs one stage and keeps what its backward needs. A :class:`Segment` runs its stages, holds nothing but its
+input, and runs them again when the backward arrives, this time under the segment's own items, which may hold further segments::
+
+    0 1 (2-4) 5          forward    0 1 2 3 4 5
+                         backward   5, recompute 2 3 4, backward 4 3 2, backward 1 0
+
+    0 ((1 2) 3 4) 5      recomputation of the outer segment keeps 3 and 4 and only the input of 1;
+                         stages 1 and 2 run a third time when 4 and 3 are done
+
+The text form is one line: stage numbers, ``a-b`` for a run of kept stages, ``3:1`` for stage 3 under its option 1, and parentheses
+around a segment. ``Schedule.parse(str(schedule)) == schedule``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from lightning_rotor.errors import ScheduleError
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """Run one stage and keep what its backward needs.
+
+    Attributes:
+        stage: Number of the stage in the chain, from 0.
+        option: Which of the stage's options.
+    """
+
+    stage: int
+    option: int = 0
+
+    @property
+    def first(self) -> int:
+        return self.stage
+
+    @property
+    def last(self) -> int:
+        return self.stage
+
+    def __str__(self) -> str:
+        return f"{self.stage}:{self.option}" if self.option else str(self.stage)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Run consecutive stages holding only their input; recompute them in the backward under ``items``.
+
+    Attributes:
+        items: What the recomputation keeps and what it checkpoints again. The last one is a leaf: a segment at the end would
+            be recomputed for nothing, since the backward needs it at once.
+    """
+
+    items: tuple[Item, ...]
+
+    def __post_init__(self) -> None:
+        _check_items(self.items)
+        if isinstance(self.items[-1], Segment):
+            raise ScheduleError(f"segment {self} ends in another segment: the last item of a segment is a stage")
+
+    @property
+    def first(self) -> int:
+        return self.items[0].first
+
+    @property
+    def last(self) -> int:
+        return self.items[-1].last
+
+    def __str__(self) -> str:
+        return f"({_format(self.items)})"
+
+
+Item: TypeAlias = Leaf | Segment
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How one training step runs a whole chain.
+
+    Attributes:
+        items: Cover the stages ``0 .. n-1``, each once, in order.
+    Raises:
+        ScheduleError: Stages are missing, repeated or out of order, or a segment ends in a segment.
+    """
+
+    items: tuple[Item, ...]
+
+    def __post_init__(self) -> None:
+        _check_items(self.items)
+        if self.items[0].first != 0:
+            raise ScheduleError(f"schedule {self} starts at stage {self.items[0].first}: expected stage 0")
+        if isinstance(self.items[-1], Segment):
+            raise ScheduleError(f"schedule {self} ends in a segment: its last stage is needed at once, so keep it")
+
+    def __len__(self) -> int:
+        """Number of stages."""
+        return self.items[-1].last + 1
+
+    def __str__(self) -> str:
+        return _format(self.items)
+
+    @classmethod
+    def keep_all(cls, stages: int) -> Schedule:
+        """Plain training: every stage kept, nothing recomputed."""
+        return cls(tuple(Leaf(stage) for stage in range(stages)))
+
+    @classmethod
+    def parse(cls, text: str) -> Schedule:
+        """Read the text form.
+
+        Raises:
+            ScheduleError: The text is malformed or no schedule.
+        Example:
+            >>> Schedule.parse("0 (1-3) 4").recomputed
+            (1, 2, 3)
+        """
+        tokens = re.findall(r"[()]|[^\s()]+", text)
+        items, rest = _parse_items(tokens, 0, text)
+        if rest != len(tokens):
+            raise ScheduleError(f"schedule {text!r} has a closing parenthesis too many")
+        return cls(items)
+
+    @property
+    def recomputed(self) -> tuple[int, ...]:
+        """Numbers of the stages whose forward runs more than once in a step."""
+        return tuple(leaf.stage for item in self.items if isinstance(item, Segment) for leaf in leaves(item))
+
+    @property
+    def segments(self) -> int:
+        """Number of segments, nested ones included."""
+
+        def count(items: tuple[Item, ...]) -> int:
+            return sum(1 + count(item.items) for item in items if isinstance(item, Segment))
+
+        return count(self.items)
+
+    def operations(self) -> tuple[str, ...]:
+        """The step as rotor's list of operations.
+
+        ``Fall i``: forward that keeps everything (rotor's ``Fe``). ``Fck i``: forward without saving that keeps its input.
+        ``Fn i``: forward that saves nothing. ``B i``: backward.
+        """
+        return tuple(_forward(self.items) + _backward(self.items))
+
+
+def leaves(item: Item) -> Iterator[Leaf]:
+    """The leaves of an item from left to right, however deeply nested."""
+    match item:
+        case Leaf():
+            yield item
+        case Segment(items):
+            for child in items:
+                yield from leaves(child)
+
+
+def _forward(items: Iterable[Item]) -> list[str]:
+    operations: list[str] = []
+    for item in items:
+        match item:
+            case Leaf(stage):
+                operations.append(f"Fall {stage}")
+            case Segment():
+                operations.append(f"Fck {item.first}")
+                operations.extend(f"Fn {stage}" for stage in range(item.first + 1, item.last + 1))
+    return operations
+
+
+def _backward(items: tuple[Item, ...]) -> list[str]:
+    operations: list[str] = []
+    for item in reversed(items):
+        match item:
+            case Leaf(stage):
+                operations.append(f"B {stage}")
+            case Segment():
+                operations.extend(_forward(item.items) + _backward(item.items))
+    return operations
+
+
+def _check_items(items: tuple[Item, ...]) -> None:
+    if not items:
+        raise ScheduleError("a schedule or segment without items: expected at least one stage")
+    for left, right in zip(items, items[1:], strict=False):
+        if right.first != left.last + 1:
+            raise ScheduleError(f"stage {right.first} follows stage {left.last}: expected every stage once, in order")
+
+
+def _format(items: tuple[Item, ...]) -> str:
+    """Text of items, runs of three or more plain leaves shortened to ``a-b``; so are runs of two, for ``1-2`` is no longer than ``1 2``."""
+    words: list[str] = []
+    run: list[int] = []
+
+    def close_run() -> None:
+        if run:
+            words.append(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}")
+            run.clear()
+
+    for item in items:
+        match item:
+            case Leaf(stage, option=0):
+                run.append(stage)
+            case _:
+                close_run()
+                words.append(str(item))
+    close_run()
+    return " ".join(words)
+
+
+def _parse_items(tokens: list[str], start: int, text: str) -> tuple[tuple[Item, ...], int]:
+    items: list[Item] = []
+    position = start
+    while position < len(tokens) and tokens[position] != ")":
+        token = tokens[position]
+        if token == "(":
+            children, position = _parse_items(tokens, position + 1, text)
+            if position == len(tokens):
+                raise ScheduleError(f"schedule {text!r} lacks a closing parenthesis")
+            items.append(Segment(children))
+        elif match := re.fullmatch(r"(\d+)-(\d+)", token):
+            items.extend(Leaf(stage) for stage in range(int(match[1]), int(match[2]) + 1))
+        elif match := re.fullmatch(r"(\d+)(?::(\d+))?", token):
+            items.append(Leaf(int(match[1]), int(match[2] or 0)))
+        else:
+            raise ScheduleError(f"schedule {text!r} holds {token!r}: expected stage numbers such as 3, 3-7 or 3:1, and parentheses")
+        position += 1
+    return tuple(items), position

@@ -1,0 +1,288 @@
+r"""The independent judge: what a schedule costs on a chain, in bytes and seconds.
+
+The simulator walks through a training step as the executor runs it and keeps count of what is allocated. It knows nothing of
+how the schedule was found, so it can check every planner, and its peak is the one that the allocator shows.
+
+What is alive, and until when::
+
+    boundary i      from the forward of stage i-1 on, while somebody holds it:
+                      the caller (the chain's input and output), the running forward (its current value),
+                      a segment that starts here, or the saved tensors of stage i-1 or stage i
+    saved tensors   from the stage's recorded forward to its backward
+    gradients       of a boundary: from the backward of the stage behind it to that of the stage before;
+                    of parameters: from the stage's backward to the end of the step
+
+Not counted: the chain's input (the caller has it anyway), parameters, buffers, and gradients from earlier steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from lightning_rotor.chain import Chain, Option
+from lightning_rotor.errors import ScheduleError
+from lightning_rotor.schedule import Item, Leaf, Schedule, Segment, leaves
+
+Phase: TypeAlias = Literal["forward", "recompute", "backward"]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One stage doing one thing.
+
+    Attributes:
+        phase: Which part of the step.
+        stage: Number of the stage.
+        seconds: Duration.
+        peak_bytes: Most that is allocated meanwhile.
+        after_bytes: What is allocated when it is done.
+    """
+
+    phase: Phase
+    stage: int
+    seconds: float
+    peak_bytes: int
+    after_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """What one training step costs.
+
+    Attributes:
+        peak_bytes: Most that is allocated at any moment, beyond what was allocated when the step began.
+        seconds: Duration of forward, recomputation and backward.
+        recompute_seconds: The part of it that plain training would not spend.
+        peak_stage: Number of the stage that sets the peak.
+        events: The step in order.
+    """
+
+    peak_bytes: int
+    seconds: float
+    recompute_seconds: float
+    peak_stage: int
+    events: tuple[Event, ...]
+
+    @property
+    def overhead(self) -> float:
+        """Time beyond plain training as a fraction of it: 0.25 is 25 % slower."""
+        plain = self.seconds - self.recompute_seconds
+        return self.recompute_seconds / plain if plain > 0 else 0.0
+
+
+def simulate(chain: Chain, schedule: Schedule, *, gradients_exist: bool = False) -> Simulation:
+    """Run a schedule on paper.
+
+    Args:
+        chain: Costs of ``n`` stages.
+        schedule: Covers the same ``n`` stages.
+        gradients_exist: Parameters already have gradients that this step adds to (gradient accumulation), so that new ones are
+            temporary. By default they appear during the backward and stay.
+    Returns:
+        Peak and duration. The peak is exact for the executor of this package on the device where the chain was measured.
+    Raises:
+        ScheduleError: The schedule has another number of stages or unknown options, or recomputes a stage that must be kept.
+    """
+    return _Simulator(chain, schedule, gradients_exist).run()
+
+
+def check_schedule(chain: Chain, schedule: Schedule) -> None:
+    """Check that a schedule belongs to a chain.
+
+    Raises:
+        ScheduleError: It has another number of stages or unknown options, or recomputes a stage that must be kept.
+    """
+    if len(schedule) != len(chain):
+        raise ScheduleError(f"schedule {schedule} covers {len(schedule)} stages, but the chain has {len(chain)}")
+    for item in schedule.items:
+        for leaf in leaves(item):
+            stage = chain.stages[leaf.stage]
+            if leaf.option >= len(stage.options):
+                raise ScheduleError(f"schedule {schedule}: stage {stage.name!r} has {len(stage.options)} options, not option {leaf.option}")
+            if isinstance(item, Segment) and not stage.recomputable:
+                raise ScheduleError(f"schedule {schedule} recomputes stage {stage.name!r}, which does not give the same bits twice: keep it")
+
+
+class _Simulator:
+    def __init__(self, chain: Chain, schedule: Schedule, gradients_exist: bool) -> None:
+        check_schedule(chain, schedule)
+        n = len(chain)
+        self._chain = chain
+        self._schedule = schedule
+        self._gradients_exist = gradients_exist
+        # The chain's input is held by the caller and counts nothing.
+        self._boundary_bytes = [0, *(stage.output_bytes for stage in chain)]
+        self._holders = [1] + [0] * n
+        self._saved_by_producer = [0] * (n + 1)
+        self._saved_by_consumer = [0] * (n + 1)
+        self._live_bytes = 0  # everything, kept up to date by the methods below
+        self._gradient_bytes = 0  # the part of it that is the gradient of the boundary where the backward stands
+        self._segment_seconds = 0.0
+        self._events: list[Event] = []
+        self._peak_bytes = 0
+        self._peak_stage = 0
+
+    def run(self) -> Simulation:
+        self._record(self._schedule.items, "forward")
+        # The output now belongs to the caller, so the reference that the forward took is never given back.
+        for item in reversed(self._schedule.items):
+            self._backward(item)
+        seconds = sum(event.seconds for event in self._events) + self._segment_seconds
+        extra_seconds = max(seconds - self._chain.step_seconds, 0.0)
+        return Simulation(self._peak_bytes, seconds, extra_seconds, self._peak_stage, tuple(self._events))
+
+    # ---------------------------------------------------------------- forward
+
+    def _record(self, items: tuple[Item, ...], phase: Phase) -> None:
+        """Run items so that their backward can follow.
+
+        In a recomputation nothing after the last saved tensor runs: a leaf stops there, and a segment's input is its only one.
+        """
+        start = items[0].first
+        end = _last_saving(self._chain, items) if phase == "recompute" else len(items) - 1
+        for index, item in enumerate(items[: end + 1]):
+            stops_here = phase == "recompute" and index == end
+            match item:
+                case Leaf(stage):
+                    self._record_leaf(item, phase, replay=stops_here)
+                case Segment():
+                    self._hold(item.first)
+                    self._add(self._rng_bytes(item) if phase == "forward" else 0)
+                    if not stops_here:
+                        self._discard(item, phase)
+            if item.first != start:
+                self._release(item.first)  # the running forward moves on to the next boundary
+
+    def _record_leaf(self, leaf: Leaf, phase: Phase, *, replay: bool) -> None:
+        stage, option = leaf.stage, self._option(leaf)
+        peak = option.replay_peak_bytes if replay else option.forward_peak_bytes
+        level = self._touch(stage, peak)
+        self._add(option.saved_bytes)
+        if phase == "forward":
+            self._add(self._chain.stages[stage].pinned_bytes)  # until the graph dies, after the step
+        self._set_saved(stage, consumer=option.saved_input_bytes)
+        self._set_saved(stage + 1, producer=option.saved_output_bytes)
+        if not replay:
+            self._hold(stage + 1)
+        self._events.append(Event(phase, stage, option.replay_seconds if replay else option.forward_seconds, level, self._live_bytes))
+
+    def _discard(self, segment: Segment, phase: Phase) -> None:
+        """First pass of a segment. The caller's frame holds the segment's input until it returns, for nested segments too."""
+        self._segment_seconds += self._chain.segment_seconds
+        for item in segment.items:
+            match item:
+                case Leaf(stage):
+                    cost = self._chain.stages[stage]
+                    level = self._touch(stage, cost.discard_peak_bytes)
+                    self._hold(stage + 1)
+                    self._add(cost.pinned_bytes if phase == "forward" else 0)
+                    self._events.append(Event(phase, stage, cost.discard_seconds, level, self._live_bytes))
+                case Segment():
+                    self._discard(item, phase)
+            if item.first != segment.first:
+                self._release(item.first)
+
+    # ---------------------------------------------------------------- backward
+
+    def _backward(self, item: Item, pending: tuple[Segment, ...] = ()) -> None:
+        """Backward of one item; ``pending`` are the enclosing segments that have not been recomputed yet, outermost first."""
+        match item:
+            case Leaf():
+                self._backward_leaf(item, pending)
+            case Segment(items):
+                end = _last_saving(self._chain, items)
+                for index in reversed(range(len(items))):
+                    # What comes after the last saved tensor needs no recomputation; the item that has it triggers it.
+                    self._backward(items[index], (*pending, item) if index == end else ())
+                self._release(item.first)
+                self._add(-self._rng_bytes(item, nested=False))
+
+    def _backward_leaf(self, leaf: Leaf, pending: tuple[Segment, ...]) -> None:
+        stage, option = leaf.stage, self._option(leaf)
+        self._add(-self._gradient_bytes)
+        if pending:
+            self._touch(stage, option.unpack_peak_bytes)
+            self._gradient_bytes = option.unpack_bytes
+            self._add(self._gradient_bytes)
+            for segment in pending:
+                self._recompute(segment)
+            self._add(-self._gradient_bytes)
+        if stage == 0 or self._saved_by_producer[stage]:
+            peak = option.backward_held_peak_bytes
+        elif self._holders[stage]:
+            peak = option.backward_segment_peak_bytes
+        else:
+            peak = option.backward_peak_bytes
+        if not pending:
+            peak = max(peak, option.unpack_peak_bytes)
+        level = self._touch(stage, peak)
+        self._add(-option.saved_bytes)
+        self._set_saved(stage, consumer=0)
+        self._set_saved(stage + 1, producer=0)
+        self._gradient_bytes = option.input_gradient_bytes
+        self._add(self._gradient_bytes)
+        if not self._gradients_exist:
+            self._add(option.parameter_gradient_bytes)
+        self._events.append(Event("backward", stage, option.backward_seconds, level, self._live_bytes))
+
+    def _recompute(self, segment: Segment) -> None:
+        # While it runs, the generators' current state is put aside, and so are states that nested segments remember
+        # for a recomputation that never uses them: theirs come from the first pass.
+        aside = self._rng_bytes(segment)
+        self._add(aside)
+        self._record(segment.items, "recompute")
+        self._add(-aside)
+
+    # ---------------------------------------------------------------- accounting
+
+    def _option(self, leaf: Leaf) -> Option:
+        return self._chain.stages[leaf.stage].options[leaf.option]
+
+    def _rng_bytes(self, segment: Segment, *, nested: bool = True) -> int:
+        """Generator states that a segment remembers, and those of the segments in it."""
+        if not self._chain.rng_state_bytes:
+            return 0
+        own = self._chain.rng_state_bytes if any(self._chain.stages[leaf.stage].draws_random for leaf in leaves(segment)) else 0
+        inner = sum(self._rng_bytes(item) for item in segment.items if isinstance(item, Segment)) if nested else 0
+        return own + inner
+
+    def _boundary_live(self, boundary: int) -> int:
+        size = self._boundary_bytes[boundary]
+        return size if self._holders[boundary] else min(size, self._saved_by_producer[boundary] + self._saved_by_consumer[boundary])
+
+    def _hold(self, boundary: int) -> None:
+        before = self._boundary_live(boundary)
+        self._holders[boundary] += 1
+        self._live_bytes += self._boundary_live(boundary) - before
+
+    def _release(self, boundary: int) -> None:
+        before = self._boundary_live(boundary)
+        self._holders[boundary] -= 1
+        self._live_bytes += self._boundary_live(boundary) - before
+
+    def _set_saved(self, boundary: int, *, producer: int | None = None, consumer: int | None = None) -> None:
+        before = self._boundary_live(boundary)
+        if producer is not None:
+            self._saved_by_producer[boundary] = producer
+        if consumer is not None:
+            self._saved_by_consumer[boundary] = consumer
+        self._live_bytes += self._boundary_live(boundary) - before
+
+    def _add(self, size_bytes: int) -> None:
+        self._live_bytes += size_bytes
+
+    def _touch(self, stage: int, extra_bytes: int) -> int:
+        """Note that ``extra_bytes`` were allocated for a moment; returns the level that this made."""
+        level = self._live_bytes + extra_bytes
+        if level > self._peak_bytes:
+            self._peak_bytes, self._peak_stage = level, stage
+        return level
+
+
+def _last_saving(chain: Chain, items: tuple[Item, ...]) -> int:
+    """Index of the last item that saves a tensor, or -1: a recomputation stops there."""
+    for index in reversed(range(len(items))):
+        if any(chain.stages[leaf.stage].options[leaf.option].saved_tensors for leaf in leaves(items[index])):
+            return index
+    return -1

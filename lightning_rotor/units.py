@@ -1,0 +1,137 @@
+"""Sizes in bytes: reading what users write, and printing what they can read."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from lightning_rotor.errors import UnitError
+
+_FACTORS = {
+    "": 1,
+    "b": 1,
+    "k": 10**3, "kb": 10**3, "kib": 2**10,
+    "m": 10**6, "mb": 10**6, "mib": 2**20,
+    "g": 10**9, "gb": 10**9, "gib": 2**30,
+    "t": 10**12, "tb": 10**12, "tib": 2**40,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z]*|%)\s*", re.IGNORECASE)
+_FORMS = 'bytes as an integer, "700MiB", "10GB", a fraction of the device such as 0.8 or "80%", or None for what is free'
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimit:
+    """A limit as the user wrote it: a number of bytes, or a fraction of a device whose size is not known yet.
+
+    Exactly one of the two fields is set.
+    """
+
+    size_bytes: int | None = None
+    fraction: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.size_bytes is None) == (self.fraction is None):
+            raise UnitError("a memory limit is either a number of bytes or a fraction of the device")
+
+    def on_device(self, total_bytes: int) -> int:
+        """The limit in bytes on a device with ``total_bytes`` of memory."""
+        if self.size_bytes is not None:
+            return self.size_bytes
+        assert self.fraction is not None
+        return int(self.fraction * total_bytes)
+
+    def __str__(self) -> str:
+        return format_bytes(self.size_bytes) if self.size_bytes is not None else f"{self.fraction:.0%} of the device"
+
+
+def parse_limit(value: int | float | str | None) -> MemoryLimit | None:
+    """Read a memory limit.
+
+    Args:
+        value: An integer counts bytes (so does a float above 1 that is whole). A float in (0, 1] and a percentage are fractions of the device.
+            A string takes the suffixes B, kB/MB/GB/TB (powers of 1000) and KiB/MiB/GiB/TiB (powers of 1024), in any case.
+    Returns:
+        The limit, or None for None, which means: what is free on the device.
+    Raises:
+        UnitError: The value is not positive, not finite, or not one of these forms.
+    Example:
+        >>> parse_limit("1.5 GiB").size_bytes
+        1610612736
+        >>> parse_limit("80%").fraction
+        0.8
+    """
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise UnitError(f"memory limit is {value!r} of type {type(value).__name__}: expected {_FORMS}")
+    if isinstance(value, str):
+        number, unit = _split(value)
+        if unit == "%":
+            return _fraction(number / 100, value)
+        if unit == "" and "." in value and number <= 1:
+            return _fraction(number, value)
+        return _bytes(number * _FACTORS[unit], value)
+    if isinstance(value, float) and value <= 1:
+        return _fraction(value, value)
+    return _bytes(value, value)
+
+
+def parse_bytes(value: int | str) -> int:
+    """Read a size in bytes, as :func:`parse_limit` does, without fractions of a device.
+
+    Raises:
+        UnitError: The value is no positive size.
+    Example:
+        >>> parse_bytes("2 GiB")
+        2147483648
+    """
+    limit = parse_limit(value)
+    if limit is None or limit.size_bytes is None:
+        raise UnitError(f'size is {value!r}: expected bytes as an integer, or a size such as "700MiB" or "10GB"')
+    return limit.size_bytes
+
+
+def format_bytes(size_bytes: float) -> str:
+    """Print a size with three or four significant digits and a binary unit.
+
+    Example:
+        >>> format_bytes(2_900_000_000)
+        '2.70 GiB'
+    """
+    size = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.{2 if abs(size) < 10 else 1 if abs(size) < 100 else 0}f} {unit}"
+        size /= 1024
+    return f"{size:.2f} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """Print a duration with a unit that keeps it readable, such as ``'3.2 ms'``."""
+    for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if abs(seconds) >= factor:
+            return f"{seconds / factor:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns"
+
+
+def _split(text: str) -> tuple[float, str]:
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise UnitError(f"memory limit {text!r} cannot be read: expected {_FORMS}")
+    number, unit = float(match[1]), match[2].lower()
+    if unit != "%" and unit not in _FACTORS:
+        raise UnitError(f"memory limit {text!r} has the unknown unit {match[2]!r}: expected one of B, kB, MB, GB, TB, KiB, MiB, GiB, TiB, %")
+    return number, unit
+
+
+def _fraction(fraction: float, received: object) -> MemoryLimit:
+    if not 0 < fraction <= 1:
+        raise UnitError(f"memory limit {received!r} is no fraction of a device: expected more than 0 and at most 1 (or 100%)")
+    return MemoryLimit(fraction=fraction)
+
+
+def _bytes(size: float, received: object) -> MemoryLimit:
+    if not math.isfinite(size) or size < 1:
+        raise UnitError(f"memory limit {received!r} is not a positive size: expected {_FORMS}")
+    return MemoryLimit(size_bytes=int(size))
