@@ -1,0 +1,259 @@
+"""Memory of a device: how much there is, how much is free, and what a user's limit means on it.
+
+On a GPU the driver counts blocks that torch's caching allocator keeps for reuse as taken; they are free to us. On the CPU a
+container's limit counts, not the machine's memory. Control groups nest, and the tightest one decides::
+
+    /sys/fs/cgroup                   memory.max = max
+      └─ kubepods                    memory.max = 64 GiB   memory.current = 60 GiB   <- 4 GiB left for everyone below
+           └─ pod1234                memory.max = 16 GiB   memory.current =  2 GiB
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lightning_rotor.errors import ProfilingError, RotorWarning
+from lightning_rotor.units import MemoryLimit, format_bytes
+
+_ROOT = Path("/")
+
+
+def total_bytes(device: torch.device | str, *, system_root: Path = _ROOT) -> int:
+    """Memory that this process may ever have on a device.
+
+    Args:
+        device: A CPU, CUDA or XPU device; without an index, the current one.
+        system_root: Where ``proc`` and ``sys`` are mounted; tests give a folder.
+    Returns:
+        On a GPU its memory, times the fraction that ``torch.cuda.set_per_process_memory_fraction`` set. On the CPU the machine's
+        memory or the tightest control group's limit, whichever is less.
+    Raises:
+        ProfilingError: The memory of this kind of device cannot be read.
+    """
+    device = torch.device(device)
+    if device.type == "cpu":
+        return min([_machine(system_root).total_bytes, *(group.limit_bytes for group in _control_groups(system_root))])
+    return _accelerator(device).total_bytes
+
+
+def free_bytes(device: torch.device | str, *, system_root: Path = _ROOT) -> int:
+    """Memory that this process can still allocate on a device, beyond what its tensors take now.
+
+    Args:
+        device: A CPU, CUDA or XPU device; without an index, the current one.
+        system_root: Where ``proc`` and ``sys`` are mounted; tests give a folder.
+    Returns:
+        On a GPU what the driver has left plus what the caching allocator holds without using it. On the CPU what the machine can
+        give without swapping, or what the tightest control group has left, whichever is less; the page cache of files that
+        nobody has read lately counts as free in both.
+    Raises:
+        ProfilingError: The memory of this kind of device cannot be read.
+    """
+    device = torch.device(device)
+    if device.type == "cpu":
+        return max(
+            0, min([_machine(system_root).free_bytes, *(group.free_bytes for group in _control_groups(system_root))])
+        )
+    return _accelerator(device).free_bytes
+
+
+def resolve_limit(limit: MemoryLimit | None, device: torch.device | str, *, system_root: Path = _ROOT) -> int:
+    """What a user's limit is in bytes on a device.
+
+    Args:
+        limit: None means what is free now, beyond what the process has already allocated.
+        device: Where the model trains.
+        system_root: Where ``proc`` and ``sys`` are mounted; tests give a folder.
+    Returns:
+        The limit in bytes; a fraction counts from :func:`total_bytes`.
+    Warns:
+        RotorWarning: The limit is larger than the device.
+    Raises:
+        ProfilingError: The limit depends on the device, and this kind of device does not tell its memory.
+    Example:
+        >>> resolve_limit(MemoryLimit(size_bytes=2**20), "cpu")
+        1048576
+    """
+    if limit is None:
+        return free_bytes(device, system_root=system_root)
+    if limit.fraction is not None:
+        return limit.on_device(total_bytes(device, system_root=system_root))
+    size_bytes = limit.on_device(0)
+    _warn_if_larger(size_bytes, device, system_root)
+    return size_bytes
+
+
+def _warn_if_larger(size_bytes: int, device: torch.device | str, system_root: Path) -> None:
+    try:
+        available_bytes = total_bytes(device, system_root=system_root)
+    except ProfilingError:
+        return  # a limit in bytes needs nothing from the device
+    if size_bytes > available_bytes:
+        warnings.warn(
+            f"the memory limit of {format_bytes(size_bytes)} is more than the {format_bytes(available_bytes)} that {device} has for this "
+            "process: training can run out of memory inside the limit. Lower it, or leave it out to use what is free",
+            RotorWarning,
+            stacklevel=3,
+        )
+
+
+# -------------------------------------------------------------------- accelerators
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    total_bytes: int
+    free_bytes: int
+
+
+def _accelerator(device: torch.device) -> _Memory:
+    """Memory of a GPU, as far as this process may use it."""
+    if device.type not in ("cuda", "xpu"):
+        raise ProfilingError(
+            f"the memory of device {str(device)!r} cannot be read: expected a CPU, CUDA or XPU device; for another one give the memory limit in bytes"
+        )
+    module = torch.get_device_module(device)
+    if not module.is_available():
+        raise ProfilingError(
+            f"device {str(device)!r} is not available here: move the model to one that is, or install a torch that supports it"
+        )
+    driver_free, total = module.mem_get_info(device)
+    allocated = module.memory_allocated(device)
+    allowed = int(_process_fraction(device) * total)
+    unused = driver_free + module.memory_reserved(device) - allocated
+    return _Memory(total_bytes=allowed, free_bytes=max(0, min(unused, allowed - allocated)))
+
+
+def _process_fraction(device: torch.device) -> float:
+    # Added to torch after 2.6; before, the fraction could be set but not read.
+    read = getattr(torch.get_device_module(device), "get_per_process_memory_fraction", None)
+    return 1.0 if read is None else float(read(device))
+
+
+# -------------------------------------------------------------------- the machine
+
+
+def _machine(system_root: Path) -> _Memory:
+    """The machine's memory, from ``/proc`` where there is one."""
+    sizes = _read_sizes(system_root / "proc/meminfo")
+    if "MemTotal" in sizes:
+        # Kernels before 3.14 have no MemAvailable.
+        available = sizes.get("MemAvailable", sizes.get("MemFree", 0) + sizes.get("Cached", 0))
+        return _Memory(sizes["MemTotal"] * 1024, available * 1024)
+    return _machine_without_proc()
+
+
+def _machine_without_proc() -> _Memory:
+    """macOS, Windows and the rest."""
+    try:
+        import psutil  # type: ignore[import-untyped,unused-ignore]  # not a dependency: only where /proc is missing
+    except ImportError:
+        return _machine_from_sysconf()
+    memory = psutil.virtual_memory()
+    return _Memory(int(memory.total), int(memory.available))
+
+
+def _machine_from_sysconf() -> _Memory:
+    try:
+        page = os.sysconf("SC_PAGE_SIZE")
+        return _Memory(page * os.sysconf("SC_PHYS_PAGES"), page * os.sysconf("SC_AVPHYS_PAGES"))
+    except (AttributeError, OSError, ValueError) as error:
+        raise ProfilingError(
+            "this machine's memory cannot be read: install psutil, or give the memory limit in bytes"
+        ) from error
+
+
+def _read_sizes(path: Path) -> dict[str, int]:
+    """Lines such as ``MemTotal:  16318 kB`` or ``inactive_file 4096`` as a mapping; empty if the file cannot be read."""
+    sizes = {}
+    for line in _read(path).splitlines():
+        name, _, rest = line.replace(":", " ").partition(" ")
+        value = rest.split()
+        if value and value[0].isdigit():
+            sizes[name] = int(value[0])
+    return sizes
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+# -------------------------------------------------------------------- control groups
+
+
+@dataclass(frozen=True, slots=True)
+class _ControlGroup:
+    limit_bytes: int
+    usage_bytes: int
+    reclaimable_bytes: int
+
+    @property
+    def free_bytes(self) -> int:
+        return self.limit_bytes - self.usage_bytes + self.reclaimable_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """Where one version of control groups keeps its numbers."""
+
+    limits: tuple[str, ...]
+    usage: str
+    reclaimable: str
+
+
+# Version 2 slows a group down, to a standstill if need be, once it is over memory.high: for training that is a limit too.
+_FILES = {
+    "cgroup": _Files(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
+    "cgroup2": _Files(("memory.max", "memory.high"), "memory.current", "inactive_file"),
+}
+
+
+def _control_groups(system_root: Path) -> Iterator[_ControlGroup]:
+    """Every control group with a limit that this process is in, directly or through a parent."""
+    for kind, path, mounted, mount_point in _memberships(system_root):
+        # In a container that mounts only its own group, the path from the host's point of view goes on above the mount.
+        inside = path.relative_to(mounted) if path.is_relative_to(mounted) else Path()
+        own = mount_point / inside
+        for folder in (own, *own.parents):
+            group = _read_group(folder, _FILES[kind])
+            if group is not None:
+                yield group
+            if folder == mount_point:
+                break
+
+
+def _memberships(system_root: Path) -> Iterator[tuple[str, Path, Path, Path]]:
+    """Kind of hierarchy, the process's path in it, the path that is mounted, and where."""
+    paths = {}
+    for line in _read(system_root / "proc/self/cgroup").splitlines():
+        number, controllers, path = line.split(":", 2)
+        # ".." appears when the process was moved out of the part that its namespace shows.
+        clean = Path(os.path.normpath(path))
+        if number == "0":
+            paths["cgroup2"] = clean
+        elif "memory" in controllers.split(","):
+            paths["cgroup"] = clean
+    for line in _read(system_root / "proc/self/mountinfo").splitlines():
+        before, _, after = line.partition(" - ")
+        kind, *_, options = after.split() or [""]
+        if kind in paths and (kind == "cgroup2" or "memory" in options.split(",")):
+            mounted, mount_point = before.split()[3:5]
+            yield kind, paths[kind], Path(mounted), system_root / mount_point.lstrip("/")
+
+
+def _read_group(folder: Path, files: _Files) -> _ControlGroup | None:
+    """The numbers of one control group; None if it has no limit ("max", or no such file, as at the root)."""
+    limits = [int(text) for name in files.limits if (text := _read(folder / name).strip()).isdigit()]
+    usage = _read(folder / files.usage).strip()
+    if not limits or not usage.isdigit():
+        return None
+    return _ControlGroup(min(limits), int(usage), _read_sizes(folder / "memory.stat").get(files.reclaimable, 0))
