@@ -185,7 +185,7 @@ class _Simulator:
 
     # ---------------------------------------------------------------- backward
 
-    def _backward(self, item: Item, pending: tuple[Segment, ...] = ()) -> None:
+    def _backward(self, item: Item, pending: tuple[Segment, ...] = (), *, nested: bool = False) -> None:
         """Backward of one item; ``pending`` are the enclosing segments that have not been recomputed yet, outermost first."""
         match item:
             case Leaf():
@@ -194,8 +194,9 @@ class _Simulator:
                 end = _last_saving(self._chain, items)
                 for index in reversed(range(len(items))):
                     # What comes after the last saved tensor needs no recomputation; the item that has it triggers it.
-                    self._backward(items[index], (*pending, item) if index == end else ())
-                self._release(item.first)
+                    self._backward(items[index], (*pending, item) if index == end else (), nested=True)
+                if not (nested and end >= 0):
+                    self._release(item.first)
                 self._add(-self._rng_bytes(item, nested=False))
 
     def _backward_leaf(self, leaf: Leaf, pending: tuple[Segment, ...]) -> None:
@@ -207,6 +208,9 @@ class _Simulator:
             self._add(self._gradient_bytes)
             for segment in pending:
                 self._recompute(segment)
+                if segment not in self._schedule.items:
+                    # A nested segment has its input from the recomputation around it, which hands each tensor out once.
+                    self._release(segment.first)
             self._add(-self._gradient_bytes)
         if stage == 0 or self._saved_by_producer[stage]:
             peak = option.backward_held_peak_bytes

@@ -1,0 +1,93 @@
+"""The executor: nested non-reentrant checkpoints, one for each segment of the schedule.
+
+The recursion of the schedule is the recursion of the calls, so there is nothing to interpret::
+
+    schedule   0 (1-2) 3              forward                        backward
+                                      stage 0, recorded              stage 3
+                                      checkpoint( stage 1, 2 )       first saved tensor of 2 → run 1, 2 again; stages 2, 1
+                                      stage 3, recorded              stage 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from lightning_rotor.chain import Chain
+from lightning_rotor.options import run_stage
+from lightning_rotor.recomputation import MutableBuffer, recomputed
+from lightning_rotor.schedule import Item, Leaf, Schedule, Segment
+from lightning_rotor.sequential import Stage
+from lightning_rotor.simulator import check_schedule
+
+
+class Executor:
+    """Runs the stages of a chain under a schedule.
+
+    The output, every gradient, the buffers and the random number generators are those of running the stages one after the other, bit for bit.
+
+    Args:
+        stages: One for each stage of the chain.
+        chain: Says which stages draw random numbers and which cannot be recomputed.
+        schedule: What to keep and what to recompute.
+        buffers: For each stage, the buffers that its forward updates; recomputation leaves them alone.
+    Raises:
+        ScheduleError: The schedule does not fit the chain.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        chain: Chain,
+        schedule: Schedule,
+        buffers: Sequence[tuple[MutableBuffer, ...]] = (),
+    ) -> None:
+        check_schedule(chain, schedule)
+        self._stages = tuple(stages)
+        self._chain = chain
+        self._schedule = schedule
+        self._buffers = tuple(buffers) or ((),) * len(self._stages)
+
+    @property
+    def schedule(self) -> Schedule:
+        return self._schedule
+
+    def __call__(self, value: Any) -> Any:
+        """Run the forward; autograd does the rest.
+
+        Args:
+            value: Input of the first stage.
+        Returns:
+            Output of the last stage.
+        """
+        return self._run(self._schedule.items, value)
+
+    def _run(self, items: tuple[Item, ...], value: Any) -> Any:
+        # ``value`` is the only reference to the running boundary: it dies when the next one takes its place.
+        for item in items:
+            match item:
+                case Leaf(stage):
+                    value = run_stage(self._stages[stage], value)
+                case Segment():
+                    value = self._run_segment(item, value)
+        return value
+
+    def _run_segment(self, segment: Segment, value: Any) -> Any:
+        numbers = range(segment.first, segment.last + 1)
+        options = {
+            "name": f"the segment from {self._stages[segment.first].name!r} to {self._stages[segment.last].name!r}",
+            "draws_random": any(self._chain.stages[number].draws_random for number in numbers),
+            "buffers": tuple(buffer for number in numbers for buffer in self._buffers[number]),
+        }
+        # Arguments are bound, never closed over: the recomputation runs long after these variables have changed.
+        if isinstance(value, torch.Tensor):
+            return recomputed(partial(self._run, segment.items), value, **options)
+        flat, spec = tree_flatten(value)
+        return recomputed(partial(self._run_flat, segment.items, spec), *flat, **options)
+
+    def _run_flat(self, items: tuple[Item, ...], spec: TreeSpec, *flat: Any) -> Any:
+        return self._run(items, tree_unflatten(flat, spec))

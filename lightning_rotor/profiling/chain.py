@@ -1,0 +1,351 @@
+"""Measuring a whole chain while holding one boundary at a time, so that it works when the model does not fit.
+
+Two passes over the stages. The first looks at behaviour: a stage whose output is a view of its input, or that changes its input in place,
+cannot be cut from its neighbour and is merged with it; random numbers and updated buffers are noted. The second measures.
+
+Nothing is changed: generators are set back, buffers are lent (the stages write to copies), gradients are computed without touching
+``.grad``, and no module changes its mode. :func:`lightning_rotor.recomputation.is_recomputing` is true meanwhile, for users' own counters.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_rotor.chain import Chain, StageCost
+from lightning_rotor.errors import ModelError, RotorWarning
+from lightning_rotor.options import autocast_enabled, run_stage
+from lightning_rotor.profiling.boundary import Boundary, storage_bytes, tensors_in
+from lightning_rotor.profiling.meters import Meter, meter_for
+from lightning_rotor.profiling.stages import StageProfiler
+from lightning_rotor.recomputation import MutableBuffer, Replay, recomputed
+from lightning_rotor.sequential import Stage, merge
+
+Progress: TypeAlias = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Profile:
+    """A measured chain and the stages that it speaks of.
+
+    Attributes:
+        chain: Costs, one entry a stage.
+        stages: The stages to run, some of them merged.
+        buffers: For each stage, the buffers that its forward updates.
+    """
+
+    chain: Chain
+    stages: tuple[Stage, ...]
+    buffers: tuple[tuple[MutableBuffer, ...], ...]
+
+
+def profile_chain(
+    stages: Sequence[Stage],
+    sample: Any,
+    *,
+    repeats: int = 3,
+    meter: Meter | None = None,
+    progress: Progress | None = None,
+) -> Profile:
+    """Measure bytes and seconds of every stage.
+
+    Args:
+        stages: What :func:`~lightning_rotor.sequential.sequential_stages` returns.
+        sample: Input of the first stage: a tensor, or tensors in tuples, lists and dicts, on the device to measure. Whether its tensors
+            require gradients matters.
+        repeats: Timed runs of each stage; the median counts.
+        meter: Measures; by default the one of the sample's device.
+        progress: Called with the number of stages done and their total.
+    Returns:
+        The chain, for the mode, autocast context and shapes of this moment.
+    Raises:
+        ModelError: A stage returns no tensor.
+        ProfilingError: The device cannot be measured.
+    Warns:
+        RotorWarning: A stage gives other bits when it runs again, or pins memory that no checkpoint can free.
+    """
+    device = tensors_in(sample)[0].device
+    meter = meter or meter_for(device)
+    with _undisturbed(device):
+        traits, groups = _scout(stages, sample, device)
+        merged = [merge(tuple(stages[index] for index in group)) for group in groups]
+        starts_in_place = traits[0].changes_input
+        costs: list[StageCost] = []
+        buffers: list[tuple[MutableBuffer, ...]] = []
+        known: dict[Any, StageCost] = {}
+        boundary = Boundary.of(sample)
+        for number, (stage, group) in enumerate(zip(merged, groups, strict=True)):
+            last = number == len(merged) - 1
+            with _lent_buffers(stage) as originals:
+                passed = _pass(stage, boundary, originals, device)
+                buffers.append(passed.buffers)
+                key = (_identity(stage), boundary.signature, last)
+                if key not in known:
+                    profiler = StageProfiler(stage, boundary, passed.output_bytes, meter, last, repeats)
+                    known[key] = profiler.measure(
+                        draws_random=any(traits[index].draws_random for index in group),
+                        recomputable=passed.same_bits and not (number == 0 and starts_in_place),
+                    )
+            costs.append(replace(known[key], name=stage.name))
+            boundary = passed.output
+            if progress is not None:
+                progress(number + 1, len(merged))
+        _warn(costs)
+        chain = Chain(
+            tuple(costs),
+            input_bytes=Boundary.of(sample).size_bytes,
+            rng_state_bytes=torch.get_rng_state().nbytes if device.type == "cpu" else 0,
+            segment_seconds=_segment_seconds(device, meter),
+            device=str(device),
+        )
+    return Profile(chain, tuple(merged), tuple(buffers))
+
+
+@dataclass(frozen=True, slots=True)
+class _Traits:
+    """How a stage behaves, seen from its neighbours."""
+
+    aliases_input: bool
+    changes_input: bool
+    draws_random: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Passed:
+    """What one forward of a merged stage showed."""
+
+    output: Boundary
+    output_bytes: int
+    same_bits: bool
+    buffers: tuple[MutableBuffer, ...]
+
+
+def _scout(stages: Sequence[Stage], sample: Any, device: torch.device) -> tuple[list[_Traits], list[list[int]]]:
+    """Run every stage once; return its traits, and which stages must stay together."""
+    traits: list[_Traits] = []
+    boundary = Boundary.of(sample)
+    for stage in stages:
+        with _lent_buffers(stage):
+            value = boundary.fresh()
+            inputs = tensors_in(value)
+            versions = [tensor._version for tensor in inputs]
+            storages = {tensor.untyped_storage().data_ptr() for tensor in inputs if tensor.untyped_storage().nbytes()}
+            before = _generator_states(device)
+            with _discarding():
+                output = run_stage(stage, value)
+            outputs = tensors_in(output)
+            if not outputs:
+                raise ModelError(
+                    f"stage {stage.name!r} returns {type(output).__name__}, which holds no tensor: expected a tensor, or tensors in tuples, "
+                    "lists or dicts"
+                )
+            traits.append(
+                _Traits(
+                    aliases_input=any(tensor.untyped_storage().data_ptr() in storages for tensor in outputs),
+                    changes_input=versions != [tensor._version for tensor in inputs],
+                    draws_random=not all(map(torch.equal, before, _generator_states(device))),
+                )
+            )
+            boundary = Boundary.of(output)
+            del value, inputs, output, outputs
+    return traits, _groups(traits)
+
+
+def _groups(traits: Sequence[_Traits]) -> list[list[int]]:
+    """Stages that must not be cut apart: a view and what it views, an operation in place and what it changes."""
+    groups: list[list[int]] = []
+    open_head = False  # the last group is nothing but views of the chain's input so far
+    for index, trait in enumerate(traits):
+        if groups and (trait.aliases_input or trait.changes_input or open_head):
+            groups[-1].append(index)
+            open_head = open_head and trait.aliases_input
+        else:
+            groups.append([index])
+            open_head = trait.aliases_input
+    return groups
+
+
+def _pass(stage: Stage, boundary: Boundary, originals: Sequence[torch.Tensor], device: torch.device) -> _Passed:
+    """Run a stage twice from the same generators, the second time as a recomputation would, and compare the bits."""
+    states = _generator_states(device)
+    with _discarding():
+        value = boundary.fresh()
+        storages = {tensor.untyped_storage().data_ptr() for tensor in tensors_in(value)}
+        output = run_stage(stage, value)
+        del value
+        buffers = _updated_buffers(stage, originals)
+        _set_generator_states(device, states)
+        with Replay(buffers):
+            again = run_stage(stage, boundary.fresh())
+    outputs, repeated = tensors_in(output), tensors_in(again)
+    fresh = [tensor for tensor in outputs if tensor.untyped_storage().data_ptr() not in storages]
+    return _Passed(
+        output=Boundary.of(output),
+        output_bytes=storage_bytes(fresh),
+        same_bits=len(outputs) == len(repeated) and all(map(_same_bits, outputs, repeated)),
+        buffers=buffers,
+    )
+
+
+def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    # A NaN equals no NaN, so where both are one, the values are compared as "same".
+    return bool(((left == right) | ((left != left) & (right != right))).all())
+
+
+# -------------------------------------------------------------------- leaving everything as it was
+
+
+@contextmanager
+def _undisturbed(device: torch.device) -> Iterator[None]:
+    """Set generators back at the end, compute with gradients, and tell users' code that this is no step of theirs."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices, device_type="cuda"), torch.enable_grad(), Replay():
+        try:
+            yield
+        finally:
+            if autocast_enabled():
+                torch.clear_autocast_cache()
+
+
+@contextmanager
+def _lent_buffers(stage: Stage) -> Iterator[list[torch.Tensor]]:
+    """Give the stage copies of its buffers for the time being; yields the originals in the order of :func:`_slots`."""
+    slots = _slots(stage)
+    originals = [module._buffers[name] for module, name in slots]
+    copies: dict[int, torch.Tensor] = {}
+    for (module, name), original in zip(slots, originals, strict=True):
+        assert original is not None
+        module._buffers[name] = copies.setdefault(id(original), original.detach().clone())
+    try:
+        yield [original for original in originals if original is not None]
+    finally:
+        for (module, name), original in zip(slots, originals, strict=True):
+            module._buffers[name] = original
+
+
+def _slots(stage: Stage) -> list[tuple[torch.nn.Module, str]]:
+    """Where the stage keeps buffers, each slot once."""
+    slots: dict[tuple[int, str], tuple[torch.nn.Module, str]] = {}
+    for _, module in stage.submodules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                slots[id(module), name] = (module, name)
+    return list(slots.values())
+
+
+def _updated_buffers(stage: Stage, originals: Sequence[torch.Tensor]) -> tuple[MutableBuffer, ...]:
+    """Buffers whose copies no longer equal the originals.
+
+    Values are compared, since the kernels of BatchNorm do not bump the version of the running statistics.
+    """
+    updated: list[MutableBuffer] = []
+    for (module, name), original in zip(_slots(stage), originals, strict=True):
+        current = module._buffers[name]
+        normalizes = isinstance(module, torch.nn.modules.batchnorm._NormBase) and module.training
+        if current is not None and (normalizes or not _same_bits(current, original)):
+            updated.append(MutableBuffer(module, name, torch.empty_like(original)))
+    return tuple(updated)
+
+
+@contextmanager
+def _discarding() -> Iterator[None]:
+    """Build graphs, but drop what they save."""
+    with saved_tensors_hooks(lambda tensor: None, _never_unpacked):
+        yield
+
+
+def _never_unpacked(packed: None) -> torch.Tensor:
+    raise AssertionError("a discarded forward has no backward")
+
+
+def _generator_states(device: torch.device) -> list[torch.Tensor]:
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return states
+
+
+def _set_generator_states(device: torch.device, states: Sequence[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)
+
+
+# -------------------------------------------------------------------- equal stages, overhead, warnings
+
+
+def _identity(stage: Stage) -> tuple[Any, ...]:
+    """Equal for stages that cost the same: same classes, settings, parameter shapes and hooks.
+
+    Attributes that are no plain values (functions, objects) count by identity, so that unlike stages never look alike.
+    """
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, (bool, int, float, str, type(None), torch.dtype, torch.device)):
+            return value
+        if isinstance(value, (tuple, list)):
+            return tuple(plain(entry) for entry in value)
+        return id(value) if value != {} and value != set() else "empty"
+
+    identity: list[Any] = []
+    for name, module in stage.submodules():
+        attributes = {key: plain(value) for key, value in module.__dict__.items() if key not in _STRUCTURE}
+        hooks = [tuple(map(id, getattr(module, key).values())) for key in _HOOKS]
+        tensors = [
+            (key, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+            for key, tensor in (*module._parameters.items(), *module._buffers.items())
+            if tensor is not None
+        ]
+        identity.append((name, type(module), tuple(sorted(attributes.items(), key=lambda entry: entry[0])), tuple(hooks), tuple(tensors)))
+    return tuple(identity)
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_STRUCTURE = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *_HOOKS} | {
+    key for key in torch.nn.Module().__dict__ if key.endswith("hooks") or "hooks_" in key or key.startswith("_backward")
+}
+
+
+def _segment_seconds(device: torch.device, meter: Meter) -> float:
+    """Host time of one segment around next to nothing, forward and backward, beyond what it runs."""
+    tensor = torch.zeros(1, device=device, requires_grad=True)
+
+    def plain() -> torch.Tensor:
+        return torch.tanh(torch.tanh(tensor))
+
+    def run(forward: Callable[[], torch.Tensor]) -> float:
+        start = meter.now()
+        for _ in range(4):
+            torch.autograd.grad(forward(), tensor)
+        return meter.seconds_between(start, meter.now()) / 4
+
+    segmented = partial(recomputed, torch.tanh, draws_random=False)
+    run(plain), run(lambda: torch.tanh(segmented(tensor)))
+    return max(run(lambda: torch.tanh(segmented(tensor))) - run(plain), 0.0)
+
+
+def _warn(costs: Sequence[StageCost]) -> None:
+    for cost in costs:
+        if not cost.recomputable:
+            warnings.warn(
+                f"stage {cost.name!r} gives other bits when it runs again, so it is kept and never recomputed. Typical reasons are state "
+                "outside of buffers, spectral_norm, and operations in place on the chain's own input",
+                RotorWarning,
+                stacklevel=4,
+            )
+        if cost.pinned_bytes:
+            warnings.warn(
+                f"stage {cost.name!r} keeps {cost.pinned_bytes} bytes in its graph that no checkpoint can free (tensors stored on an autograd "
+                "context rather than saved by save_for_backward); the plan counts them",
+                RotorWarning,
+                stacklevel=4,
+            )

@@ -1,0 +1,251 @@
+"""Meters: exact bytes from the allocator, and a clock that knows the device.
+
+A recording is cut into phases by marks. For each phase the meter gives the level at its start and end and the highest level in between,
+counted from the start of the recording.
+
+On the CPU the levels come from the events that torch's allocator reports to its profiler: every block that any kernel
+allocates, temporaries included. (Resident set size is useless here: the allocator keeps freed pages.) On CUDA they come from the
+statistics of the caching allocator.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.profiler import profile, record_function
+
+from lightning_rotor.errors import ProfilingError
+
+_MARK = "lightning_rotor::"
+
+
+@dataclass(frozen=True, slots=True)
+class MeteredPhase:
+    """What happened between two marks, in bytes above the start of the recording.
+
+    Attributes:
+        label: The mark that began it.
+        start_bytes: Level at its start.
+        peak_bytes: Highest level in it, start and end included.
+        end_bytes: Level at its end.
+    """
+
+    label: str
+    start_bytes: int
+    peak_bytes: int
+    end_bytes: int
+
+
+class Recording(Protocol):
+    """A measurement in progress."""
+
+    def mark(self, label: str) -> None:
+        """End the current phase and begin the next."""
+
+    @property
+    def phases(self) -> tuple[MeteredPhase, ...]:
+        """All phases; complete once the recording has ended."""
+
+
+class Meter(Protocol):
+    """Measures bytes and seconds on one device."""
+
+    def recording(self) -> Any:
+        """A context manager that yields a :class:`Recording`."""
+
+    def now(self) -> Any:
+        """A point in time on the device."""
+
+    def seconds_between(self, start: Any, end: Any) -> float:
+        """Duration between two points in time."""
+
+
+def meter_for(device: torch.device) -> Meter:
+    """The meter of a device.
+
+    Raises:
+        ProfilingError: There is none for this kind of device.
+    """
+    match device.type:
+        case "cpu":
+            return CpuMeter()
+        case "cuda":
+            return CudaMeter(device)
+        case kind:
+            raise ProfilingError(f"memory on device {kind!r} cannot be measured: expected the model on 'cpu' or 'cuda'")
+
+
+@dataclass(frozen=True, slots=True)
+class AllocatorEvent:
+    """One line of the CPU allocator's log: a block was taken, given back (negative size), or a mark was set (no size)."""
+
+    nanoseconds: int
+    size_bytes: int
+    address: int
+    label: str | None = None
+
+
+class AllocatorLog:
+    """What the CPU allocator does between :meth:`start` and :meth:`stop`."""
+
+    def __init__(self) -> None:
+        self._profile = profile(use_cpu=True, use_kineto=False, profile_memory=True)
+        self.events: tuple[AllocatorEvent, ...] = ()
+
+    def start(self) -> None:
+        if torch.autograd._profiler_enabled():
+            raise ProfilingError(
+                "memory cannot be measured while torch.profiler is recording: measure before it starts, or start it a few steps later "
+                "(schedule=torch.profiler.schedule(wait=2, ...))"
+            )
+        with _quiet_kineto():
+            self._profile.__enter__()
+
+    def stop(self) -> None:
+        self._profile.__exit__(None, None, None)
+        results = self._profile.kineto_results
+        assert results is not None
+        self.events = tuple(sorted(_allocator_events(results.experimental_event_tree()), key=_nanoseconds))
+
+    @staticmethod
+    def mark(label: str) -> None:
+        with record_function(_MARK + label):
+            pass
+
+
+@contextmanager
+def _quiet_kineto() -> Iterator[None]:
+    """The profiler's library reads its log level when it first starts, and would write two lines to stderr for each recording."""
+    if "KINETO_LOG_LEVEL" in os.environ:
+        yield
+        return
+    os.environ["KINETO_LOG_LEVEL"] = "99"
+    try:
+        yield
+    finally:
+        os.environ.pop("KINETO_LOG_LEVEL", None)
+
+
+def _nanoseconds(event: AllocatorEvent) -> int:
+    return event.nanoseconds
+
+
+def _allocator_events(tree: list[Any]) -> Iterator[AllocatorEvent]:
+    pending = list(tree)
+    while pending:
+        node = pending.pop()
+        pending.extend(node.children)
+        kind, extra = node.typed
+        if kind == torch._C._profiler._EventType.Allocation:
+            if extra.device.type == "cpu":
+                yield AllocatorEvent(node.start_time_ns, extra.alloc_size, extra.ptr)
+        elif node.name.startswith(_MARK):
+            yield AllocatorEvent(node.start_time_ns, 0, 0, node.name.removeprefix(_MARK))
+
+
+class CpuMeter:
+    """Bytes from the allocator's events, seconds from the performance counter."""
+
+    @contextmanager
+    def recording(self) -> Iterator[CpuRecording]:
+        recording = CpuRecording()
+        recording.log.start()
+        try:
+            yield recording
+        finally:
+            recording.log.stop()
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def seconds_between(self, start: float, end: float) -> float:
+        return end - start
+
+
+class CpuRecording:
+    """Marks go into the allocator's log; phases are read from it at the end."""
+
+    def __init__(self) -> None:
+        self.log = AllocatorLog()
+
+    def mark(self, label: str) -> None:
+        self.log.mark(label)
+
+    @property
+    def phases(self) -> tuple[MeteredPhase, ...]:
+        phases: list[MeteredPhase] = []
+        own: dict[int, int] = {}
+        label, start, peak, level = "", 0, 0, 0
+        for event in self.log.events:
+            if event.label is not None:
+                phases.append(MeteredPhase(label, start, peak, level))
+                label, start, peak = event.label, level, level
+            elif event.size_bytes > 0:
+                own[event.address] = event.size_bytes
+                level += event.size_bytes
+                peak = max(peak, level)
+            else:
+                # A block from before the recording (a garbage cycle, say) is none of its business.
+                level -= own.pop(event.address, 0)
+        phases.append(MeteredPhase(label, start, peak, level))
+        return tuple(phases)
+
+
+class CudaMeter:
+    """Bytes from the caching allocator's statistics, seconds from events on the current stream.
+
+    Recording resets the device's peak statistics (``torch.cuda.max_memory_allocated``): there is no other way to read a peak.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @contextmanager
+    def recording(self) -> Iterator[CudaRecording]:
+        recording = CudaRecording(self._device)
+        try:
+            yield recording
+        finally:
+            recording.close()
+
+    def now(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def seconds_between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+
+class CudaRecording:
+    """Reads the allocator at every mark. Allocation happens on the host, so nothing has to be synchronized."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._phases: list[MeteredPhase] = []
+        self._label = ""
+        self._base = torch.cuda.memory_allocated(device)
+        self._start = 0
+        torch.cuda.reset_peak_memory_stats(device)
+
+    def mark(self, label: str) -> None:
+        self.close()
+        self._label = label
+
+    def close(self) -> None:
+        level = torch.cuda.memory_allocated(self._device) - self._base
+        peak = torch.cuda.max_memory_allocated(self._device) - self._base
+        self._phases.append(MeteredPhase(self._label, self._start, peak, level))
+        self._start = level
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    @property
+    def phases(self) -> tuple[MeteredPhase, ...]:
+        return tuple(self._phases)

@@ -1,0 +1,76 @@
+"""The memory of a whole training step, as the allocator saw it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lightning_rotor.errors import ProfilingError
+from lightning_rotor.profiling.meters import AllocatorLog
+
+
+@dataclass(frozen=True, slots=True)
+class StepTrace:
+    """Memory between :meth:`StepMeter.start` and :meth:`StepMeter.stop`.
+
+    Attributes:
+        peak_bytes: Highest level above that at the start.
+        end_bytes: Level at the end above that at the start; negative if more was freed than allocated.
+        timeline: Points ``(seconds, bytes)`` since the start, one for each change. Empty on CUDA, whose allocator gives the peak alone.
+    """
+
+    peak_bytes: int
+    end_bytes: int
+    timeline: tuple[tuple[float, int], ...]
+
+
+class StepMeter:
+    """Measures what code between two calls allocates, on one device.
+
+    Unlike a recording, frees of older blocks count: gradients from the step before go away in the middle of this one.
+
+    Args:
+        device: A CPU or CUDA device.
+    Raises:
+        ProfilingError: There is no meter for this kind of device, or another profiler is recording.
+    Example:
+        >>> meter = StepMeter(torch.device("cpu"))
+        >>> meter.start()
+        >>> _ = torch.empty(1024)
+        >>> meter.stop().peak_bytes
+        4096
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type not in ("cpu", "cuda"):
+            raise ProfilingError(f"memory on device {device.type!r} cannot be measured: expected 'cpu' or 'cuda'")
+        self._device = device
+        self._log: AllocatorLog | None = None
+        self._base = 0
+
+    def start(self) -> None:
+        """Begin. On CUDA this resets the device's peak statistics."""
+        if self._device.type == "cuda":
+            self._base = torch.cuda.memory_allocated(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+        else:
+            log = AllocatorLog()
+            log.start()
+            self._log = log
+
+    def stop(self) -> StepTrace:
+        """End and return what was measured."""
+        if self._device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self._device) - self._base
+            return StepTrace(peak, torch.cuda.memory_allocated(self._device) - self._base, ())
+        if self._log is None:
+            raise ProfilingError("StepMeter.stop() without start(): call start() before the step")
+        log, self._log = self._log, None
+        log.stop()
+        level, timeline = 0, [(0.0, 0)]
+        origin = log.events[0].nanoseconds if log.events else 0
+        for event in log.events:
+            level += event.size_bytes
+            timeline.append(((event.nanoseconds - origin) / 1e9, level))
+        return StepTrace(max(level for _, level in timeline), level, tuple(timeline))

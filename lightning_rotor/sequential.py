@@ -1,0 +1,114 @@
+"""From a module to the stages of a chain.
+
+Stages share the user's own modules and parameters: nothing is copied, renamed or rewritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from lightning_rotor.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stage:
+    """A step of a chain: modules that run one after the other, each on the output of the one before.
+
+    Attributes:
+        name: Where it is in the user's model: ``"layer1.0"``, or ``"conv1 … relu"`` for a run of modules that were merged.
+        modules: The user's own modules.
+    """
+
+    name: str
+    modules: tuple[nn.Module, ...]
+
+    def __call__(self, value: Any) -> Any:
+        for module in self.modules:
+            value = module(value)
+        return value
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Parameters of the stage, each once."""
+        seen: set[int] = set()
+        for module in self.modules:
+            for parameter in module.parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield parameter
+
+    def submodules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Every module in the stage with a name that is unique in it."""
+        for index, module in enumerate(self.modules):
+            for name, submodule in module.named_modules(prefix=str(index)):
+                yield name, submodule
+
+
+def merge(stages: tuple[Stage, ...]) -> Stage:
+    """One stage that runs several, for what cannot be cut apart (views, operations in place)."""
+    if len(stages) == 1:
+        return stages[0]
+    return Stage(f"{stages[0].name} … {stages[-1].name}", tuple(module for stage in stages for module in stage.modules))
+
+
+def sequential_stages(module: nn.Module) -> tuple[Stage, ...]:
+    """Stages of an ``nn.Sequential``, nested ones flattened.
+
+    A nested ``nn.Sequential`` is the same computation as its members in a row, unless it has hooks or a ``forward`` of its own; then it
+    stays one stage.
+
+    Raises:
+        ModelError: The module is no ``nn.Sequential``, has a ``forward`` of its own, or is empty.
+    """
+    if not isinstance(module, nn.Sequential):
+        raise ModelError(
+            f"{type(module).__name__} is not supported yet: expected an nn.Sequential (nested ones are flattened). "
+            "Put the layers into an nn.Sequential, or name a submodule that is one"
+        )
+    if not _runs_members_in_a_row(module):
+        raise ModelError(
+            f"{type(module).__name__} is an nn.Sequential with a forward of its own, so its members may not run one after the other: "
+            "expected a plain nn.Sequential"
+        )
+    stages = tuple(_flatten(module, ""))
+    if not stages:
+        raise ModelError("the nn.Sequential is empty: expected at least one layer")
+    return stages
+
+
+def sequential_candidates(module: nn.Module) -> tuple[str, ...]:
+    """Dotted names of the outermost submodules that :func:`sequential_stages` takes; ``""`` is the module itself."""
+
+    def search(prefix: str, candidate: nn.Module) -> Iterator[str]:
+        if isinstance(candidate, nn.Sequential) and _runs_members_in_a_row(candidate) and len(candidate):
+            yield prefix
+            return
+        for name, child in candidate.named_children():
+            yield from search(f"{prefix}.{name}" if prefix else name, child)
+
+    return tuple(search("", module))
+
+
+def _flatten(module: nn.Sequential, prefix: str) -> Iterator[Stage]:
+    # Not named_children: it lists a module that appears twice (a shared activation) only once.
+    for name, child in module._modules.items():
+        if child is None:
+            continue
+        full_name = f"{prefix}.{name}" if prefix else name
+        if isinstance(child, nn.Sequential) and _runs_members_in_a_row(child) and not _has_hooks(child):
+            yield from _flatten(child, full_name)
+        else:
+            yield Stage(full_name, (child,))
+
+
+def _runs_members_in_a_row(module: nn.Sequential) -> bool:
+    return type(module).forward is nn.Sequential.forward and type(module).__call__ is nn.Module.__call__
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Hooks on a container fire when the container is called, which the flat chain never does."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, name) for name in hooks) or "forward" in module.__dict__
