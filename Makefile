@@ -1,0 +1,56 @@
+# Two commands do everything on a fresh machine with Python >= 3.10: `make demo` and `make test`.
+#
+#   make VENV=/path/to/venv test      use an environment that is there
+#   make PYTHON=python3.12 test       make the environment with another interpreter
+#   make test PYTEST_ARGS="-k units"  hand arguments to pytest
+
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST_ARGS ?=
+BIN := $(VENV)/bin
+
+# The environment is installed again when what it is made from changes, or when another checkout has used it since.
+STAMP := $(VENV)/.lightning-rotor
+KEY := $(shell cat pyproject.toml constraints.txt | cksum) $(CURDIR)
+
+.PHONY: demo test lint types suite bench format clean
+.DEFAULT_GOAL := test
+
+demo: $(STAMP)
+	cd examples/mnist && $(abspath $(BIN))/python train.py
+
+test: lint types suite
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+# Last, so that its summary closes the output.
+suite: $(STAMP) | lint types
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/planner.py
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# Leaves the environment alone: VENV may not be ours to delete.
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis examples/*/output
+	find . -path ./.git -prune -o -path './$(VENV)' -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+ifneq ($(strip $(shell cat $(STAMP) 2>/dev/null)),$(strip $(KEY)))
+.PHONY: $(STAMP)
+endif
+
+$(STAMP):
+	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; v = sys.version_info[:2]; v >= (3, 10) or \
+	    sys.exit("lightning-rotor needs Python >= 3.10, but $(PYTHON) is %d.%d: run make PYTHON=python3.12" % v)'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@echo '$(KEY)' > $@

@@ -1,0 +1,223 @@
+"""The import graph: one direction, a core without Lightning, planning without torch, matplotlib only when something is drawn."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "lightning_rotor"
+
+# What a part of the package may import directly; what those may import it may import as well. A part is a module or a folder.
+#
+#   errors ─► units ─┬► chain, schedule ─► simulator ─► planning ─────────────────────┐
+#                    └► sequential, recomputation ─► options ─► profiling, execution ─┴► checkpointable ─► callbacks, strategies
+MAY_IMPORT: dict[str, tuple[str, ...]] = {
+    "errors": (),
+    "units": ("errors",),
+    "chain": ("units",),
+    "schedule": ("units",),
+    "simulator": ("chain", "schedule"),
+    "planning": ("simulator",),
+    "sequential": ("units",),
+    "invertible": ("units",),
+    "recomputation": ("units",),
+    "devices": ("units",),
+    "training_state": ("units",),
+    "optimizer_prediction": ("training_state",),
+    "options": ("sequential", "invertible"),
+    "profiling": ("options", "recomputation", "chain"),
+    "execution": ("options", "recomputation", "simulator"),
+    "report": ("planning",),
+    "pipeline": ("planning", "profiling", "execution"),
+    "checkpointable": ("planning", "profiling", "execution", "report", "devices"),
+    "callbacks": ("checkpointable", "optimizer_prediction"),
+    "strategies": ("checkpointable", "pipeline"),
+}
+WITH_LIGHTNING = {"callbacks", "strategies"}
+WITHOUT_TORCH = {"errors", "units", "chain", "schedule", "simulator", "planning"}
+LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics"}
+
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def part_of(path: Path) -> str:
+    """``planning`` for planning/dynamic.py, ``chain`` for chain.py, ``__init__`` for the package itself."""
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+@cache
+def reachable(part: str) -> frozenset[str]:
+    """Every part that ``part`` may import, itself included."""
+    return frozenset({part}).union(*(reachable(below) for below in MAY_IMPORT[part]))
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Absolute names of all imported modules with their lines, inside functions and under TYPE_CHECKING as well."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: a relative import"
+            assert node.module is not None
+            # `from lightning_rotor import chain` imports a module, `from lightning_rotor.chain import Chain` a name.
+            names = [alias.name for alias in node.names] if node.module == PACKAGE.name else [""]
+            yield from ((f"{node.module}.{name}".rstrip("."), node.lineno) for name in names)
+
+
+def imports_at_import_time(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """The same for what runs when the module is imported: not the bodies of functions, not ``if TYPE_CHECKING``."""
+    pending: list[ast.AST] = [tree]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            pending.extend(node.orelse)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield from imports(node)
+        else:
+            pending.extend(ast.iter_child_nodes(node))
+
+
+def where(path: Path, line: int) -> str:
+    return f"{path.relative_to(ROOT)}:{line}"
+
+
+def test_the_table_names_every_part():
+    unknown = {part_of(path) for path in MODULES} - set(MAY_IMPORT) - {"__init__"}
+    assert not unknown, f"say in MAY_IMPORT what {sorted(unknown)} may import"
+
+
+def test_the_table_has_no_cycle():
+    for part in MAY_IMPORT:
+        assert not any(part in reachable(below) for below in MAY_IMPORT[part]), part
+
+
+def test_imports_run_one_way():
+    wrong = []
+    for path in MODULES:
+        part = part_of(path)
+        if part not in MAY_IMPORT:  # the package itself, which gathers the public names
+            continue
+        for name, line in imports(ast.parse(path.read_text())):
+            package, _, rest = name.partition(".")
+            if package == PACKAGE.name and rest.partition(".")[0] not in reachable(part):
+                wrong.append(
+                    f"{where(path, line)} imports {name}; {part} may import {sorted(reachable(part) - {part})}"
+                )
+    assert not wrong, "\n".join(wrong)
+
+
+def test_only_callbacks_and_strategies_import_lightning():
+    wrong = [
+        f"{where(path, line)} imports {name}"
+        for path in MODULES
+        if part_of(path) not in WITH_LIGHTNING
+        for name, line in imports(ast.parse(path.read_text()))
+        if name.partition(".")[0] in LIGHTNING
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_planning_and_its_data_import_no_torch():
+    assert set().union(*(reachable(part) for part in WITHOUT_TORCH)) == WITHOUT_TORCH
+    wrong = [
+        f"{where(path, line)} imports {name}"
+        for path in MODULES
+        if part_of(path) in WITHOUT_TORCH
+        for name, line in imports(ast.parse(path.read_text()))
+        if name.partition(".")[0] in {"torch", "torchvision"}
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_matplotlib_is_imported_only_by_functions_that_draw():
+    wrong = [
+        f"{where(path, line)} imports {name} when it is imported"
+        for path in MODULES
+        for name, line in imports_at_import_time(ast.parse(path.read_text()))
+        if name.partition(".")[0] in {"matplotlib", "mpl_toolkits"}
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+# Makes an environment without Lightning out of one that has it.
+BLOCK_LIGHTNING = """
+import sys
+
+class NoLightning:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("lightning", "pytorch_lightning", "lightning_fabric"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, NoLightning())
+"""
+
+
+def run_without_lightning(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "-c", BLOCK_LIGHTNING + code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_core_imports_without_lightning():
+    core = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for path in MODULES
+        if part_of(path) not in WITH_LIGHTNING
+    ]
+    output = run_without_lightning(f"""
+import importlib
+for name in {core!r}:
+    importlib.import_module(name)
+print("matplotlib" in sys.modules)
+""")
+    assert output == "False\n"  # nothing was drawn
+
+
+def test_the_core_trains_without_lightning():
+    output = run_without_lightning("""
+import torch
+from torch import nn
+from lightning_rotor import Checkpointable
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.Tanh())))
+sample = torch.randn(256, 64)
+model(sample).sum().backward()
+plain = [parameter.grad.clone() for parameter in model.parameters()]
+model.zero_grad()
+Checkpointable(model, sample, mem_limit=2**20)(sample).sum().backward()
+print(all(torch.equal(parameter.grad, gradient) for parameter, gradient in zip(model.parameters(), plain, strict=True)))
+""")
+    assert output == "True\n"
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["import lightning_rotor; lightning_rotor.RotorCallback", "from lightning_rotor.callbacks import RotorCallback"],
+)
+def test_the_callback_without_lightning_says_what_to_install(code):
+    output = run_without_lightning(f"""
+try:
+    {code}
+except ImportError as error:
+    print(error)
+""")
+    assert "RotorCallback" in output
+    assert "pip install lightning" in output
