@@ -1,0 +1,364 @@
+"""Predicted optimizer memory against what real steps leave and allocate."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn, optim
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from lightning_rotor.optimizer_prediction import (
+    StatePrediction,
+    predict_optimizer_state_bytes,
+    predict_optimizer_step_peak_bytes,
+)
+from lightning_rotor.profiling.meters import CpuMeter
+from lightning_rotor.training_state import optimizer_state_bytes
+
+STOCK: list[tuple[str, dict[str, Any]]] = [
+    ("SGD", {}),
+    ("SGD", {"momentum": 0.9}),
+    ("SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    ("SGD", {"momentum": 0.9, "foreach": True}),
+    ("SGD", {"momentum": 0.9, "fused": True}),
+    ("Adam", {}),
+    ("Adam", {"amsgrad": True}),
+    ("Adam", {"foreach": True}),
+    ("Adam", {"maximize": True, "weight_decay": 0.1}),
+    ("AdamW", {}),
+    ("AdamW", {"fused": True}),
+    ("AdamW", {"fused": True, "amsgrad": True}),
+    ("Adagrad", {}),
+    ("Adagrad", {"foreach": True}),
+    ("Adagrad", {"fused": True}),
+    ("Adadelta", {}),
+    ("Adadelta", {"foreach": True}),
+    ("Adamax", {}),
+    ("Adamax", {"foreach": True}),
+    ("NAdam", {}),
+    ("NAdam", {"decoupled_weight_decay": True, "foreach": True}),
+    ("RAdam", {}),
+    ("RAdam", {"foreach": True}),
+    ("RMSprop", {}),
+    ("RMSprop", {"momentum": 0.9}),
+    ("RMSprop", {"centered": True, "momentum": 0.9, "foreach": True}),
+    ("Rprop", {}),
+    ("Rprop", {"foreach": True}),
+    ("ASGD", {}),
+    ("ASGD", {"foreach": True}),
+    ("Adafactor", {}),
+    ("Adafactor", {"foreach": True}),
+]
+IDS = ["-".join([name, *options]) for name, options in STOCK]
+
+
+def available(name: str) -> Any:
+    if not hasattr(optim, name):
+        pytest.skip(f"this torch has no {name}")
+    return getattr(optim, name)
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    shapes = [(8, 3, 3, 3), (8,), (40, 12), (12, 40), (1, 7), ()]
+    made = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
+    frozen = nn.Parameter(torch.randn(30), requires_grad=False)
+    strided = nn.Parameter(torch.randn(4, 6, 5, 5).to(dtype, memory_format=torch.channels_last))
+    return [*made, frozen, strided]
+
+
+def give_gradients(optimizer: optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                parameter.grad = torch.randn_like(parameter)
+
+
+def step(optimizer: optim.Optimizer) -> None:
+    give_gradients(optimizer)
+    optimizer.step()
+
+
+def metered_step(optimizer: optim.Optimizer) -> int:
+    """Peak of a step above what it leaves or began with."""
+    give_gradients(optimizer)
+    with CpuMeter().recording() as recording:
+        recording.mark("step")
+        optimizer.step()
+        recording.mark("end")
+    (phase,) = (phase for phase in recording.phases if phase.label == "step")
+    return phase.peak_bytes - max(phase.start_bytes, phase.end_bytes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("name", "options"), STOCK, ids=IDS)
+def test_state_is_exact_before_the_first_step_and_after_it(name, options, dtype):
+    optimizer = available(name)(parameters(dtype), lr=0.01, **options)
+    first = predict_optimizer_state_bytes(optimizer)
+    step(optimizer)
+    real = optimizer_state_bytes(optimizer)
+    assert first == StatePrediction(real, True, first.reason)
+    assert predict_optimizer_state_bytes(optimizer).bytes == real
+    step(optimizer)
+    assert optimizer_state_bytes(optimizer) == real
+
+
+@pytest.mark.parametrize(("name", "options"), STOCK, ids=IDS)
+def test_the_temporary_peak_of_a_step_is_what_the_allocator_shows(name, options):
+    # The CPU's fused kernels copy tensors that are not contiguous, inside, where no prediction sees it.
+    made = [p for p in parameters() if p.is_contiguous() or not options.get("fused")]
+    optimizer = available(name)(made, lr=0.01, **options)
+    before_state = predict_optimizer_step_peak_bytes(optimizer)
+    first, second = metered_step(optimizer), metered_step(optimizer)
+    after_state = predict_optimizer_step_peak_bytes(optimizer)
+    for predicted in (before_state, after_state):
+        assert not predicted.exact
+        assert max(first, second) == pytest.approx(
+            predicted.bytes, abs=64
+        )  # Python scalars become tensors inside kernels
+
+
+def test_muon_is_exact():
+    optimizer = available("Muon")([nn.Parameter(torch.randn(20, 30)), nn.Parameter(torch.randn(40, 7))])
+    predicted = predict_optimizer_state_bytes(optimizer)
+    step(optimizer)
+    assert predicted == StatePrediction(optimizer_state_bytes(optimizer), True, predicted.reason)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_sparse_adam_is_exact():
+    tables = [nn.Embedding(50, 8, sparse=True), nn.Embedding(30, 6, sparse=True)]
+    optimizer = optim.SparseAdam([table.weight for table in tables])
+    predicted = predict_optimizer_state_bytes(optimizer)
+    sum(table(torch.tensor([1, 2])).sum() for table in tables).backward()
+    optimizer.step()
+    assert predicted == StatePrediction(optimizer_state_bytes(optimizer), True, predicted.reason)
+    assert "small tensors" in predicted.reason
+
+
+@pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
+def test_lbfgs_is_bounded_by_its_full_history(line_search):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(10, 30), nn.Tanh(), nn.Linear(30, 1))
+    x, y = torch.randn(64, 10), torch.randn(64, 1)
+    optimizer = optim.LBFGS(model.parameters(), history_size=3, max_iter=4, line_search_fn=line_search)
+    state, peak = predict_optimizer_state_bytes(optimizer), predict_optimizer_step_peak_bytes(optimizer)
+    assert (state.exact, peak.exact) == (False, False)
+    batch_bytes = 2**15  # the model's own forward and backward, in the closure
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad(set_to_none=False)
+        loss = (model(x) - y).pow(2).mean()
+        loss.backward()
+        return loss
+
+    sizes = []
+    for _ in range(5):
+        with CpuMeter().recording() as recording:
+            recording.mark("step")
+            optimizer.step(closure)
+            recording.mark("end")
+        sizes.append(optimizer_state_bytes(optimizer))
+        (phase,) = (phase for phase in recording.phases if phase.label == "step")
+        assert phase.peak_bytes - phase.end_bytes <= peak.bytes + batch_bytes
+    assert max(sizes) <= state.bytes
+    assert sizes[-1] >= 0.95 * state.bytes
+
+
+def test_groups_with_different_options_are_exact():
+    first, second, third = parameters(), parameters(torch.bfloat16), [nn.Parameter(torch.zeros(9))]
+    optimizer = optim.AdamW(
+        [
+            {"params": first, "amsgrad": True},
+            {"params": second, "lr": torch.tensor(0.1)},
+            {"params": third, "fused": True},
+        ],
+        lr=1e-3,
+    )
+    predicted = predict_optimizer_state_bytes(optimizer)
+    step(optimizer)
+    assert predicted.exact
+    assert predicted.bytes == optimizer_state_bytes(optimizer)
+
+
+def test_a_tied_parameter_has_one_state():
+    tied = nn.Linear(16, 16, bias=False)
+    model = nn.Sequential(tied, nn.ReLU(), tied)
+    optimizer = optim.Adam(model.parameters())
+    assert predict_optimizer_state_bytes(optimizer).bytes == 2 * 4 * 256 + 4
+
+
+def test_parameters_added_later_are_predicted_beside_existing_state():
+    optimizer = optim.Adam([nn.Parameter(torch.zeros(10))])
+    step(optimizer)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(100))]})
+    assert predict_optimizer_state_bytes(optimizer).bytes == 2 * 40 + 4 + 2 * 400 + 4
+
+
+def test_nothing_about_the_optimizer_changes():
+    fired = []
+    optimizer = optim.Adam(parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: fired.append("own"))
+    everywhere = register_optimizer_step_post_hook(lambda *_: fired.append("global"))
+    scheduler = optim.lr_scheduler.StepLR(optimizer, 1)
+    try:
+        for _ in range(2):
+            before = copy.deepcopy((optimizer.state_dict(), scheduler.state_dict(), sorted(vars(optimizer))))
+            before[0]["state"] = [value for state in before[0]["state"].values() for value in state.values()]
+            values = [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
+            fired.clear()
+            predict_optimizer_state_bytes(optimizer)
+            predict_optimizer_step_peak_bytes(optimizer)
+            after = (optimizer.state_dict(), scheduler.state_dict(), sorted(vars(optimizer)))
+            after[0]["state"] = [value for state in after[0]["state"].values() for value in state.values()]
+            torch.testing.assert_close(after[0].pop("state"), before[0].pop("state"), rtol=0, atol=0)
+            assert after == before
+            now = [p for group in optimizer.param_groups for p in group["params"]]
+            assert all(torch.equal(p, value) for p, value in zip(now, values, strict=True))
+            assert fired == []
+            step(optimizer)
+            scheduler.step()
+    finally:
+        everywhere.remove()
+
+
+def test_no_gradient_appears():
+    optimizer = optim.SGD(parameters(), lr=0.1, momentum=0.9)
+    predict_optimizer_state_bytes(optimizer)
+    assert all(p.grad is None for p in optimizer.param_groups[0]["params"])
+
+
+class Custom(optim.Optimizer):
+    """A base for the custom optimizers below; its constructor wants an argument that nobody can guess."""
+
+    def __init__(self, params: Any, secret: object) -> None:
+        super().__init__(params, {})
+        self.shared = [secret]
+
+    def each(self, update: Callable[[nn.Parameter, dict[str, Any]], None]) -> None:
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        update(parameter, self.state[parameter])
+
+
+class Noisy(Custom):
+    """Draws random numbers from three sources, changes a list in place, and wants a closure."""
+
+    def step(self, closure: Callable[[], torch.Tensor]) -> torch.Tensor:
+        def update(parameter: nn.Parameter, state: dict[str, Any]) -> None:
+            state["noise"] = torch.rand(3) * random.random() * np.random.rand()  # noqa: NPY002
+            state["slow"] = (torch.randn_like(parameter), [torch.zeros(2, *parameter.shape, dtype=torch.float64)])
+            self.shared.append(parameter)
+
+        self.each(update)
+        return closure()
+
+
+class ReadsValues(Custom):
+    def step(self, closure: object = None) -> None:
+        def update(parameter: nn.Parameter, state: dict[str, Any]) -> None:
+            if parameter.norm() > 0:
+                state["ema"] = torch.zeros_like(parameter)
+
+        self.each(update)
+
+
+class LeavesTorch(Custom):
+    """Row and column statistics through NumPy, which ``meta`` cannot do."""
+
+    def step(self, closure: object = None) -> None:
+        def update(parameter: nn.Parameter, state: dict[str, Any]) -> None:
+            values = parameter.detach().numpy()
+            state["row"] = torch.from_numpy(values.sum(axis=-1))
+            state["column"] = torch.from_numpy(values.sum(axis=0))
+            state["scale"] = torch.zeros(1, dtype=torch.float64)
+            state["moment"] = torch.zeros(values.size)
+
+        self.each(update)
+
+
+class Refuses(Custom):
+    def step(self, closure: object = None) -> None:
+        raise RuntimeError("only on the machine where I was born")
+
+
+def test_a_custom_optimizer_is_exact_and_leaves_no_trace():
+    optimizer = Noisy(parameters(), secret=object())
+    random_states = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
+    predicted = predict_optimizer_state_bytes(optimizer)
+    peak = predict_optimizer_step_peak_bytes(optimizer)
+    assert torch.equal(torch.get_rng_state(), random_states[0])
+    assert random.getstate() == random_states[1]
+    now = np.random.get_state()  # noqa: NPY002
+    assert all(np.array_equal(a, b) for a, b in zip(now, random_states[2], strict=True))
+    assert len(optimizer.shared) == 1
+    give_gradients(optimizer)
+    optimizer.step(lambda: torch.zeros(()))
+    assert predicted == StatePrediction(optimizer_state_bytes(optimizer), True, "dry step on meta tensors")
+    assert peak.bytes > 0
+
+
+def test_an_optimizer_that_reads_values_is_an_estimate():
+    optimizer = ReadsValues(parameters(), secret=1)
+    predicted = predict_optimizer_state_bytes(optimizer)
+    step(optimizer)
+    assert predicted == StatePrediction(optimizer_state_bytes(optimizer), False, predicted.reason)
+    assert "taken as 1" in predicted.reason
+
+
+def test_an_optimizer_that_meta_cannot_run_is_scaled_up_from_small_tensors():
+    made = [nn.Parameter(torch.randn(shape)) for shape in [(512, 64), (3, 5), (1, 9), (64, 64, 4)]]
+    optimizer = LeavesTorch(made, secret=1)
+    predicted = predict_optimizer_state_bytes(optimizer)
+    step(optimizer)
+    assert predicted == StatePrediction(optimizer_state_bytes(optimizer), False, predicted.reason)
+    assert "small tensors" in predicted.reason
+
+
+def test_an_optimizer_that_runs_nowhere_is_taken_for_adam():
+    optimizer = Refuses([nn.Parameter(torch.zeros(10)), nn.Parameter(torch.zeros(5), requires_grad=False)], secret=1)
+    assert predict_optimizer_state_bytes(optimizer) == StatePrediction(
+        80, False, "assumed to be two tensors per parameter, like Adam's: no dry step works"
+    )
+    assert predict_optimizer_step_peak_bytes(optimizer).bytes == 40
+
+
+def test_state_counts_on_its_device():
+    optimizer = optim.Adam(parameters())
+    everywhere = predict_optimizer_state_bytes(optimizer)
+    assert predict_optimizer_state_bytes(optimizer, "cpu") == everywhere
+    assert predict_optimizer_state_bytes(optimizer, "cuda").bytes == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"capturable": True}, {"fused": True}])
+def test_scalars_of_an_accelerator_lie_where_the_options_say(options):
+    # "meta" parameters stand for an accelerator's: they are not on the CPU.
+    made = nn.Parameter(torch.zeros(10, device="meta"))
+    optimizer = optim.Adam([made])
+    optimizer.param_groups[0].update(options)
+    assert predict_optimizer_state_bytes(optimizer, "meta").bytes == 80 + (4 if options else 0)
+    assert predict_optimizer_state_bytes(optimizer, "cpu").bytes == (0 if options else 4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("options", [{}, {"foreach": False}, {"fused": True}, {"capturable": True}])
+def test_a_gpu_shows_the_predicted_sizes(options):
+    made = [nn.Parameter(torch.zeros(shape, device="cuda")) for shape in [(1000, 333), (77,), (5, 5)]]
+    optimizer = optim.AdamW(made, **options)
+    state, temporary = predict_optimizer_state_bytes(optimizer, "cuda"), predict_optimizer_step_peak_bytes(optimizer)
+    give_gradients(optimizer)
+    before = torch.cuda.memory_allocated()
+    optimizer.step()
+    assert torch.cuda.memory_allocated() - before == state.bytes == optimizer_state_bytes(optimizer, "cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    optimizer.step()
+    assert torch.cuda.max_memory_allocated() - before == pytest.approx(temporary.bytes, rel=0.05, abs=16 * 512)
