@@ -1,0 +1,260 @@
+"""Plans: the fastest schedule that fits a budget, with its simulated cost.
+
+One solved table holds every budget, so a :class:`Solver` is kept and asked several times. The table works in slots and with a few
+approximations; whatever it proposes is simulated in bytes, and only what fits the true budget becomes a :class:`Plan`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, fields
+from functools import cached_property
+from itertools import count
+
+import numpy as np
+
+from lightning_rotor.chain import Chain
+from lightning_rotor.errors import BudgetError
+from lightning_rotor.planning.dynamic_program import Table
+from lightning_rotor.planning.thresholds import thresholds_of
+from lightning_rotor.schedule import Leaf, Schedule
+from lightning_rotor.simulator import Simulation, simulate
+from lightning_rotor.units import format_bytes, format_seconds
+
+DEFAULT_SLOTS = 500
+_MOST_SLOTS = 20_000
+# How many sums of one float a table for a short chain may take: with these, any chain up to 60 stages is solved in about 0.1 s.
+_CHEAP_SUMS = 1e8
+_CHEAP_CELLS = 8e6
+# Proposals of the table that lie above the budget by its own count but may fit it in bytes.
+_HOPEFUL = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A schedule for one chain and one budget.
+
+    Attributes:
+        chain: What it was made for.
+        schedule: What to keep and what to recompute.
+        budget_bytes: What was allowed.
+        simulation: Peak and duration, step by step.
+        solve_seconds: Time spent on finding it. Plans from one solver share the table; the first one pays for it.
+    """
+
+    chain: Chain
+    schedule: Schedule
+    budget_bytes: int
+    simulation: Simulation
+    solve_seconds: float
+
+    @property
+    def peak_bytes(self) -> int:
+        """Simulated peak, at most ``budget_bytes``."""
+        return self.simulation.peak_bytes
+
+    @property
+    def seconds(self) -> float:
+        """Simulated duration of forward, recomputation and backward."""
+        return self.simulation.seconds
+
+    @property
+    def overhead(self) -> float:
+        """Time beyond plain training as a fraction of it: 0.25 is 25 % slower."""
+        return self.simulation.overhead
+
+    @property
+    def recomputed(self) -> tuple[int, ...]:
+        """Numbers of the stages whose forward runs more than once."""
+        return self.schedule.recomputed
+
+    def __str__(self) -> str:
+        return (
+            f"{len(self.chain)} stages within {format_bytes(self.budget_bytes)}: peak {format_bytes(self.peak_bytes)}, "
+            f"{format_seconds(self.seconds)} per step (+{self.overhead:.1%}), {len(self.recomputed)} stages recomputed: {self.schedule}"
+        )
+
+
+def plan(
+    chain: Chain, budget_bytes: int, *, slots: int = DEFAULT_SLOTS, gradients_exist: bool = False, lingering_bytes: int = 0
+) -> Plan:
+    """Plan the fastest schedule that fits a memory budget.
+
+    Takes O(n³ · slots) for ``n`` stages. Optimal among schedule trees up to the rounding to slots and the approximations named in
+    :mod:`lightning_rotor.planning.dynamic_program`; never above the budget. More budget never gives a slower plan.
+
+    Args:
+        chain: Costs of ``n`` stages, measured on one device.
+        budget_bytes: Activation memory beyond what is allocated when the step begins; parameters are not included.
+        slots: Memory levels that the program tells apart, at least. Short chains get more for the same time.
+        gradients_exist: Parameters already have gradients, so that the backward adds none.
+        lingering_bytes: Held during the forward and freed before the backward, see :func:`lightning_rotor.simulator.simulate`.
+    Returns:
+        A plan whose simulated peak is at most ``budget_bytes``.
+    Raises:
+        BudgetError: No schedule fits, or the budget is no positive integer; says the least budget that does and which stage sets it.
+    Example:
+        >>> plan(chain, parse_bytes("2 GiB"))
+    Source:
+        Beaumont et al., "Optimal checkpointing for heterogeneous chains", hal-02352969.
+    """
+    return Solver(chain, slots=fine_slots(len(chain), slots), gradients_exist=gradients_exist, lingering_bytes=lingering_bytes).plan(budget_bytes)
+
+
+def minimum_budget(
+    chain: Chain, *, slots: int = DEFAULT_SLOTS, gradients_exist: bool = False, lingering_bytes: int = 0
+) -> Plan:
+    """The plan with the least simulated peak; its ``budget_bytes`` is that peak.
+
+    Arguments as for :func:`plan`.
+    """
+    return Solver(chain, slots=fine_slots(len(chain), slots), gradients_exist=gradients_exist, lingering_bytes=lingering_bytes).minimum()
+
+
+def fine_slots(stages: int, slots: int = DEFAULT_SLOTS) -> int:
+    """At least ``slots``, and more for short chains, where they cost next to nothing."""
+    affordable = min(_CHEAP_SUMS / (stages**3 / 6), _CHEAP_CELLS / stages**2, _MOST_SLOTS)
+    return max(slots, int(affordable))
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A schedule from the table and what the simulator says of it."""
+
+    schedule: Schedule
+    simulation: Simulation
+
+
+class Solver:
+    """Plans one chain for any number of budgets with one table, which is made when the first of them is asked for.
+
+    Args:
+        chain: Costs of ``n`` stages.
+        slots: Memory levels between nothing and what keeping every stage takes.
+        gradients_exist: See :func:`plan`.
+        lingering_bytes: See :func:`plan`.
+    """
+
+    def __init__(self, chain: Chain, *, slots: int = DEFAULT_SLOTS, gradients_exist: bool = False, lingering_bytes: int = 0) -> None:
+        if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
+            raise ValueError(f"slots is {slots!r}: expected a positive integer, such as {DEFAULT_SLOTS}")
+        self.chain = chain
+        self._slots = slots
+        self._gradients_exist = gradients_exist
+        self._lingering_bytes = lingering_bytes
+        self._proposals: dict[int, Proposal] = {}
+
+    def plan(self, budget_bytes: int) -> Plan:
+        """The fastest plan that fits. Monotone: more budget is never slower.
+
+        Raises:
+            BudgetError: No schedule fits, or the budget is no positive integer.
+        """
+        start = time.perf_counter()
+        if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int) or budget_bytes <= 0:
+            raise self._refuse(budget_bytes)
+        found = self._search(budget_bytes)
+        if found is None:
+            raise self._refuse(budget_bytes)
+        return Plan(self.chain, found.schedule, budget_bytes, found.simulation, time.perf_counter() - start)
+
+    def minimum(self) -> Plan:
+        """The plan with the least simulated peak."""
+        start = time.perf_counter()
+        least = self._least
+        return Plan(self.chain, least.schedule, least.simulation.peak_bytes, least.simulation, time.perf_counter() - start)
+
+    def proposals(self) -> tuple[Proposal, ...]:
+        """Every schedule in the table, from the one with the least memory to the fastest."""
+        return tuple(self._proposal(level) for level in range(len(self._levels)))
+
+    def _search(self, budget_bytes: int) -> Proposal | None:
+        """The first proposal that fits, from the fastest hopeful one downwards.
+
+        A larger budget starts at the same place or a faster one and passes every proposal that a smaller budget passes, so it
+        never ends at a slower one.
+        """
+        fitting = int(np.searchsorted(self._levels, budget_bytes / self._unit, side="right")) - 1
+        for level in range(min(fitting + _HOPEFUL, len(self._levels) - 1), -1, -1):
+            proposal = self._proposal(level)
+            if proposal.simulation.peak_bytes <= budget_bytes:
+                return proposal
+        return self._least if self._least.simulation.peak_bytes <= budget_bytes else None
+
+    def _refuse(self, budget_bytes: object) -> BudgetError:
+        least = self._least.simulation
+        stage = self.chain.stages[least.peak_stage].name
+        if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int) or budget_bytes <= 0:
+            received = f"budget is {budget_bytes!r}: expected a positive integer of bytes, and at least"
+        else:
+            received = f"budget {format_bytes(budget_bytes)} is below"
+        message = (
+            f"{received} this chain's minimum {format_bytes(least.peak_bytes)} (set by {stage!r}): "
+            "raise mem_limit or lower the batch size"
+        )
+        known = budget_bytes if isinstance(budget_bytes, int) else 0
+        return BudgetError(message, budget_bytes=known, minimum_bytes=least.peak_bytes, stage=stage)
+
+    # ---------------------------------------------------------------- the table and what it proposes
+
+    @cached_property
+    def _most(self) -> Proposal:
+        """Nothing recomputed, every stage under the fastest of its options."""
+        fastest = [
+            min(range(len(stage.options)), key=lambda k, o=stage.options: o[k].forward_seconds + o[k].backward_seconds)  # type: ignore[misc]
+            for stage in self.chain
+        ]
+        return self._simulated(Schedule(tuple(Leaf(stage, option) for stage, option in enumerate(fastest))))
+
+    @cached_property
+    def _unit(self) -> float:
+        """Bytes per slot; whole and exact if all sizes have a common divisor that is large enough."""
+        most = max(self._most.simulation.peak_bytes, 1)
+        divisor = math.gcd(*_sizes(self.chain), self._lingering_bytes)
+        return float(divisor) if divisor * self._slots >= most else most / self._slots
+
+    @cached_property
+    def _table(self) -> Table:
+        table_slots = math.ceil(self._most.simulation.peak_bytes / self._unit)
+        thresholds = thresholds_of(
+            self.chain, unit=self._unit, gradients_exist=self._gradients_exist, lingering_bytes=self._lingering_bytes
+        )
+        # A little more than everything takes, for what rounds up.
+        table = Table(thresholds, slots=table_slots + len(self.chain) // 16 + 4, dtype=np.float64 if len(self.chain) <= 40 else np.float32)
+        table.solve()
+        return table
+
+    @cached_property
+    def _levels(self) -> list[int]:
+        """Slots at which the table gets faster: a schedule each. Between them nothing changes."""
+        seconds = self._table.seconds
+        return [int(slot) for slot in np.flatnonzero(seconds < np.concatenate(([math.inf], seconds[:-1])))]
+
+    @cached_property
+    def _least(self) -> Proposal:
+        """The proposal with the least peak: one of the first, and which one only the simulator knows."""
+        best = self._most
+        for level in count():
+            if level == len(self._levels) or (level >= _HOPEFUL and self._levels[level] * self._unit > best.simulation.peak_bytes):
+                return best
+            best = min(best, self._proposal(level), key=lambda proposal: (proposal.simulation.peak_bytes, proposal.simulation.seconds))
+        raise AssertionError("unreachable")
+
+    def _proposal(self, level: int) -> Proposal:
+        if level not in self._proposals:
+            self._proposals[level] = self._simulated(self._table.schedule(self._levels[level]))
+        return self._proposals[level]
+
+    def _simulated(self, schedule: Schedule) -> Proposal:
+        simulation = simulate(self.chain, schedule, gradients_exist=self._gradients_exist, lingering_bytes=self._lingering_bytes)
+        return Proposal(schedule, simulation)
+
+
+def _sizes(chain: Chain) -> list[int]:
+    """Every size that a simulation adds or subtracts."""
+    sizes = [chain.rng_state_bytes]
+    for stage in chain:
+        for costs in (stage, *stage.options):
+            sizes += [getattr(costs, field.name) for field in fields(costs) if field.name.endswith("_bytes")]
+    return sizes
