@@ -17,7 +17,8 @@ PACKAGE = ROOT / "lightning_rotor"
 # What a part of the package may import directly; what those may import it may import as well. A part is a module or a folder.
 #
 #   errors ─► units ─┬► chain, schedule ─► simulator ─► planning ─────────────────────┐
-#                    └► sequential, recomputation ─► options ─► profiling, execution ─┴► checkpointable ─► callbacks, strategies
+#                    └► sequential, recomputation ─► options ─► profiling, execution ─┴► planned ─► checkpointable
+#                                                                                                   └► callbacks, strategies
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
     "units": ("errors",),
@@ -36,8 +37,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "execution": ("options", "recomputation", "simulator"),
     "report": ("planning",),
     "pipeline": ("planning", "profiling", "execution"),
-    "checkpointable": ("planning", "profiling", "execution", "report", "devices"),
-    "callbacks": ("checkpointable", "optimizer_prediction"),
+    "planned": ("planning", "profiling", "execution"),
+    "training_memory": ("planned", "devices", "optimizer_prediction"),
+    "checkpointable": ("planned", "report", "devices"),
+    "callbacks": ("checkpointable", "training_memory"),
     "strategies": ("checkpointable", "pipeline"),
 }
 WITH_LIGHTNING = {"callbacks", "strategies"}
