@@ -167,7 +167,7 @@ def test_lbfgs_is_bounded_by_its_full_history(line_search, lr):
         peaks.append(phase.peak_bytes - phase.end_bytes)
         sizes.append(optimizer_state_bytes(optimizer))
     assert 0.99 * state.bytes <= max(sizes) <= state.bytes
-    assert 0.5 * peak.bytes <= max(peaks) <= peak.bytes
+    assert 0.5 * peak.bytes <= max(peaks) <= peak.bytes + 64  # and a few scalars
 
 
 def test_state_that_shares_memory_with_a_parameter_is_not_counted():
