@@ -1,1 +1,81 @@
-"""lightning-rotor."""
+"""Train inside a byte limit: measure the model, plan the least recomputation that fits, run it with the same bits.
+
+::
+
+    module ──► stages ──► Chain ──► Plan ──► recomputing forward
+             sequential  profiling  planning   execution
+
+With Lightning, one line: ``Trainer(callbacks=[RotorCallback(mem_limit="20GiB")])``. Without it, one wrapper:
+``Checkpointable(module, mem_limit="700MiB")``. The parts in between are public too: :func:`profile_chain` measures,
+:func:`plan` plans from measurements alone, :func:`simulate` judges any :class:`Schedule`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning_rotor.chain import Chain, Option, StageCost
+from lightning_rotor.checkpointable import Checkpointable
+from lightning_rotor.errors import (
+    BudgetError,
+    ExecutionError,
+    ModelError,
+    ProfilingError,
+    RotorError,
+    RotorWarning,
+    SampleError,
+    ScheduleError,
+    UnitError,
+)
+from lightning_rotor.planning import Plan, plan
+from lightning_rotor.profiling import profile_chain
+from lightning_rotor.recomputation import is_checkpointing, is_recomputing
+from lightning_rotor.schedule import Leaf, Schedule, Segment
+from lightning_rotor.sequential import sequential_stages
+from lightning_rotor.simulator import Simulation, simulate
+from lightning_rotor.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from lightning_rotor.callbacks import RotorCallback
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BudgetError",
+    "Chain",
+    "Checkpointable",
+    "ExecutionError",
+    "Leaf",
+    "ModelError",
+    "Option",
+    "Plan",
+    "ProfilingError",
+    "RotorCallback",
+    "RotorError",
+    "RotorWarning",
+    "SampleError",
+    "Schedule",
+    "ScheduleError",
+    "Segment",
+    "Simulation",
+    "StageCost",
+    "UnitError",
+    "__version__",
+    "format_bytes",
+    "is_checkpointing",
+    "is_recomputing",
+    "parse_bytes",
+    "plan",
+    "profile_chain",
+    "sequential_stages",
+    "simulate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Only the callback needs Lightning; everything else must import without it.
+    if name == "RotorCallback":
+        from lightning_rotor.callbacks import RotorCallback
+
+        return RotorCallback
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -182,6 +182,10 @@ def _check_costs(costs: Option | StageCost) -> None:
     for field in fields(costs):
         value = getattr(costs, field.name)
         if field.name.endswith(("_bytes", "_tensors")) and (not isinstance(value, int) or value < 0):
-            raise ScheduleError(f"{type(costs).__name__} {costs.name!r}: {field.name} is {value!r}, expected a whole number that is not negative")
+            raise ScheduleError(
+                f"{type(costs).__name__} {costs.name!r}: {field.name} is {value!r}, expected a whole number that is not negative"
+            )
         if field.name.endswith("_seconds") and not (math.isfinite(value) and value >= 0):
-            raise ScheduleError(f"{type(costs).__name__} {costs.name!r}: {field.name} is {value!r}, expected a finite duration that is not negative")
+            raise ScheduleError(
+                f"{type(costs).__name__} {costs.name!r}: {field.name} is {value!r}, expected a finite duration that is not negative"
+            )

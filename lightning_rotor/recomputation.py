@@ -81,7 +81,9 @@ class Replay:
             self._originals.append((buffer, original))
             buffer.module._buffers[buffer.name] = buffer.scratch
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for buffer, original in self._originals:
             buffer.module._buffers[buffer.name] = original
         self._originals.clear()
@@ -94,7 +96,9 @@ class _FirstPass:
     def __enter__(self) -> None:
         _flags.checkpointing += 1
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         _flags.checkpointing -= 1
 
 

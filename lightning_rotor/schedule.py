@@ -225,6 +225,8 @@ def _parse_items(tokens: list[str], start: int, text: str) -> tuple[tuple[Item, 
         elif match := re.fullmatch(r"(\d+)(?::(\d+))?", token):
             items.append(Leaf(int(match[1]), int(match[2] or 0)))
         else:
-            raise ScheduleError(f"schedule {text!r} holds {token!r}: expected stage numbers such as 3, 3-7 or 3:1, and parentheses")
+            raise ScheduleError(
+                f"schedule {text!r} holds {token!r}: expected stage numbers such as 3, 3-7 or 3:1, and parentheses"
+            )
         position += 1
     return tuple(items), position

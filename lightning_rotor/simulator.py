@@ -71,7 +71,9 @@ class Simulation:
         return self.recompute_seconds / plain if plain > 0 else 0.0
 
 
-def simulate(chain: Chain, schedule: Schedule, *, gradients_exist: bool = False) -> Simulation:
+def simulate(
+    chain: Chain, schedule: Schedule, *, gradients_exist: bool = False, lingering_bytes: int = 0
+) -> Simulation:
     """Run a schedule on paper.
 
     Args:
@@ -79,12 +81,14 @@ def simulate(chain: Chain, schedule: Schedule, *, gradients_exist: bool = False)
         schedule: Covers the same ``n`` stages.
         gradients_exist: Parameters already have gradients that this step adds to (gradient accumulation), so that new ones are
             temporary. By default they appear during the backward and stay.
+        lingering_bytes: Held during the forward and freed before the backward, such as the gradients of the step before in a loop that
+            calls ``zero_grad`` between the two.
     Returns:
         Peak and duration. The peak is exact for the executor of this package on the device where the chain was measured.
     Raises:
         ScheduleError: The schedule has another number of stages or unknown options, or recomputes a stage that must be kept.
     """
-    return _Simulator(chain, schedule, gradients_exist).run()
+    return _Simulator(chain, schedule, gradients_exist, lingering_bytes).run()
 
 
 def check_schedule(chain: Chain, schedule: Schedule) -> None:
@@ -99,18 +103,23 @@ def check_schedule(chain: Chain, schedule: Schedule) -> None:
         for leaf in leaves(item):
             stage = chain.stages[leaf.stage]
             if leaf.option >= len(stage.options):
-                raise ScheduleError(f"schedule {schedule}: stage {stage.name!r} has {len(stage.options)} options, not option {leaf.option}")
+                raise ScheduleError(
+                    f"schedule {schedule}: stage {stage.name!r} has {len(stage.options)} options, not option {leaf.option}"
+                )
             if isinstance(item, Segment) and not stage.recomputable:
-                raise ScheduleError(f"schedule {schedule} recomputes stage {stage.name!r}, which does not give the same bits twice: keep it")
+                raise ScheduleError(
+                    f"schedule {schedule} recomputes stage {stage.name!r}, which does not give the same bits twice: keep it"
+                )
 
 
 class _Simulator:
-    def __init__(self, chain: Chain, schedule: Schedule, gradients_exist: bool) -> None:
+    def __init__(self, chain: Chain, schedule: Schedule, gradients_exist: bool, lingering_bytes: int) -> None:
         check_schedule(chain, schedule)
         n = len(chain)
         self._chain = chain
         self._schedule = schedule
         self._gradients_exist = gradients_exist
+        self._lingering_bytes = lingering_bytes
         # The chain's input is held by the caller and counts nothing.
         self._boundary_bytes = [0, *(stage.output_bytes for stage in chain)]
         self._holders = [1] + [0] * n
@@ -124,7 +133,9 @@ class _Simulator:
         self._peak_stage = 0
 
     def run(self) -> Simulation:
+        self._add(self._lingering_bytes)
         self._record(self._schedule.items, "forward")
+        self._add(-self._lingering_bytes)
         # The output now belongs to the caller, so the reference that the forward took is never given back.
         for item in reversed(self._schedule.items):
             self._backward(item)
@@ -165,7 +176,9 @@ class _Simulator:
         self._set_saved(stage + 1, producer=option.saved_output_bytes)
         if not replay:
             self._hold(stage + 1)
-        self._events.append(Event(phase, stage, option.replay_seconds if replay else option.forward_seconds, level, self._live_bytes))
+        self._events.append(
+            Event(phase, stage, option.replay_seconds if replay else option.forward_seconds, level, self._live_bytes)
+        )
 
     def _discard(self, segment: Segment, phase: Phase) -> None:
         """First pass of a segment. The caller's frame holds the segment's input until it returns, for nested segments too."""
@@ -247,13 +260,21 @@ class _Simulator:
         """Generator states that a segment remembers, and those of the segments in it."""
         if not self._chain.rng_state_bytes:
             return 0
-        own = self._chain.rng_state_bytes if any(self._chain.stages[leaf.stage].draws_random for leaf in leaves(segment)) else 0
+        own = (
+            self._chain.rng_state_bytes
+            if any(self._chain.stages[leaf.stage].draws_random for leaf in leaves(segment))
+            else 0
+        )
         inner = sum(self._rng_bytes(item) for item in segment.items if isinstance(item, Segment)) if nested else 0
         return own + inner
 
     def _boundary_live(self, boundary: int) -> int:
         size = self._boundary_bytes[boundary]
-        return size if self._holders[boundary] else min(size, self._saved_by_producer[boundary] + self._saved_by_consumer[boundary])
+        return (
+            size
+            if self._holders[boundary]
+            else min(size, self._saved_by_producer[boundary] + self._saved_by_consumer[boundary])
+        )
 
     def _hold(self, boundary: int) -> None:
         before = self._boundary_live(boundary)

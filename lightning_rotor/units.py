@@ -17,7 +17,9 @@ _FACTORS = {
     "t": 10**12, "tb": 10**12, "tib": 2**40,
 }  # fmt: skip
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z]*|%)\s*", re.IGNORECASE)
-_FORMS = 'bytes as an integer, "700MiB", "10GB", a fraction of the device such as 0.8 or "80%", or None for what is free'
+_FORMS = (
+    'bytes as an integer, "700MiB", "10GB", a fraction of the device such as 0.8 or "80%", or None for what is free'
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,11 @@ def format_bytes(size_bytes: float) -> str:
     size = float(size_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.{2 if abs(size) < 10 else 1 if abs(size) < 100 else 0}f} {unit}"
+            return (
+                f"{size:.0f} B"
+                if unit == "B"
+                else f"{size:.{2 if abs(size) < 10 else 1 if abs(size) < 100 else 0}f} {unit}"
+            )
         size /= 1024
     return f"{size:.2f} TiB"
 
@@ -121,13 +127,17 @@ def _split(text: str) -> tuple[float, str]:
         raise UnitError(f"memory limit {text!r} cannot be read: expected {_FORMS}")
     number, unit = float(match[1]), match[2].lower()
     if unit != "%" and unit not in _FACTORS:
-        raise UnitError(f"memory limit {text!r} has the unknown unit {match[2]!r}: expected one of B, kB, MB, GB, TB, KiB, MiB, GiB, TiB, %")
+        raise UnitError(
+            f"memory limit {text!r} has the unknown unit {match[2]!r}: expected one of B, kB, MB, GB, TB, KiB, MiB, GiB, TiB, %"
+        )
     return number, unit
 
 
 def _fraction(fraction: float, received: object) -> MemoryLimit:
     if not 0 < fraction <= 1:
-        raise UnitError(f"memory limit {received!r} is no fraction of a device: expected more than 0 and at most 1 (or 100%)")
+        raise UnitError(
+            f"memory limit {received!r} is no fraction of a device: expected more than 0 and at most 1 (or 100%)"
+        )
     return MemoryLimit(fraction=fraction)
 
 

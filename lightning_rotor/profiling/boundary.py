@@ -52,7 +52,9 @@ class Boundary:
             str(self.spec),
             self.requires_grad,
             tuple(
-                (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else repr(leaf)
+                (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device)
+                if isinstance(leaf, torch.Tensor)
+                else repr(leaf)
                 for leaf in self.leaves
             ),
         )

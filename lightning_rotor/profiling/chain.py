@@ -30,6 +30,9 @@ from lightning_rotor.sequential import Stage, merge
 
 Progress: TypeAlias = Callable[[int, int], None]
 
+# Python numbers in an expression (x * 2) become tensors of 8 bytes that stay with the graph; nobody needs to hear of them.
+_WORTH_A_WARNING_BYTES = 1024
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Profile:
@@ -90,7 +93,7 @@ def profile_chain(
                 if key not in known:
                     profiler = StageProfiler(stage, boundary, passed.output_bytes, meter, last, repeats)
                     known[key] = profiler.measure(
-                        draws_random=any(traits[index].draws_random for index in group),
+                        draws_random=any(traits[index].draws_random for index in group) or may_draw(stage),
                         recomputable=passed.same_bits and not (number == 0 and starts_in_place),
                     )
             costs.append(replace(known[key], name=stage.name))
@@ -280,6 +283,30 @@ def _set_generator_states(device: torch.device, states: Sequence[torch.Tensor]) 
         torch.cuda.set_rng_state(states[1], device)
 
 
+def may_draw(stage: Stage) -> bool:
+    """Whether a stage could draw random numbers in some later step, though it may not have drawn any now.
+
+    A dropout probability can be raised during training, and code that is not torch's own can do anything. To restore generators that
+    nobody reads costs microseconds; not to restore one that somebody does gives wrong gradients in silence.
+    """
+    return any(
+        not type(module).__module__.startswith("torch.nn.modules.")
+        or isinstance(module, _DRAWING)
+        or any(getattr(module, hooks) for hooks in ("_forward_hooks", "_forward_pre_hooks"))
+        for _, module in stage.submodules()
+    )
+
+
+_DRAWING = (
+    torch.nn.modules.dropout._DropoutNd,
+    torch.nn.MultiheadAttention,
+    torch.nn.RNNBase,
+    torch.nn.RReLU,
+    torch.nn.FractionalMaxPool2d,
+    torch.nn.FractionalMaxPool3d,
+)
+
+
 # -------------------------------------------------------------------- equal stages, overhead, warnings
 
 
@@ -305,7 +332,15 @@ def _identity(stage: Stage) -> tuple[Any, ...]:
             for key, tensor in (*module._parameters.items(), *module._buffers.items())
             if tensor is not None
         ]
-        identity.append((name, type(module), tuple(sorted(attributes.items(), key=lambda entry: entry[0])), tuple(hooks), tuple(tensors)))
+        identity.append(
+            (
+                name,
+                type(module),
+                tuple(sorted(attributes.items(), key=lambda entry: entry[0])),
+                tuple(hooks),
+                tuple(tensors),
+            )
+        )
     return tuple(identity)
 
 
@@ -342,7 +377,7 @@ def _warn(costs: Sequence[StageCost]) -> None:
                 RotorWarning,
                 stacklevel=4,
             )
-        if cost.pinned_bytes:
+        if cost.pinned_bytes >= _WORTH_A_WARNING_BYTES:
             warnings.warn(
                 f"stage {cost.name!r} keeps {cost.pinned_bytes} bytes in its graph that no checkpoint can free (tensors stored on an autograd "
                 "context rather than saved by save_for_backward); the plan counts them",

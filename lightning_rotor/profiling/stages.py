@@ -36,7 +36,8 @@ class _GradientSource(torch.autograd.Function):
     def backward(ctx: Any, *_: Any) -> Any:  # type: ignore[override]
         # Ones, not empty: uninitialized memory may hold denormals, whose arithmetic is slow.
         return tuple(
-            torch.empty_strided(shape, stride, dtype=dtype, device=device).fill_(1) for shape, stride, dtype, device in ctx.likes
+            torch.empty_strided(shape, stride, dtype=dtype, device=device).fill_(1)
+            for shape, stride, dtype, device in ctx.likes
         )
 
 
@@ -100,8 +101,8 @@ class StageProfiler:
         sizes = self._keep_run(hold_input=False, hold_output=False)
         alone = self._keep_run(hold_input=False, hold_output=True) if self.last else sizes
         held = self._keep_run(hold_input=True, hold_output=self.last)
-        segment = self._segment_run()
-        seconds = self._seconds()
+        segment = self._segment_run() if recomputable else _never_a_segment(sizes)
+        seconds = self._seconds(recomputable)
         segment_peak = max(segment.recomputed_peak_bytes - sizes.saved_bytes - sizes.saved_output_bytes, 0)
         keep = Option(
             name="keep",
@@ -188,7 +189,6 @@ class StageProfiler:
 
     def _segment_run(self) -> _SegmentRun:
         with self.meter.recording() as recording:
-
             calls = 0
 
             def function(*inputs: Any) -> Any:
@@ -222,7 +222,7 @@ class StageProfiler:
             recomputed_peak_bytes=max(_peak(after) - level, 0) if after else 0,
         )
 
-    def _seconds(self) -> _Seconds:
+    def _seconds(self, recomputable: bool) -> _Seconds:
         forward, replay, backward, discard = [], [], [], []
         for _ in range(self.repeats):
             value = self.boundary.fresh()
@@ -235,7 +235,7 @@ class StageProfiler:
             ends.gradients()
             backward.append((start, self.meter.now()))
             replay.append(self._replay())
-            discard.append(self._discard())
+            discard.append(self._discard() if recomputable else forward[-1])
 
         def median(spans: list[tuple[Any, Any]]) -> float:
             return max(statistics.median(self.meter.seconds_between(*span) for span in spans), 0.0)
@@ -265,7 +265,9 @@ class StageProfiler:
 class _BackwardEnds:
     """Where a backward starts and what it computes, without holding the tensors in between."""
 
-    def __init__(self, root: torch.Tensor | None, inputs: list[GradientEdge], parameters: list[torch.nn.Parameter]) -> None:
+    def __init__(
+        self, root: torch.Tensor | None, inputs: list[GradientEdge], parameters: list[torch.nn.Parameter]
+    ) -> None:
         self._root = root
         self._inputs = inputs
         self._parameters = parameters
@@ -283,11 +285,15 @@ class _BackwardEnds:
         if root is None or not (self._inputs or self._parameters):
             return [], 0
         # Not backward(): .grad and the hooks of gradient accumulation are the user's.
-        gradients = torch.autograd.grad(root, [*self._inputs, *self._parameters], torch.empty_like(root), allow_unused=True)
+        gradients = torch.autograd.grad(
+            root, [*self._inputs, *self._parameters], torch.empty_like(root), allow_unused=True
+        )
         inputs = [gradient for gradient in gradients[: len(self._inputs)] if gradient is not None]
         return inputs, sum(
             # Accumulation copies a gradient that is no dense tensor of its own (an expanded one, say).
-            parameter.nbytes if gradient.layout == torch.strided else storage_bytes([gradient._indices(), gradient._values()])
+            parameter.nbytes
+            if gradient.layout == torch.strided
+            else storage_bytes([gradient._indices(), gradient._values()])
             for parameter, gradient in zip(self._parameters, gradients[len(self._inputs) :], strict=True)
             if gradient is not None
         )
@@ -313,6 +319,12 @@ class _Phases:
         """The forward up to its last saved tensor; nothing if it saves none."""
         saves = [index for index, label in enumerate(self._labels) if label == "save"]
         return self._phases[self._labels.index("forward") : saves[-1]] if saves else ()
+
+
+def _never_a_segment(sizes: _KeepRun) -> _SegmentRun:
+    """Stands in for a run that cannot be made: the stage changes its input, and no schedule recomputes it."""
+    recomputed_peak = sizes.backward_peak_bytes + sizes.saved_bytes + sizes.saved_output_bytes
+    return _SegmentRun(sizes.forward_peak_bytes, 0, recomputed_peak)
 
 
 def _peak(phases: Sequence[MeteredPhase]) -> int:

@@ -9,6 +9,8 @@ import torch
 from lightning_rotor.errors import ProfilingError
 from lightning_rotor.profiling.meters import AllocatorLog
 
+_LAP = "lap"
+
 
 @dataclass(frozen=True, slots=True)
 class StepTrace:
@@ -16,11 +18,13 @@ class StepTrace:
 
     Attributes:
         peak_bytes: Highest level above that at the start.
+        lap_peak_bytes: The same until the first :meth:`StepMeter.lap`, or of all of it if there was none.
         end_bytes: Level at the end above that at the start; negative if more was freed than allocated.
         timeline: Points ``(seconds, bytes)`` since the start, one for each change. Empty on CUDA, whose allocator gives the peak alone.
     """
 
     peak_bytes: int
+    lap_peak_bytes: int
     end_bytes: int
     timeline: tuple[tuple[float, int], ...]
 
@@ -28,7 +32,8 @@ class StepTrace:
 class StepMeter:
     """Measures what code between two calls allocates, on one device.
 
-    Unlike a recording, frees of older blocks count: gradients from the step before go away in the middle of this one.
+    Frees of older blocks count, for gradients from the step before go away in the middle of this one. On the CPU the allocator knows the
+    size of a block only if it was watched when it was taken, so measure consecutive steps, from one without gradients on.
 
     Args:
         device: A CPU or CUDA device.
@@ -37,7 +42,7 @@ class StepMeter:
     Example:
         >>> meter = StepMeter(torch.device("cpu"))
         >>> meter.start()
-        >>> _ = torch.empty(1024)
+        >>> block = torch.empty(1024)
         >>> meter.stop().peak_bytes
         4096
     """
@@ -48,9 +53,11 @@ class StepMeter:
         self._device = device
         self._log: AllocatorLog | None = None
         self._base = 0
+        self._lap_peak: int | None = None
 
     def start(self) -> None:
         """Begin. On CUDA this resets the device's peak statistics."""
+        self._lap_peak = None
         if self._device.type == "cuda":
             self._base = torch.cuda.memory_allocated(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -59,18 +66,32 @@ class StepMeter:
             log.start()
             self._log = log
 
+    def lap(self) -> None:
+        """Note the peak so far: the end of the backward, say. Only the first lap counts."""
+        if self._device.type == "cuda":
+            if self._lap_peak is None:
+                self._lap_peak = torch.cuda.max_memory_allocated(self._device) - self._base
+        elif self._log is not None:
+            self._log.mark(_LAP)
+
     def stop(self) -> StepTrace:
         """End and return what was measured."""
         if self._device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._device) - self._base
-            return StepTrace(peak, torch.cuda.memory_allocated(self._device) - self._base, ())
+            lap_peak = peak if self._lap_peak is None else self._lap_peak
+            return StepTrace(peak, lap_peak, torch.cuda.memory_allocated(self._device) - self._base, ())
         if self._log is None:
             raise ProfilingError("StepMeter.stop() without start(): call start() before the step")
         log, self._log = self._log, None
         log.stop()
         level, timeline = 0, [(0.0, 0)]
         origin = log.events[0].nanoseconds if log.events else 0
+        peak, lap_peak = 0, None
         for event in log.events:
-            level += event.size_bytes
-            timeline.append(((event.nanoseconds - origin) / 1e9, level))
-        return StepTrace(max(level for _, level in timeline), level, tuple(timeline))
+            if event.label == _LAP and lap_peak is None:
+                lap_peak = peak
+            if event.label is None:
+                level += event.size_bytes
+                peak = max(peak, level)
+                timeline.append(((event.nanoseconds - origin) / 1e9, level))
+        return StepTrace(peak, peak if lap_peak is None else lap_peak, level, tuple(timeline))

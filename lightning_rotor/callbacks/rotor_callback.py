@@ -1,0 +1,326 @@
+"""Train a LightningModule inside a byte limit."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from rich.console import Console
+from torch import nn
+
+from lightning_rotor.errors import BudgetError, ModelError, ProfilingError, RotorWarning
+from lightning_rotor.planned import Allowance, PlannedForward, attach, detach
+from lightning_rotor.planning import Plan
+from lightning_rotor.profiling import Profile, StepMeter
+from lightning_rotor.profiling.boundary import tensors_in
+from lightning_rotor.report import plan_table
+from lightning_rotor.schedule import Schedule
+from lightning_rotor.sequential import sequential_candidates, sequential_stages
+from lightning_rotor.simulator import simulate
+from lightning_rotor.training_memory import ResidentMemory, allocated_bytes, process_limit_bytes
+from lightning_rotor.training_state import existing_gradient_bytes
+from lightning_rotor.units import format_bytes, parse_limit
+
+_log = logging.getLogger(__name__)
+_MEASURED_STEPS = 3
+_MAX_CORRECTIONS = 3
+
+
+class RotorCallback(pl.Callback):
+    """Keeps training inside a memory limit by recomputing activations, as few as possible, with bit-equal results.
+
+    At the first training batch the callback measures the stages of one module, plans, and runs the plan from that very forward on. After the
+    first steps it compares the allocator's peak with the limit, and plans again with less if something outside the module (the loss, say)
+    needed more than was left for it.
+
+    Args:
+        mem_limit: What the whole training process may use on the device: parameters, gradients, optimizer state, the batch and activations.
+            Bytes, ``"20GiB"``, ``"10GB"``, a fraction of the device such as ``0.8`` or ``"80%"``, or None for what is free.
+        module: Dotted name of the submodule to plan, such as ``"model.layers"``; ``""`` is the LightningModule itself. By default the
+            ``nn.Sequential`` with the most layers.
+        slots: Resolution of the planner: more finds better schedules in long chains, and takes longer.
+        show_table: Print a table of the plan after the first step.
+        progress_bar: Show overhead and measured peak in the progress bar.
+    Raises:
+        UnitError: ``mem_limit`` is not positive, or cannot be read.
+        ModelError: In ``setup``: no such module, or none that is supported.
+        BudgetError: In the first training batch: no schedule fits; says the least limit that would.
+    Example:
+        >>> trainer = L.Trainer(callbacks=[RotorCallback(mem_limit="2GiB")])  # doctest: +SKIP
+
+    Logs to every logger, each key after ``RotorCallback/`` (or the logger's own separator): ``overhead_percent``, ``budget_bytes``,
+    ``predicted_peak_bytes``, ``measured_peak_bytes``, ``planning_seconds``, ``recomputed_stages``.
+    """
+
+    def __init__(
+        self,
+        mem_limit: int | float | str | None = None,
+        module: str | None = None,
+        *,
+        slots: int = 500,
+        show_table: bool = True,
+        progress_bar: bool = False,
+    ) -> None:
+        super().__init__()
+        self._limit = parse_limit(mem_limit)
+        self._module_name = module
+        self._slots = slots
+        self._show_table = show_table
+        self._progress_bar = progress_bar
+        self._target: nn.Module | None = None
+        self._planned: PlannedForward | None = None
+        self._trainer: pl.Trainer | None = None
+        self._model: pl.LightningModule | None = None
+        self._plan: Plan | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._batch: list[torch.Tensor] = []
+        self._resident: ResidentMemory | None = None
+        self._limit_bytes = 0
+        self._correction_bytes = 0
+        self._corrections = 0
+        self._steps_to_measure = 0
+        self._meter: StepMeter | None = None
+        self._meter_base_bytes = 0
+        self._watched = False  # whether the step before this one was measured as well
+        self._exact = True
+        self._table_due = False
+        self._measured_peak_bytes: int | None = None
+        self._backward_peak_bytes = 0
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that training runs, or ran last."""
+        return self._plan
+
+    @property
+    def budget_bytes(self) -> int:
+        """The limit of the whole process in bytes, known once there is a plan."""
+        return self._limit_bytes
+
+    @property
+    def predicted_peak_bytes(self) -> int | None:
+        """Predicted peak of the whole process, or None before the first plan."""
+        return None if self._plan is None else self._reserved_bytes() + self._plan.peak_bytes
+
+    @property
+    def measured_peak_bytes(self) -> int | None:
+        """The allocator's peak in the step measured last, what was allocated before it included, or None."""
+        return self._measured_peak_bytes
+
+    # ---------------------------------------------------------------- hooks
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Attach, unless the layers are only made in ``configure_model``, which runs later."""
+        if stage == "fit":
+            self._reset()
+            if not is_overridden("configure_model", pl_module):
+                self._attach(trainer, pl_module)
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Attach now if ``setup`` could not."""
+        if self._planned is None:
+            self._attach(trainer, pl_module)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Note the batch, and measure the step if a plan is new."""
+        self._batch = tensors_in(batch)
+        if self._steps_to_measure > 0:
+            self._start_meter()
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """The backward is over: what the optimizer allocates from here on is nothing that a plan could change."""
+        if self._meter is not None:
+            self._meter.lap()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Read the meter, log, and plan again if the limit was exceeded."""
+        self._batch = []
+        if self._plan is None:
+            return
+        if self._meter is not None:
+            self._stop_meter()
+            if self._exact:
+                self._correct()
+        if self._table_due:
+            self._table_due = False
+            self._print_table()
+        self._log_metrics(trainer)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Give the module its own forward back."""
+        if stage == "fit":
+            self._detach()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Give the module its own forward back; Lightning calls no ``teardown`` after an exception."""
+        self._detach()
+
+    # ---------------------------------------------------------------- attaching
+
+    def _attach(self, trainer: pl.Trainer, model: pl.LightningModule) -> None:
+        name, target = _find_target(model, self._module_name)
+        planned = PlannedForward(target, self._allowance, slots=self._slots, on_plan=self._on_plan)
+        attach(target, planned)
+        self._target, self._planned, self._trainer, self._model = target, planned, trainer, model
+        rank_zero_info(
+            f"RotorCallback plans {name or type(model).__name__!r} ({len(sequential_stages(target))} layers)"
+        )
+
+    def _detach(self) -> None:
+        if self._meter is not None:
+            self._meter.stop()
+            self._meter = None
+        if self._target is not None:
+            detach(self._target)
+        self._target = self._planned = self._trainer = self._model = None
+        self._batch = []
+
+    # ---------------------------------------------------------------- planning
+
+    def _allowance(self, profile: Profile) -> Allowance:
+        assert self._model is not None and self._target is not None and self._trainer is not None
+        device = torch.device(profile.chain.device)
+        optimizers = self._trainer.optimizers
+        self._resident = ResidentMemory.of(self._model, self._target, optimizers, self._batch, device)
+        self._limit_bytes = process_limit_bytes(self._limit, self._model, optimizers, self._batch, device)
+        return self._current_allowance()
+
+    def _current_allowance(self) -> Allowance:
+        assert self._resident is not None and self._model is not None and self._trainer is not None
+        # zero_grad runs between forward and backward, so gradients of the step before linger through the forward. Not so when
+        # several backwards add up, or when the user decides.
+        linger = self._model.automatic_optimization and self._trainer.accumulate_grad_batches == 1
+        return self._resident.allowance(
+            self._limit_bytes, gradients_linger=linger, correction_bytes=self._correction_bytes
+        )
+
+    def _reserved_bytes(self) -> int:
+        return self._limit_bytes - self._plan.budget_bytes if self._plan is not None else 0
+
+    def _on_plan(self, plan: Plan) -> None:
+        self._plan = plan
+        self._steps_to_measure = _MEASURED_STEPS
+        self._table_due = self._show_table
+        if self._meter is None and self._batch:
+            self._start_meter()  # from inside the first forward: what comes is the first step under the plan
+
+    def _correct(self) -> None:
+        """Closed loop: what the plan could not know shows in the measured peak."""
+        excess = self._backward_peak_bytes - self._limit_bytes
+        if excess <= 0 or self._planned is None or self._corrections >= _MAX_CORRECTIONS:
+            return
+        self._corrections += 1
+        self._correction_bytes += excess
+        try:
+            self._planned.replan()
+        except BudgetError as error:
+            self._corrections = _MAX_CORRECTIONS
+            rank_zero_warn(
+                f"the step took {format_bytes(self._backward_peak_bytes)}, more than mem_limit {format_bytes(self._limit_bytes)}, and no plan "
+                f"saves that much, so the current one stays. {error}",
+                category=RotorWarning,
+            )
+
+    # ---------------------------------------------------------------- measuring
+
+    def _start_meter(self) -> None:
+        assert self._model is not None and self._trainer is not None
+        meter = StepMeter(self._model.device)
+        try:
+            meter.start()
+        except ProfilingError as error:
+            self._steps_to_measure = 0
+            rank_zero_warn(f"RotorCallback cannot measure the peak of this step: {error}", category=RotorWarning)
+            return
+        self._meter = meter
+        # The CPU's allocator knows only gradients that were made under its eyes; without that, their release goes unseen.
+        self._exact = self._watched or self._model.device.type != "cpu" or not existing_gradient_bytes(self._model)
+        self._meter_base_bytes = allocated_bytes(self._model, self._trainer.optimizers, self._batch, self._model.device)
+
+    def _stop_meter(self) -> None:
+        assert self._meter is not None
+        trace, self._meter = self._meter.stop(), None
+        self._steps_to_measure -= 1
+        self._watched = self._steps_to_measure > 0
+        if self._exact:
+            self._measured_peak_bytes = self._meter_base_bytes + trace.peak_bytes
+            self._backward_peak_bytes = self._meter_base_bytes + trace.lap_peak_bytes
+
+    # ---------------------------------------------------------------- telling
+
+    def _metrics(self) -> dict[str, float]:
+        assert self._plan is not None and self.predicted_peak_bytes is not None
+        metrics: dict[str, float] = {
+            "overhead_percent": 100 * self._plan.overhead,
+            "budget_bytes": self._limit_bytes,
+            "predicted_peak_bytes": self.predicted_peak_bytes,
+            "planning_seconds": self._plan.solve_seconds,
+            "recomputed_stages": len(self._plan.recomputed),
+        }
+        if self._measured_peak_bytes is not None:
+            metrics["measured_peak_bytes"] = self._measured_peak_bytes
+        return metrics
+
+    def _log_metrics(self, trainer: pl.Trainer) -> None:
+        metrics = self._metrics()
+        if trainer._logger_connector.should_update_logs:
+            for logger in trainer.loggers:
+                prefix = f"{type(self).__qualname__}{logger.group_separator}"
+                named = {prefix + name: value for name, value in metrics.items()}
+                logger.log_metrics(named, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+        if self._progress_bar and self._model is not None:
+            shown = {"rotor_overhead_%": metrics["overhead_percent"]}
+            if self._measured_peak_bytes is not None:
+                shown["rotor_peak_MiB"] = self._measured_peak_bytes / 2**20
+            self._model.log_dict(shown, prog_bar=True, logger=False)
+
+    def _print_table(self) -> None:
+        assert self._plan is not None
+        if self._trainer is None or not self._trainer.is_global_zero:
+            return
+        keep_all = simulate(self._plan.chain, Schedule.keep_all(len(self._plan.chain)))
+        table = plan_table(
+            self._plan,
+            reserved_bytes=self._reserved_bytes(),
+            plain_peak_bytes=self._reserved_bytes() + keep_all.peak_bytes,
+            measured_peak_bytes=self._measured_peak_bytes,
+        )
+        Console().print(table)
+
+
+def _find_target(model: nn.Module, name: str | None) -> tuple[str, nn.Module]:
+    """The submodule to plan, and its dotted name.
+
+    Raises:
+        ModelError: It does not exist, or there is none.
+    """
+    candidates = sequential_candidates(model)
+    listed = ", ".join(repr(candidate) for candidate in candidates) or "none"
+    if name is not None:
+        try:
+            target = model.get_submodule(name)
+        except AttributeError:
+            raise ModelError(
+                f"{type(model).__name__} has no submodule {name!r}: expected a dotted name. Submodules that can be planned: {listed}"
+            ) from None
+        sequential_stages(target)
+        return name, target
+    if not candidates:
+        raise ModelError(
+            f"{type(model).__name__} holds no nn.Sequential with layers: expected one somewhere in the model. Other models are not supported "
+            "yet; put the layers that take most of the memory into an nn.Sequential"
+        )
+    best = max(candidates, key=lambda candidate: len(sequential_stages(model.get_submodule(candidate))))
+    return best, model.get_submodule(best)

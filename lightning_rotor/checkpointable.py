@@ -1,0 +1,169 @@
+"""The facade without Lightning: rotor's ``Checkpointable``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_rotor.chain import Chain
+from lightning_rotor.devices import resolve_limit
+from lightning_rotor.errors import ProfilingError
+from lightning_rotor.planned import Allowance, PlannedForward
+from lightning_rotor.planning import Plan
+from lightning_rotor.profiling import Profile
+from lightning_rotor.units import MemoryLimit, parse_limit
+
+_WRAPPED = "module"
+
+
+class Checkpointable(nn.Module):
+    """Runs a module within a memory limit, recomputing as little as possible in the backward.
+
+    Call it like the module. Measuring and planning happen by themselves at the first training call, or earlier on request. Parameters,
+    ``state_dict`` keys and gradients are those of the module, and so are outputs in evaluation.
+
+    Args:
+        module: An ``nn.Sequential``; nested ones are flattened.
+        sample: An input as in training. If given, the module is measured at once.
+        mem_limit: What the chain's activations and new parameter gradients may take on the device: bytes, ``"700MiB"``, ``"10GB"``,
+            a fraction of the device such as ``0.8`` or ``"80%"``, or None for what is free when it is planned. Parameters, buffers, the
+            input, and optimizer state are not in it. With a sample, the module is planned at once unless this is None.
+        slots: Resolution of the planner: more finds better schedules in long chains, and takes longer.
+        show_progress: Show a progress bar when measuring takes longer than two seconds.
+    Raises:
+        ModelError: The module is not supported, or empty.
+        UnitError: ``mem_limit`` is not positive, or cannot be read.
+        SampleError: The sample is no tensor, or not finite.
+        BudgetError: No schedule fits the limit.
+    Example:
+        >>> net = Checkpointable(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), mem_limit="1MiB")
+        >>> net(torch.randn(4, 8)).sum().backward()
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        sample: Any = None,
+        mem_limit: int | float | str | None = None,
+        *,
+        slots: int = 500,
+        show_progress: bool = True,
+    ) -> None:
+        super().__init__()
+        self._limit = _ActivationLimit(parse_limit(mem_limit))
+        self._settings = {"slots": slots, "show_progress": show_progress}
+        self._planned = PlannedForward(module, self._limit, slots=slots, show_progress=show_progress)
+        self.module = module
+        self.register_state_dict_post_hook(_without_prefix)
+        self.register_load_state_dict_pre_hook(_with_prefix)
+        if sample is not None:
+            self.measure(sample)
+            if mem_limit is not None:
+                self.compute_sequence(mem_limit)
+
+    def measure(self, sample: Any) -> Chain:
+        """Measure bytes and seconds of every stage; nothing of the module changes.
+
+        Args:
+            sample: An input as in training: shape, dtype, device, and whether it requires a gradient matter.
+        Returns:
+            The measured chain.
+        Raises:
+            SampleError: The sample is missing, holds no tensor, or values that are not finite.
+            ProfilingError: There is no meter for its device.
+        """
+        return self._planned.measure(sample).chain
+
+    def compute_sequence(self, mem_limit: int | float | str | None = None) -> Plan:
+        """Plan for a limit, from what was measured last.
+
+        Args:
+            mem_limit: As in the constructor; None keeps the limit given there, or takes what is free now.
+        Returns:
+            The plan that the next training call runs.
+        Raises:
+            ProfilingError: Nothing has been measured yet.
+            BudgetError: No schedule fits; says the least limit that does. The plan from before stays.
+            UnitError: The limit is not positive, or cannot be read.
+        """
+        before = self._limit.limit
+        if mem_limit is not None:
+            self._limit.limit = parse_limit(mem_limit)
+        try:
+            return self._planned.replan()
+        except Exception:
+            self._limit.limit = before
+            raise
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in use, or None before the first one."""
+        return self._planned.plan
+
+    @property
+    def chain(self) -> Chain | None:
+        """What was measured last, or None."""
+        return self._planned.profile.chain if self._planned.profile else None
+
+    def forward(self, input: Any) -> Any:
+        """Output of the module; in training, under the plan for this input's signature."""
+        return self._planned(self.module, input)
+
+    # ---------------------------------------------------------------- looking like the module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__(_WRAPPED), name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.module[index]  # type: ignore[index]
+
+    def __len__(self) -> int:
+        return len(self.module)  # type: ignore[arg-type]
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of the module itself: no prefix for the wrapper."""
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """As of the module itself: no prefix for the wrapper."""
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Plans speak of this very module's stages; a copy measures for itself.
+        return {key: value for key, value in self.__dict__.items() if key != "_planned"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.__dict__["_planned"] = PlannedForward(self.module, self._limit, **self._settings)
+
+
+@dataclass(slots=True)
+class _ActivationLimit:
+    """The limit of a :class:`Checkpointable` as an allowance."""
+
+    limit: MemoryLimit | None
+
+    def __call__(self, profile: Profile) -> Allowance:
+        return Allowance(resolve_limit(self.limit, profile.chain.device))
+
+
+def _without_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
+    inner = f"{prefix}{_WRAPPED}."
+    for key in [key for key in state_dict if key.startswith(inner)]:
+        state_dict[prefix + key[len(inner) :]] = state_dict.pop(key)
+
+
+def _with_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        state_dict[f"{prefix}{_WRAPPED}.{key[len(prefix) :]}"] = state_dict.pop(key)

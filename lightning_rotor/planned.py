@@ -1,0 +1,345 @@
+"""A forward that measures and plans itself on its first training call, and from that very call on runs inside its budget.
+
+:class:`PlannedForward` is what :class:`~lightning_rotor.checkpointable.Checkpointable` and the Lightning callback have in common; they
+differ in where the budget comes from. :func:`attach` puts one in the place of a module's ``forward`` without changing anything that a user
+can see: no wrapper, the same class, repr, parameters and state_dict keys.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from lightning_rotor.errors import BudgetError, ExecutionError, ModelError, ProfilingError, SampleError
+from lightning_rotor.execution import Executor
+from lightning_rotor.planning import Plan, plan
+from lightning_rotor.profiling import Profile, profile_chain
+from lightning_rotor.profiling.boundary import tensors_in
+from lightning_rotor.profiling.progress import MeasuringProgress
+from lightning_rotor.sequential import sequential_stages
+from lightning_rotor.units import format_bytes
+
+_KEY = "_lightning_rotor"
+_MAX_PLANS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """What a plan may use.
+
+    Attributes:
+        budget_bytes: Most that the chain may allocate in one step, beyond what is allocated when its forward begins.
+        gradients_exist: As in :func:`~lightning_rotor.simulator.simulate`.
+        lingering_bytes: As in :func:`~lightning_rotor.simulator.simulate`.
+        reserved_bytes: The part of the user's limit that is not for the chain; only error messages need it.
+        reserved_for: What that part is for.
+    """
+
+    budget_bytes: int
+    gradients_exist: bool = False
+    lingering_bytes: int = 0
+    reserved_bytes: int = 0
+    reserved_for: str = ""
+
+    def explain(self, error: BudgetError) -> BudgetError:
+        """The planner's error in terms of the limit that the user set."""
+        if not self.reserved_bytes:
+            return error
+        limit_bytes, minimum_bytes = self.budget_bytes + self.reserved_bytes, error.minimum_bytes + self.reserved_bytes
+        return BudgetError(
+            f"mem_limit {format_bytes(limit_bytes)} is below the minimum {format_bytes(minimum_bytes)} for this model and batch: "
+            f"{format_bytes(self.reserved_bytes)} for {self.reserved_for}, and at least {format_bytes(error.minimum_bytes)} for activations "
+            f"and new gradients (set by {error.stage!r}). Raise mem_limit or lower the batch size",
+            budget_bytes=limit_bytes,
+            minimum_bytes=minimum_bytes,
+            stage=error.stage,
+        )
+
+
+class AllowanceSource(Protocol):
+    """Says what a plan may use, once the chain has been measured."""
+
+    def __call__(self, profile: Profile) -> Allowance:
+        """Called before each plan."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Prepared:
+    """Everything that belongs to one input signature."""
+
+    profile: Profile
+    plan: Plan | None = None
+    executor: Executor | None = None
+
+
+class PlannedForward:
+    """Runs a module under a recomputation plan, one plan for each input signature.
+
+    Outside training (``eval()``, ``no_grad``, inference mode) the module runs plainly.
+
+    Args:
+        module: An ``nn.Sequential``.
+        allowance: Where the budget comes from.
+        slots: Resolution of the dynamic program.
+        show_progress: Show a progress bar when measuring takes longer than two seconds.
+        on_plan: Called after each plan, before it runs for the first time.
+    Raises:
+        ModelError: The module cannot be turned into a chain.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        allowance: AllowanceSource,
+        *,
+        slots: int = 500,
+        show_progress: bool = True,
+        on_plan: Callable[[Plan], None] | None = None,
+    ) -> None:
+        self._module = module
+        self._stages = sequential_stages(module)
+        self._submodules = tuple(module.modules())
+        self._allowance = allowance
+        self._slots = slots
+        self._show_progress = show_progress
+        self._on_plan = on_plan
+        self._prepared: OrderedDict[Any, _Prepared] = OrderedDict()
+        self._active = True
+
+    # A copy of a live module (an averaged model, a pickled checkpoint) computes with its own weights, plainly.
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlannedForward:
+        return _inactive()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _inactive, ()
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the input signature used last, or None."""
+        return self._latest().plan if self._prepared else None
+
+    @property
+    def profile(self) -> Profile | None:
+        """What was measured for the input signature used last, or None."""
+        return self._latest().profile if self._prepared else None
+
+    def measure(self, sample: Any) -> Profile:
+        """Measure the module for the sample's signature, again if it was measured before.
+
+        Raises:
+            SampleError: The sample holds no tensor, or values that are not finite.
+            ProfilingError: There is no meter for the sample's device, or gradients are switched off.
+        """
+        check_sample(sample)
+        return self._measure(sample)
+
+    def replan(self) -> Plan:
+        """Plan for the signature measured last, with the allowance of this moment.
+
+        Raises:
+            ProfilingError: Nothing has been measured yet.
+            BudgetError: No schedule fits.
+        """
+        if not self._prepared:
+            raise ProfilingError("there is nothing to plan yet: measure a sample first, with measure(sample)")
+        signature, prepared = next(reversed(self._prepared.items()))
+        return self._plan(signature, prepared.profile)
+
+    def forget(self) -> None:
+        """Drop every plan and measurement; the next training call starts afresh."""
+        self._prepared.clear()
+
+    # Dynamo would flatten nested checkpoints into one. torch's private spelling imports it only when something is compiled.
+    @torch._disable_dynamo
+    def __call__(self, module: nn.Module, value: Any) -> Any:
+        if not (self._active and module.training and torch.is_grad_enabled()) or torch.is_inference_mode_enabled():
+            return type(module).forward(module, value)
+        prepared = self._prepare(value)
+        assert prepared.executor is not None
+        output = prepared.executor(value)
+        _guard_second_backward(output)
+        return output
+
+    # ---------------------------------------------------------------- planning
+
+    def _latest(self) -> _Prepared:
+        return next(reversed(self._prepared.values()))
+
+    def _prepare(self, value: Any) -> _Prepared:
+        signature = self._signature(value)
+        prepared = self._prepared.get(signature)
+        if prepared is None:
+            prepared = self._larger_batch(signature)
+        if prepared is None:
+            _require_tensors(value)
+            self._measure(value)
+            prepared = self._prepared[signature]
+        if prepared.executor is None:
+            self._plan(signature, prepared.profile)
+            prepared = self._prepared[signature]
+        elif signature in self._prepared:
+            self._prepared.move_to_end(signature)
+        return prepared
+
+    def _measure(self, sample: Any) -> Profile:
+        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            raise ProfilingError(
+                "costs are those of training: expected gradients to be enabled, but this runs under no_grad or inference_mode"
+            )
+        training = [(submodule, submodule.training) for submodule in self._submodules]
+        if not self._module.training:
+            self._module.train()
+        try:
+            with MeasuringProgress(enabled=self._show_progress) as progress:
+                profile = profile_chain(self._stages, sample, progress=progress)
+            self._remember(self._signature(sample), _Prepared(profile))
+        finally:
+            for submodule, mode in training:
+                submodule.training = mode
+        return profile
+
+    def _plan(self, signature: Any, profile: Profile) -> Plan:
+        allowance = self._allowance(profile)
+        try:
+            solved = plan(
+                profile.chain,
+                max(allowance.budget_bytes, 1),
+                slots=self._slots,
+                gradients_exist=allowance.gradients_exist,
+                lingering_bytes=allowance.lingering_bytes,
+            )
+        except BudgetError as error:
+            raise allowance.explain(error) from None
+        executor = Executor(profile.stages, profile.chain, solved.schedule, profile.buffers)
+        self._remember(signature, _Prepared(profile, solved, executor))
+        if self._on_plan is not None:
+            self._on_plan(solved)
+        return solved
+
+    def _remember(self, signature: Any, prepared: _Prepared) -> None:
+        self._prepared[signature] = prepared
+        self._prepared.move_to_end(signature)
+        while len(self._prepared) > _MAX_PLANS:
+            self._prepared.popitem(last=False)
+
+    def _signature(self, value: Any) -> Any:
+        """What a plan is made for: shapes, autocast, which parameters learn, and which modules train (dropout may be switched off)."""
+        shapes = tuple(
+            (tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad) for tensor in tensors_in(value)
+        )
+        settings = (
+            tuple((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")),
+            tuple(module.training for module in self._submodules),
+            tuple(parameter.requires_grad for parameter in self._module.parameters()),
+        )
+        return shapes, settings
+
+    def _larger_batch(self, signature: Any) -> _Prepared | None:
+        """The plan of a batch that is the same but longer: it serves a smaller last batch, whose every tensor is smaller."""
+        shapes, settings = signature
+        for (known_shapes, known_settings), prepared in reversed(self._prepared.items()):
+            if known_settings == settings and prepared.executor is not None and _only_longer(known_shapes, shapes):
+                return prepared
+        return None
+
+
+def _only_longer(known: Any, wanted: Any) -> bool:
+    """Whether shapes differ in their first dimension alone, which is nowhere larger in ``wanted``."""
+    return len(known) == len(wanted) and all(
+        len(long[0]) == len(short[0]) > 0
+        and long[0][0] >= short[0][0]
+        and long[0][1:] == short[0][1:]
+        and long[1:] == short[1:]
+        for long, short in zip(known, wanted, strict=True)
+    )
+
+
+def _inactive() -> PlannedForward:
+    planned = PlannedForward.__new__(PlannedForward)
+    planned._active = False
+    return planned
+
+
+# -------------------------------------------------------------------- in the place of a module's forward
+
+
+def forward(self: nn.Module, input: Any) -> Any:
+    """Stands in for ``type(self).forward``.
+
+    A bound method in the instance's ``__dict__``, and named like the one it replaces: ``copy`` and ``pickle`` then bind it to the copy,
+    which a closure or a wrapper would not survive.
+    """
+    return self.__dict__[_KEY](self, input)
+
+
+def attach(module: nn.Module, planned: PlannedForward) -> None:
+    """Run a module through a planned forward from now on.
+
+    Raises:
+        ModelError: Somebody has already replaced the module's ``forward``.
+    """
+    if "forward" in module.__dict__:
+        raise ModelError(
+            f"the forward of this {type(module).__name__} has been replaced already: expected a module that only one callback or patch works on"
+        )
+    module.__dict__[_KEY] = planned
+    module.__dict__["forward"] = MethodType(forward, module)
+
+
+def detach(module: nn.Module) -> None:
+    """Undo :func:`attach`. Does nothing if it was undone before."""
+    if module.__dict__.pop(_KEY, None) is not None:
+        module.__dict__.pop("forward", None)
+
+
+# -------------------------------------------------------------------- checks
+
+
+def check_sample(sample: Any) -> None:
+    """Check that a sample can be measured with.
+
+    Raises:
+        SampleError: It is missing, holds no tensor, or values that are not finite.
+    """
+    if sample is None:
+        raise SampleError(
+            "there is no sample: expected an input as in training, a tensor or tensors in tuples, lists or dicts"
+        )
+    _require_tensors(sample)
+    for tensor in tensors_in(sample):
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise SampleError(
+                f"the sample of shape {tuple(tensor.shape)} holds values that are not finite (NaN or infinity): expected an input as in training"
+            )
+
+
+def _require_tensors(value: Any) -> None:
+    if not tensors_in(value):
+        raise SampleError(
+            f"the input is {type(value).__name__} and holds no tensor: expected a tensor, or tensors in tuples, lists or dicts"
+        )
+
+
+def _guard_second_backward(output: Any) -> None:
+    """Turn torch's error about a freed graph into one that names the remedy."""
+    finished: list[int] = []
+
+    def check(_: Any) -> None:
+        task = torch._C._current_graph_task_id()
+        if finished and finished[0] != task:
+            raise ExecutionError(
+                "backward ran a second time through a graph whose saved tensors are freed: expected one backward per forward. "
+                "Call backward(retain_graph=True) the first time, or run the forward again"
+            )
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            finished[:] = [task]
+
+    for tensor in tensors_in(output):
+        if tensor.grad_fn is not None:
+            tensor.grad_fn.register_prehook(check)

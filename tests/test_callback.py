@@ -1,0 +1,365 @@
+"""RotorCallback with real Trainers: the same bits as without it, inside the limit."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_rotor import BudgetError, ModelError, RotorCallback, UnitError
+from lightning_rotor.profiling import StepMeter
+from lightning_rotor.training_memory import allocated_bytes
+
+CPU = torch.device("cpu")
+BATCH = 64
+
+
+class Recorder(L.Callback):
+    """Losses, generator states, and the allocator's peak of whole steps, static memory included."""
+
+    def __init__(self, measured: tuple[int, ...] = ()) -> None:
+        self.losses: list[torch.Tensor] = []
+        self.generator: torch.Tensor | None = None
+        self.peaks: dict[int, int] = {}
+        self._measured = measured
+        self._meter: StepMeter | None = None
+
+    def on_train_batch_start(self, trainer: L.Trainer, model: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx in self._measured:
+            self._base = allocated_bytes(model, trainer.optimizers, batch, CPU)
+            self._meter = StepMeter(CPU)
+            self._meter.start()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, model: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._meter is not None:
+            self.peaks[batch_idx] = self._base + self._meter.stop().peak_bytes
+            self._meter = None
+        self.losses.append(trainer.callback_metrics["loss"].clone())
+
+    def on_train_end(self, trainer: L.Trainer, model: L.LightningModule) -> None:
+        self.generator = torch.get_rng_state()
+
+
+class Net(L.LightningModule):
+    """A colleague's module: convolutions with dropout and BatchNorm in a Sequential, a head beside it."""
+
+    def __init__(self, *, manual: bool = False, momentum: bool = False) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        channels = 3
+        for _ in range(4):
+            layers += [
+                nn.Conv2d(channels, 12, 3, padding=1),
+                nn.BatchNorm2d(12),
+                nn.ReLU(inplace=True),
+                nn.Dropout2d(0.1),
+            ]
+            channels = 12
+        self.body = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        self.head = nn.Linear(12, 10)
+        self.automatic_optimization = not manual
+        self.momentum = momentum
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(images))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        images, labels = batch
+        loss = nn.functional.cross_entropy(self(images).float(), labels)
+        self.log("loss", loss, prog_bar=True)
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", nn.functional.cross_entropy(self(batch[0]).float(), batch[1]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.momentum:
+            return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def loader(batches: int = 4, rest: int = 0, *, shuffle: bool = True) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(5)
+    size = batches * BATCH + rest
+    images, labels = torch.randn(size, 3, 16, 16, generator=generator), torch.randint(10, (size,), generator=generator)
+    return DataLoader(TensorDataset(images, labels), BATCH, shuffle=shuffle)
+
+
+def fit(
+    callbacks: list[L.Callback],
+    tmp_path: Path,
+    *,
+    model: L.LightningModule | None = None,
+    epochs: int = 1,
+    data: DataLoader[Any] | None = None,
+    validate: bool = False,
+    **trainer_options: Any,
+) -> tuple[L.Trainer, L.LightningModule]:
+    L.seed_everything(3, verbose=False)
+    model = model or Net()
+    options: dict[str, Any] = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+    } | trainer_options
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=epochs,
+        callbacks=callbacks,
+        default_root_dir=tmp_path,
+        enable_model_summary=False,
+        limit_val_batches=1 if validate else 0,
+        **options,
+    )
+    trainer.fit(model, data or loader(), loader(1, shuffle=False))
+    return trainer, model
+
+
+def least_limit(tmp_path: Path, **options: Any) -> int:
+    with pytest.raises(BudgetError, match="Raise mem_limit") as caught:
+        fit([RotorCallback(mem_limit="10KiB", show_table=False)], tmp_path, **options)
+    return caught.value.minimum_bytes
+
+
+def plain_peak(tmp_path: Path, **options: Any) -> int:
+    recorder = Recorder(measured=(0, 1, 2))
+    fit([recorder], tmp_path, **options)
+    return recorder.peaks[2]
+
+
+def assert_equal_runs(
+    plain: tuple[L.Trainer, L.LightningModule],
+    planned: tuple[L.Trainer, L.LightningModule],
+    left: Recorder,
+    right: Recorder,
+) -> None:
+    first, second = plain[1].state_dict(), planned[1].state_dict()
+    assert list(first) == list(second)
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert len(left.losses) == len(right.losses) > 0
+    assert all(map(torch.equal, left.losses, right.losses))
+    assert left.generator is not None
+    assert right.generator is not None
+    assert torch.equal(left.generator, right.generator)
+    for mine, theirs in zip(plain[0].optimizers, planned[0].optimizers, strict=True):
+        assert_equal_nested(mine.state_dict(), theirs.state_dict())
+
+
+def assert_equal_nested(left: Any, right: Any) -> None:
+    if isinstance(left, torch.Tensor):
+        assert torch.equal(left, right)
+    elif isinstance(left, dict):
+        assert left.keys() == right.keys()
+        for key in left:
+            assert_equal_nested(left[key], right[key])
+    elif isinstance(left, (list, tuple)):
+        assert len(left) == len(right)
+        for mine, theirs in zip(left, right, strict=True):
+            assert_equal_nested(mine, theirs)
+    else:
+        assert left == right
+
+
+@pytest.mark.parametrize(
+    ("model_options", "trainer_options"),
+    [
+        ({}, {}),
+        ({"manual": True}, {}),
+        ({"momentum": True}, {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}),
+        ({}, {"precision": "bf16-mixed"}),
+    ],
+    ids=["adamw", "manual optimization", "sgd, clipping and accumulation", "bf16-mixed"],
+)
+def test_training_equals_training_without_it_bit_for_bit(
+    tmp_path: Path, model_options: dict[str, Any], trainer_options: dict[str, Any]
+) -> None:
+    # 24 steps, each epoch ending in a smaller batch.
+    common: dict[str, Any] = {"epochs": 6, "validate": True, **trainer_options}
+    limit = least_limit(tmp_path, model=Net(**model_options), **trainer_options)
+    left, right = Recorder(), Recorder()
+    plain = fit([left], tmp_path, model=seeded(Net, model_options), data=loader(3, rest=20), **common)
+    callback = RotorCallback(mem_limit=int(1.02 * limit), show_table=False)
+    planned = fit([callback, right], tmp_path, model=seeded(Net, model_options), data=loader(3, rest=20), **common)
+    assert callback.plan is not None
+    assert callback.plan.recomputed
+    assert_equal_runs(plain, planned, left, right)
+
+
+def seeded(kind: Any, options: dict[str, Any]) -> L.LightningModule:
+    torch.manual_seed(11)
+    return kind(**options)
+
+
+@pytest.mark.parametrize("momentum", [False, True], ids=["adamw", "sgd"])
+def test_the_process_stays_inside_the_limit(tmp_path: Path, momentum: bool) -> None:
+    peak = plain_peak(tmp_path, model=Net(momentum=momentum))
+    least = least_limit(tmp_path, model=Net(momentum=momentum))
+    assert least < 0.8 * peak
+    for limit in (int(least + share * (peak - least)) for share in (0.02, 0.3, 0.6, 0.9)):
+        callback = RotorCallback(mem_limit=limit, show_table=False)
+        fit([callback], tmp_path, model=Net(momentum=momentum), data=loader(6))
+        assert callback.plan is not None
+        assert callback.measured_peak_bytes is not None
+        assert callback.predicted_peak_bytes is not None
+        assert callback.measured_peak_bytes <= limit
+        assert callback.predicted_peak_bytes <= limit
+        # The loss and the head are not in the chain, so what is measured may lie above what was predicted.
+        assert callback.measured_peak_bytes == pytest.approx(callback.predicted_peak_bytes, rel=0.02)
+
+
+def test_a_limit_that_needs_nothing_changes_nothing(tmp_path: Path) -> None:
+    callback = RotorCallback(show_table=False)
+    fit([callback], tmp_path)
+    assert callback.plan is not None
+    assert callback.plan.recomputed == ()
+
+
+def test_the_module_is_as_before(tmp_path: Path) -> None:
+    model = Net()
+    printed, keys, parameters = repr(model), list(model.state_dict()), list(model.parameters())
+
+    class Look(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, model: L.LightningModule, *_: Any) -> None:
+            assert "forward" in model.body.__dict__
+            assert repr(model) == printed
+            assert list(model.state_dict()) == keys
+            assert all(mine is theirs for mine, theirs in zip(model.parameters(), parameters, strict=True))
+            for duplicate in (copy.deepcopy(model.body), pickle.loads(pickle.dumps(model.body))):
+                with torch.no_grad():
+                    next(duplicate.parameters()).zero_()
+                    duplicate[0].bias.fill_(2.0)
+                assert not torch.equal(duplicate(torch.ones(2, 3, 8, 8)), model.body(torch.ones(2, 3, 8, 8)))
+
+    fit([RotorCallback(show_table=False), Look()], tmp_path, model=model, data=loader(1))
+    assert "forward" not in model.body.__dict__
+    assert all(not key.startswith("_lightning_rotor") for key in model.body.__dict__)
+
+
+def test_the_module_is_as_before_after_an_exception(tmp_path: Path) -> None:
+    class Broken(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            if batch_idx == 1:
+                raise KeyError("a bug of the user")
+            return loss
+
+    model = Broken()
+    callback = RotorCallback(show_table=False)
+    with pytest.raises(KeyError, match="a bug of the user"):
+        fit([callback], tmp_path, model=model)
+    assert "forward" not in model.body.__dict__
+    fit([callback], tmp_path, model=Net())  # and it can be used again
+    assert callback.plan is not None
+
+
+def test_it_logs_to_every_logger_and_the_progress_bar(tmp_path: Path) -> None:
+    loggers = [CSVLogger(tmp_path, name="csv"), TensorBoardLogger(tmp_path, name="tensorboard")]
+    callback = RotorCallback(show_table=False, progress_bar=True)
+    trainer, _ = fit([callback], tmp_path, logger=loggers, log_every_n_steps=1)
+    expected = {
+        f"RotorCallback/{name}"
+        for name in (
+            "overhead_percent", "budget_bytes", "predicted_peak_bytes", "measured_peak_bytes", "planning_seconds", "recomputed_stages",
+        )
+    }  # fmt: skip
+    header = (Path(loggers[0].log_dir) / "metrics.csv").read_text().splitlines()[0].split(",")
+    assert expected <= set(header)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(loggers[1].log_dir)
+    events.Reload()
+    assert expected <= set(events.Tags()["scalars"])
+    peak = events.Scalars("RotorCallback/measured_peak_bytes")[-1].value
+    assert peak == pytest.approx(callback.measured_peak_bytes)
+    assert {"rotor_overhead_%", "rotor_peak_MiB"} <= set(trainer.progress_bar_metrics)
+
+
+def test_it_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit([RotorCallback(mem_limit="1GiB")], tmp_path)
+    printed = capsys.readouterr().out
+    for row in (
+        "Budget",
+        "Peak without recomputation",
+        "Peak with the plan",
+        "Peak measured",
+        "Recompute overhead",
+        "Schedule",
+    ):
+        assert row in printed
+    assert printed.count("Recomputation plan") == 1
+
+
+def test_modules_by_name(tmp_path: Path) -> None:
+    class Two(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Sequential(nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 10))
+
+    callback = RotorCallback(module="head", show_table=False)
+    fit([callback], tmp_path, model=Two())
+    assert callback.plan is not None
+    assert len(callback.plan.chain) == 3
+    with pytest.raises(ModelError, match=r"no submodule 'neck'.* can be planned: 'body', 'head'"):
+        fit([RotorCallback(module="neck")], tmp_path, model=Two())
+    with pytest.raises(ModelError, match="Two is not supported yet"):
+        fit([RotorCallback(module="")], tmp_path, model=Two())
+
+
+def test_a_model_without_sequential_says_what_is_supported(tmp_path: Path) -> None:
+    class Flat(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Flatten()
+            self.head = nn.Linear(3 * 16 * 16, 10)
+
+    with pytest.raises(ModelError, match=r"holds no nn\.Sequential"):
+        fit([RotorCallback()], tmp_path, model=Flat())
+
+
+def test_layers_made_in_configure_model(tmp_path: Path) -> None:
+    class Late(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            del self.body
+
+        def configure_model(self) -> None:
+            if not hasattr(self, "body"):
+                self.body = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 32), nn.ReLU(), nn.Linear(32, 12))
+
+    callback = RotorCallback(show_table=False)
+    fit([callback], tmp_path, model=Late())
+    assert callback.plan is not None
+
+
+def test_bad_limits_fail_in_the_constructor() -> None:
+    with pytest.raises(UnitError, match="not a positive size"):
+        RotorCallback(mem_limit=0)
+    with pytest.raises(UnitError, match="cannot be read"):
+        RotorCallback(mem_limit="lots")
+
+
+def test_an_impossible_limit_says_where_the_memory_goes(tmp_path: Path) -> None:
+    model = Net()
+    pattern = r"mem_limit 10.0 KiB is below the minimum .* for parameters \(.*\), optimizer state \(.*\), .*the batch \(.*\), and at least"
+    with pytest.raises(BudgetError, match=pattern) as caught:
+        fit([RotorCallback(mem_limit="10KiB")], tmp_path, model=model)
+    assert "forward" not in model.body.__dict__
+    callback = RotorCallback(mem_limit=caught.value.minimum_bytes, show_table=False)
+    fit([callback], tmp_path)
+    assert callback.plan is not None

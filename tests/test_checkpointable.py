@@ -1,0 +1,270 @@
+"""rotor's interface without Lightning."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_rotor import (
+    BudgetError,
+    Checkpointable,
+    ExecutionError,
+    ModelError,
+    ProfilingError,
+    RotorWarning,
+    SampleError,
+    UnitError,
+    format_bytes,
+    simulate,
+)
+from lightning_rotor.planning import minimum_budget
+from lightning_rotor.schedule import Schedule
+from tests.models import Case, assert_same_bits, training_step
+
+
+def make_net() -> nn.Sequential:
+    """The tutorial's model: nested containers, views, operations in place, dropout and normalization."""
+    torch.manual_seed(0)
+
+    def block(inputs: int, outputs: int) -> nn.Sequential:
+        return nn.Sequential(
+            nn.Linear(inputs, outputs), nn.BatchNorm1d(outputs), nn.ReLU(inplace=True), nn.Dropout(0.2)
+        )
+
+    return nn.Sequential(
+        nn.Flatten(), block(64, 128), block(128, 128), block(128, 128), nn.Linear(128, 10), nn.Softmax(dim=1)
+    )
+
+
+@pytest.fixture
+def batch() -> torch.Tensor:
+    return torch.randn(256, 8, 8)
+
+
+def keep_all_peak(net: Checkpointable) -> int:
+    assert net.chain is not None
+    return simulate(net.chain, Schedule.keep_all(len(net.chain))).peak_bytes
+
+
+def tight(net: nn.Sequential, batch: torch.Tensor, ratio: float = 0.4) -> int:
+    """A limit between the least feasible one (0) and that of keeping everything (1)."""
+    probe = Checkpointable(net)
+    least = minimum_budget(probe.measure(batch)).peak_bytes
+    return int(least + ratio * (keep_all_peak(probe) - least))
+
+
+def test_every_documented_way_to_use_it(batch: torch.Tensor) -> None:
+    net = make_net()
+    limit = tight(net, batch)
+    by_hand = Checkpointable(net)
+    by_hand.measure(batch)
+    by_hand.compute_sequence(limit)
+    at_once = Checkpointable(net, batch, limit)
+    sample_first = Checkpointable(net, batch)
+    assert sample_first.plan is None
+    sample_first.compute_sequence(limit)
+    by_itself = Checkpointable(net, mem_limit=f"{limit}B")
+    by_itself(batch)
+    state = {key: value.clone() for key, value in net.state_dict().items()}
+    plain = training_step(Case(net, batch), net, state)
+    for way in (by_hand, at_once, sample_first, by_itself):
+        planned = training_step(Case(net, batch), way, state)
+        assert_same_bits(plain.tensors, planned.tensors)
+        assert way.plan is not None
+        assert way.plan.budget_bytes == limit
+        assert way.plan.recomputed
+        assert way.plan.peak_bytes <= limit
+
+
+def test_the_allocators_peak_stays_inside_the_limit(batch: torch.Tensor) -> None:
+    net = make_net()
+    state = {key: value.clone() for key, value in net.state_dict().items()}
+    plain_peak = training_step(Case(net, batch), net, state).peak_bytes
+    planned = Checkpointable(net, batch)
+    for ratio in (1.0, 0.6, 0.3, 0.0):
+        limit = tight(net, batch, ratio)
+        planned.compute_sequence(limit)
+        peak = training_step(Case(net, batch), planned, state).peak_bytes
+        assert peak <= limit + 16  # the loss of this test: a product and a sum
+        assert peak <= plain_peak
+    planned.compute_sequence("10GiB")
+    assert planned.plan is not None
+    assert not planned.plan.recomputed
+
+
+def test_without_a_limit_it_takes_what_is_free(batch: torch.Tensor) -> None:
+    net = Checkpointable(make_net())
+    net(batch).sum().backward()
+    assert net.plan is not None
+    assert net.plan.recomputed == ()
+    fraction = Checkpointable(make_net(), mem_limit="50%")
+    fraction(batch).sum().backward()
+    assert fraction.plan is not None
+    assert fraction.plan.budget_bytes > 2**20
+
+
+def test_a_smaller_last_batch_needs_no_new_plan(batch: torch.Tensor) -> None:
+    plain, net = make_net(), Checkpointable(make_net(), batch, tight(make_net(), batch))
+    plan = net.plan
+    torch.manual_seed(1)
+    expected = plain(batch[:100])
+    torch.manual_seed(1)
+    received = net(batch[:100])
+    assert torch.equal(expected, received)
+    received.sum().backward()
+    assert net.plan is plan
+    with pytest.raises(BudgetError, match="lower the batch size"):
+        net(torch.cat([batch, batch]))
+    net(batch).sum().backward()
+    assert net.plan is plan
+
+
+def test_a_change_of_mode_or_of_what_learns_is_measured_anew(batch: torch.Tensor) -> None:
+    module = make_net()
+    net = Checkpointable(module, batch, "1GiB")
+    first = net.plan
+    for submodule in module.modules():
+        if isinstance(submodule, nn.Dropout):
+            submodule.eval()
+    net(batch).sum().backward()
+    second = net.plan
+    assert second is not first
+    next(module.parameters()).requires_grad_(False)
+    net(batch).sum().backward()
+    assert net.plan is not second
+
+
+def test_outside_training_it_is_the_module(batch: torch.Tensor) -> None:
+    net = Checkpointable(make_net())
+    with torch.no_grad():
+        net(batch)
+    with torch.inference_mode():
+        net(batch)
+    net.eval()
+    net(batch).sum().backward()
+    assert net.plan is None
+    assert net.chain is None
+
+
+def test_it_looks_like_the_module(batch: torch.Tensor) -> None:
+    module = make_net()
+    net = Checkpointable(module, batch, "1GiB")
+    assert list(net.state_dict()) == list(module.state_dict())
+    assert [name for name, _ in net.named_parameters()] == [name for name, _ in module.named_parameters()]
+    assert [name for name, _ in net.named_buffers()] == [name for name, _ in module.named_buffers()]
+    assert all(mine is theirs for mine, theirs in zip(net.parameters(), module.parameters(), strict=True))
+    assert net[1] is module[1]
+    assert len(net) == len(module)
+    net.load_state_dict(make_net().state_dict())
+    module.load_state_dict(net.state_dict())
+    holder = nn.ModuleDict({"net": net})
+    assert list(holder.state_dict()) == [f"net.{key}" for key in module.state_dict()]
+    holder.load_state_dict(holder.state_dict())
+
+
+def test_copies_compute_with_their_own_weights(batch: torch.Tensor) -> None:
+    net = Checkpointable(make_net(), batch, tight(make_net(), batch))
+    for duplicate in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert duplicate.plan is None
+        with torch.no_grad():
+            next(duplicate.parameters()).zero_()
+        duplicate(batch).sum().backward()
+        assert duplicate.plan is not None
+        assert duplicate.plan.recomputed
+        assert next(net.parameters()).grad is None
+        assert next(net.parameters()).abs().sum() > 0
+
+
+def test_gradient_of_the_input(batch: torch.Tensor) -> None:
+    plain, net = make_net(), Checkpointable(make_net(), mem_limit="1GiB")
+    gradients = []
+    for model in (plain, net):
+        data = batch.clone().requires_grad_()
+        torch.manual_seed(3)
+        model(data).square().sum().backward()
+        gradients.append(data.grad)
+    assert torch.equal(*gradients)
+
+
+# -------------------------------------------------------------------- bad input
+
+
+def test_a_limit_below_the_minimum_names_the_least_one(batch: torch.Tensor) -> None:
+    net = Checkpointable(make_net(), batch, "1GiB")
+    plan = net.plan
+    with pytest.raises(BudgetError, match=r"budget 1000 B is below .* minimum .* \(set by '.+'\)") as caught:
+        net.compute_sequence(1000)
+    assert net.plan is plan
+    assert net.compute_sequence(caught.value.minimum_bytes).peak_bytes <= caught.value.minimum_bytes
+    with pytest.raises(BudgetError, match=format_bytes(caught.value.minimum_bytes)):
+        net.compute_sequence(caught.value.minimum_bytes - 1)
+    assert caught.value.stage in {name for name in net.chain.names}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("limit", [0, -1, "0", "-3GiB", "many", "3 parsecs", 0.0, -0.5, "150%", float("nan"), True])
+def test_limits_that_make_no_sense_fail_in_the_constructor(limit: object) -> None:
+    with pytest.raises(UnitError, match="limit"):
+        Checkpointable(make_net(), mem_limit=limit)  # type: ignore[arg-type]
+
+
+def test_a_limit_larger_than_the_device_is_a_warning(batch: torch.Tensor) -> None:
+    net = Checkpointable(make_net(), mem_limit="900TiB")
+    with pytest.warns(RotorWarning, match="more than the"):
+        net(batch)
+
+
+def test_modules_that_are_not_supported() -> None:
+    with pytest.raises(ModelError, match="Linear is not supported yet: expected an nn.Sequential"):
+        Checkpointable(nn.Linear(2, 2))
+    with pytest.raises(ModelError, match="is empty"):
+        Checkpointable(nn.Sequential(nn.Sequential()))
+
+    class Own(nn.Sequential):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return input
+
+    with pytest.raises(ModelError, match="a forward of its own"):
+        Checkpointable(Own(nn.Linear(2, 2)))
+
+
+@pytest.mark.parametrize(
+    ("sample", "complaint"),
+    [
+        (None, "there is no sample"),
+        ("text", "holds no tensor"),
+        (torch.full((2, 64), float("nan")), "not finite"),
+        (torch.full((2, 64), float("inf")), "not finite"),
+    ],
+)
+def test_samples_that_cannot_be_measured(sample: object, complaint: str) -> None:
+    net = Checkpointable(make_net())
+    with pytest.raises(SampleError, match=complaint):
+        net.measure(sample)
+    assert net.chain is None
+
+
+def test_planning_before_measuring() -> None:
+    with pytest.raises(ProfilingError, match=r"measure\(sample\)"):
+        Checkpointable(make_net()).compute_sequence("1GiB")
+
+
+def test_measuring_without_gradients(batch: torch.Tensor) -> None:
+    with torch.no_grad(), pytest.raises(ProfilingError, match="expected gradients to be enabled"):
+        Checkpointable(make_net(), batch)
+
+
+def test_a_second_backward(batch: torch.Tensor) -> None:
+    net = Checkpointable(make_net(), batch, tight(make_net(), batch))
+    loss = net(batch).sum()
+    loss.backward()
+    with pytest.raises(ExecutionError, match="retain_graph=True"):
+        loss.backward()
+    again = net(batch).sum()
+    again.backward(retain_graph=True)
+    again.backward()
+    with pytest.raises(ExecutionError, match="retain_graph=True"):
+        again.backward()

@@ -1,0 +1,237 @@
+"""Measuring: it changes nothing, needs little memory, and knows what kind of stage it sees."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_rotor.chain import StageCost
+from lightning_rotor.errors import ModelError, ProfilingError, RotorWarning
+from lightning_rotor.profiling import Profile, StepMeter, profile_chain
+from lightning_rotor.profiling.meters import CpuMeter, MeteredPhase
+from lightning_rotor.sequential import sequential_stages
+from tests.models import CPU
+
+
+def profile_of(net: nn.Sequential, sample: object) -> Profile:
+    return profile_chain(sequential_stages(net), sample, repeats=1)
+
+
+def test_measuring_changes_nothing() -> None:
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(inplace=True),
+        nn.Dropout(),
+        nn.Conv2d(8, 8, 3),
+        nn.BatchNorm2d(8, momentum=None),
+    )
+    net[5].eval()
+    net[0].weight.grad = torch.ones_like(net[0].weight)
+    fired: list[str] = []
+    net[4].weight.register_post_accumulate_grad_hook(lambda _: fired.append("accumulated"))
+    sample = torch.randn(2, 3, 12, 12)
+    before = {key: value.clone() for key, value in net.state_dict().items()}
+    buffers, modes, copy = dict(net.named_buffers()), [module.training for module in net.modules()], sample.clone()
+    versions = [buffer._version for buffer in buffers.values()]
+    generator = torch.get_rng_state()
+
+    profile_of(net, sample)
+
+    assert torch.equal(generator, torch.get_rng_state())
+    assert all(torch.equal(value, before[key]) for key, value in net.state_dict().items())
+    assert all(buffer is buffers[name] for name, buffer in net.named_buffers())
+    assert versions == [buffer._version for buffer in buffers.values()]
+    assert modes == [module.training for module in net.modules()]
+    assert torch.equal(net[0].weight.grad, torch.ones_like(net[0].weight))
+    assert all(parameter.grad is None for name, parameter in net.named_parameters() if name != "0.weight")
+    assert torch.equal(sample, copy)
+    assert sample.grad is None
+    assert not fired
+
+
+class _Blind:
+    """Runs everything that a real meter would see, but leaves torch's one profiler to the test around it."""
+
+    def __init__(self) -> None:
+        self._marks = [""]
+
+    @contextmanager
+    def recording(self) -> Iterator[_Blind]:
+        yield _Blind()
+
+    def mark(self, label: str) -> None:
+        self._marks.append(label)
+
+    @property
+    def phases(self) -> tuple[MeteredPhase, ...]:
+        return tuple(MeteredPhase(label, 0, 0, 0) for label in self._marks)
+
+    def now(self) -> float:
+        return 0.0
+
+    def seconds_between(self, start: float, end: float) -> float:
+        return 0.0
+
+
+def test_measuring_needs_no_more_than_the_largest_stage_and_two_boundaries() -> None:
+    net = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64))))
+    sample = torch.randn(512, 64)
+    chain = profile_of(net, sample).chain
+
+    def stage_bytes(stage: StageCost) -> int:
+        option = stage.keep
+        held = option.saved_bytes + stage.output_bytes
+        backward = held + max(option.unpack_peak_bytes, option.backward_held_peak_bytes)
+        return sample.nbytes + max(option.forward_peak_bytes, backward)  # with its input
+
+    meter = StepMeter(CPU)
+    meter.start()
+    profile_chain(sequential_stages(net), sample, repeats=1, meter=_Blind())
+    peak = meter.stop().peak_bytes
+    generator_states_and_scalars = 8 * torch.get_rng_state().nbytes
+    assert peak <= max(map(stage_bytes, chain)) + 2 * sample.nbytes + generator_states_and_scalars
+
+
+def test_views_and_operations_in_place_are_merged_with_their_neighbours() -> None:
+    net = nn.Sequential(
+        nn.Flatten(),
+        nn.Identity(),
+        nn.Linear(16, 8),
+        nn.ReLU(inplace=True),
+        nn.Unflatten(1, (2, 4)),
+        nn.Tanh(),
+        nn.Identity(),
+    )
+    assert profile_of(net, torch.randn(4, 2, 8)).chain.names == ("0 … 4", "5 … 6")
+
+
+def test_an_operation_in_place_on_the_batch_itself_is_kept() -> None:
+    net = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 8), nn.Linear(8, 8))
+    sample = torch.randn(4, 8)
+    copy = sample.clone()
+    with pytest.warns(RotorWarning, match="'0 … 1' gives other bits"):
+        profile = profile_of(net, sample)
+    assert torch.equal(sample, copy)
+    assert [stage.recomputable for stage in profile.chain] == [False, True]
+
+
+def test_a_stage_that_does_not_repeat_itself_is_kept() -> None:
+    net = nn.Sequential(nn.Linear(8, 8), nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Linear(8, 8))
+    with pytest.warns(RotorWarning, match="'1' gives other bits when it runs again"):
+        profile = profile_of(net, torch.randn(4, 8))
+    assert [stage.recomputable for stage in profile.chain] == [True, False, True]
+
+
+class Hoarder(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, input: torch.Tensor) -> torch.Tensor:
+        ctx.hoard = input * 2  # type: ignore[attr-defined]
+        return input + 1
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient * ctx.hoard  # type: ignore[attr-defined]
+
+
+def test_memory_that_no_checkpoint_can_free_is_found() -> None:
+    class Layer(nn.Module):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return Hoarder.apply(input)
+
+    with pytest.warns(RotorWarning, match="keeps 4096 bytes in its graph"):
+        profile = profile_of(nn.Sequential(nn.Linear(8, 8), Layer(), nn.Linear(8, 8)), torch.randn(128, 8))
+    assert [stage.pinned_bytes for stage in profile.chain] == [0, 4096, 0]
+
+
+def test_costs_of_known_layers() -> None:
+    rows, size = 256, 256 * 32 * 4
+    net = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Dropout(0.5), nn.Linear(32, 32))
+    linear, tanh, dropout, last = profile_of(net, torch.randn(rows, 32)).chain.stages
+    assert (linear.keep.saved_bytes, linear.keep.saved_input_bytes, linear.keep.saved_output_bytes) == (0, size, 0)
+    assert (tanh.keep.saved_bytes, tanh.keep.saved_input_bytes, tanh.keep.saved_output_bytes) == (0, 0, size)
+    assert (dropout.keep.saved_input_bytes, dropout.keep.saved_output_bytes) == (0, 0)
+    assert dropout.keep.saved_bytes > 0
+    assert [stage.draws_random for stage in (linear, tanh, dropout, last)] == [False, False, True, False]
+    assert linear.keep.parameter_gradient_bytes == (32 * 32 + 32) * 4
+    assert linear.keep.input_gradient_bytes == 0  # the sample needs no gradient
+    assert last.keep.input_gradient_bytes == size
+    assert all(
+        math.isfinite(stage.keep.forward_seconds) and stage.keep.backward_seconds > 0
+        for stage in (linear, tanh, dropout)
+    )
+
+
+def test_equal_stages_are_measured_once() -> None:
+    calls = []
+
+    class Counting(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            calls.append(id(self))
+            return super().forward(input)
+
+    net = nn.Sequential(*(Counting(8, 8) for _ in range(4)))
+    profile = profile_of(net, torch.randn(2, 8, requires_grad=True))
+    counts = [calls.count(id(layer)) for layer in net]
+    # The last stage's output is held by the caller, so it is measured for itself.
+    assert counts[1] == counts[2] < counts[0]
+    assert profile.chain.stages[1].keep == profile.chain.stages[0].keep
+    assert profile.chain.names == ("0", "1", "2", "3")
+
+
+def test_a_stage_without_tensor_is_refused() -> None:
+    class Name(nn.Module):
+        def forward(self, input: torch.Tensor) -> str:
+            return "a tensor"
+
+    with pytest.raises(ModelError, match="stage '1' returns str, which holds no tensor"):
+        profile_of(nn.Sequential(nn.Linear(8, 8), Name()), torch.randn(2, 8))
+
+
+def test_an_unknown_device_is_refused() -> None:
+    with pytest.raises(ProfilingError, match="'meta' cannot be measured"):
+        profile_of(nn.Sequential(nn.Linear(8, 8, device="meta")), torch.randn(2, 8, device="meta"))
+
+
+def test_measuring_under_a_profiler_is_refused() -> None:
+    with torch.autograd.profiler.profile(), pytest.raises(ProfilingError, match=r"while torch\.profiler is recording"):
+        profile_of(nn.Sequential(nn.Linear(8, 8)), torch.randn(2, 8))
+
+
+def test_cpu_recording_counts_kernel_temporaries_and_ignores_older_blocks() -> None:
+    old = [torch.empty(1000)]
+    with CpuMeter().recording() as recording:
+        recording.mark("allocate")
+        block = torch.empty(2000)
+        recording.mark("free")
+        old.clear()
+        del block
+        recording.mark("end")
+    allocate, free = recording.phases[1:3]
+    assert (allocate.start_bytes, allocate.peak_bytes, allocate.end_bytes) == (0, 8000, 8000)
+    assert (free.label, free.peak_bytes, free.end_bytes) == ("free", 8000, 0)
+
+
+def test_step_meter_measures_what_a_step_leaves_and_takes() -> None:
+    meter = StepMeter(CPU)
+    meter.start()
+    kept, gone = torch.empty(1000), torch.empty(500)
+    del gone
+    trace = meter.stop()
+    assert (trace.peak_bytes, trace.end_bytes) == (6000, 4000)
+    assert [level for _, level in trace.timeline] == [0, 4000, 6000, 4000]
+    meter.start()
+    del kept  # from the step before, which was measured too
+    assert meter.stop().end_bytes == -4000
+
+
+def test_step_meter_refuses_wrong_use() -> None:
+    with pytest.raises(ProfilingError, match="without start"):
+        StepMeter(CPU).stop()
+    with pytest.raises(ProfilingError, match="'meta' cannot be measured"):
+        StepMeter(torch.device("meta"))
