@@ -155,6 +155,7 @@ class Chain:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """Where the stages are in the user's model."""
         return tuple(stage.name for stage in self.stages)
 
     @property

@@ -11,7 +11,6 @@ from torch import nn
 
 from lightning_rotor.chain import Chain
 from lightning_rotor.devices import resolve_limit
-from lightning_rotor.errors import ProfilingError
 from lightning_rotor.planned import Allowance, PlannedForward
 from lightning_rotor.planning import Plan
 from lightning_rotor.profiling import Profile
@@ -55,8 +54,9 @@ class Checkpointable(nn.Module):
     ) -> None:
         super().__init__()
         self._limit = _ActivationLimit(parse_limit(mem_limit))
-        self._settings = {"slots": slots, "show_progress": show_progress}
-        self._planned = PlannedForward(module, self._limit, slots=slots, show_progress=show_progress)
+        self._slots = slots
+        self._show_progress = show_progress
+        self._planned = self._plan_forward(module)
         self.module = module
         self.register_state_dict_post_hook(_without_prefix)
         self.register_load_state_dict_pre_hook(_with_prefix)
@@ -145,7 +145,10 @@ class Checkpointable(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.__dict__["_planned"] = PlannedForward(self.module, self._limit, **self._settings)
+        self.__dict__["_planned"] = self._plan_forward(self.module)
+
+    def _plan_forward(self, module: nn.Module) -> PlannedForward:
+        return PlannedForward(module, self._limit, slots=self._slots, show_progress=self._show_progress)
 
 
 @dataclass(slots=True)

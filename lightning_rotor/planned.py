@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from lightning_rotor.errors import BudgetError, ExecutionError, ModelError, ProfilingError, SampleError
 from lightning_rotor.execution import Executor
@@ -156,8 +157,17 @@ class PlannedForward:
         self._prepared.clear()
 
     # Dynamo would flatten nested checkpoints into one. torch's private spelling imports it only when something is compiled.
-    @torch._disable_dynamo
+    @_disable_dynamo
     def __call__(self, module: nn.Module, value: Any) -> Any:
+        """Output of the module; in training, under the plan for this input's signature, made now if there is none.
+
+        Args:
+            module: The module itself, or a copy of it that this object came along with.
+            value: Its input.
+        Raises:
+            SampleError: The input holds no tensor.
+            BudgetError: No schedule fits.
+        """
         if not (self._active and module.training and torch.is_grad_enabled()) or torch.is_inference_mode_enabled():
             return type(module).forward(module, value)
         prepared = self._prepare(value)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeAlias
 
 from lightning_rotor.errors import ScheduleError
@@ -37,10 +38,12 @@ class Leaf:
 
     @property
     def first(self) -> int:
+        """Number of the first stage."""
         return self.stage
 
     @property
     def last(self) -> int:
+        """Number of the last stage."""
         return self.stage
 
     def __str__(self) -> str:
@@ -65,10 +68,12 @@ class Segment:
 
     @property
     def first(self) -> int:
+        """Number of the first stage."""
         return self.items[0].first
 
     @property
     def last(self) -> int:
+        """Number of the last stage."""
         return self.items[-1].last
 
     def __str__(self) -> str:
@@ -184,7 +189,7 @@ def _backward(items: tuple[Item, ...]) -> list[str]:
 def _check_items(items: tuple[Item, ...]) -> None:
     if not items:
         raise ScheduleError("a schedule or segment without items: expected at least one stage")
-    for left, right in zip(items, items[1:], strict=False):
+    for left, right in pairwise(items):
         if right.first != left.last + 1:
             raise ScheduleError(f"stage {right.first} follows stage {left.last}: expected every stage once, in order")
 

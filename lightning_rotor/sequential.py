@@ -5,7 +5,7 @@ Stages share the user's own modules and parameters: nothing is copied, renamed o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ class Stage:
     modules: tuple[nn.Module, ...]
 
     def __call__(self, value: Any) -> Any:
+        """Run the stage."""
         for module in self.modules:
             value = module(value)
         return value
@@ -43,8 +44,7 @@ class Stage:
     def submodules(self) -> Iterator[tuple[str, nn.Module]]:
         """Every module in the stage with a name that is unique in it."""
         for index, module in enumerate(self.modules):
-            for name, submodule in module.named_modules(prefix=str(index)):
-                yield name, submodule
+            yield from module.named_modules(prefix=str(index))
 
 
 def merge(stages: tuple[Stage, ...]) -> Stage:
@@ -94,7 +94,8 @@ def sequential_candidates(module: nn.Module) -> tuple[str, ...]:
 
 def _flatten(module: nn.Sequential, prefix: str) -> Iterator[Stage]:
     # Not named_children: it lists a module that appears twice (a shared activation) only once.
-    for name, child in module._modules.items():
+    members: Mapping[str, nn.Module | None] = module._modules
+    for name, child in members.items():
         if child is None:
             continue
         full_name = f"{prefix}.{name}" if prefix else name

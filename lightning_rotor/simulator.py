@@ -155,7 +155,7 @@ class _Simulator:
         for index, item in enumerate(items[: end + 1]):
             stops_here = phase == "recompute" and index == end
             match item:
-                case Leaf(stage):
+                case Leaf():
                     self._record_leaf(item, phase, replay=stops_here)
                 case Segment():
                     self._hold(item.first)

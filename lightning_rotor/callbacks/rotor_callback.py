@@ -7,8 +7,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from rich.console import Console
 from torch import nn
 
@@ -190,7 +190,9 @@ class RotorCallback(pl.Callback):
     # ---------------------------------------------------------------- planning
 
     def _allowance(self, profile: Profile) -> Allowance:
-        assert self._model is not None and self._target is not None and self._trainer is not None
+        assert self._model is not None
+        assert self._target is not None
+        assert self._trainer is not None
         device = torch.device(profile.chain.device)
         optimizers = self._trainer.optimizers
         self._resident = ResidentMemory.of(self._model, self._target, optimizers, self._batch, device)
@@ -198,7 +200,9 @@ class RotorCallback(pl.Callback):
         return self._current_allowance()
 
     def _current_allowance(self) -> Allowance:
-        assert self._resident is not None and self._model is not None and self._trainer is not None
+        assert self._resident is not None
+        assert self._model is not None
+        assert self._trainer is not None
         # zero_grad runs between forward and backward, so gradients of the step before linger through the forward. Not so when
         # several backwards add up, or when the user decides.
         linger = self._model.automatic_optimization and self._trainer.accumulate_grad_batches == 1
@@ -236,7 +240,8 @@ class RotorCallback(pl.Callback):
     # ---------------------------------------------------------------- measuring
 
     def _start_meter(self) -> None:
-        assert self._model is not None and self._trainer is not None
+        assert self._model is not None
+        assert self._trainer is not None
         meter = StepMeter(self._model.device)
         try:
             meter.start()
@@ -261,7 +266,8 @@ class RotorCallback(pl.Callback):
     # ---------------------------------------------------------------- telling
 
     def _metrics(self) -> dict[str, float]:
-        assert self._plan is not None and self.predicted_peak_bytes is not None
+        assert self._plan is not None
+        assert self.predicted_peak_bytes is not None
         metrics: dict[str, float] = {
             "overhead_percent": 100 * self._plan.overhead,
             "budget_bytes": self._limit_bytes,

@@ -54,6 +54,7 @@ class Executor:
 
     @property
     def schedule(self) -> Schedule:
+        """What is kept and what is recomputed."""
         return self._schedule
 
     def __call__(self, value: Any) -> Any:
@@ -78,16 +79,17 @@ class Executor:
 
     def _run_segment(self, segment: Segment, value: Any) -> Any:
         numbers = range(segment.first, segment.last + 1)
-        options = {
-            "name": f"the segment from {self._stages[segment.first].name!r} to {self._stages[segment.last].name!r}",
-            "draws_random": any(self._chain.stages[number].draws_random for number in numbers),
-            "buffers": tuple(buffer for number in numbers for buffer in self._buffers[number]),
-        }
+        run = partial(
+            recomputed,
+            name=f"the segment from {self._stages[segment.first].name!r} to {self._stages[segment.last].name!r}",
+            draws_random=any(self._chain.stages[number].draws_random for number in numbers),
+            buffers=tuple(buffer for number in numbers for buffer in self._buffers[number]),
+        )
         # Arguments are bound, never closed over: the recomputation runs long after these variables have changed.
         if isinstance(value, torch.Tensor):
-            return recomputed(partial(self._run, segment.items), value, **options)
+            return run(partial(self._run, segment.items), value)
         flat, spec = tree_flatten(value)
-        return recomputed(partial(self._run_flat, segment.items, spec), *flat, **options)
+        return run(partial(self._run_flat, segment.items, spec), *flat)
 
     def _run_flat(self, items: tuple[Item, ...], spec: TreeSpec, *flat: Any) -> Any:
         return self._run(items, tree_unflatten(flat, spec))

@@ -125,11 +125,11 @@ def _parameter_on_meta(parameter: torch.Tensor) -> torch.Tensor:
     return stand_in
 
 
-class _ValuesReadAsOne(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _ValuesReadAsOne(TorchDispatchMode):
     """Lets ``tensor.item()`` and ``if tensor:`` work on ``meta``, and notes that they were used."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.values_read = False
 
     def __torch_dispatch__(
@@ -141,7 +141,7 @@ class _ValuesReadAsOne(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-class _AllocationCount(_ValuesReadAsOne):  # type: ignore[no-untyped-call]
+class _AllocationCount(_ValuesReadAsOne):
     """Counts the memory that new tensors would take, until they die."""
 
     def __init__(self, clone: _Clone) -> None:

@@ -26,6 +26,7 @@ class Boundary:
 
     @classmethod
     def of(cls, value: Any) -> Boundary:
+        """The boundary that a value makes."""
         leaves, spec = tree_flatten(value)
         detached = tuple(leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
         return cls(detached, spec, tuple(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves))

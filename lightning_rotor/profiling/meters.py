@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch._C._autograd import _profiler_enabled
 from torch.autograd.profiler import profile, record_function
 
 from lightning_rotor.errors import ProfilingError
@@ -99,7 +100,12 @@ class AllocatorLog:
         self.events: tuple[AllocatorEvent, ...] = ()
 
     def start(self) -> None:
-        if torch.autograd._profiler_enabled():
+        """Begin to listen.
+
+        Raises:
+            ProfilingError: Another profiler is listening; torch has room for one.
+        """
+        if _profiler_enabled():
             raise ProfilingError(
                 "memory cannot be measured while torch.profiler is recording: measure before it starts, or start it a few steps later "
                 "(schedule=torch.profiler.schedule(wait=2, ...))"
@@ -108,6 +114,7 @@ class AllocatorLog:
             self._profile.__enter__()
 
     def stop(self) -> None:
+        """End, and fill ``events``."""
         self._profile.__exit__(None, None, None)
         results = self._profile.kineto_results
         assert results is not None
@@ -115,6 +122,7 @@ class AllocatorLog:
 
     @staticmethod
     def mark(label: str) -> None:
+        """Write a label into the log."""
         with record_function(_MARK + label):
             pass
 
@@ -154,6 +162,7 @@ class CpuMeter:
 
     @contextmanager
     def recording(self) -> Iterator[CpuRecording]:
+        """Record until the context ends."""
         recording = CpuRecording()
         recording.log.start()
         try:
@@ -162,9 +171,11 @@ class CpuMeter:
             recording.log.stop()
 
     def now(self) -> float:
+        """Seconds of the performance counter."""
         return time.perf_counter()
 
     def seconds_between(self, start: float, end: float) -> float:
+        """Their difference."""
         return end - start
 
 
@@ -175,10 +186,12 @@ class CpuRecording:
         self.log = AllocatorLog()
 
     def mark(self, label: str) -> None:
+        """End the current phase and begin the next."""
         self.log.mark(label)
 
     @property
     def phases(self) -> tuple[MeteredPhase, ...]:
+        """All phases, once the recording has ended."""
         phases: list[MeteredPhase] = []
         own: dict[int, int] = {}
         label, start, peak, level = "", 0, 0, 0
@@ -208,6 +221,7 @@ class CudaMeter:
 
     @contextmanager
     def recording(self) -> Iterator[CudaRecording]:
+        """Record until the context ends."""
         recording = CudaRecording(self._device)
         try:
             yield recording
@@ -215,13 +229,15 @@ class CudaMeter:
             recording.close()
 
     def now(self) -> torch.cuda.Event:
+        """An event on the current stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def seconds_between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """Time on the device; waits for the later event."""
         end.synchronize()
-        return start.elapsed_time(end) / 1e3
+        return float(start.elapsed_time(end)) / 1e3
 
 
 class CudaRecording:
@@ -236,10 +252,12 @@ class CudaRecording:
         torch.cuda.reset_peak_memory_stats(device)
 
     def mark(self, label: str) -> None:
+        """End the current phase and begin the next."""
         self.close()
         self._label = label
 
     def close(self) -> None:
+        """End the current phase."""
         level = torch.cuda.memory_allocated(self._device) - self._base
         peak = torch.cuda.max_memory_allocated(self._device) - self._base
         self._phases.append(MeteredPhase(self._label, self._start, peak, level))
@@ -248,4 +266,5 @@ class CudaRecording:
 
     @property
     def phases(self) -> tuple[MeteredPhase, ...]:
+        """All phases so far."""
         return tuple(self._phases)

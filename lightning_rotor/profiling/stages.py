@@ -33,7 +33,7 @@ class _GradientSource(torch.autograd.Function):
         return torch.empty(0, device=outputs[0].device)  # nothing to count
 
     @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *_: Any) -> Any:
         # Ones, not empty: uninitialized memory may hold denormals, whose arithmetic is slow.
         return tuple(
             torch.empty_strided(shape, stride, dtype=dtype, device=device).fill_(1)
@@ -120,7 +120,7 @@ class StageProfiler:
             input_gradient_bytes=sizes.input_gradient_bytes,
             parameter_gradient_bytes=sizes.parameter_gradient_bytes,
             forward_seconds=seconds.forward,
-            replay_seconds=min(seconds.replay, seconds.forward),
+            replay_seconds=seconds.replay,
             backward_seconds=seconds.backward,
         )
         return StageCost(
@@ -240,20 +240,18 @@ class StageProfiler:
         def median(spans: list[tuple[Any, Any]]) -> float:
             return max(statistics.median(self.meter.seconds_between(*span) for span in spans), 0.0)
 
-        return _Seconds(median(forward), median(replay), median(backward), median(discard))
+        # The discarded forward runs the same kernels and more host code. Measured faster, it was only lucky, and a plan would
+        # recompute for nothing.
+        kept = median(forward)
+        return _Seconds(kept, min(median(replay), kept), median(backward), max(median(discard), kept))
 
     def _replay(self) -> tuple[Any, Any]:
         """From the start of a forward to its last saved tensor."""
-
-        def pack(tensor: torch.Tensor) -> None:
-            nonlocal last_save
-            last_save = self.meter.now()
-
         value = self.boundary.fresh()
-        start = last_save = self.meter.now()
-        with saved_tensors_hooks(pack, _never_unpacked):
+        times = [self.meter.now()]
+        with saved_tensors_hooks(lambda tensor: times.append(self.meter.now()), _never_unpacked):
             run_stage(self.stage, value)
-        return start, last_save
+        return times[0], times[-1]
 
     def _discard(self) -> tuple[Any, Any]:
         leaves, spec = tree_flatten(self.boundary.fresh())
@@ -285,8 +283,9 @@ class _BackwardEnds:
         if root is None or not (self._inputs or self._parameters):
             return [], 0
         # Not backward(): .grad and the hooks of gradient accumulation are the user's.
-        gradients = torch.autograd.grad(
-            root, [*self._inputs, *self._parameters], torch.empty_like(root), allow_unused=True
+        ends: Any = [*self._inputs, *self._parameters]
+        gradients: Sequence[torch.Tensor | None] = torch.autograd.grad(
+            root, ends, torch.empty_like(root), allow_unused=True
         )
         inputs = [gradient for gradient in gradients[: len(self._inputs)] if gradient is not None]
         return inputs, sum(

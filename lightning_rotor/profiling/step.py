@@ -78,15 +78,16 @@ class StepMeter:
         """End and return what was measured."""
         if self._device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._device) - self._base
-            lap_peak = peak if self._lap_peak is None else self._lap_peak
-            return StepTrace(peak, lap_peak, torch.cuda.memory_allocated(self._device) - self._base, ())
+            until_lap = peak if self._lap_peak is None else self._lap_peak
+            return StepTrace(peak, until_lap, torch.cuda.memory_allocated(self._device) - self._base, ())
         if self._log is None:
             raise ProfilingError("StepMeter.stop() without start(): call start() before the step")
         log, self._log = self._log, None
         log.stop()
         level, timeline = 0, [(0.0, 0)]
         origin = log.events[0].nanoseconds if log.events else 0
-        peak, lap_peak = 0, None
+        peak = 0
+        lap_peak: int | None = None
         for event in log.events:
             if event.label == _LAP and lap_peak is None:
                 lap_peak = peak
