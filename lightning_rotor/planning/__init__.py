@@ -1,8 +1,8 @@
 """Planning: which stages to keep and which to recompute, so that a step fits a memory budget and takes the least time.
 
-    Chain, budget ──► thresholds ──► dynamic program ──► proposals ──► simulator ──► Plan
-                      (slots)        (one table for      (schedule     (bytes; the
-                                     every budget)       trees)        judge)
+Chain, budget ──► thresholds ──► dynamic program ──► proposals ──► simulator ──► Plan
+(slots)        (one table for      (schedule     (bytes; the
+every budget)       trees)        judge)
 """
 
 from lightning_rotor.planning.plan import Plan, Proposal, Solver, minimum_budget, plan

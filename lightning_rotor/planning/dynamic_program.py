@@ -41,15 +41,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning_rotor.planning.thresholds import BackwardNeed, LeafCost, Thresholds
+from lightning_rotor.planning.thresholds import BackwardNeed, Ending, LeafCost, Thresholds
 from lightning_rotor.schedule import Item, Leaf, Schedule, Segment
 
 Seconds: TypeAlias = npt.NDArray[np.floating[Any]]
+Context: TypeAlias = Literal["any", "nested", "segment", "held"]
+"""Who holds the input of an interval during the backward of its first stage, see :class:`BackwardNeed`; "any" is the least of all."""
 
 
 class Table:
@@ -68,12 +71,14 @@ class Table:
         self._size = slots + 1
         self._number = dtype
         n = len(self._stages)
-        classes = max(len(stage.saved_before) for stage in self._stages)
+        # The step's own forward ends at the last stage under any of its options; its thresholds are other ones.
+        self._whole_chain = Ending(self._top, self._stages[-1].leaves, base=0, trigger=0)
+        self._endings = [*(stage.endings for stage in self._stages[:-1]), (self._whole_chain,)]
         # _body[i][l - i]: body(i, l) plus the first, discarded pass over i..l: what a segment i..l costs in all.
-        # _rest[c][l][i]: rest_c(i, l). Both are contiguous in what split() varies, so that it adds whole blocks.
-        # Classes that a boundary does not have are never touched, and the system gives no memory for them.
-        self._body = [np.empty((n - first, self._size), dtype) for first in range(n)]
-        self._rest = [[np.empty((last + 1, self._size), dtype) for last in range(n)] for _ in range(classes)]
+        # _rest[e][c][i]: rest_c(i, l) under ending e of stage l. Both are contiguous in what split() varies, so it adds whole blocks.
+        self._contexts = [_contexts(first, len(stage.leaves)) for first, stage in enumerate(self._stages)]
+        self._body = [{context: np.empty((n - first, self._size), dtype) for context in self._contexts[first]} for first in range(n)]
+        self._rest: dict[Ending, list[Seconds]] = {}
         self._whole = np.empty(self._size, dtype)
         self._discard_before = np.concatenate(([0.0], np.cumsum([stage.discard_seconds for stage in self._stages])))
         self._steps = [_steps(thresholds.discard[first], first) for first in range(n)]
@@ -90,46 +95,62 @@ class Table:
         """Fill the table."""
         workspace = np.empty((len(self._stages), self._size), self._number)
         settled = [0] * len(self._stages)  # by first stage: from this slot on, no body so far improves
-        for last in range(len(self._stages)):
-            self._solve_column(last, workspace, settled)
+        for last in range(self._top):
+            outermost = self._outermost(last)
+            for first in range(last + 1):
+                for bodies in self._body[first].values():
+                    bodies[last - first] = math.inf
+            for ending in self._endings[last]:
+                self._solve_column(ending, outermost, workspace, settled)
+            for first in range(last, outermost - 1, -1):
+                for context, bodies in self._body[first].items():
+                    self._end_bare(first, last, context)
+                    settled[first] = max(settled[first], _settled(bodies[last - first]))
+        self._solve_column(self._whole_chain, 0, workspace, settled)
 
-    def _solve_column(self, last: int, workspace: Seconds, settled: list[int]) -> None:
-        """All intervals that end at ``last``, from the shortest to the longest."""
-        replayed = last == self._top or any(leaf.saves for leaf in self._stages[last].leaves)
+    def _outermost(self, last: int) -> int:
+        """First stage of the longest segment that may end at ``last``."""
+        first = last + 1
+        while first > 0 and self._stages[first - 1].recomputable:
+            first -= 1
+        return first
+
+    def _solve_column(self, ending: Ending, outermost: int, workspace: Seconds, settled: list[int]) -> None:
+        """All intervals with one ending, from the shortest to the longest."""
+        last = ending.last
+        classes = max(len(stage.saved_before) for stage in self._stages[outermost : last + 1]) if outermost <= last else 0
+        # Rows that are never touched, such as classes that a boundary does not have, get no memory from the system.
+        self._rest[ending] = [np.empty((last + 1, self._size), self._number) for _ in range(classes)]
         rest_settled = 0
-        for first in range(last, -1, -1):
-            if last < self._top and not self._stages[first].recomputable:
-                for outer in range(first + 1):
-                    self._body[outer][last - outer] = math.inf
-                return
-            if not replayed:
-                self._fill_bare_body(first, last)
-            else:
-                split = self._split(first, last, workspace, max(settled[first], rest_settled))
-                if first:
-                    self._fill_rest(first, last, split)
-                    rest_settled = max(rest_settled, _settled(self._rest[0][last][first]))
-                if first == 0 or last < self._top:
-                    self._fill_body(first, last, split)
-            if last < self._top:
-                settled[first] = max(settled[first], _settled(self._body[first][last - first]))
+        for first in range(last, outermost - 1, -1):
+            until = max(settled[first], rest_settled)
+            splits = {context: self._split(first, ending, context, workspace, until) for context in self._contexts[first]}
+            if first > outermost:
+                self._fill_rest(first, ending, splits)
+                rest_settled = max(rest_settled, _settled(self._rest[ending][0][first]))
+            if first == 0 or last < self._top:
+                for context, split in splits.items():
+                    self._fill_body(first, ending, context, split)
 
-    def _split(self, first: int, last: int, workspace: Seconds, settled: int) -> Seconds:
+    def _split(self, first: int, ending: Ending, context: Context, workspace: Seconds, settled: int) -> Seconds:
         """split(first, last): the best segment that starts at ``first`` and ends before ``last``."""
+        last, remembered = ending.last, self._needs.rng_slots
         split = np.full(self._size, math.inf, self._number)
-        drawing = min(self._needs.first_draw[first], last) if self._needs.rng_slots else last
-        self._reduce(first, first, drawing, last, workspace, settled, split)
+        drawing = min(self._needs.first_draw[first], last) if remembered else last
+        bodies = self._body[first][context]
+        self._reduce(bodies, first, first, drawing, ending, workspace, settled, split)
         if drawing < last:
-            remembered = self._needs.rng_slots
             with_states = np.full(self._size, math.inf, self._number)
-            self._reduce(first, drawing, last, last, workspace, settled, with_states)
+            self._reduce(bodies, first, drawing, last, ending, workspace, settled, with_states)
             if remembered < self._size:
                 np.minimum(split[remembered:], with_states[: self._size - remembered], out=split[remembered:])
         if self._needs.segment_seconds and last < self._top:
             split += self._number(self._needs.segment_seconds)  # a nested segment's first pass runs inside its parent's, too
         return split
 
-    def _reduce(self, first: int, begin: int, end: int, last: int, workspace: Seconds, settled: int, split: Seconds) -> None:
+    def _reduce(
+        self, bodies: Seconds, first: int, begin: int, end: int, ending: Ending, workspace: Seconds, settled: int, split: Seconds
+    ) -> None:
         """Minimum over the segments ``first..k`` with ``begin <= k < end``.
 
         The threshold of the discarded pass rises with ``k``. Between two steps of it the same segments are allowed, and one sum
@@ -142,15 +163,13 @@ class Table:
         """
         if begin >= end:
             return
-        base = 0 if last == self._top else self._recompute_base(first, last)
-        steps = self._first_steps[first] if last == self._top else self._steps[first]
+        base = self._forward_base(first, ending)
+        steps = self._first_steps[first] if ending.last == self._top else self._steps[first]
+        rests = self._rest[ending][0]
         low = steps[0][1] + base
-        bodies, rests = self._body[first], self._rest[0][last]
         for number in range(len(steps)):
-            row_end, slot_end = (steps[number + 1][0], steps[number + 1][1] + base) if number + 1 < len(steps) else (end, self._size)
-            row_end = min(row_end, end)
-            if row_end == end:
-                slot_end = self._size
+            row_end, slot_end = steps[number + 1] if number + 1 < len(steps) else (end, self._size)
+            row_end, slot_end = (end, self._size) if row_end >= end else (row_end, slot_end + base)
             stop = min(slot_end, max(settled, low) + 1, self._size)
             if begin < row_end and low < stop:
                 space = workspace[: row_end - begin, : stop - low]
@@ -161,102 +180,104 @@ class Table:
                 return
             low = slot_end
 
-    def _fill_rest(self, first: int, last: int, split: Seconds) -> None:
+    def _fill_rest(self, first: int, ending: Ending, splits: dict[Context, Seconds]) -> None:
         """rest_c(first, last) for every class c of the boundary."""
-        stage = self._stages[first]
-        for number, saved in enumerate(stage.saved_before):
-            rest = self._rest[number][last][first]
-            paid = stage.input_slots
-            low = min(paid + self._segment_need(first, last, saved_before=saved > 0), self._size)
+        stage, paid = self._stages[first], self._stages[first].input_slots
+        for number in range(len(stage.saved_before)):
+            context, need = self._segment_context(first, ending.last, number)
+            rest = self._rest[ending][number][first]
+            low = min(paid + need, self._size)
             rest[:low] = math.inf
-            rest[low:] = split[low - paid : max(self._size - paid, 0)]
-            for leaf in stage.leaves:
-                low = self._rest_need(leaf, first, last, number)
-                self._keep(rest, leaf, first, last, leaf.input_retained[number], low)
+            rest[low:] = splits[context][low - paid : max(self._size - paid, 0)]
+            for leaf in self._leaves(first, ending):
+                self._keep(rest, leaf, first, ending, leaf.input_retained[number], self._rest_need(leaf, first, ending, number))
 
-    def _fill_body(self, first: int, last: int, split: Seconds) -> None:
-        body = self._whole if last == self._top else self._body[first][last - first]
-        body[:] = split
-        for leaf in self._stages[first].leaves:
-            self._keep(body, leaf, first, last, 0, self._body_need(leaf, first, last))
-        if last < self._top:
-            body[: min(leaf.trigger for leaf in self._stages[last].leaves if leaf.saves)] = math.inf
-            body += self._number(self._discarded_seconds(first, last))
-            self._end_bare(body, first, last)
+    def _fill_body(self, first: int, ending: Ending, context: Context, split: Seconds) -> None:
+        for leaf in self._leaves(first, ending):
+            self._keep(split, leaf, first, ending, 0, self._body_need(leaf, first, ending, context))
+        if ending.last == self._top:
+            self._whole[:] = split
+            return
+        body = self._body[first][context][ending.last - first]
+        split += self._number(self._discarded_seconds(first, ending.last))
+        np.minimum(body[ending.trigger :], split[ending.trigger :], out=body[ending.trigger :])
 
-    def _fill_bare_body(self, first: int, last: int) -> None:
-        """No option of ``last`` saves anything."""
-        body = self._body[first][last - first]
-        body[:] = math.inf
-        self._end_bare(body, first, last)
-
-    def _end_bare(self, body: Seconds, first: int, last: int) -> None:
+    def _end_bare(self, first: int, last: int, context: Context) -> None:
         """Options under which ``last`` saves nothing: its backward runs first, and what is recomputed ends before it."""
+        body = self._body[first][context][last - first]
         for leaf in self._stages[last].leaves:
             if not leaf.saves:
-                low = self._bare_need(leaf, first, last)
-                np.minimum(body[low:], self._bare_seconds(leaf, first, last, slice(low, None)), out=body[low:])
+                low = self._bare_need(leaf, first, last, context)
+                np.minimum(body[low:], self._bare_seconds(leaf, first, last, context, slice(low, None)), out=body[low:])
 
-    def _bare_seconds(self, leaf: LeafCost, first: int, last: int, where: slice | int) -> Any:
+    def _bare_seconds(self, leaf: LeafCost, first: int, last: int, context: Context, where: slice | int) -> Any:
         seconds = self._number(leaf.backward_seconds + self._stages[last].discard_seconds)
         if first == last:
             return seconds + self._number(self._needs.segment_seconds)
-        return self._body[first][last - 1 - first, where] + seconds
+        return self._body[first][context][last - 1 - first, where] + seconds
 
-    def _keep(self, target: Seconds, leaf: LeafCost, first: int, last: int, paid: int, low: int) -> None:
+    def _keep(self, target: Seconds, leaf: LeafCost, first: int, ending: Ending, paid: int, low: int) -> None:
         """Keep stage ``first`` under an option where ``low`` slots are left; ``paid`` of them go to its input."""
-        if first == last:
-            target[low:] = np.minimum(target[low:], self._number(self._last_seconds(leaf, last)))
+        if first == ending.last:
+            np.minimum(target[low:], self._number(self._last_seconds(leaf, first)), out=target[low:])
             return
         taken = paid + leaf.retained
         low = max(low, taken)
         if low < self._size:
-            rest = self._rest[leaf.output_class][last][first + 1, low - taken : self._size - taken]
+            rest = self._rest[ending][leaf.output_class][first + 1, low - taken : self._size - taken]
             np.minimum(target[low:], rest + self._number(leaf.seconds), out=target[low:])
+
+    def _leaves(self, first: int, ending: Ending) -> tuple[LeafCost, ...]:
+        """Options under which ``first`` can be kept."""
+        return ending.leaves if first == ending.last else self._stages[first].leaves
 
     # ---------------------------------------------------------------- thresholds of one decision
 
-    def _rest_need(self, leaf: LeafCost, first: int, last: int, number: int) -> int:
+    def _rest_need(self, leaf: LeafCost, first: int, ending: Ending, number: int) -> int:
         """Least memory to keep ``first`` when its input must be paid for and stage ``first - 1`` saved class ``number`` of it."""
         paid, held = leaf.input_retained[number], self._stages[first].saved_before[number] > 0
-        backward = self._backward_need(leaf, first, last)
-        forward = self._stages[first].input_slots + self._forward_need(leaf, first, last)
+        backward = self._backward_need(leaf, first, ending.last)
+        forward = self._stages[first].input_slots + self._forward_need(leaf, first, ending)
         return max(forward, paid + (backward.held if held else backward.plain))
 
-    def _body_need(self, leaf: LeafCost, first: int, last: int) -> int:
+    def _body_need(self, leaf: LeafCost, first: int, ending: Ending, context: Context) -> int:
         """Least memory to keep ``first`` when somebody else pays for its input."""
-        backward = self._backward_need(leaf, first, last)
-        return max(self._forward_need(leaf, first, last), backward.nested if first else backward.held)
+        backward = self._backward_need(leaf, first, ending.last)
+        return max(self._forward_need(leaf, first, ending), _by_context(backward, context))
 
-    def _bare_need(self, leaf: LeafCost, first: int, last: int) -> int:
+    def _bare_need(self, leaf: LeafCost, first: int, last: int, context: Context) -> int:
         if first < last:
             return leaf.bare
-        return leaf.backward.segment if first else leaf.backward.held
+        # Without a recomputation nested segments hold their input to the end.
+        return _by_context(leaf.backward, "segment" if context in ("nested", "any") else context)
 
-    def _forward_need(self, leaf: LeafCost, first: int, last: int) -> int:
-        if last == self._top:
-            return leaf.forward + self._needs.forward_base[first]
-        return (leaf.replay if first == last else leaf.forward) + self._recompute_base(first, last)
+    def _segment_context(self, first: int, last: int, number: int) -> tuple[Context, int]:
+        """Where to find a segment that starts at ``first``, and the least memory for it beyond what is counted there."""
+        if self._stages[first].saved_before[number]:
+            context: Context = "held"
+        else:
+            context = "segment" if last == self._top else "nested"
+        if context in self._contexts[first]:
+            return context, 0
+        need = _by_context(self._stages[first].needs_as_segment, context)
+        return "any", need + (self._needs.rng_slots if self._needs.first_draw[first] == first else 0)
+
+    def _forward_need(self, leaf: LeafCost, first: int, ending: Ending) -> int:
+        replayed = first == ending.last < self._top
+        return (leaf.replay if replayed else leaf.forward) + self._forward_base(first, ending, kept=True)
 
     def _backward_need(self, leaf: LeafCost, first: int, last: int) -> BackwardNeed:
         return leaf.last_backward if first == last < self._top else leaf.backward
 
-    def _segment_need(self, first: int, last: int, *, saved_before: bool) -> int:
-        """Least memory for a segment that starts at ``first``, beyond what its body needs when nobody holds its input."""
-        needs = self._stages[first].needs_as_segment
-        if saved_before or first == 0:
-            return needs.held
-        return needs.segment if last == self._top else 0
-
-    def _recompute_base(self, first: int, last: int) -> int:
-        """What is alive while ``first`` and the stages after it run in a recomputation that the backward of ``last`` started."""
-        aside = self._needs.rng_slots if self._needs.first_draw[first] <= last else 0
-        return self._needs.recompute_base[last] + aside
+    def _forward_base(self, first: int, ending: Ending, *, kept: bool = False) -> int:
+        """What is alive while ``first`` and the stages after it run forward. Peaks of discarded passes hold what is pinned already."""
+        if ending.last == self._top:
+            return self._needs.forward_base[first] if kept else 0
+        aside = self._needs.rng_slots if self._needs.first_draw[first] <= ending.last else 0
+        return ending.base + aside
 
     def _last_seconds(self, leaf: LeafCost, last: int) -> float:
-        if last == self._top:
-            return leaf.seconds
-        return leaf.last_seconds if leaf.saves else math.inf
+        return leaf.seconds if last == self._top else leaf.last_seconds
 
     def _discarded_seconds(self, first: int, last: int) -> float:
         return float(self._discard_before[last + 1] - self._discard_before[first]) + self._needs.segment_seconds
@@ -265,77 +286,111 @@ class Table:
 
     def schedule(self, memory: int) -> Schedule:
         """The schedule behind ``seconds[memory]``, which must be finite. O(n) per item of the schedule."""
-        return Schedule(tuple(self._body_items(memory, 0, self._top)))
+        return Schedule(tuple(self._body_items(memory, 0, self._top, "held")))
 
-    def _body_items(self, memory: int, first: int, last: int) -> Iterator[Item]:
+    def _body_items(self, memory: int, first: int, last: int, context: Context) -> Iterator[Item]:
         """Items behind body(memory, first, last)."""
-        bare = []
-        while last < self._top and (leaf := self._bare_leaf(memory, first, last)) is not None:
+        bare: list[Leaf] = []
+        while last < self._top and first <= last and (leaf := self._bare_leaf(memory, first, last, context)) is not None:
             bare.append(Leaf(last, leaf.option))
             last -= 1
-            if last < first:
-                break
         if first <= last:
-            yield from self._recorded_items(memory, first, last)
+            endings = [ending for ending in self._endings[last] if memory >= ending.trigger]
+            best = min(endings, key=lambda ending: self._decide(memory, first, ending, context).seconds)
+            yield from self._recorded_items(memory, first, best, context)
         yield from reversed(bare)
 
-    def _recorded_items(self, memory: int, first: int, last: int) -> Iterator[Item]:
-        number: int | None = None  # class of the input boundary, None while it is paid for
-        while first <= last:
-            size = 0 if number is None else self._stages[first].input_slots
-            leaf, leaf_seconds = self._best_leaf(memory, first, last, number)
-            end, segment_seconds = self._best_segment(memory - size, first, last, number)
-            assert min(leaf_seconds, segment_seconds) < math.inf, "the table holds no schedule here"
-            if segment_seconds < leaf_seconds:
-                memory -= size + (self._needs.rng_slots if self._needs.first_draw[first] <= end else 0)
-                yield Segment(tuple(self._body_items(memory, first, end)))
-                first, number = end + 1, 0
+    def _recorded_items(self, memory: int, first: int, ending: Ending, context: Context) -> Iterator[Item]:
+        paid: Context | int = context  # who holds the input of `first`, or the class of the boundary if it must be paid for
+        while first <= ending.last:
+            decision = self._decide(memory, first, ending, paid)
+            assert decision.seconds < math.inf, "the table holds no schedule here"
+            if decision.leaf is None:
+                yield Segment(tuple(self._body_items(decision.left, first, decision.end, decision.context)))
+                paid = 0
             else:
-                memory -= leaf.retained + (0 if number is None else leaf.input_retained[number])
-                yield Leaf(first, leaf.option)
-                first, number = first + 1, leaf.output_class
+                yield Leaf(first, decision.leaf.option)
+                paid = decision.leaf.output_class
+            memory, first = decision.left, decision.end + 1
 
-    def _best_leaf(self, memory: int, first: int, last: int, number: int | None) -> tuple[LeafCost, float]:
-        options = self._stages[first].leaves
-        seconds = [self._leaf_seconds(memory, leaf, first, last, number) for leaf in options]
-        best = min(range(len(options)), key=seconds.__getitem__)
-        return options[best], seconds[best]
+    def _decide(self, memory: int, first: int, ending: Ending, paid: Context | int) -> _Decision:
+        """The best item that starts at ``first``."""
+        leaves = [self._decide_leaf(memory, leaf, first, ending, paid) for leaf in self._leaves(first, ending)]
+        return min(*leaves, self._decide_segment(memory, first, ending, paid), key=lambda decision: decision.seconds)
 
-    def _leaf_seconds(self, memory: int, leaf: LeafCost, first: int, last: int, number: int | None) -> float:
-        need = self._body_need(leaf, first, last) if number is None else self._rest_need(leaf, first, last, number)
-        if memory < need:
-            return math.inf
-        if first == last:
-            return self._last_seconds(leaf, last)
-        left = memory - leaf.retained - (0 if number is None else leaf.input_retained[number])
-        return leaf.seconds + float(self._rest[leaf.output_class][last][first + 1, left]) if left >= 0 else math.inf
+    def _decide_leaf(self, memory: int, leaf: LeafCost, first: int, ending: Ending, paid: Context | int) -> _Decision:
+        if isinstance(paid, int):
+            need, retained = self._rest_need(leaf, first, ending, paid), leaf.retained + leaf.input_retained[paid]
+        else:
+            need, retained = self._body_need(leaf, first, ending, paid), leaf.retained
+        left = memory - retained
+        if memory < need or (first < ending.last and left < 0):
+            seconds = math.inf
+        elif first == ending.last:
+            seconds = self._last_seconds(leaf, first)
+        else:
+            seconds = leaf.seconds + float(self._rest[ending][leaf.output_class][first + 1, left])
+        return _Decision(seconds, leaf, first, left, "any")
 
-    def _best_segment(self, memory: int, first: int, last: int, number: int | None) -> tuple[int, float]:
-        """Last stage and seconds of the best segment that starts at ``first``, whose input is paid for."""
-        stage = self._stages[first]
-        saved_before = number is not None and stage.saved_before[number] > 0
-        if first == last or memory < self._segment_need(first, last, saved_before=saved_before):
-            return first, math.inf
+    def _decide_segment(self, memory: int, first: int, ending: Ending, paid: Context | int) -> _Decision:
+        last, need = ending.last, 0
+        if isinstance(paid, int):
+            memory -= self._stages[first].input_slots
+            context, need = self._segment_context(first, last, paid)
+        else:
+            context = paid
+        if first == last or memory < need:
+            return _Decision(math.inf, None, first, memory, context)
         ends = np.arange(first, last)
         left = np.where(ends < self._needs.first_draw[first], memory, memory - self._needs.rng_slots)
-        if last == self._top:
-            needs = self._needs.first_discard[first, first:last]
-        else:
-            needs = self._needs.discard[first, first:last] + self._recompute_base(first, last)
+        peaks = self._needs.first_discard if last == self._top else self._needs.discard
+        needs = peaks[first, first:last] + self._forward_base(first, ending)
         inside = np.maximum(left, 0)
-        seconds = self._body[first][ends - first, inside].astype(np.float64) + self._rest[0][last][ends + 1, inside]
-        seconds[left < np.maximum(needs, 0)] = math.inf
+        seconds = self._body[first][context][ends - first, inside].astype(np.float64) + self._rest[ending][0][ends + 1, inside]
+        seconds[left < needs] = math.inf
         best = int(np.argmin(seconds))
-        return first + best, float(seconds[best]) + (self._needs.segment_seconds if last < self._top else 0.0)
+        again = self._needs.segment_seconds if last < self._top else 0.0
+        return _Decision(float(seconds[best]) + again, None, first + best, int(left[best]), context)
 
-    def _bare_leaf(self, memory: int, first: int, last: int) -> LeafCost | None:
+    def _bare_leaf(self, memory: int, first: int, last: int, context: Context) -> LeafCost | None:
         """The option under which ``last`` saves nothing, if the table's value comes from it."""
+        value = self._body[first][context][last - first, memory]
         for leaf in self._stages[last].leaves:
-            if not leaf.saves and memory >= self._bare_need(leaf, first, last):
-                seconds = self._bare_seconds(leaf, first, last, memory)
-                if seconds <= self._body[first][last - first, memory]:
+            if not leaf.saves and memory >= self._bare_need(leaf, first, last, context):
+                if self._bare_seconds(leaf, first, last, context, memory) <= value:
                     return leaf
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Decision:
+    """An item of a schedule: the leaf, or a segment if there is none; its last stage; the memory left for what follows."""
+
+    seconds: float
+    leaf: LeafCost | None
+    end: int
+    left: int
+    context: Context
+
+
+def _contexts(first: int, options: int) -> tuple[Context, ...]:
+    """Which bodies to store for intervals that start at ``first``.
+
+    With one option the context only sets a least memory, the same for every decision, so one body serves all.
+    """
+    if first == 0:
+        return ("held",)
+    return ("any",) if options == 1 else ("nested", "segment", "held")
+
+
+def _by_context(need: BackwardNeed, context: Context) -> int:
+    match context:
+        case "any" | "nested":
+            return need.nested
+        case "segment":
+            return need.segment
+        case "held":
+            return need.held
 
 
 def _steps(peaks: npt.NDArray[np.int64], first: int) -> list[tuple[int, int]]:

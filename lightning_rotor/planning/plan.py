@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
-from itertools import count
 
 import numpy as np
+import numpy.typing as npt
 
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import BudgetError
@@ -27,8 +27,9 @@ _MOST_SLOTS = 20_000
 # How many sums of one float a table for a short chain may take: with these, any chain up to 60 stages is solved in about 0.1 s.
 _CHEAP_SUMS = 1e8
 _CHEAP_CELLS = 8e6
-# Proposals of the table that lie above the budget by its own count but may fit it in bytes.
 _HOPEFUL = 16
+_HOPEFUL_STAGES = 512
+_PRECISE_STAGES = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +127,30 @@ class Proposal:
     simulation: Simulation
 
 
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """A solved table and the proposals that were read from it.
+
+    Attributes:
+        levels: Slots at which the table gets faster. Each is a proposal; between them nothing changes.
+        proposals: By position in ``levels``.
+    """
+
+    table: Table
+    levels: npt.NDArray[np.intp]
+    proposals: dict[int, Proposal] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, table: Table) -> _Search:
+        seconds = table.seconds
+        return cls(table, np.flatnonzero(seconds < np.concatenate(([math.inf], seconds[:-1]))))
+
+    def hopeful_level(self, slot: float, hopeful: int) -> int:
+        """Fastest proposal worth a try for a memory: some lie above it by the count of the table, but not in bytes."""
+        fitting = int(np.searchsorted(self.levels, slot, side="right")) - 1
+        return min(fitting + hopeful, len(self.levels) - 1)
+
+
 class Solver:
     """Plans one chain for any number of budgets with one table, which is made when the first of them is asked for.
 
@@ -143,7 +168,6 @@ class Solver:
         self._slots = slots
         self._gradients_exist = gradients_exist
         self._lingering_bytes = lingering_bytes
-        self._proposals: dict[int, Proposal] = {}
 
     def plan(self, budget_bytes: int) -> Plan:
         """The fastest plan that fits. Monotone: more budget is never slower.
@@ -166,8 +190,9 @@ class Solver:
         return Plan(self.chain, least.schedule, least.simulation.peak_bytes, least.simulation, time.perf_counter() - start)
 
     def proposals(self) -> tuple[Proposal, ...]:
-        """Every schedule in the table, from the one with the least memory to the fastest."""
-        return tuple(self._proposal(level) for level in range(len(self._levels)))
+        """Every schedule that the table holds, by rising peak."""
+        every = [self._proposal(search, level) for search in self._searches for level in range(len(search.levels))]
+        return tuple(sorted(every, key=_by_peak))
 
     def _search(self, budget_bytes: int) -> Proposal | None:
         """The first proposal that fits, from the fastest hopeful one downwards.
@@ -175,12 +200,13 @@ class Solver:
         A larger budget starts at the same place or a faster one and passes every proposal that a smaller budget passes, so it
         never ends at a slower one.
         """
-        fitting = int(np.searchsorted(self._levels, budget_bytes / self._unit, side="right")) - 1
-        for level in range(min(fitting + _HOPEFUL, len(self._levels) - 1), -1, -1):
-            proposal = self._proposal(level)
-            if proposal.simulation.peak_bytes <= budget_bytes:
-                return proposal
-        return self._least if self._least.simulation.peak_bytes <= budget_bytes else None
+        fitting = [self._first_fit(search, budget_bytes) for search in self._searches]
+        return min((proposal for proposal in fitting if proposal is not None), key=_by_seconds, default=None)
+
+    def _first_fit(self, search: _Search, budget_bytes: int) -> Proposal | None:
+        start = search.hopeful_level(budget_bytes / self._unit, self._hopeful)
+        proposals = (self._proposal(search, level) for level in range(start, -1, -1))
+        return next((proposal for proposal in proposals if proposal.simulation.peak_bytes <= budget_bytes), None)
 
     def _refuse(self, budget_bytes: object) -> BudgetError:
         least = self._least.simulation
@@ -214,41 +240,63 @@ class Solver:
         divisor = math.gcd(*_sizes(self.chain), self._lingering_bytes)
         return float(divisor) if divisor * self._slots >= most else most / self._slots
 
-    @cached_property
-    def _table(self) -> Table:
-        table_slots = math.ceil(self._most.simulation.peak_bytes / self._unit)
-        thresholds = thresholds_of(
-            self.chain, unit=self._unit, gradients_exist=self._gradients_exist, lingering_bytes=self._lingering_bytes
-        )
-        # A little more than everything takes, for what rounds up.
-        table = Table(thresholds, slots=table_slots + len(self.chain) // 16 + 4, dtype=np.float64 if len(self.chain) <= 40 else np.float32)
-        table.solve()
-        return table
+    @property
+    def _hopeful(self) -> int:
+        """Proposals that lie above a budget by the table's own count but may fit it in bytes. Short chains afford to try more."""
+        return max(_HOPEFUL, _HOPEFUL_STAGES // len(self.chain))
 
     @cached_property
-    def _levels(self) -> list[int]:
-        """Slots at which the table gets faster: a schedule each. Between them nothing changes."""
-        seconds = self._table.seconds
-        return [int(slot) for slot in np.flatnonzero(seconds < np.concatenate(([math.inf], seconds[:-1])))]
+    def _searches(self) -> list[_Search]:
+        """One table; a second one, more careful, where the program has to guess what a schedule will do."""
+        searches = [self._solve(careful=False)]
+        if self._guesses:
+            searches.append(self._solve(careful=True))
+        return searches
+
+    @property
+    def _guesses(self) -> bool:
+        return self.chain.rng_state_bytes / self._unit >= 0.5 and any(stage.draws_random for stage in self.chain)
+
+    def _solve(self, *, careful: bool) -> _Search:
+        thresholds = thresholds_of(
+            self.chain,
+            unit=self._unit,
+            gradients_exist=self._gradients_exist,
+            lingering_bytes=self._lingering_bytes,
+            careful=careful,
+        )
+        # A little more than everything takes, for what rounds up.
+        slots = math.ceil(self._most.simulation.peak_bytes / self._unit) + len(self.chain) // 16 + 4
+        table = Table(thresholds, slots=slots, dtype=np.float64 if len(self.chain) <= _PRECISE_STAGES else np.float32)
+        table.solve()
+        return _Search.of(table)
 
     @cached_property
     def _least(self) -> Proposal:
-        """The proposal with the least peak: one of the first, and which one only the simulator knows."""
-        best = self._most
-        for level in count():
-            if level == len(self._levels) or (level >= _HOPEFUL and self._levels[level] * self._unit > best.simulation.peak_bytes):
-                return best
-            best = min(best, self._proposal(level), key=lambda proposal: (proposal.simulation.peak_bytes, proposal.simulation.seconds))
-        raise AssertionError("unreachable")
+        """The proposal with the least peak. It is one of the first, and which one only the simulator knows."""
+        first = (
+            self._proposal(search, level)
+            for search in self._searches
+            for level in range(search.hopeful_level(0, self._hopeful) + 1)
+        )
+        return min((*first, self._most), key=_by_peak)
 
-    def _proposal(self, level: int) -> Proposal:
-        if level not in self._proposals:
-            self._proposals[level] = self._simulated(self._table.schedule(self._levels[level]))
-        return self._proposals[level]
+    def _proposal(self, search: _Search, level: int) -> Proposal:
+        if level not in search.proposals:
+            search.proposals[level] = self._simulated(search.table.schedule(search.levels[level]))
+        return search.proposals[level]
 
     def _simulated(self, schedule: Schedule) -> Proposal:
         simulation = simulate(self.chain, schedule, gradients_exist=self._gradients_exist, lingering_bytes=self._lingering_bytes)
         return Proposal(schedule, simulation)
+
+
+def _by_peak(proposal: Proposal) -> tuple[int, float]:
+    return proposal.simulation.peak_bytes, proposal.simulation.seconds
+
+
+def _by_seconds(proposal: Proposal) -> tuple[float, int]:
+    return proposal.simulation.seconds, proposal.simulation.peak_bytes
 
 
 def _sizes(chain: Chain) -> list[int]:
@@ -256,5 +304,5 @@ def _sizes(chain: Chain) -> list[int]:
     sizes = [chain.rng_state_bytes]
     for stage in chain:
         for costs in (stage, *stage.options):
-            sizes += [getattr(costs, field.name) for field in fields(costs) if field.name.endswith("_bytes")]
+            sizes += [getattr(costs, size.name) for size in fields(costs) if size.name.endswith("_bytes")]
     return sizes

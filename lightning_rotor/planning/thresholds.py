@@ -21,12 +21,13 @@ judges every schedule in bytes.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning_rotor.chain import Chain, Option
+from lightning_rotor.chain import Chain, Option, StageCost
 
 NEVER = 1 << 60
 """Slot that no table has: the decision is not allowed."""
@@ -67,7 +68,6 @@ class LeafCost:
         replay: Peak of the replay, without the input.
         backward: Own retained tensors and peak of the backward, by who holds the input.
         last_backward: The same when the stage ends a recomputation.
-        trigger: What the backward takes before it starts a recomputation.
         bare: Peak of the backward when nothing is recomputed for it (a stage that saves nothing and ends a segment).
     """
 
@@ -83,8 +83,24 @@ class LeafCost:
     replay: int
     backward: BackwardNeed
     last_backward: BackwardNeed
-    trigger: int
     bare: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Options under which a stage may end a recomputation, and which are alike in what the recomputation finds alive.
+
+    Attributes:
+        last: Number of the stage.
+        leaves: The options.
+        base: Slots alive whenever the recomputation runs.
+        trigger: What the backward takes before it starts the recomputation.
+    """
+
+    last: int
+    leaves: tuple[LeafCost, ...]
+    base: int
+    trigger: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +110,7 @@ class StageNeeds:
     Attributes:
         input_slots: Size of the input boundary, 0 for the first stage: the caller holds it.
         saved_before: Classes of the input boundary: the distinct parts of it that the stage before may save, in bytes, 0 first.
+        endings: How it ends a recomputation; none if it saves nothing under any option.
         needs_as_segment: Least memory for the backward of the stage when it starts a segment, by who holds its input.
         discard_seconds: Forward whose saved tensors are dropped.
         recomputable: May be part of a segment.
@@ -106,6 +123,7 @@ class StageNeeds:
     discard_seconds: float
     recomputable: bool
     leaves: tuple[LeafCost, ...]
+    endings: tuple[Ending, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +133,6 @@ class Thresholds:
     Attributes:
         unit: Bytes per slot.
         stages: One entry per stage.
-        recompute_base: By stage ``l``, slots alive whenever a recomputation runs that the backward of ``l`` started.
         forward_base: By stage ``i``, slots alive during the first forward of ``i``.
         discard: ``(n, n)`` slots: entry ``(i, k)`` is the peak of the discarded pass over ``i..k``, without the input of ``i``.
         first_discard: The same with what is pinned on the way, for the first forward.
@@ -126,7 +143,6 @@ class Thresholds:
 
     unit: float
     stages: tuple[StageNeeds, ...]
-    recompute_base: tuple[int, ...]
     forward_base: tuple[int, ...]
     discard: npt.NDArray[np.int64]
     first_discard: npt.NDArray[np.int64]
@@ -135,21 +151,24 @@ class Thresholds:
     segment_seconds: float
 
 
-def thresholds_of(chain: Chain, *, unit: float, gradients_exist: bool = False, lingering_bytes: int = 0) -> Thresholds:
-    """Translate a chain into slots of ``unit`` bytes. Takes O(n²) for ``n`` stages."""
+def thresholds_of(
+    chain: Chain, *, unit: float, gradients_exist: bool = False, lingering_bytes: int = 0, careful: bool = False
+) -> Thresholds:
+    """Translate a chain into slots of ``unit`` bytes. Takes O(n²) for ``n`` stages.
+
+    A segment is charged for the generator states that it remembers itself; ``careful`` charges as much again for a segment inside it.
+    """
     n = len(chain)
     ruler = _Ruler(chain, unit)
     backward_base = _backward_bases(chain, gradients_exist)
     in_forward = lingering_bytes + np.concatenate(([0], np.cumsum([stage.pinned_bytes for stage in chain])))[:n].astype(np.int64)
-    unpack = [min((o.unpack_bytes for o in stage.options if o.saved_tensors), default=0) for stage in chain]
     return Thresholds(
         unit=unit,
         stages=tuple(_stage_needs(chain, index, ruler, backward_base[index]) for index in range(n)),
-        recompute_base=tuple(ruler.slots(backward_base[index] + unpack[index]) for index in range(n)),
         forward_base=tuple(ruler.slots(int(size)) for size in in_forward),
         discard=_discard_peaks(chain, np.zeros(n, np.int64), ruler),
         first_discard=_discard_peaks(chain, in_forward, ruler),
-        rng_slots=ruler.slots(chain.rng_state_bytes),
+        rng_slots=ruler.slots(chain.rng_state_bytes * (2 if careful else 1)),
         first_draw=_first_draws(chain),
         segment_seconds=chain.segment_seconds,
     )
@@ -165,7 +184,7 @@ class _Ruler:
             self._before.append(self._before[-1] + _input_bytes(chain, index) + stage.keep.saved_bytes)
 
     def slots(self, size_bytes: int) -> int:
-        return int(size_bytes / self._unit + 0.5)
+        return math.floor(size_bytes / self._unit + 0.5)
 
     def boundary(self, index: int, size_bytes: int) -> int:
         """Slots of (a part of) the input boundary of stage ``index``."""
@@ -174,7 +193,7 @@ class _Ruler:
     def retained(self, index: int, option: Option) -> int:
         """Slots of the tensors that stage ``index`` saves."""
         start = self._before[index + 1] - option.saved_bytes
-        return self.slots(self._before[index + 1]) - self.slots(max(start, 0))
+        return self.slots(self._before[index + 1]) - self.slots(start)
 
 
 def _stage_needs(chain: Chain, index: int, ruler: _Ruler, base: int) -> StageNeeds:
@@ -192,10 +211,20 @@ def _stage_needs(chain: Chain, index: int, ruler: _Ruler, base: int) -> StageNee
         needs_as_segment=BackwardNeed(
             *(min(getattr(leaf.last_backward, field.name) for leaf in leaves) for field in fields(BackwardNeed))
         ),
+        endings=_endings(stage, index, leaves, ruler, base),
         discard_seconds=stage.discard_seconds,
         recomputable=stage.recomputable,
         leaves=leaves,
     )
+
+
+def _endings(stage: StageCost, index: int, leaves: tuple[LeafCost, ...], ruler: _Ruler, base: int) -> tuple[Ending, ...]:
+    alike: dict[tuple[int, int], list[LeafCost]] = {}
+    for leaf, option in zip(leaves, stage.options, strict=True):
+        if leaf.saves:
+            key = ruler.slots(base + option.unpack_bytes), ruler.slots(base + option.unpack_peak_bytes)
+            alike.setdefault(key, []).append(leaf)
+    return tuple(Ending(index, tuple(group), *key) for key, group in alike.items())
 
 
 def _leaf_cost(
@@ -234,7 +263,6 @@ def _leaf_cost(
         replay=ruler.slots(option.replay_peak_bytes),
         backward=backward_need(option.unpack_peak_bytes),
         last_backward=backward_need(0),
-        trigger=ruler.slots(base + option.unpack_peak_bytes),
         bare=ruler.slots(base + max(option.backward_peak_bytes, option.unpack_peak_bytes)),
     )
 

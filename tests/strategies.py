@@ -1,0 +1,155 @@
+"""Random chains and schedules, with costs that a real model could have.
+
+What holds for every stage that was really measured holds here too: a forward peak covers what the forward leaves, a replay is
+part of a forward, a backward holds at least the gradients that it reads and writes, who holds the input can only add to the peak.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Literal, get_args
+
+from hypothesis import strategies as st
+
+from lightning_rotor.chain import Chain, Option, StageCost
+from lightning_rotor.schedule import Item, Leaf, Schedule, Segment
+
+Kind = Literal["cnn", "transformer", "heterogeneous", "odd", "options"]
+"""
+cnn             boundaries shrink along the chain, as resolution drops faster than channels grow
+transformer     equal stages
+heterogeneous   every size and duration drawn anew
+odd             heterogeneous, with stages that save nothing, draw random numbers, pin tensors or cannot be recomputed
+options         heterogeneous, with a second option that saves less and takes longer in some stages
+"""
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+def random_chain(rng: random.Random, stages: int, kind: Kind, *, grain: int = 1, most_options: int = 2) -> Chain:
+    """A chain of any kind; all sizes are multiples of ``grain`` bytes."""
+    costs: list[StageCost] = []
+    input_bytes = _size(rng, 64, grain)
+    common = _shape(rng, grain)
+    before = input_bytes
+    for index in range(stages):
+        shape = common if kind == "transformer" else _shape(rng, grain)
+        if kind == "cnn":
+            shape["output"] = max(before // rng.choice((1, 1, 2, 4)) // grain, 1) * grain
+        two = kind == "options" and rng.random() < 0.5 and sum(len(cost.options) > 1 for cost in costs) < most_options
+        costs.append(_stage(rng, index, before, shape, grain=grain, odd=kind == "odd", two_options=two))
+        before = costs[-1].output_bytes
+    return Chain(
+        tuple(costs),
+        input_bytes=input_bytes,
+        rng_state_bytes=grain * rng.choice((0, 1)) if kind == "odd" else 0,
+        segment_seconds=rng.choice((0.0, 1e-5)),
+    )
+
+
+def random_schedule(rng: random.Random, chain: Chain, *, segment_probability: float = 0.5) -> Schedule:
+    """Any schedule of a chain."""
+
+    def items(first: int, last: int) -> tuple[Item, ...]:
+        run: list[Item] = []
+        while first <= last:
+            end = rng.randint(first, last)
+            inside = chain.stages[first : end + 1]
+            if end < last and rng.random() < segment_probability and all(stage.recomputable for stage in inside):
+                run.append(Segment(items(first, end)))
+                first = end + 1
+            else:
+                run.append(Leaf(first, rng.randrange(len(chain.stages[first].options))))
+                first += 1
+        return tuple(run)
+
+    return Schedule(items(0, len(chain) - 1))
+
+
+@st.composite
+def chains(draw: st.DrawFn, *, max_stages: int = 8, kinds: tuple[Kind, ...] = KINDS) -> Chain:
+    """Chains for hypothesis."""
+    rng = draw(st.randoms(use_true_random=False))
+    return random_chain(rng, draw(st.integers(1, max_stages)), draw(st.sampled_from(kinds)), grain=draw(st.sampled_from((1, 512))))
+
+
+@st.composite
+def schedules(draw: st.DrawFn, chain: Chain) -> Schedule:
+    """Schedules of one chain."""
+    return random_schedule(draw(st.randoms(use_true_random=False)), chain)
+
+
+def _size(rng: random.Random, most: int, grain: int) -> int:
+    return rng.randint(1, most) * grain
+
+
+def _shape(rng: random.Random, grain: int) -> dict[str, int]:
+    """What a stage is like: how large it is, and what it saves."""
+    return {
+        "output": _size(rng, 64, grain),
+        "internal": rng.choice((0, 1, 2)) * _size(rng, 48, grain),
+        "temporary": rng.choice((0, 0, 1)) * _size(rng, 24, grain),
+        "parameters": rng.choice((0, 0, 1)) * _size(rng, 16, grain),
+        "saves_input": rng.random() < 0.7,
+        "saves_output": rng.random() < 0.3,
+        "tensors": rng.randint(1, 6),
+        "microseconds": rng.randint(20, 1000),
+        "replayed": rng.choice((0, 50, 90, 100)),
+    }
+
+
+def _stage(
+    rng: random.Random, index: int, before: int, shape: dict[str, int], *, grain: int, odd: bool, two_options: bool
+) -> StageCost:
+    seconds = shape["microseconds"] * 1e-6
+    saves_nothing = odd and rng.random() < 0.15
+    keep = _option("keep", index, before, shape, saves_nothing=saves_nothing)
+    options = (keep, _selective(rng, index, before, shape, keep)) if two_options else (keep,)
+    return StageCost(
+        name=f"stage{index}",
+        output_bytes=shape["output"],
+        discard_peak_bytes=shape["output"] + max(shape["temporary"], shape["internal"] // 2),
+        discard_seconds=seconds,
+        options=options,
+        pinned_bytes=grain * rng.randint(1, 4) if odd and rng.random() < 0.1 else 0,
+        draws_random=odd and rng.random() < 0.3,
+        recomputable=not (odd and rng.random() < 0.07),
+    )
+
+
+def _option(name: str, index: int, before: int, shape: dict[str, int], *, saves_nothing: bool = False) -> Option:
+    output, temporary, seconds = shape["output"], shape["temporary"], shape["microseconds"] * 1e-6
+    internal = 0 if saves_nothing else shape["internal"]
+    saves_output = 0 if saves_nothing else shape["saves_output"] * output
+    saves_input = 0 if saves_nothing else shape["saves_input"] * before
+    if not (internal or saves_output or saves_input):
+        saves_nothing = True
+    input_gradient = before if index else 0
+    # The input dies when the backward has read it for the last time, which is after the input's gradient was made.
+    plain = output + input_gradient + temporary
+    return Option(
+        name=name,
+        saved_bytes=internal,
+        saved_input_bytes=saves_input,
+        saved_output_bytes=saves_output,
+        saved_tensors=0 if saves_nothing else shape["tensors"],
+        forward_peak_bytes=output + internal + temporary,
+        replay_peak_bytes=0 if saves_nothing else saves_output + internal + (temporary if shape["replayed"] > 50 else 0),
+        unpack_peak_bytes=output + (temporary // 2 if shape["replayed"] < 100 else 0),
+        unpack_bytes=output,
+        backward_peak_bytes=plain,
+        backward_segment_peak_bytes=plain + min(saves_input, temporary) // 2,
+        backward_held_peak_bytes=plain + min(saves_input, temporary),
+        input_gradient_bytes=input_gradient,
+        parameter_gradient_bytes=shape["parameters"],
+        forward_seconds=seconds,
+        replay_seconds=0.0 if saves_nothing else seconds * shape["replayed"] / 100,
+        backward_seconds=seconds * 2,
+    )
+
+
+def _selective(rng: random.Random, index: int, before: int, shape: dict[str, int], keep: Option) -> Option:
+    """An option that recomputes some of its operations in the backward."""
+    less = {**shape, "internal": shape["internal"] // 4, "temporary": shape["temporary"] + shape["internal"] // 2}
+    option = _option("selective", index, before, {**less, "saves_output": rng.random() < 0.3})
+    slower = keep.forward_seconds * rng.choice((0.2, 0.5, 0.8))
+    return Option(**{**{name: getattr(option, name) for name in option.__slots__}, "backward_seconds": keep.backward_seconds + slower})
