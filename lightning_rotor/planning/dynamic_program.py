@@ -76,7 +76,7 @@ class Table:
         self._endings = [*(stage.endings for stage in self._stages[:-1]), (self._whole_chain,)]
         # _body[i][l - i]: body(i, l) plus the first, discarded pass over i..l: what a segment i..l costs in all.
         # _rest[e][c][i]: rest_c(i, l) under ending e of stage l. Both are contiguous in what split() varies, so it adds whole blocks.
-        self._contexts = [_contexts(first, len(stage.leaves)) for first, stage in enumerate(self._stages)]
+        self._contexts = [self._contexts_of(first) for first in range(n)]
         self._body = [{context: np.empty((n - first, self._size), dtype) for context in self._contexts[first]} for first in range(n)]
         self._rest: dict[Ending, list[Seconds]] = {}
         self._whole = np.empty(self._size, dtype)
@@ -107,6 +107,17 @@ class Table:
                     self._end_bare(first, last, context)
                     settled[first] = max(settled[first], _settled(bodies[last - first]))
         self._solve_column(self._whole_chain, 0, workspace, settled)
+
+    def _contexts_of(self, first: int) -> tuple[Context, ...]:
+        """Which bodies to store for intervals that start at ``first``.
+
+        With one option the context only sets a least memory, the same for every decision, so one body serves all. Unless segments
+        differ in the generator states that they take from that memory.
+        """
+        if first == 0:
+            return ("held",)
+        drawing = self._needs.rng_slots > 0 and self._needs.first_draw[first] <= self._top
+        return ("nested", "segment", "held") if drawing or len(self._stages[first].leaves) > 1 else ("any",)
 
     def _outermost(self, last: int) -> int:
         """First stage of the longest segment that may end at ``last``."""
@@ -259,8 +270,7 @@ class Table:
             context = "segment" if last == self._top else "nested"
         if context in self._contexts[first]:
             return context, 0
-        need = _by_context(self._stages[first].needs_as_segment, context)
-        return "any", need + (self._needs.rng_slots if self._needs.first_draw[first] == first else 0)
+        return "any", _by_context(self._stages[first].needs_as_segment, context)
 
     def _forward_need(self, leaf: LeafCost, first: int, ending: Ending) -> int:
         replayed = first == ending.last < self._top
@@ -371,16 +381,6 @@ class _Decision:
     end: int
     left: int
     context: Context
-
-
-def _contexts(first: int, options: int) -> tuple[Context, ...]:
-    """Which bodies to store for intervals that start at ``first``.
-
-    With one option the context only sets a least memory, the same for every decision, so one body serves all.
-    """
-    if first == 0:
-        return ("held",)
-    return ("any",) if options == 1 else ("nested", "segment", "held")
 
 
 def _by_context(need: BackwardNeed, context: Context) -> int:

@@ -30,6 +30,7 @@ _CHEAP_CELLS = 8e6
 _HOPEFUL = 16
 _HOPEFUL_STAGES = 512
 _PRECISE_STAGES = 40
+_MOST_STATES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,23 +248,21 @@ class Solver:
 
     @cached_property
     def _searches(self) -> list[_Search]:
-        """One table; a second one, more careful, where the program has to guess what a schedule will do."""
-        searches = [self._solve(careful=False)]
-        if self._guesses:
-            searches.append(self._solve(careful=True))
-        return searches
+        """One table; more where the program has to guess how many generator states are alive."""
+        most_states = _MOST_STATES if self._states_matter else 1
+        return [self._solve(states) for states in range(1, most_states + 1)]
 
     @property
-    def _guesses(self) -> bool:
+    def _states_matter(self) -> bool:
         return self.chain.rng_state_bytes / self._unit >= 0.5 and any(stage.draws_random for stage in self.chain)
 
-    def _solve(self, *, careful: bool) -> _Search:
+    def _solve(self, states: int) -> _Search:
         thresholds = thresholds_of(
             self.chain,
             unit=self._unit,
             gradients_exist=self._gradients_exist,
             lingering_bytes=self._lingering_bytes,
-            careful=careful,
+            states=states,
         )
         # A little more than everything takes, for what rounds up.
         slots = math.ceil(self._most.simulation.peak_bytes / self._unit) + len(self.chain) // 16 + 4
