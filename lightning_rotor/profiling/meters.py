@@ -55,7 +55,13 @@ class Recording(Protocol):
 
 
 class Meter(Protocol):
-    """Measures bytes and seconds on one device."""
+    """Measures bytes and seconds on one device.
+
+    Attributes:
+        needs_warm_up: The first run of an operator allocates what later ones do not, such as the workspaces of CUDA's libraries.
+    """
+
+    needs_warm_up: bool
 
     def recording(self) -> Any:
         """A context manager that yields a :class:`Recording`."""
@@ -160,6 +166,8 @@ def _allocator_events(tree: list[Any]) -> Iterator[AllocatorEvent]:
 class CpuMeter:
     """Bytes from the allocator's events, seconds from the performance counter."""
 
+    needs_warm_up = False
+
     @contextmanager
     def recording(self) -> Iterator[CpuRecording]:
         """Record until the context ends."""
@@ -215,6 +223,8 @@ class CudaMeter:
 
     Recording resets the device's peak statistics (``torch.cuda.max_memory_allocated``): there is no other way to read a peak.
     """
+
+    needs_warm_up = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -23,6 +23,9 @@ from lightning_rotor.profiling.meters import Meter, MeteredPhase
 from lightning_rotor.recomputation import recomputed
 from lightning_rotor.sequential import Stage
 
+# Long enough for the noise of a busy machine to even out within one run.
+_ENOUGH_SECONDS = 0.5
+
 
 class _GradientSource(torch.autograd.Function):
     """An empty tensor whose backward allocates the gradient of each input, as the backward of the stage behind would."""
@@ -72,7 +75,6 @@ class _Seconds:
     forward: float
     replay: float
     backward: float
-    discard: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,7 @@ class StageProfiler:
         output_bytes: New storage in its output.
         meter: Of the device.
         last: The stage ends the chain, so the caller holds its output during the whole backward.
-        repeats: Timed runs; the median counts.
+        repeats: Timed runs, the median counts; fewer if they are so long that noise does not matter.
     """
 
     stage: Stage
@@ -96,13 +98,15 @@ class StageProfiler:
     repeats: int
 
     def measure(self, *, draws_random: bool, recomputable: bool) -> StageCost:
-        """All costs of the stage. The first run, which warms up kernels and workspaces, is thrown away."""
-        self._keep_run(hold_input=False, hold_output=False)
+        """All costs of the stage."""
+        if self.meter.needs_warm_up:
+            self._keep_run(hold_input=False, hold_output=False)
         sizes = self._keep_run(hold_input=False, hold_output=False)
         alone = self._keep_run(hold_input=False, hold_output=True) if self.last else sizes
-        held = self._keep_run(hold_input=True, hold_output=self.last)
+        # An input that the stage does not save is no business of its backward, whoever holds it.
+        held = self._keep_run(hold_input=True, hold_output=self.last) if sizes.saved_input_bytes else alone
         segment = self._segment_run() if recomputable else _never_a_segment(sizes)
-        seconds = self._seconds(recomputable)
+        seconds = self._seconds()
         segment_peak = max(segment.recomputed_peak_bytes - sizes.saved_bytes - sizes.saved_output_bytes, 0)
         keep = Option(
             name="keep",
@@ -127,7 +131,9 @@ class StageProfiler:
             name=self.stage.name,
             output_bytes=self.output_bytes,
             discard_peak_bytes=segment.discard_peak_bytes,
-            discard_seconds=seconds.discard,
+            # The discarded forward runs the same kernels. Timed for itself it may come out faster by chance, and then a plan
+            # would recompute for nothing.
+            discard_seconds=seconds.forward,
             options=(keep,),
             pinned_bytes=segment.pinned_bytes,
             draws_random=draws_random,
@@ -222,42 +228,31 @@ class StageProfiler:
             recomputed_peak_bytes=max(_peak(after) - level, 0) if after else 0,
         )
 
-    def _seconds(self, recomputable: bool) -> _Seconds:
-        forward, replay, backward, discard = [], [], [], []
-        for _ in range(self.repeats):
+    def _seconds(self) -> _Seconds:
+        forward: list[float] = []
+        backward: list[float] = []
+        while len(forward) < self.repeats and sum(forward) + sum(backward) < _ENOUGH_SECONDS:
             value = self.boundary.fresh()
             start = self.meter.now()
             output = run_stage(self.stage, value)
-            forward.append((start, self.meter.now()))
+            forward.append(self.meter.seconds_between(start, self.meter.now()))
             ends = _BackwardEnds.of(self.stage, value, output)
             del value, output
             start = self.meter.now()
             ends.gradients()
-            backward.append((start, self.meter.now()))
-            replay.append(self._replay())
-            discard.append(self._discard() if recomputable else forward[-1])
+            backward.append(self.meter.seconds_between(start, self.meter.now()))
+        forward_seconds = max(statistics.median(forward), 0.0)
+        return _Seconds(forward_seconds, forward_seconds * self._replayed_part(), max(statistics.median(backward), 0.0))
 
-        def median(spans: list[tuple[Any, Any]]) -> float:
-            return max(statistics.median(self.meter.seconds_between(*span) for span in spans), 0.0)
-
-        # The discarded forward runs the same kernels and more host code. Measured faster, it was only lucky, and a plan would
-        # recompute for nothing.
-        kept = median(forward)
-        return _Seconds(kept, min(median(replay), kept), median(backward), max(median(discard), kept))
-
-    def _replay(self) -> tuple[Any, Any]:
-        """From the start of a forward to its last saved tensor."""
+    def _replayed_part(self) -> float:
+        """How much of a forward is over at its last saved tensor, from 0 to 1."""
         value = self.boundary.fresh()
         times = [self.meter.now()]
         with saved_tensors_hooks(lambda tensor: times.append(self.meter.now()), _never_unpacked):
             run_stage(self.stage, value)
-        return times[0], times[-1]
-
-    def _discard(self) -> tuple[Any, Any]:
-        leaves, spec = tree_flatten(self.boundary.fresh())
-        start = self.meter.now()
-        recomputed(lambda *inputs: run_stage(self.stage, tree_unflatten(inputs, spec)), *leaves, draws_random=False)
-        return start, self.meter.now()
+        last_save = self.meter.seconds_between(times[0], times[-1])
+        total = self.meter.seconds_between(times[0], self.meter.now())
+        return min(max(last_save / total, 0.0), 1.0) if total > 0 else 1.0
 
 
 class _BackwardEnds:
