@@ -12,7 +12,7 @@ class DigitClassifier(L.LightningModule):
     """Classifies images of one digit.
 
     Args:
-        width: Channels of the first convolutions; the others have twice as many.
+        width: Channels of the first two convolutions; the other two have twice as many.
         dropout: Probability of dropping a value, after each block.
         learning_rate: Step size of Adam.
     """
@@ -21,11 +21,12 @@ class DigitClassifier(L.LightningModule):
         super().__init__()
         self.save_hyperparameters()
         self.model = nn.Sequential(
-            *(nn.Conv2d(1, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()),
-            *(nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()),
-            *(nn.MaxPool2d(2), nn.Dropout(dropout)),
-            *(nn.Conv2d(width, 2 * width, 3, padding=1), nn.BatchNorm2d(2 * width), nn.ReLU()),
-            *(nn.MaxPool2d(2), nn.Dropout(dropout)),
+            *_convolution(1, width),
+            *_convolution(width, width),
+            *(nn.Dropout(dropout), nn.MaxPool2d(2)),
+            *_convolution(width, 2 * width),
+            *_convolution(2 * width, 2 * width),
+            *(nn.Dropout(dropout), nn.MaxPool2d(2)),
             *(nn.Flatten(), nn.Linear(2 * width * 7 * 7, 10)),
         )
         self.loss = nn.CrossEntropyLoss()
@@ -48,3 +49,7 @@ class DigitClassifier(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:  # noqa: D102
         return torch.optim.Adam(self.parameters(), lr=self.hparams["learning_rate"])
+
+
+def _convolution(channels_in: int, channels_out: int) -> tuple[nn.Module, ...]:
+    return nn.Conv2d(channels_in, channels_out, 3, padding=1), nn.BatchNorm2d(channels_out), nn.ReLU()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import statistics
 import sys
 import time
 import warnings
@@ -33,9 +32,8 @@ from lightning_rotor.training_state import tensors_in
 from lightning_rotor.units import format_bytes, format_seconds, parse_bytes
 
 HERE = Path(__file__).parent
-EPOCHS = {"digits": 12, "mnist": 1}
+EPOCHS = {"digits": 8, "mnist": 1}
 DEFAULT_SHARE = 0.6  # of the memory that plain training takes
-WARM_UP_STEPS = 3  # the optimizer's state, the plan and the allocator's pools come into being
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class Run:
     Attributes:
         constant_bytes: Weights, gradients, optimizer state and batch when the measured step began.
         trace: Memory of that step beyond them.
-        step_seconds: Median duration of a step.
+        step_seconds: Duration of the fastest step: what else the machine does only makes steps slower.
         accuracy: On the test images.
         weights: The final state_dict.
     """
@@ -96,8 +94,8 @@ class StepRecorder(L.Callback):
 
     @property
     def step_seconds(self) -> float:
-        """Median without the first steps."""
-        return statistics.median(self.seconds[WARM_UP_STEPS:] or self.seconds)
+        """The fastest one."""
+        return min(self.seconds)
 
 
 def train(arguments: argparse.Namespace, callbacks: list[L.Callback]) -> Run:
@@ -119,8 +117,10 @@ def train(arguments: argparse.Namespace, callbacks: list[L.Callback]) -> Run:
     )
     trainer.fit(module, datamodule=data)
     (result,) = trainer.test(module, datamodule=data, verbose=False)
-    if recorder.trace is None:
-        raise SystemExit(f"no step of {arguments.batch_size} images was trained: lower --batch-size")
+    if recorder.trace is None or not recorder.seconds:
+        raise SystemExit(
+            f"{trainer.global_step} steps were trained, too few to compare: raise --epochs or lower --batch-size"
+        )
     weights = {name: tensor.cpu() for name, tensor in module.state_dict().items()}
     return Run(recorder.constant_bytes, recorder.trace, recorder.step_seconds, result["test_accuracy"], weights)
 
@@ -139,14 +139,16 @@ def comparison(plain: Run, limited: Run, limit_bytes: int) -> Table:
         table.add_column(heading, justify="right" if heading else "left")
     memory = limited.peak_bytes / plain.peak_bytes - 1
     duration = limited.step_seconds / plain.step_seconds - 1
-    accuracy = limited.accuracy - plain.accuracy
     table.add_row(
         "peak memory of a step", format_bytes(plain.peak_bytes), format_bytes(limited.peak_bytes), f"{memory:+.0%}"
     )
     table.add_row(
-        "time of a step", format_seconds(plain.step_seconds), format_seconds(limited.step_seconds), f"{duration:+.0%}"
+        "time of a step (fastest)",
+        format_seconds(plain.step_seconds),
+        format_seconds(limited.step_seconds),
+        f"{duration:+.0%}",
     )
-    table.add_row("test accuracy", f"{plain.accuracy:.2%}", f"{limited.accuracy:.2%}", f"{accuracy:+.2%}")
+    table.add_row("test accuracy", f"{plain.accuracy:.2%}", f"{limited.accuracy:.2%}", "")
     table.add_row("final weights identical", "", "yes" if same_weights(plain, limited) else "NO", "")
     return table
 
@@ -191,7 +193,7 @@ def _parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--limit",
-        type=parse_bytes,
+        type=_size,
         help=f"memory of the second run, such as 100MiB; otherwise {DEFAULT_SHARE:.0%} of what the first one took",
     )
     parser.add_argument(
@@ -200,17 +202,25 @@ def _parse_arguments() -> argparse.Namespace:
         help=f"passes over the images; otherwise {EPOCHS['digits']} for digits, {EPOCHS['mnist']} for MNIST",
     )
     parser.add_argument("--batch-size", type=int, default=256, help="images in a step")
-    parser.add_argument("--width", type=int, default=32, help="channels of the first convolutions")
+    parser.add_argument("--width", type=int, default=32, help="channels of the first two convolutions")
     parser.add_argument("--seed", type=int, default=0, help="of both runs")
     parser.add_argument("--accelerator", choices=("cpu", "gpu"), default="cpu", help="where to train")
     parser.add_argument("--output", type=Path, default=HERE / "output", help="folder of the picture")
     return parser.parse_args()
 
 
+def _size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except RotorError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def _silence_lightning() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message=".*does not have many workers")
-    warnings.filterwarnings("ignore", message=".*logging on epoch level", category=UserWarning)
+    warnings.filterwarnings("ignore", message=".*number of training batches .* is smaller than the logging interval")
+    warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)  # Lightning 2.6 on torch 2.14
 
 
 if __name__ == "__main__":
