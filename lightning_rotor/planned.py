@@ -23,7 +23,7 @@ from lightning_rotor.planning import Plan, plan
 from lightning_rotor.profiling import Profile, profile_chain
 from lightning_rotor.profiling.boundary import tensors_in
 from lightning_rotor.profiling.progress import MeasuringProgress
-from lightning_rotor.sequential import sequential_stages
+from lightning_rotor.sequential import Stage, sequential_stages
 from lightning_rotor.units import format_bytes
 
 _KEY = "_lightning_rotor"
@@ -104,13 +104,15 @@ class PlannedForward:
         on_plan: Callable[[Plan], None] | None = None,
     ) -> None:
         self._module = module
-        self._stages = sequential_stages(module)
-        self._submodules = tuple(module.modules())
+        self._prepared: OrderedDict[Any, _Prepared] = OrderedDict()
+        self._stages: tuple[Stage, ...] = ()
+        self._submodules: tuple[nn.Module, ...] = ()
+        self._parameters: tuple[nn.Parameter, ...] = ()
+        self._follow_changes()
         self._allowance = allowance
         self._slots = slots
         self._show_progress = show_progress
         self._on_plan = on_plan
-        self._prepared: OrderedDict[Any, _Prepared] = OrderedDict()
         self._active = True
 
     # A copy of a live module (an averaged model, a pickled checkpoint) computes with its own weights, plainly.
@@ -138,6 +140,7 @@ class PlannedForward:
             ProfilingError: There is no meter for the sample's device, or gradients are switched off.
         """
         check_sample(sample)
+        self._follow_changes()
         return self._measure(sample)
 
     def replan(self) -> Plan:
@@ -170,6 +173,7 @@ class PlannedForward:
         """
         if not (self._active and module.training and torch.is_grad_enabled()) or torch.is_inference_mode_enabled():
             return type(module).forward(module, value)
+        self._follow_changes()
         prepared = self._prepare(value)
         assert prepared.executor is not None
         output = prepared.executor(value)
@@ -180,6 +184,15 @@ class PlannedForward:
 
     def _latest(self) -> _Prepared:
         return next(reversed(self._prepared.values()))
+
+    def _follow_changes(self) -> None:
+        """Start afresh if layers were replaced, or if a container got hooks that the flat chain would never fire."""
+        stages = sequential_stages(self._module)
+        if [stage.modules for stage in stages] != [stage.modules for stage in self._stages]:
+            self._stages = stages
+            self._submodules = tuple(self._module.modules())
+            self._parameters = tuple(self._module.parameters())
+            self.forget()
 
     def _prepare(self, value: Any) -> _Prepared:
         signature = self._signature(value)
@@ -246,7 +259,7 @@ class PlannedForward:
         settings = (
             tuple((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")),
             tuple(module.training for module in self._submodules),
-            tuple(parameter.requires_grad for parameter in self._module.parameters()),
+            tuple(parameter.requires_grad for parameter in self._parameters),
         )
         return shapes, settings
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -136,6 +138,31 @@ def test_a_change_of_mode_or_of_what_learns_is_measured_anew(batch: torch.Tensor
     next(module.parameters()).requires_grad_(False)
     net(batch).sum().backward()
     assert net.plan is not second
+
+
+def test_a_replaced_layer_and_a_hook_on_a_container_are_followed(batch: torch.Tensor) -> None:
+    module = make_net()
+    net = Checkpointable(module, batch, "1GiB")
+    module[1][0] = nn.Linear(64, 128)
+    calls: list[int] = []
+    module[2].register_forward_hook(lambda *_: calls.append(1))
+    torch.manual_seed(1)
+    expected = module(batch)
+    calls.clear()
+    torch.manual_seed(1)
+    with net_measured_anew(net):
+        received = net(batch)
+    assert torch.equal(expected, received)
+    received.square().sum().backward()
+    assert module[1][0].weight.grad is not None
+    assert calls
+
+
+@contextmanager
+def net_measured_anew(net: Checkpointable) -> Iterator[None]:
+    before = net.plan
+    yield
+    assert net.plan is not before
 
 
 def test_outside_training_it_is_the_module(batch: torch.Tensor) -> None:
