@@ -61,15 +61,18 @@ class Table:
     Args:
         thresholds: The chain, in slots.
         slots: The table holds memories ``0 .. slots``.
-        dtype: ``float32`` halves the memory; ``float64`` tells schedules apart whose times differ by less than 1e-7.
+        refined: Count seconds in double precision, and tell apart who holds a segment's input even where that seldom matters.
+            Takes up to six times as long.
     """
 
-    def __init__(self, thresholds: Thresholds, *, slots: int, dtype: type[np.float32] | type[np.float64] = np.float32) -> None:
+    def __init__(self, thresholds: Thresholds, *, slots: int, refined: bool) -> None:
         self._needs = thresholds
+        self._refined = refined
         self._stages = thresholds.stages
         self._top = len(self._stages) - 1
         self._size = slots + 1
-        self._number = dtype
+        dtype = np.float64 if refined else np.float32
+        self._number: type[np.float32] | type[np.float64] = dtype
         n = len(self._stages)
         # The step's own forward ends at the last stage under any of its options; its thresholds are other ones.
         self._whole_chain = Ending(self._top, self._stages[-1].leaves, base=0, trigger=0)
@@ -116,8 +119,11 @@ class Table:
         """
         if first == 0:
             return ("held",)
+        stage = self._stages[first]
         drawing = self._needs.rng_slots > 0 and self._needs.first_draw[first] <= self._top
-        return ("nested", "segment", "held") if drawing or len(self._stages[first].leaves) > 1 else ("any",)
+        freeing = any(leaf.input_retained[0] < stage.input_slots for leaf in stage.leaves)
+        apart = len(stage.leaves) > 1 or (self._refined and (drawing or freeing))
+        return ("nested", "segment", "held") if apart else ("any",)
 
     def _outermost(self, last: int) -> int:
         """First stage of the longest segment that may end at ``last``."""
@@ -205,7 +211,8 @@ class Table:
 
     def _fill_body(self, first: int, ending: Ending, context: Context, split: Seconds) -> None:
         for leaf in self._leaves(first, ending):
-            self._keep(split, leaf, first, ending, 0, self._body_need(leaf, first, ending, context))
+            for paid, low in self._body_ways(leaf, first, ending, context):
+                self._keep(split, leaf, first, ending, paid, low)
         if ending.last == self._top:
             self._whole[:] = split
             return
@@ -234,9 +241,10 @@ class Table:
             return
         taken = paid + leaf.retained
         low = max(low, taken)
-        if low < self._size:
-            rest = self._rest[ending][leaf.output_class][first + 1, low - taken : self._size - taken]
-            np.minimum(target[low:], rest + self._number(leaf.seconds), out=target[low:])
+        high = min(self._size, self._size + taken)  # paid is negative where the input becomes free
+        if low < high:
+            rest = self._rest[ending][leaf.output_class][first + 1, low - taken : high - taken]
+            np.minimum(target[low:high], rest + self._number(leaf.seconds), out=target[low:high])
 
     def _leaves(self, first: int, ending: Ending) -> tuple[LeafCost, ...]:
         """Options under which ``first`` can be kept."""
@@ -251,10 +259,25 @@ class Table:
         forward = self._stages[first].input_slots + self._forward_need(leaf, first, ending)
         return max(forward, paid + (backward.held if held else backward.plain))
 
-    def _body_need(self, leaf: LeafCost, first: int, ending: Ending, context: Context) -> int:
-        """Least memory to keep ``first`` when somebody else pays for its input."""
+    def _body_ways(self, leaf: LeafCost, first: int, ending: Ending, context: Context) -> Iterator[tuple[int, int]]:
+        """How ``first`` may be kept when its input is paid for: what more goes to the input, and the least memory."""
         backward = self._backward_need(leaf, first, ending.last)
-        return max(self._forward_need(leaf, first, ending), _by_context(backward, context))
+        need = max(self._forward_need(leaf, first, ending), _by_context(backward, context))
+        yield 0, need
+        freed = self._stages[first].input_slots - leaf.input_retained[0]
+        if context == "nested" and freed and first < ending.last:
+            # A nested segment gives its input up when it has been recomputed; what the first stage does not save of it serves the
+            # backwards. The recomputation itself must do without it, which is known to work if it could keep everything.
+            yield -freed, max(need, leaf.retained + self._recording_need(first + 1, ending))
+
+    def _recording_need(self, first: int, ending: Ending) -> int:
+        """Least memory to run ``first`` and what follows in a recomputation that keeps everything."""
+        need, retained = 0, 0
+        for index in range(first, ending.last + 1):
+            stage, leaf = self._stages[index], self._leaves(index, ending)[0]
+            need = max(need, retained + stage.input_slots + self._forward_need(leaf, index, ending))
+            retained += leaf.input_retained[0] + leaf.retained
+        return need
 
     def _bare_need(self, leaf: LeafCost, first: int, last: int, context: Context) -> int:
         if first < last:
@@ -325,16 +348,21 @@ class Table:
 
     def _decide(self, memory: int, first: int, ending: Ending, paid: Context | int) -> _Decision:
         """The best item that starts at ``first``."""
-        leaves = [self._decide_leaf(memory, leaf, first, ending, paid) for leaf in self._leaves(first, ending)]
+        leaves = [
+            self._decide_leaf(memory, leaf, first, ending, taken, need)
+            for leaf in self._leaves(first, ending)
+            for taken, need in self._ways(leaf, first, ending, paid)
+        ]
         return min(*leaves, self._decide_segment(memory, first, ending, paid), key=lambda decision: decision.seconds)
 
-    def _decide_leaf(self, memory: int, leaf: LeafCost, first: int, ending: Ending, paid: Context | int) -> _Decision:
+    def _ways(self, leaf: LeafCost, first: int, ending: Ending, paid: Context | int) -> Iterator[tuple[int, int]]:
         if isinstance(paid, int):
-            need, retained = self._rest_need(leaf, first, ending, paid), leaf.retained + leaf.input_retained[paid]
-        else:
-            need, retained = self._body_need(leaf, first, ending, paid), leaf.retained
-        left = memory - retained
-        if memory < need or (first < ending.last and left < 0):
+            return iter([(leaf.input_retained[paid], self._rest_need(leaf, first, ending, paid))])
+        return self._body_ways(leaf, first, ending, paid)
+
+    def _decide_leaf(self, memory: int, leaf: LeafCost, first: int, ending: Ending, paid: int, need: int) -> _Decision:
+        left = memory - leaf.retained - paid
+        if memory < need or (first < ending.last and not 0 <= left < self._size):
             seconds = math.inf
         elif first == ending.last:
             seconds = self._last_seconds(leaf, first)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
+from collections.abc import Iterator
 from functools import cached_property
 
 import numpy as np
@@ -17,6 +18,7 @@ import numpy.typing as npt
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import BudgetError
 from lightning_rotor.planning.dynamic_program import Table
+from lightning_rotor.planning.edits import edits
 from lightning_rotor.planning.thresholds import thresholds_of
 from lightning_rotor.schedule import Leaf, Schedule
 from lightning_rotor.simulator import Simulation, simulate
@@ -29,8 +31,8 @@ _CHEAP_SUMS = 1e8
 _CHEAP_CELLS = 8e6
 _HOPEFUL = 16
 _HOPEFUL_STAGES = 512
-_PRECISE_STAGES = 40
-_MOST_STATES = 3
+_REFINED_STAGES = 40
+_TIE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,30 +130,6 @@ class Proposal:
     simulation: Simulation
 
 
-@dataclass(frozen=True, slots=True)
-class _Search:
-    """A solved table and the proposals that were read from it.
-
-    Attributes:
-        levels: Slots at which the table gets faster. Each is a proposal; between them nothing changes.
-        proposals: By position in ``levels``.
-    """
-
-    table: Table
-    levels: npt.NDArray[np.intp]
-    proposals: dict[int, Proposal] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, table: Table) -> _Search:
-        seconds = table.seconds
-        return cls(table, np.flatnonzero(seconds < np.concatenate(([math.inf], seconds[:-1]))))
-
-    def hopeful_level(self, slot: float, hopeful: int) -> int:
-        """Fastest proposal worth a try for a memory: some lie above it by the count of the table, but not in bytes."""
-        fitting = int(np.searchsorted(self.levels, slot, side="right")) - 1
-        return min(fitting + hopeful, len(self.levels) - 1)
-
-
 class Solver:
     """Plans one chain for any number of budgets with one table, which is made when the first of them is asked for.
 
@@ -169,6 +147,8 @@ class Solver:
         self._slots = slots
         self._gradients_exist = gradients_exist
         self._lingering_bytes = lingering_bytes
+        self._proposals: dict[int, Proposal] = {}
+        self._edits: dict[int, list[Proposal]] = {}
 
     def plan(self, budget_bytes: int) -> Plan:
         """The fastest plan that fits. Monotone: more budget is never slower.
@@ -192,22 +172,22 @@ class Solver:
 
     def proposals(self) -> tuple[Proposal, ...]:
         """Every schedule that the table holds, by rising peak."""
-        every = [self._proposal(search, level) for search in self._searches for level in range(len(search.levels))]
-        return tuple(sorted(every, key=_by_peak))
+        return tuple(sorted((self._proposal(level) for level in range(len(self._levels))), key=_by_peak))
 
     def _search(self, budget_bytes: int) -> Proposal | None:
-        """The first proposal that fits, from the fastest hopeful one downwards.
+        """The fastest that fits of all hopeful proposals and their edits.
 
-        A larger budget starts at the same place or a faster one and passes every proposal that a smaller budget passes, so it
-        never ends at a slower one.
+        They get slower downwards, so the search ends soon. A larger budget starts at the same place or a faster one, and everything
+        that fitted before still does: it never ends at a slower one.
         """
-        fitting = [self._first_fit(search, budget_bytes) for search in self._searches]
-        return min((proposal for proposal in fitting if proposal is not None), key=_by_seconds, default=None)
-
-    def _first_fit(self, search: _Search, budget_bytes: int) -> Proposal | None:
-        start = search.hopeful_level(budget_bytes / self._unit, self._hopeful)
-        proposals = (self._proposal(search, level) for level in range(start, -1, -1))
-        return next((proposal for proposal in proposals if proposal.simulation.peak_bytes <= budget_bytes), None)
+        best: Proposal | None = None
+        for level in range(self._hopeful_level(budget_bytes / self._unit), -1, -1):
+            if best is not None and self._table.seconds[self._levels[level]] >= best.simulation.seconds * (1 + _TIE):
+                break
+            for proposal in (self._proposal(level), *self._edited(level)):
+                if proposal.simulation.peak_bytes <= budget_bytes:
+                    best = min(best or proposal, proposal, key=_by_seconds)
+        return best
 
     def _refuse(self, budget_bytes: object) -> BudgetError:
         least = self._least.simulation
@@ -241,49 +221,67 @@ class Solver:
         divisor = math.gcd(*_sizes(self.chain), self._lingering_bytes)
         return float(divisor) if divisor * self._slots >= most else most / self._slots
 
-    @property
-    def _hopeful(self) -> int:
-        """Proposals that lie above a budget by the table's own count but may fit it in bytes. Short chains afford to try more."""
-        return max(_HOPEFUL, _HOPEFUL_STAGES // len(self.chain))
-
     @cached_property
-    def _searches(self) -> list[_Search]:
-        """One table; more where the program has to guess how many generator states are alive."""
-        most_states = _MOST_STATES if self._states_matter else 1
-        return [self._solve(states) for states in range(1, most_states + 1)]
-
-    @property
-    def _states_matter(self) -> bool:
-        return self.chain.rng_state_bytes / self._unit >= 0.5 and any(stage.draws_random for stage in self.chain)
-
-    def _solve(self, states: int) -> _Search:
+    def _table(self) -> Table:
         thresholds = thresholds_of(
-            self.chain,
-            unit=self._unit,
-            gradients_exist=self._gradients_exist,
-            lingering_bytes=self._lingering_bytes,
-            states=states,
+            self.chain, unit=self._unit, gradients_exist=self._gradients_exist, lingering_bytes=self._lingering_bytes
         )
         # A little more than everything takes, for what rounds up.
         slots = math.ceil(self._most.simulation.peak_bytes / self._unit) + len(self.chain) // 16 + 4
-        table = Table(thresholds, slots=slots, dtype=np.float64 if len(self.chain) <= _PRECISE_STAGES else np.float32)
+        table = Table(thresholds, slots=slots, refined=len(self.chain) <= _REFINED_STAGES)
         table.solve()
-        return _Search.of(table)
+        return table
+
+    @cached_property
+    def _levels(self) -> npt.NDArray[np.intp]:
+        """Slots at which the table gets faster. Each is a proposal; between them nothing changes."""
+        seconds = self._table.seconds
+        return np.flatnonzero(seconds < np.concatenate(([math.inf], seconds[:-1])))
+
+    def _hopeful_level(self, slot: float) -> int:
+        """Fastest proposal worth a try: some lie above a memory by the count of the table, but not in bytes."""
+        fitting = int(np.searchsorted(self._levels, slot, side="right")) - 1
+        # Short chains afford to try more.
+        return min(fitting + max(_HOPEFUL, _HOPEFUL_STAGES // len(self.chain)), len(self._levels) - 1)
 
     @cached_property
     def _least(self) -> Proposal:
         """The proposal with the least peak. It is one of the first, and which one only the simulator knows."""
-        first = (
-            self._proposal(search, level)
-            for search in self._searches
-            for level in range(search.hopeful_level(0, self._hopeful) + 1)
-        )
-        return min((*first, self._most), key=_by_peak)
+        first = range(self._hopeful_level(0) + 1)
+        return min((each for level in first for each in (self._proposal(level), *self._edited(level))), key=_by_peak, default=self._most)
 
-    def _proposal(self, search: _Search, level: int) -> Proposal:
-        if level not in search.proposals:
-            search.proposals[level] = self._simulated(search.table.schedule(search.levels[level]))
-        return search.proposals[level]
+    def _proposal(self, level: int) -> Proposal:
+        if level not in self._proposals:
+            self._proposals[level] = self._simulated(self._table.schedule(int(self._levels[level])))
+        return self._proposals[level]
+
+    def _edited(self, level: int) -> list[Proposal]:
+        """Schedules near a proposal that need less memory."""
+        if level not in self._edits:
+            self._edits[level] = self._neighbours(self._proposal(level)) if self._states_matter else []
+        return self._edits[level]
+
+    @property
+    def _states_matter(self) -> bool:
+        """How many generator states are alive at once is what the table knows least about."""
+        weighty = self.chain.rng_state_bytes / self._unit >= 0.5 and len(self.chain) <= _REFINED_STAGES
+        return weighty and any(stage.draws_random for stage in self.chain)
+
+    def _neighbours(self, proposal: Proposal) -> list[Proposal]:
+        """What two edits reach without more memory, and with less time than a tenth more."""
+        base = proposal.simulation
+        seen = {proposal.schedule}
+        front, near = [proposal], []
+        for _ in range(2):
+            new = {schedule for each in front for schedule in edits(each.schedule, self.chain)} - seen
+            seen |= new
+            front = [
+                each
+                for each in map(self._simulated, new)
+                if each.simulation.peak_bytes <= base.peak_bytes and base.seconds <= each.simulation.seconds <= 1.1 * base.seconds
+            ]
+            near += front
+        return [each for each in near if each.simulation.peak_bytes < base.peak_bytes]
 
     def _simulated(self, schedule: Schedule) -> Proposal:
         simulation = simulate(self.chain, schedule, gradients_exist=self._gradients_exist, lingering_bytes=self._lingering_bytes)

@@ -152,13 +152,9 @@ class Thresholds:
 
 
 def thresholds_of(
-    chain: Chain, *, unit: float, gradients_exist: bool = False, lingering_bytes: int = 0, states: int = 1
+    chain: Chain, *, unit: float, gradients_exist: bool = False, lingering_bytes: int = 0
 ) -> Thresholds:
-    """Translate a chain into slots of ``unit`` bytes. Takes O(n²) for ``n`` stages.
-
-    A segment is charged for the generator states that it remembers itself; with more ``states``, it is
-    charged for segments inside it as well, whether it has any or not.
-    """
+    """Translate a chain into slots of ``unit`` bytes. Takes O(n²) for ``n`` stages."""
     n = len(chain)
     ruler = _Ruler(chain, unit)
     backward_base = _backward_bases(chain, gradients_exist)
@@ -169,7 +165,7 @@ def thresholds_of(
         forward_base=tuple(ruler.slots(int(size)) for size in in_forward),
         discard=_discard_peaks(chain, np.zeros(n, np.int64), ruler),
         first_discard=_discard_peaks(chain, in_forward, ruler),
-        rng_slots=ruler.slots(chain.rng_state_bytes * states),
+        rng_slots=ruler.slots(chain.rng_state_bytes),
         first_draw=_first_draws(chain),
         segment_seconds=chain.segment_seconds,
     )
