@@ -223,6 +223,23 @@ def test_the_process_stays_inside_the_limit(tmp_path: Path, momentum: bool) -> N
         assert callback.measured_peak_bytes == pytest.approx(callback.predicted_peak_bytes, rel=0.02)
 
 
+def test_what_the_plan_could_not_know_is_corrected_after_the_first_steps(tmp_path: Path) -> None:
+    class Hungry(Net):
+        """Its loss takes memory that nothing in the chain tells of."""
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            extra = self.head.weight.sum() * torch.ones(60_000)
+            return super().training_step(batch, batch_idx) + extra.square().sum() * 0
+
+    peak = plain_peak(tmp_path, model=Hungry())
+    callback = RotorCallback(mem_limit=int(0.9 * peak), show_table=False)
+    fit([callback], tmp_path, model=Hungry(), data=loader(6))
+    assert callback.plan is not None
+    assert callback.measured_peak_bytes is not None
+    assert callback.measured_peak_bytes <= 0.9 * peak
+    assert callback._corrections >= 1
+
+
 def test_a_limit_that_needs_nothing_changes_nothing(tmp_path: Path) -> None:
     callback = RotorCallback(show_table=False)
     fit([callback], tmp_path)
