@@ -6,6 +6,7 @@ Each edit changes one place::
     extend    (0-1) 2-3       →  (0-2) 3
     wrap      0 1 2           →  0 (1) 2
     unwrap    0 (1-2) 3       →  0 1 2 3
+    switch    0 1 2           →  0 1:1 2
 """
 
 from __future__ import annotations
@@ -33,5 +34,8 @@ def _edited(items: tuple[Item, ...], chain: Chain) -> Iterator[tuple[Item, ...]]
                         yield (*before, Segment(inside + more), *rest)
                     case (Leaf(stage) as leaf, *rest) if rest and chain.stages[stage].recomputable:
                         yield (*before, Segment((*inside, leaf)), *rest)
-            case Leaf(stage) if after and chain.stages[stage].recomputable:
-                yield (*before, Segment((item,)), *after)
+            case Leaf(stage, option):
+                others = (other for other in range(len(chain.stages[stage].options)) if other != option)
+                yield from ((*before, Leaf(stage, other), *after) for other in others)
+                if after and chain.stages[stage].recomputable:
+                    yield (*before, Segment((item,)), *after)

@@ -32,6 +32,7 @@ _CHEAP_CELLS = 8e6
 _HOPEFUL = 16
 _HOPEFUL_STAGES = 512
 _REFINED_STAGES = 40
+_TWICE_EDITED_STAGES = 8
 _TIE = 1e-6
 
 
@@ -184,9 +185,8 @@ class Solver:
         for level in range(self._hopeful_level(budget_bytes / self._unit), -1, -1):
             if best is not None and self._table.seconds[self._levels[level]] >= best.simulation.seconds * (1 + _TIE):
                 break
-            for proposal in (self._proposal(level), *self._edited(level)):
-                if proposal.simulation.peak_bytes <= budget_bytes:
-                    best = min(best or proposal, proposal, key=_by_seconds)
+            fitting = [each for each in self._around(level, budget_bytes) if each.simulation.peak_bytes <= budget_bytes]
+            best = min(fitting if best is None else [best, *fitting], key=_by_seconds, default=None)
         return best
 
     def _refuse(self, budget_bytes: object) -> BudgetError:
@@ -217,9 +217,19 @@ class Solver:
     @cached_property
     def _unit(self) -> float:
         """Bytes per slot; whole and exact if all sizes have a common divisor that is large enough."""
-        most = max(self._most.simulation.peak_bytes, 1)
-        divisor = math.gcd(*_sizes(self.chain), self._lingering_bytes)
-        return float(divisor) if divisor * self._slots >= most else most / self._slots
+        return float(self._divisor) if self._is_exact else self._most_bytes / self._slots
+
+    @property
+    def _is_exact(self) -> bool:
+        return self._divisor * self._slots >= self._most_bytes
+
+    @cached_property
+    def _divisor(self) -> int:
+        return math.gcd(*_sizes(self.chain), self._lingering_bytes)
+
+    @property
+    def _most_bytes(self) -> int:
+        return max(self._most.simulation.peak_bytes, 1)
 
     @cached_property
     def _table(self) -> Table:
@@ -227,7 +237,7 @@ class Solver:
             self.chain, unit=self._unit, gradients_exist=self._gradients_exist, lingering_bytes=self._lingering_bytes
         )
         # A little more than everything takes, for what rounds up.
-        slots = math.ceil(self._most.simulation.peak_bytes / self._unit) + len(self.chain) // 16 + 4
+        slots = math.ceil(self._most_bytes / self._unit) + len(self.chain) // 16 + 4
         table = Table(thresholds, slots=slots, refined=len(self.chain) <= _REFINED_STAGES)
         table.solve()
         return table
@@ -248,31 +258,40 @@ class Solver:
     def _least(self) -> Proposal:
         """The proposal with the least peak. It is one of the first, and which one only the simulator knows."""
         first = range(self._hopeful_level(0) + 1)
-        return min((each for level in first for each in (self._proposal(level), *self._edited(level))), key=_by_peak, default=self._most)
+        least = min((self._proposal(level) for level in first), key=_by_peak, default=self._most)
+        near = (each for level in first for each in self._around(level, least.simulation.peak_bytes))
+        return min(near, key=_by_peak, default=least)
+
+    def _around(self, level: int, budget_bytes: int) -> list[Proposal]:
+        """A proposal, and if it is only just too large, its edits."""
+        proposal = self._proposal(level)
+        excess = proposal.simulation.peak_bytes - budget_bytes
+        return [proposal, *self._edited(level)] if 0 < excess <= self._uncertain_bytes else [proposal]
 
     def _proposal(self, level: int) -> Proposal:
         if level not in self._proposals:
             self._proposals[level] = self._simulated(self._table.schedule(int(self._levels[level])))
         return self._proposals[level]
 
+    @cached_property
+    def _uncertain_bytes(self) -> int:
+        """By how much the table may be wrong in the eyes of the simulator, where it is worth to look closer."""
+        if len(self.chain) > _REFINED_STAGES:
+            return 0
+        states = self.chain.rng_state_bytes if any(stage.draws_random for stage in self.chain) else 0
+        return 4 * states + (0 if self._is_exact else math.ceil(2 * self._unit))
+
     def _edited(self, level: int) -> list[Proposal]:
-        """Schedules near a proposal that need less memory."""
+        """Schedules near a proposal that need a little less memory and are not faster."""
         if level not in self._edits:
-            self._edits[level] = self._neighbours(self._proposal(level)) if self._states_matter else []
+            self._edits[level] = self._neighbours(self._proposal(level))
         return self._edits[level]
 
-    @property
-    def _states_matter(self) -> bool:
-        """How many generator states are alive at once is what the table knows least about."""
-        weighty = self.chain.rng_state_bytes / self._unit >= 0.5 and len(self.chain) <= _REFINED_STAGES
-        return weighty and any(stage.draws_random for stage in self.chain)
-
     def _neighbours(self, proposal: Proposal) -> list[Proposal]:
-        """What two edits reach without more memory, and with less time than a tenth more."""
         base = proposal.simulation
         seen = {proposal.schedule}
         front, near = [proposal], []
-        for _ in range(2):
+        for _ in range(2 if len(self.chain) <= _TWICE_EDITED_STAGES else 1):
             new = {schedule for each in front for schedule in edits(each.schedule, self.chain)} - seen
             seen |= new
             front = [
@@ -281,7 +300,8 @@ class Solver:
                 if each.simulation.peak_bytes <= base.peak_bytes and base.seconds <= each.simulation.seconds <= 1.1 * base.seconds
             ]
             near += front
-        return [each for each in near if each.simulation.peak_bytes < base.peak_bytes]
+        # Only by so much that a proposal is tried for every budget that one of its edits fits: see _around.
+        return [each for each in near if 0 < base.peak_bytes - each.simulation.peak_bytes <= self._uncertain_bytes]
 
     def _simulated(self, schedule: Schedule) -> Proposal:
         simulation = simulate(self.chain, schedule, gradients_exist=self._gradients_exist, lingering_bytes=self._lingering_bytes)
