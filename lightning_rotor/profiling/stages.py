@@ -174,15 +174,15 @@ class StageProfiler:
             recording.mark("done")
         phases = _Phases(recording.phases)
         start, level = phases.first("forward").start_bytes, phases.first("backward").start_bytes
-        root_bytes = phases.first("root").end_bytes - phases.first("root").start_bytes
-        saved_input = self.boundary.size_bytes - _freed(phases.first("drop input"))
-        saved_output = self.output_bytes - _freed(phases.first("drop output"))
+        # All in the meter's bytes: CUDA's allocator hands out more than a tensor asks for. The copy of the input came first.
+        saved_input = start - _freed(phases.first("drop input"))
+        saved_output = min(max(self.output_bytes - _freed(phases.first("drop output")), 0), self.output_bytes)
         before, after = phases.between("backward", "unpack" if unpacks else "done"), phases.between("unpack", "done")
         unpack_peak = _peak(before) - level
         return _KeepRun(
             forward_peak_bytes=_peak(phases.between("forward", "root")) - start,
             replay_peak_bytes=max(_peak(phases.until_last_save()) - start, 0),
-            saved_bytes=max(level - root_bytes - saved_input - saved_output, 0),
+            saved_bytes=max(level - saved_input - saved_output, 0),
             saved_input_bytes=saved_input,
             saved_output_bytes=saved_output,
             saved_tensors=saves,
@@ -220,11 +220,10 @@ class StageProfiler:
             recording.mark("done")
         phases = _Phases(recording.phases)
         start, level = phases.first("forward").start_bytes, phases.first("backward").start_bytes
-        end = phases.first("root").start_bytes
         after = phases.between("recomputed", "done")
         return _SegmentRun(
             discard_peak_bytes=_peak(phases.between("forward", "root")) - start,
-            pinned_bytes=max(end - start - self.output_bytes, 0),
+            pinned_bytes=max(level - start, 0),
             recomputed_peak_bytes=max(_peak(after) - level, 0) if after else 0,
         )
 
