@@ -213,8 +213,9 @@ class StageProfiler:
             output = recomputed(function, *leaves, draws_random=False)
             recording.mark("root")
             ends = _BackwardEnds.of(self.stage, leaves, output)
-            leaves.clear()
             del output
+            recording.mark("drop input")
+            leaves.clear()
             recording.mark("backward")
             ends.gradients()
             recording.mark("done")
@@ -223,7 +224,8 @@ class StageProfiler:
         after = phases.between("recomputed", "done")
         return _SegmentRun(
             discard_peak_bytes=_peak(phases.between("forward", "root")) - start,
-            pinned_bytes=max(level - start, 0),
+            # A segment that saves nothing does not hold its input either.
+            pinned_bytes=max(level - start + _freed(phases.first("drop input")), 0),
             recomputed_peak_bytes=max(_peak(after) - level, 0) if after else 0,
         )
 
