@@ -40,8 +40,11 @@ recurrence this refines: gradients and temporaries count only when they are aliv
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -49,6 +52,8 @@ import numpy.typing as npt
 
 from lightning_rotor.planning.thresholds import BackwardNeed, Ending, LeafCost, Thresholds
 from lightning_rotor.schedule import Item, Leaf, Schedule, Segment
+
+_PARALLEL_STAGES = 64
 
 Seconds: TypeAlias = npt.NDArray[np.floating[Any]]
 Context: TypeAlias = Literal["any", "nested", "segment", "held"]
@@ -80,8 +85,17 @@ class Table:
         # _body[i][l - i]: body(i, l) plus the first, discarded pass over i..l: what a segment i..l costs in all.
         # _rest[e][c][i]: rest_c(i, l) under ending e of stage l. Both are contiguous in what split() varies, so it adds whole blocks.
         self._contexts = [self._contexts_of(first) for first in range(n)]
-        self._body = [{context: np.empty((n - first, self._size), dtype) for context in self._contexts[first]} for first in range(n)]
-        self._rest: dict[Ending, list[Seconds]] = {}
+        self._outermost = [self._first_of_longest_segment(last) for last in range(n - 1)] + [0]
+        body_keys = [(first, context) for first in range(n) for context in self._contexts[first]]
+        body = dict(zip(body_keys, _blocks([n - first for first, _ in body_keys], self._size, dtype), strict=True))
+        self._body = [{context: body[first, context] for context in self._contexts[first]} for first in range(n)]
+        rest_keys = [(ending, number) for endings in self._endings for ending in endings for number in range(self._classes(ending.last))]
+        rest = dict(zip(rest_keys, _blocks([ending.last + 1 for ending, _ in rest_keys], self._size, dtype), strict=True))
+        self._rest = {
+            ending: [rest[ending, number] for number in range(self._classes(ending.last))]
+            for endings in self._endings
+            for ending in endings
+        }
         self._whole = np.empty(self._size, dtype)
         self._discard_before = np.concatenate(([0.0], np.cumsum([stage.discard_seconds for stage in self._stages])))
         self._steps = [_steps(thresholds.discard[first], first) for first in range(n)]
@@ -95,21 +109,29 @@ class Table:
     # ---------------------------------------------------------------- filling
 
     def solve(self) -> None:
-        """Fill the table."""
-        workspace = np.empty((len(self._stages), self._size), self._number)
-        settled = [0] * len(self._stages)  # by first stage: from this slot on, no body so far improves
-        for last in range(self._top):
-            outermost = self._outermost(last)
-            for first in range(last + 1):
-                for bodies in self._body[first].values():
-                    bodies[last - first] = math.inf
-            for ending in self._endings[last]:
-                self._solve_column(ending, outermost, workspace, settled)
-            for first in range(last, outermost - 1, -1):
-                for context, bodies in self._body[first].items():
-                    self._end_bare(first, last, context)
-                    settled[first] = max(settled[first], _settled(bodies[last - first]))
-        self._solve_column(self._whole_chain, 0, workspace, settled)
+        """Fill the table, column by column: a column is all intervals that end at the same stage.
+
+        Row ``first`` of a column needs row ``first`` of the column before it, and its own rows further down. So two threads can work
+        at two columns, the second one row behind the first. What they compute does not depend on their timing::
+
+                    last - 1   last
+            first      ·         ·
+            first + 1  A         ·      A may go on to `first`; B must wait until A has been there
+            first + 2  ■         B
+        """
+        threads = 2 if self._top >= _PARALLEL_STAGES and (os.cpu_count() or 1) > 1 else 1
+        workspaces = [np.empty((len(self._stages), self._size), self._number) for _ in range(threads)]
+        spans = [_Span() for _ in self._stages]  # by first stage: where its bodies change
+        finished_rows: list[SimpleQueue[int]] = [SimpleQueue() for _ in self._stages]
+        if threads == 1:
+            for last in range(len(self._stages)):
+                self._solve_column(last, workspaces[0], spans, finished_rows)
+            return
+        with ThreadPoolExecutor(threads) as pool:
+            # No column ends before the one before it, so the ones that run are neighbours and never share a workspace.
+            arguments = ((last, workspaces[last % threads], spans, finished_rows) for last in range(len(self._stages)))
+            for column in [pool.submit(self._solve_column, *each) for each in arguments]:
+                column.result()
 
     def _contexts_of(self, first: int) -> tuple[Context, ...]:
         """Which bodies to store for intervals that start at ``first``.
@@ -125,40 +147,71 @@ class Table:
         apart = len(stage.leaves) > 1 or (self._refined and (drawing or freeing))
         return ("nested", "segment", "held") if apart else ("any",)
 
-    def _outermost(self, last: int) -> int:
-        """First stage of the longest segment that may end at ``last``."""
+    def _first_of_longest_segment(self, last: int) -> int:
+        """First stage of the longest segment that may end at ``last``; ``last + 1`` if there is none."""
         first = last + 1
         while first > 0 and self._stages[first - 1].recomputable:
             first -= 1
         return first
 
-    def _solve_column(self, ending: Ending, outermost: int, workspace: Seconds, settled: list[int]) -> None:
-        """All intervals with one ending, from the shortest to the longest."""
-        last = ending.last
-        classes = max(len(stage.saved_before) for stage in self._stages[outermost : last + 1]) if outermost <= last else 0
-        # Rows that are never touched, such as classes that a boundary does not have, get no memory from the system.
-        self._rest[ending] = [np.empty((last + 1, self._size), self._number) for _ in range(classes)]
-        rest_settled = 0
-        for first in range(last, outermost - 1, -1):
-            until = max(settled[first], rest_settled)
-            splits = {context: self._split(first, ending, context, workspace, until) for context in self._contexts[first]}
-            if first > outermost:
-                self._fill_rest(first, ending, splits)
-                rest_settled = max(rest_settled, _settled(self._rest[ending][0][first]))
-            if first == 0 or last < self._top:
-                for context, split in splits.items():
-                    self._fill_body(first, ending, context, split)
+    def _classes(self, last: int) -> int:
+        """How many ways there are, at most, in which a stage inside an interval that ends at ``last`` leaves its output behind."""
+        return max((len(stage.saved_before) for stage in self._stages[self._outermost[last] : last + 1]), default=0)
 
-    def _split(self, first: int, ending: Ending, context: Context, workspace: Seconds, settled: int) -> Seconds:
+    def _solve_column(self, last: int, workspace: Seconds, spans: list[_Span], finished_rows: list[SimpleQueue[int]]) -> None:
+        """All intervals that end at ``last``, from the shortest to the longest."""
+        try:
+            outermost = self._outermost[last]
+            rest_spans = {ending: _Span() for ending in self._endings[last]}
+            for first in range(last, -1, -1):
+                if first < last:
+                    finished_rows[last - 1].get()
+                self._begin_row(first, last)
+                if first >= outermost:
+                    for ending in self._endings[last]:
+                        self._solve_interval(first, ending, workspace, spans[first], rest_spans[ending], is_longest=first == outermost)
+                    self._end_row(first, last, spans[first])
+                finished_rows[last].put(first)
+        except BaseException:
+            # The next column must not wait for ever; what it makes of the rest is never used.
+            for first in range(last + 1):
+                finished_rows[last].put(first)
+            raise
+
+    def _begin_row(self, first: int, last: int) -> None:
+        if last < self._top:
+            for bodies in self._body[first].values():
+                bodies[last - first] = math.inf
+
+    def _solve_interval(
+        self, first: int, ending: Ending, workspace: Seconds, span: _Span, rest_span: _Span, *, is_longest: bool
+    ) -> None:
+        # A sum is finite where both parts are, and changes where one of them does.
+        low, high = max(span.low, rest_span.low), max(span.high, rest_span.high)
+        splits = {context: self._split(first, ending, context, workspace, (low, high)) for context in self._contexts[first]}
+        if not is_longest:
+            self._fill_rest(first, ending, splits)
+            rest_span.cover(self._rest[ending][0][first])
+        if first == 0 or ending.last < self._top:
+            for context, split in splits.items():
+                self._fill_body(first, ending, context, split)
+
+    def _end_row(self, first: int, last: int, span: _Span) -> None:
+        if last < self._top:
+            for context, bodies in self._body[first].items():
+                self._end_bare(first, last, context)
+                span.cover(bodies[last - first])
+
+    def _split(self, first: int, ending: Ending, context: Context, workspace: Seconds, span: tuple[int, int]) -> Seconds:
         """split(first, last): the best segment that starts at ``first`` and ends before ``last``."""
         last, remembered = ending.last, self._needs.rng_slots
         split = np.full(self._size, math.inf, self._number)
         drawing = min(self._needs.first_draw[first], last) if remembered else last
         bodies = self._body[first][context]
-        self._reduce(bodies, first, first, drawing, ending, workspace, settled, split)
+        self._reduce(bodies, first, first, drawing, ending, workspace, span, split)
         if drawing < last:
             with_states = np.full(self._size, math.inf, self._number)
-            self._reduce(bodies, first, drawing, last, ending, workspace, settled, with_states)
+            self._reduce(bodies, first, drawing, last, ending, workspace, span, with_states)
             if remembered < self._size:
                 np.minimum(split[remembered:], with_states[: self._size - remembered], out=split[remembered:])
         if self._needs.segment_seconds and last < self._top:
@@ -166,7 +219,7 @@ class Table:
         return split
 
     def _reduce(
-        self, bodies: Seconds, first: int, begin: int, end: int, ending: Ending, workspace: Seconds, settled: int, split: Seconds
+        self, bodies: Seconds, first: int, begin: int, end: int, ending: Ending, workspace: Seconds, span: tuple[int, int], split: Seconds
     ) -> None:
         """Minimum over the segments ``first..k`` with ``begin <= k < end``.
 
@@ -174,7 +227,7 @@ class Table:
         and one minimum do each block::
 
             k = end - 1     ░░░░░░░░░░░░████████  ┐
-            ...             ░░░░░░██████████████  │ from slot `settled` on nothing improves any more,
+            ...             ░░░░░░██████████████  │ before `span` nothing is finite, and behind it nothing changes,
             k = begin       ░░██████████████████  ┘ so what is beyond is copied
                             0 s0  s1    s2    stop
         """
@@ -183,11 +236,11 @@ class Table:
         base = self._forward_base(first, ending)
         steps = self._first_steps[first] if ending.last == self._top else self._steps[first]
         rests = self._rest[ending][0]
-        low = steps[0][1] + base
+        low = max(steps[0][1] + base, span[0])
         for number in range(len(steps)):
             row_end, slot_end = steps[number + 1] if number + 1 < len(steps) else (end, self._size)
             row_end, slot_end = (end, self._size) if row_end >= end else (row_end, slot_end + base)
-            stop = min(slot_end, max(settled, low) + 1, self._size)
+            stop = min(slot_end, max(span[1], low) + 1, self._size)
             if begin < row_end and low < stop:
                 space = workspace[: row_end - begin, : stop - low]
                 np.add(bodies[begin - first : row_end - first, low:stop], rests[begin + 1 : row_end + 1, low:stop], out=space)
@@ -195,7 +248,7 @@ class Table:
                 split[stop:slot_end] = split[stop - 1]
             if row_end == end:
                 return
-            low = slot_end
+            low = max(low, slot_end)
 
     def _fill_rest(self, first: int, ending: Ending, splits: dict[Context, Seconds]) -> None:
         """rest_c(first, last) for every class c of the boundary."""
@@ -411,6 +464,12 @@ class _Decision:
     context: Context
 
 
+def _blocks(rows: list[int], size: int, dtype: type[np.float32] | type[np.float64]) -> Iterator[Seconds]:
+    """Blocks of ``rows × size`` numbers, all of them in one piece: the system gives large pieces large pages, far fewer of them."""
+    whole = np.empty((sum(rows), size), dtype)
+    return iter(np.split(whole, np.cumsum(rows)[:-1]))
+
+
 def _by_context(need: BackwardNeed, context: Context) -> int:
     match context:
         case "any" | "nested":
@@ -427,6 +486,16 @@ def _steps(peaks: npt.NDArray[np.int64], first: int) -> list[tuple[int, int]]:
     return [(first + int(rise), int(peaks[first + rise])) for rise in rises]
 
 
-def _settled(seconds: Seconds) -> int:
-    """First slot from which on more memory does not help."""
-    return int(np.count_nonzero(seconds > seconds[-1]))
+class _Span:
+    """The slots between which any of some rows changes: infinite before ``low``, constant from ``high`` on."""
+
+    __slots__ = ("high", "low")
+
+    def __init__(self) -> None:
+        self.low, self.high = 1 << 60, 0
+
+    def cover(self, seconds: Seconds) -> None:
+        """Take in one more row; rows never increase."""
+        rising = seconds[::-1]
+        self.low = min(self.low, len(seconds) - int(rising.searchsorted(math.inf, "left")))
+        self.high = max(self.high, len(seconds) - int(rising.searchsorted(seconds[-1], "right")))

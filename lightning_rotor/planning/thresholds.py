@@ -86,7 +86,7 @@ class LeafCost:
     bare: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Ending:
     """Options under which a stage may end a recomputation, and which are alike in what the recomputation finds alive.
 
