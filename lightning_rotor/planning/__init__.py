@@ -5,6 +5,7 @@ Chain, budget ──► thresholds ──► dynamic program ──► proposals
 every budget)       trees)        judge)
 """
 
-from lightning_rotor.planning.plan import Plan, Proposal, Solver, minimum_budget, plan
+from lightning_rotor.planning.baselines import baselines
+from lightning_rotor.planning.plan import Plan, Proposal, Solver, fine_slots, minimum_budget, plan
 
-__all__ = ["Plan", "Proposal", "Solver", "minimum_budget", "plan"]
+__all__ = ["Plan", "Proposal", "Solver", "baselines", "fine_slots", "minimum_budget", "plan"]

@@ -89,14 +89,21 @@ class Table:
         body_keys = [(first, context) for first in range(n) for context in self._contexts[first]]
         body = dict(zip(body_keys, _blocks([n - first for first, _ in body_keys], self._size, dtype), strict=True))
         self._body = [{context: body[first, context] for context in self._contexts[first]} for first in range(n)]
-        rest_keys = [(ending, number) for endings in self._endings for ending in endings for number in range(self._classes(ending.last))]
-        rest = dict(zip(rest_keys, _blocks([ending.last + 1 for ending, _ in rest_keys], self._size, dtype), strict=True))
+        rest_keys = [
+            (ending, number)
+            for endings in self._endings
+            for ending in endings
+            for number in range(self._classes(ending.last))
+        ]
+        rest = dict(
+            zip(rest_keys, _blocks([ending.last + 1 for ending, _ in rest_keys], self._size, dtype), strict=True)
+        )
         self._rest = {
             ending: [rest[ending, number] for number in range(self._classes(ending.last))]
             for endings in self._endings
             for ending in endings
         }
-        self._whole = np.empty(self._size, dtype)
+        self._whole: Seconds = np.empty(self._size, dtype)
         self._discard_before = np.concatenate(([0.0], np.cumsum([stage.discard_seconds for stage in self._stages])))
         self._steps = [_steps(thresholds.discard[first], first) for first in range(n)]
         self._first_steps = [_steps(thresholds.first_discard[first], first) for first in range(n)]
@@ -158,7 +165,9 @@ class Table:
         """How many ways there are, at most, in which a stage inside an interval that ends at ``last`` leaves its output behind."""
         return max((len(stage.saved_before) for stage in self._stages[self._outermost[last] : last + 1]), default=0)
 
-    def _solve_column(self, last: int, workspace: Seconds, spans: list[_Span], finished_rows: list[SimpleQueue[int]]) -> None:
+    def _solve_column(
+        self, last: int, workspace: Seconds, spans: list[_Span], finished_rows: list[SimpleQueue[int]]
+    ) -> None:
         """All intervals that end at ``last``, from the shortest to the longest."""
         try:
             outermost = self._outermost[last]
@@ -169,7 +178,9 @@ class Table:
                 self._begin_row(first, last)
                 if first >= outermost:
                     for ending in self._endings[last]:
-                        self._solve_interval(first, ending, workspace, spans[first], rest_spans[ending], is_longest=first == outermost)
+                        self._solve_interval(
+                            first, ending, workspace, spans[first], rest_spans[ending], is_longest=first == outermost
+                        )
                     self._end_row(first, last, spans[first])
                 finished_rows[last].put(first)
         except BaseException:
@@ -188,7 +199,9 @@ class Table:
     ) -> None:
         # A sum is finite where both parts are, and changes where one of them does.
         low, high = max(span.low, rest_span.low), max(span.high, rest_span.high)
-        splits = {context: self._split(first, ending, context, workspace, (low, high)) for context in self._contexts[first]}
+        splits = {
+            context: self._split(first, ending, context, workspace, (low, high)) for context in self._contexts[first]
+        }
         if not is_longest:
             self._fill_rest(first, ending, splits)
             rest_span.cover(self._rest[ending][0][first])
@@ -202,7 +215,9 @@ class Table:
                 self._end_bare(first, last, context)
                 span.cover(bodies[last - first])
 
-    def _split(self, first: int, ending: Ending, context: Context, workspace: Seconds, span: tuple[int, int]) -> Seconds:
+    def _split(
+        self, first: int, ending: Ending, context: Context, workspace: Seconds, span: tuple[int, int]
+    ) -> Seconds:
         """split(first, last): the best segment that starts at ``first`` and ends before ``last``."""
         last, remembered = ending.last, self._needs.rng_slots
         split = np.full(self._size, math.inf, self._number)
@@ -215,11 +230,21 @@ class Table:
             if remembered < self._size:
                 np.minimum(split[remembered:], with_states[: self._size - remembered], out=split[remembered:])
         if self._needs.segment_seconds and last < self._top:
-            split += self._number(self._needs.segment_seconds)  # a nested segment's first pass runs inside its parent's, too
+            split += self._number(
+                self._needs.segment_seconds
+            )  # a nested segment's first pass runs inside its parent's, too
         return split
 
     def _reduce(
-        self, bodies: Seconds, first: int, begin: int, end: int, ending: Ending, workspace: Seconds, span: tuple[int, int], split: Seconds
+        self,
+        bodies: Seconds,
+        first: int,
+        begin: int,
+        end: int,
+        ending: Ending,
+        workspace: Seconds,
+        span: tuple[int, int],
+        split: Seconds,
     ) -> None:
         """Minimum over the segments ``first..k`` with ``begin <= k < end``.
 
@@ -243,7 +268,11 @@ class Table:
             stop = min(slot_end, max(span[1], low) + 1, self._size)
             if begin < row_end and low < stop:
                 space = workspace[: row_end - begin, : stop - low]
-                np.add(bodies[begin - first : row_end - first, low:stop], rests[begin + 1 : row_end + 1, low:stop], out=space)
+                np.add(
+                    bodies[begin - first : row_end - first, low:stop],
+                    rests[begin + 1 : row_end + 1, low:stop],
+                    out=space,
+                )
                 np.minimum.reduce(space, axis=0, out=split[low:stop])
                 split[stop:slot_end] = split[stop - 1]
             if row_end == end:
@@ -260,7 +289,9 @@ class Table:
             rest[:low] = math.inf
             rest[low:] = splits[context][low - paid : max(self._size - paid, 0)]
             for leaf in self._leaves(first, ending):
-                self._keep(rest, leaf, first, ending, leaf.input_retained[number], self._rest_need(leaf, first, ending, number))
+                self._keep(
+                    rest, leaf, first, ending, leaf.input_retained[number], self._rest_need(leaf, first, ending, number)
+                )
 
     def _fill_body(self, first: int, ending: Ending, context: Context, split: Seconds) -> None:
         for leaf in self._leaves(first, ending):
@@ -377,7 +408,9 @@ class Table:
     def _body_items(self, memory: int, first: int, last: int, context: Context) -> Iterator[Item]:
         """Items behind body(memory, first, last)."""
         bare: list[Leaf] = []
-        while last < self._top and first <= last and (leaf := self._bare_leaf(memory, first, last, context)) is not None:
+        while (
+            last < self._top and first <= last and (leaf := self._bare_leaf(memory, first, last, context)) is not None
+        ):
             bare.append(Leaf(last, leaf.option))
             last -= 1
         if first <= last:
@@ -387,7 +420,9 @@ class Table:
         yield from reversed(bare)
 
     def _recorded_items(self, memory: int, first: int, ending: Ending, context: Context) -> Iterator[Item]:
-        paid: Context | int = context  # who holds the input of `first`, or the class of the boundary if it must be paid for
+        paid: Context | int = (
+            context  # who holds the input of `first`, or the class of the boundary if it must be paid for
+        )
         while first <= ending.last:
             decision = self._decide(memory, first, ending, paid)
             assert decision.seconds < math.inf, "the table holds no schedule here"
@@ -437,7 +472,10 @@ class Table:
         peaks = self._needs.first_discard if last == self._top else self._needs.discard
         needs = peaks[first, first:last] + self._forward_base(first, ending)
         inside = np.maximum(left, 0)
-        seconds = self._body[first][context][ends - first, inside].astype(np.float64) + self._rest[ending][0][ends + 1, inside]
+        seconds = (
+            self._body[first][context][ends - first, inside].astype(np.float64)
+            + self._rest[ending][0][ends + 1, inside]
+        )
         seconds[left < needs] = math.inf
         best = int(np.argmin(seconds))
         again = self._needs.segment_seconds if last < self._top else 0.0
@@ -447,9 +485,9 @@ class Table:
         """The option under which ``last`` saves nothing, if the table's value comes from it."""
         value = self._body[first][context][last - first, memory]
         for leaf in self._stages[last].leaves:
-            if not leaf.saves and memory >= self._bare_need(leaf, first, last, context):
-                if self._bare_seconds(leaf, first, last, context, memory) <= value:
-                    return leaf
+            fits = not leaf.saves and memory >= self._bare_need(leaf, first, last, context)
+            if fits and self._bare_seconds(leaf, first, last, context, memory) <= value:
+                return leaf
         return None
 
 

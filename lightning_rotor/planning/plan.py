@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, fields
-from collections.abc import Iterator
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning_rotor.chain import Chain
+from lightning_rotor.chain import Chain, Option, StageCost
 from lightning_rotor.errors import BudgetError
 from lightning_rotor.planning.dynamic_program import Table
 from lightning_rotor.planning.edits import edits
@@ -29,11 +28,15 @@ _MOST_SLOTS = 20_000
 # How many sums of one float a table for a short chain may take: with these, any chain up to 60 stages is solved in about 0.1 s.
 _CHEAP_SUMS = 1e8
 _CHEAP_CELLS = 8e6
+# Proposals above the budget that are tried all the same, at least, and for short chains so many more that their number times that of
+# the stages is the second number.
 _HOPEFUL = 16
 _HOPEFUL_STAGES = 512
+# Up to these lengths a chain gets a refined table, and proposals that are just too large get two edits instead of one.
 _REFINED_STAGES = 40
 _TWICE_EDITED_STAGES = 8
-_TIE = 1e-6
+# Relative error of seconds in a table of single precision.
+_ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,12 @@ class Plan:
 
 
 def plan(
-    chain: Chain, budget_bytes: int, *, slots: int = DEFAULT_SLOTS, gradients_exist: bool = False, lingering_bytes: int = 0
+    chain: Chain,
+    budget_bytes: int,
+    *,
+    slots: int = DEFAULT_SLOTS,
+    gradients_exist: bool = False,
+    lingering_bytes: int = 0,
 ) -> Plan:
     """Plan the fastest schedule that fits a memory budget.
 
@@ -104,7 +112,9 @@ def plan(
     Source:
         Beaumont et al., "Optimal checkpointing for heterogeneous chains", hal-02352969.
     """
-    return Solver(chain, slots=fine_slots(len(chain), slots), gradients_exist=gradients_exist, lingering_bytes=lingering_bytes).plan(budget_bytes)
+    return Solver(
+        chain, slots=fine_slots(len(chain), slots), gradients_exist=gradients_exist, lingering_bytes=lingering_bytes
+    ).plan(budget_bytes)
 
 
 def minimum_budget(
@@ -114,7 +124,9 @@ def minimum_budget(
 
     Arguments as for :func:`plan`.
     """
-    return Solver(chain, slots=fine_slots(len(chain), slots), gradients_exist=gradients_exist, lingering_bytes=lingering_bytes).minimum()
+    return Solver(
+        chain, slots=fine_slots(len(chain), slots), gradients_exist=gradients_exist, lingering_bytes=lingering_bytes
+    ).minimum()
 
 
 def fine_slots(stages: int, slots: int = DEFAULT_SLOTS) -> int:
@@ -141,8 +153,10 @@ class Solver:
         lingering_bytes: See :func:`plan`.
     """
 
-    def __init__(self, chain: Chain, *, slots: int = DEFAULT_SLOTS, gradients_exist: bool = False, lingering_bytes: int = 0) -> None:
-        if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
+    def __init__(
+        self, chain: Chain, *, slots: int = DEFAULT_SLOTS, gradients_exist: bool = False, lingering_bytes: int = 0
+    ) -> None:
+        if not _is_positive_integer(slots):
             raise ValueError(f"slots is {slots!r}: expected a positive integer, such as {DEFAULT_SLOTS}")
         self.chain = chain
         self._slots = slots
@@ -158,18 +172,18 @@ class Solver:
             BudgetError: No schedule fits, or the budget is no positive integer.
         """
         start = time.perf_counter()
-        if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int) or budget_bytes <= 0:
-            raise self._refuse(budget_bytes)
-        found = self._search(budget_bytes)
+        found = self._search(budget_bytes) if _is_positive_integer(budget_bytes) else None
         if found is None:
-            raise self._refuse(budget_bytes)
+            raise self._refusal(budget_bytes)
         return Plan(self.chain, found.schedule, budget_bytes, found.simulation, time.perf_counter() - start)
 
     def minimum(self) -> Plan:
         """The plan with the least simulated peak."""
         start = time.perf_counter()
         least = self._least
-        return Plan(self.chain, least.schedule, least.simulation.peak_bytes, least.simulation, time.perf_counter() - start)
+        return Plan(
+            self.chain, least.schedule, least.simulation.peak_bytes, least.simulation, time.perf_counter() - start
+        )
 
     def proposals(self) -> tuple[Proposal, ...]:
         """Every schedule that the table holds, by rising peak."""
@@ -183,24 +197,23 @@ class Solver:
         """
         best: Proposal | None = None
         for level in range(self._hopeful_level(budget_bytes / self._unit), -1, -1):
-            if best is not None and self._table.seconds[self._levels[level]] >= best.simulation.seconds * (1 + _TIE):
+            if best is not None and self._table.seconds[self._levels[level]] >= best.simulation.seconds * (
+                1 + _ROUNDING
+            ):
                 break
             fitting = [each for each in self._around(level, budget_bytes) if each.simulation.peak_bytes <= budget_bytes]
             best = min(fitting if best is None else [best, *fitting], key=_by_seconds, default=None)
         return best
 
-    def _refuse(self, budget_bytes: object) -> BudgetError:
+    def _refusal(self, budget_bytes: object) -> BudgetError:
         least = self._least.simulation
         stage = self.chain.stages[least.peak_stage].name
-        if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int) or budget_bytes <= 0:
-            received = f"budget is {budget_bytes!r}: expected a positive integer of bytes, and at least"
-        else:
-            received = f"budget {format_bytes(budget_bytes)} is below"
-        message = (
-            f"{received} this chain's minimum {format_bytes(least.peak_bytes)} (set by {stage!r}): "
-            "raise mem_limit or lower the batch size"
-        )
+        minimum = f"this chain's minimum {format_bytes(least.peak_bytes)} (set by {stage!r})"
         known = budget_bytes if isinstance(budget_bytes, int) else 0
+        if _is_positive_integer(budget_bytes):
+            message = f"budget {format_bytes(known)} is below {minimum}: raise mem_limit or lower the batch size"
+        else:
+            message = f"budget is {budget_bytes!r}: expected a positive integer of bytes, and at least {minimum}"
         return BudgetError(message, budget_bytes=known, minimum_bytes=least.peak_bytes, stage=stage)
 
     # ---------------------------------------------------------------- the table and what it proposes
@@ -297,15 +310,22 @@ class Solver:
             front = [
                 each
                 for each in map(self._simulated, new)
-                if each.simulation.peak_bytes <= base.peak_bytes and base.seconds <= each.simulation.seconds <= 1.1 * base.seconds
+                if each.simulation.peak_bytes <= base.peak_bytes
+                and base.seconds <= each.simulation.seconds <= 1.1 * base.seconds
             ]
             near += front
         # Only by so much that a proposal is tried for every budget that one of its edits fits: see _around.
         return [each for each in near if 0 < base.peak_bytes - each.simulation.peak_bytes <= self._uncertain_bytes]
 
     def _simulated(self, schedule: Schedule) -> Proposal:
-        simulation = simulate(self.chain, schedule, gradients_exist=self._gradients_exist, lingering_bytes=self._lingering_bytes)
+        simulation = simulate(
+            self.chain, schedule, gradients_exist=self._gradients_exist, lingering_bytes=self._lingering_bytes
+        )
         return Proposal(schedule, simulation)
+
+
+def _is_positive_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _by_peak(proposal: Proposal) -> tuple[int, float]:
@@ -320,6 +340,7 @@ def _sizes(chain: Chain) -> list[int]:
     """Every size that a simulation adds or subtracts."""
     sizes = [chain.rng_state_bytes]
     for stage in chain:
-        for costs in (stage, *stage.options):
-            sizes += [getattr(costs, size.name) for size in fields(costs) if size.name.endswith("_bytes")]
+        sizes += [getattr(stage, size.name) for size in fields(StageCost) if size.name.endswith("_bytes")]
+        for option in stage.options:
+            sizes += [getattr(option, size.name) for size in fields(Option) if size.name.endswith("_bytes")]
     return sizes

@@ -151,20 +151,19 @@ class Thresholds:
     segment_seconds: float
 
 
-def thresholds_of(
-    chain: Chain, *, unit: float, gradients_exist: bool = False, lingering_bytes: int = 0
-) -> Thresholds:
+def thresholds_of(chain: Chain, *, unit: float, gradients_exist: bool = False, lingering_bytes: int = 0) -> Thresholds:
     """Translate a chain into slots of ``unit`` bytes. Takes O(n²) for ``n`` stages."""
     n = len(chain)
     ruler = _Ruler(chain, unit)
     backward_base = _backward_bases(chain, gradients_exist)
-    in_forward = lingering_bytes + np.concatenate(([0], np.cumsum([stage.pinned_bytes for stage in chain])))[:n].astype(np.int64)
+    pinned = [sum(stage.pinned_bytes for stage in chain.stages[:index]) for index in range(n)]
+    in_forward = lingering_bytes + np.array(pinned, np.int64)
     return Thresholds(
         unit=unit,
         stages=tuple(_stage_needs(chain, index, ruler, backward_base[index]) for index in range(n)),
         forward_base=tuple(ruler.slots(int(size)) for size in in_forward),
-        discard=_discard_peaks(chain, np.zeros(n, np.int64), ruler),
-        first_discard=_discard_peaks(chain, in_forward, ruler),
+        discard=_discard_peaks(chain, np.zeros(n, np.int64), unit),
+        first_discard=_discard_peaks(chain, in_forward, unit),
         rng_slots=ruler.slots(chain.rng_state_bytes),
         first_draw=_first_draws(chain),
         segment_seconds=chain.segment_seconds,
@@ -215,7 +214,9 @@ def _stage_needs(chain: Chain, index: int, ruler: _Ruler, base: int) -> StageNee
     )
 
 
-def _endings(stage: StageCost, index: int, leaves: tuple[LeafCost, ...], ruler: _Ruler, base: int) -> tuple[Ending, ...]:
+def _endings(
+    stage: StageCost, index: int, leaves: tuple[LeafCost, ...], ruler: _Ruler, base: int
+) -> tuple[Ending, ...]:
     alike: dict[tuple[int, int], list[LeafCost]] = {}
     for leaf, option in zip(leaves, stage.options, strict=True):
         if leaf.saves:
@@ -243,7 +244,11 @@ def _leaf_cost(
     def backward_need(least_peak: int) -> BackwardNeed:
         plain, segment, held = (
             own + max(peak, least_peak)
-            for peak in (option.backward_peak_bytes, option.backward_segment_peak_bytes, option.backward_held_peak_bytes)
+            for peak in (
+                option.backward_peak_bytes,
+                option.backward_segment_peak_bytes,
+                option.backward_held_peak_bytes,
+            )
         )
         return BackwardNeed(*(ruler.slots(need) for need in (plain, max(plain - freed, 0), segment, held)))
 
@@ -255,7 +260,9 @@ def _leaf_cost(
         saves=option.saved_tensors > 0,
         retained=ruler.retained(index, option),
         output_class=saved_after.index(option.saved_output_bytes),
-        input_retained=tuple(ruler.boundary(index, min(size, saved + option.saved_input_bytes)) for saved in saved_before),
+        input_retained=tuple(
+            ruler.boundary(index, min(size, saved + option.saved_input_bytes)) for saved in saved_before
+        ),
         forward=ruler.slots(option.forward_peak_bytes),
         replay=ruler.slots(option.replay_peak_bytes),
         backward=backward_need(option.unpack_peak_bytes),
@@ -285,7 +292,7 @@ def _backward_bases(chain: Chain, gradients_exist: bool) -> list[int]:
     return bases[::-1]
 
 
-def _discard_peaks(chain: Chain, pinned_before: npt.NDArray[np.int64], ruler: _Ruler) -> npt.NDArray[np.int64]:
+def _discard_peaks(chain: Chain, pinned_before: npt.NDArray[np.int64], unit: float) -> npt.NDArray[np.int64]:
     n = len(chain)
     own = np.array([stage.discard_peak_bytes for stage in chain], np.int64) + pinned_before
     inputs = np.array([_input_bytes(chain, index) for index in range(n)], np.int64)
@@ -293,7 +300,7 @@ def _discard_peaks(chain: Chain, pinned_before: npt.NDArray[np.int64], ruler: _R
     for first in range(n):
         levels = own[first:] + inputs[first:]
         levels[0] = own[first]
-        peaks[first, first:] = (np.maximum.accumulate(levels) / ruler._unit + 0.5).astype(np.int64)
+        peaks[first, first:] = np.floor(np.maximum.accumulate(levels) / unit + 0.5)
     return peaks
 
 

@@ -1,0 +1,255 @@
+"""The planner against exhaustive search, baselines and its own promises."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from reference import best_by_budget, judge_all
+from strategies import KINDS, Kind, chains, random_chain
+
+from lightning_rotor.chain import Chain, Option, StageCost
+from lightning_rotor.errors import BudgetError, RotorError
+from lightning_rotor.planning import Solver, baselines, fine_slots, minimum_budget, plan
+from lightning_rotor.schedule import Schedule
+from lightning_rotor.simulator import simulate
+
+# Times within this factor are the same: they are sums of the same durations in another order.
+SAME = 1 + 1e-9
+CHAINS_PER_BATCH = 25
+BATCHES = 5  # of each of the five kinds: 625 chains
+
+
+def uniform_chain(stages: int, *, size_bytes: int = 1000, draws_random: bool = False) -> Chain:
+    """Equal stages that save their input and as much again."""
+    keep = Option(
+        name="keep",
+        saved_bytes=size_bytes,
+        saved_input_bytes=size_bytes,
+        saved_output_bytes=0,
+        saved_tensors=2,
+        forward_peak_bytes=2 * size_bytes,
+        replay_peak_bytes=size_bytes,
+        unpack_peak_bytes=size_bytes,
+        unpack_bytes=size_bytes,
+        backward_peak_bytes=2 * size_bytes,
+        backward_segment_peak_bytes=2 * size_bytes,
+        backward_held_peak_bytes=2 * size_bytes,
+        input_gradient_bytes=size_bytes,
+        parameter_gradient_bytes=0,
+        forward_seconds=1.0,
+        replay_seconds=0.9,
+        backward_seconds=2.0,
+    )
+    stage = StageCost("stage", size_bytes, 2 * size_bytes, 1.0, (keep,), draws_random=draws_random)
+    return Chain(tuple(replace(stage, name=f"stage{index}") for index in range(stages)), input_bytes=size_bytes)
+
+
+# ---------------------------------------------------------------------------------------------------- against the oracle
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_plan_is_as_fast_as_the_best_of_all_schedule_trees(kind: Kind, batch: int) -> None:
+    cases = equal = 0
+    for number in range(CHAINS_PER_BATCH):
+        rng = random.Random(f"{kind} {batch} {number}")
+        stages = rng.choice((1, 2, 3, 4, 4, 5, 5, 6, 6))
+        grain = rng.choice((1, 512, 997))
+        chain = random_chain(rng, stages, kind, grain=grain)
+        step = {"gradients_exist": rng.random() < 0.3, "lingering_bytes": grain * rng.choice((0, 0, 30))}
+        solver = Solver(chain, slots=fine_slots(stages), **step)
+        before = float("inf")
+        for budget_bytes, best in best_by_budget(judge_all(chain, **step)).items():
+            found = solver.plan(budget_bytes)  # raises if it finds nothing where a tree fits
+            assert found.peak_bytes <= budget_bytes
+            assert found.seconds <= before, f"{budget_bytes} bytes are slower than less: {found} for {chain}"
+            assert found.seconds <= 1.05 * best.seconds, f"{found} against {best} for {chain}"
+            before = found.seconds
+            cases += 1
+            equal += found.seconds <= SAME * best.seconds
+    assert equal >= 0.95 * cases, f"only {equal} of {cases} are as fast as the best"
+
+
+def test_least_budget_is_the_least_peak_of_all_schedule_trees() -> None:
+    for seed in range(60):
+        rng = random.Random(seed)
+        chain = random_chain(rng, rng.randint(1, 6), KINDS[seed % len(KINDS)])
+        assert minimum_budget(chain).peak_bytes == judge_all(chain)[0].peak_bytes
+
+
+# ---------------------------------------------------------------------------------------------------- promises at any size
+
+
+@settings(max_examples=60)
+@given(chains(max_stages=14))
+def test_peak_never_exceeds_the_budget_and_the_simulation_is_the_simulators(chain: Chain) -> None:
+    solver = Solver(chain, slots=500)
+    least, most = solver.minimum().peak_bytes, simulate(chain, Schedule.keep_all(len(chain))).peak_bytes
+    for budget_bytes in range(least, most + 1, max((most - least) // 7, 1)):
+        found = solver.plan(budget_bytes)
+        assert found.peak_bytes <= budget_bytes == found.budget_bytes
+        assert found.simulation == simulate(chain, found.schedule)
+
+
+@settings(max_examples=40)
+@given(chains(max_stages=14))
+def test_more_budget_is_never_slower(chain: Chain) -> None:
+    solver = Solver(chain, slots=300)
+    least, most = solver.minimum().peak_bytes, simulate(chain, Schedule.keep_all(len(chain))).peak_bytes
+    seconds = [solver.plan(budget).seconds for budget in range(least, most + 2, max((most - least) // 40, 1))]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stages", [1, 2, 9, 24, 60])
+def test_plan_is_never_slower_than_a_baseline_that_fits(kind: Kind, stages: int) -> None:
+    chain = random_chain(random.Random(f"{kind} {stages}"), stages, kind, grain=4096 + stages)
+    solver = Solver(chain, slots=fine_slots(stages))
+    for name, schedule in baselines(chain).items():
+        rival = simulate(chain, schedule)
+        assert solver.plan(rival.peak_bytes).seconds <= SAME * rival.seconds, f"{name} {schedule} is better"
+
+
+def test_long_chain_at_few_slots_still_beats_the_baselines() -> None:
+    chain = random_chain(random.Random(1), 120, "cnn", grain=4099)
+    solver = Solver(chain, slots=200)
+    for schedule in baselines(chain).values():
+        rival = simulate(chain, schedule)
+        found = solver.plan(rival.peak_bytes)
+        assert found.peak_bytes <= rival.peak_bytes
+        assert found.seconds <= SAME * rival.seconds
+
+
+def test_two_threads_compute_what_one_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = random_chain(random.Random(2), 80, "odd", grain=4099)
+    budget_bytes = simulate(chain, Schedule.keep_all(80)).peak_bytes // 2
+    with_two = Solver(chain, slots=150).plan(budget_bytes)
+    monkeypatch.setattr("lightning_rotor.planning.dynamic_program._PARALLEL_STAGES", 1000)
+    assert Solver(chain, slots=150).plan(budget_bytes).schedule == with_two.schedule
+
+
+def test_stages_that_differ_in_a_second_option_use_it_where_it_pays() -> None:
+    chain = uniform_chain(6)
+    half = replace(chain.stages[0].keep, name="half", saved_bytes=100, forward_peak_bytes=1500, backward_seconds=2.1)
+    chain = replace(chain, stages=tuple(replace(stage, options=(stage.keep, half)) for stage in chain))
+    keep_all = simulate(chain, Schedule.keep_all(6))
+    found = plan(chain, keep_all.peak_bytes - 1)
+    assert found.schedule.recomputed == ()
+    assert str(found.schedule).count(":1") == 1
+    assert found.overhead == pytest.approx(0.1 / 18)
+
+
+def test_stage_that_must_not_be_recomputed_is_kept() -> None:
+    chain = uniform_chain(8)
+    chain = replace(chain, stages=tuple(replace(stage, recomputable=index != 3) for index, stage in enumerate(chain)))
+    found = minimum_budget(chain)
+    assert 3 not in found.recomputed
+    assert found.recomputed
+
+
+# ---------------------------------------------------------------------------------------------------- examples by hand
+
+
+def test_ample_budget_keeps_everything() -> None:
+    chain = uniform_chain(5)
+    found = plan(chain, 10**9)
+    assert found.schedule == Schedule.keep_all(5)
+    assert (found.seconds, found.overhead, found.recomputed) == (15.0, 0.0, ())
+
+
+def test_one_byte_less_than_everything_recomputes_one_stage() -> None:
+    chain = uniform_chain(5)
+    found = plan(chain, plan(chain, 10**9).peak_bytes - 1)
+    # The second pass over a stage stops at its last saved tensor: one discarded forward more, a tenth of a forward less.
+    assert len(found.recomputed) == 1
+    assert found.seconds == pytest.approx(15.9)
+
+
+def test_long_uniform_chain_needs_little_recomputation() -> None:
+    """Doubling the depth of nesting multiplies what fits: one more forward buys a third of the memory here."""
+    chain = uniform_chain(40)
+    budget_bytes = simulate(chain, Schedule.keep_all(40)).peak_bytes // 3
+    found = plan(chain, budget_bytes)
+    assert found.peak_bytes <= budget_bytes
+    assert 0.15 < found.overhead < 0.35  # at most one more forward per stage
+
+
+def test_text_of_a_plan_is_one_line_with_its_figures() -> None:
+    found = plan(uniform_chain(3), 10**6)
+    assert str(found) == "3 stages within 977 KiB: peak 8.79 KiB, 9 s per step (+0.0%), 0 stages recomputed: 0-2"
+
+
+def test_minimum_has_its_own_peak_as_budget() -> None:
+    found = minimum_budget(uniform_chain(10))
+    assert found.budget_bytes == found.peak_bytes
+    assert found.schedule.segments > 1
+
+
+def test_solve_seconds_pay_for_the_table_once() -> None:
+    solver = Solver(uniform_chain(30), slots=2000)
+    first, second = solver.plan(10**6), solver.plan(10**6)
+    assert 0 < second.solve_seconds < first.solve_seconds
+
+
+def test_proposals_rise_in_peak_and_are_all_distinct() -> None:
+    proposals = Solver(uniform_chain(8)).proposals()
+    peaks = [proposal.simulation.peak_bytes for proposal in proposals]
+    assert peaks == sorted(peaks)
+    assert len({proposal.schedule for proposal in proposals}) == len(proposals) > 3
+
+
+# ---------------------------------------------------------------------------------------------------- bad input
+
+
+def test_budget_below_the_minimum_names_it_and_the_stage() -> None:
+    chain = uniform_chain(4, size_bytes=2**20)
+    least = minimum_budget(chain)
+    with pytest.raises(
+        BudgetError, match=r"is below this chain's minimum 6\.00 MiB \(set by 'stage3'\): raise mem_limit"
+    ) as caught:
+        plan(chain, least.peak_bytes - 1)
+    assert caught.value.minimum_bytes == least.peak_bytes
+    assert caught.value.budget_bytes == least.peak_bytes - 1
+    assert caught.value.stage == "stage3"
+    assert plan(chain, caught.value.minimum_bytes).peak_bytes == least.peak_bytes
+    assert isinstance(caught.value, (RotorError, ValueError))
+
+
+@pytest.mark.parametrize("budget", [0, -5, 2.5e9, True, "2GiB", None])
+def test_budget_that_is_no_positive_integer_is_refused(budget: object) -> None:
+    with pytest.raises(BudgetError, match=r"expected a positive integer of bytes, and at least this chain's minimum"):
+        plan(uniform_chain(3), budget)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("slots", [0, -1, 1.5, True])
+def test_slots_that_are_no_positive_integer_are_refused(slots: object) -> None:
+    with pytest.raises(ValueError, match=r"slots is .*: expected a positive integer"):
+        Solver(uniform_chain(3), slots=slots)  # type: ignore[arg-type]
+
+
+def test_plan_survives_pickling() -> None:
+    found = plan(uniform_chain(4), 10**6)
+    assert pickle.loads(pickle.dumps(found)) == found
+
+
+# ---------------------------------------------------------------------------------------------------- baselines
+
+
+def test_baselines_look_as_documented() -> None:
+    texts = {name: str(schedule) for name, schedule in baselines(uniform_chain(6)).items()}
+    assert texts["keep_all"] == "0-5"
+    assert texts["per_stage"] == "(0) (1) (2) (3) (4) 5"
+    assert texts["periodic_2"] == "(0-2) 3-5"
+    assert texts["whole"] == "(0-4) 5"
+    assert texts["halving"] == "((0) 1-2) 3-5"
+
+
+@settings(max_examples=50)
+@given(chains(max_stages=12, kinds=("odd",)))
+def test_baselines_keep_what_must_be_kept(chain: Chain) -> None:
+    for schedule in baselines(chain).values():
+        simulate(chain, schedule)  # raises if it recomputes such a stage
