@@ -1,11 +1,64 @@
 """Planning: which stages to keep and which to recompute, so that a step fits a memory budget and takes the least time.
 
-Chain, budget ──► thresholds ──► dynamic program ──► proposals ──► simulator ──► Plan
-(slots)        (one table for      (schedule     (bytes; the
-every budget)       trees)        judge)
+Chain ──► thresholds ──► dynamic program ──► proposals ──► simulator ──► Plan
+          (slots)        (one table for      (schedule     (bytes; the
+                         every budget)       trees)        judge)
 """
 
+from __future__ import annotations
+
+from lightning_rotor.chain import Chain
 from lightning_rotor.planning.baselines import baselines
-from lightning_rotor.planning.plan import Plan, Proposal, Solver, fine_slots, minimum_budget, plan
+from lightning_rotor.planning.plan import Plan
+from lightning_rotor.planning.proposals import Proposal
+from lightning_rotor.planning.solver import DEFAULT_SLOTS, Solver, fine_slots
 
 __all__ = ["Plan", "Proposal", "Solver", "baselines", "fine_slots", "minimum_budget", "plan"]
+
+
+def plan(
+    chain: Chain,
+    budget_bytes: int,
+    *,
+    slots: int = DEFAULT_SLOTS,
+    gradients_exist: bool = False,
+    lingering_bytes: int = 0,
+) -> Plan:
+    """Plan the fastest schedule that fits a memory budget.
+
+    Takes O(n³ · slots) for ``n`` stages. Optimal among schedule trees up to the rounding to slots and the approximations named in
+    :mod:`lightning_rotor.planning.dynamic_program`; never above the budget. More budget never gives a slower plan.
+
+    Args:
+        chain: Costs of ``n`` stages, measured on one device.
+        budget_bytes: Activation memory beyond what is allocated when the step begins; parameters are not included.
+        slots: Memory levels that the program tells apart, at least. Short chains get more for the same time.
+        gradients_exist: Parameters already have gradients, so that the backward adds none.
+        lingering_bytes: Held during the forward and freed before the backward, see :func:`lightning_rotor.simulator.simulate`.
+    Returns:
+        A plan whose simulated peak is at most ``budget_bytes``.
+    Raises:
+        BudgetError: No schedule fits, or the budget is no positive integer; says the least budget that does and which stage sets it.
+    Example:
+        >>> plan(chain, parse_bytes("2 GiB"))
+    Source:
+        Beaumont et al., "Optimal checkpointing for heterogeneous chains", hal-02352969.
+    """
+    return _solver(chain, slots, gradients_exist, lingering_bytes).plan(budget_bytes)
+
+
+def minimum_budget(
+    chain: Chain, *, slots: int = DEFAULT_SLOTS, gradients_exist: bool = False, lingering_bytes: int = 0
+) -> Plan:
+    """Plan with the least simulated peak; its ``budget_bytes`` is that peak.
+
+    Arguments as for :func:`plan`.
+    """
+    return _solver(chain, slots, gradients_exist, lingering_bytes).minimum()
+
+
+def _solver(chain: Chain, slots: int, gradients_exist: bool, lingering_bytes: int) -> Solver:
+    slots = (
+        fine_slots(len(chain), slots) if isinstance(slots, int) and not isinstance(slots, bool) and slots > 0 else slots
+    )
+    return Solver(chain, slots=slots, gradients_exist=gradients_exist, lingering_bytes=lingering_bytes)

@@ -113,6 +113,11 @@ class Table:
         """Least seconds of the whole step by memory; infinite where nothing fits. Never increases."""
         return self._whole
 
+    @property
+    def accuracy(self) -> float:
+        """Factor that makes ``seconds`` a lower bound: single precision rounds."""
+        return 1 - 1e-12 if self._refined else 1 - 1e-6
+
     # ---------------------------------------------------------------- filling
 
     def solve(self) -> None:

@@ -1,0 +1,145 @@
+"""Schedules that a solved table proposes, judged by the simulator.
+
+A table is a staircase: with more memory the step gets faster at some slots and stays the same between them. Each stair is a
+schedule. The table counts in slots and with a few approximations, so a schedule from slightly above a budget may fit it in bytes,
+and one from slightly below may not; only the simulator tells.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_rotor.chain import Chain
+from lightning_rotor.planning.dynamic_program import Table
+from lightning_rotor.planning.edits import edits
+from lightning_rotor.schedule import Schedule
+from lightning_rotor.simulator import Simulation
+
+# Stairs above the budget that are tried all the same: at least so many, and for short chains so many that their number times the
+# number of stages is the second figure.
+_HOPEFUL = 16
+_HOPEFUL_STAGES = 512
+# Up to this many stages a proposal that is just too large gets two edits instead of one.
+_TWICE_EDITED_STAGES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A schedule and what the simulator says of it."""
+
+    schedule: Schedule
+    simulation: Simulation
+
+    @property
+    def by_seconds(self) -> tuple[float, int]:
+        """Sorts the fastest first."""
+        return self.simulation.seconds, self.simulation.peak_bytes
+
+    @property
+    def by_peak(self) -> tuple[int, float]:
+        """Sorts the smallest first."""
+        return self.simulation.peak_bytes, self.simulation.seconds
+
+
+class Staircase:
+    """What one table proposes, by rising memory and falling seconds. Judged when asked for, and then remembered.
+
+    Args:
+        chain: What the table was solved for.
+        table: The solved table.
+        unit: Bytes per slot.
+        judge: Simulates a schedule.
+        uncertain_bytes: By how much the table may be wrong, where it is worth to look closer: proposals that exceed a budget by no
+            more than this are edited until they fit. 0 edits none.
+    """
+
+    def __init__(
+        self, chain: Chain, table: Table, *, unit: float, judge: Callable[[Schedule], Proposal], uncertain_bytes: int
+    ) -> None:
+        self._chain = chain
+        self._table = table
+        self._unit = unit
+        self._judge = judge
+        self._uncertain_bytes = uncertain_bytes
+        seconds = table.seconds
+        self._stairs = [int(slot) for slot in np.flatnonzero(seconds < np.concatenate(([math.inf], seconds[:-1])))]
+        self._proposals: dict[int, Proposal] = {}
+        self._edited: dict[int, list[Proposal]] = {}
+
+    def __len__(self) -> int:
+        return len(self._stairs)
+
+    @property
+    def lowest_bytes(self) -> float:
+        """Least memory for which the table holds a schedule, by its own count."""
+        return self._stairs[0] * self._unit if self._stairs else math.inf
+
+    def __getitem__(self, stair: int) -> Proposal:
+        if not 0 <= stair < len(self._stairs):
+            raise IndexError(f"stair {stair} of {len(self._stairs)}")
+        if stair not in self._proposals:
+            self._proposals[stair] = self._judge(self._table.schedule(self._stairs[stair]))
+        return self._proposals[stair]
+
+    def fastest(self, budget_bytes: int) -> Proposal | None:
+        """The fastest that fits of all hopeful proposals and their edits.
+
+        Proposals get slower downwards, so the search ends soon. A larger budget starts at the same stair or a higher one, and
+        everything that fitted before still does: it never ends at a slower one.
+        """
+        best: Proposal | None = None
+        for stair in range(self._hopeful_stair(budget_bytes), -1, -1):
+            if (
+                best is not None
+                and self._table.seconds[self._stairs[stair]] * self._table.accuracy >= best.simulation.seconds
+            ):
+                break
+            fitting = [each for each in self._around(stair, budget_bytes) if each.simulation.peak_bytes <= budget_bytes]
+            best = min(fitting if best is None else [best, *fitting], key=lambda each: each.by_seconds, default=None)
+        return best
+
+    def smallest(self) -> Proposal | None:
+        """The proposal with the least peak. It is one of the lowest, and which one only the simulator knows."""
+        lowest = range(self._hopeful_stair(0) + 1)
+        if not lowest:
+            return None
+        least_bytes = min(self[stair].simulation.peak_bytes for stair in lowest)
+        return min(
+            (each for stair in lowest for each in self._around(stair, least_bytes)), key=lambda each: each.by_peak
+        )
+
+    def _hopeful_stair(self, budget_bytes: int) -> int:
+        """The highest stair worth a try."""
+        fitting = int(np.searchsorted(self._stairs, budget_bytes / self._unit, side="right")) - 1
+        return min(fitting + max(_HOPEFUL, _HOPEFUL_STAGES // len(self._chain)), len(self._stairs) - 1)
+
+    def _around(self, stair: int, budget_bytes: int) -> list[Proposal]:
+        """A proposal, and if it is just too large, its edits."""
+        proposal = self[stair]
+        if not 0 < proposal.simulation.peak_bytes - budget_bytes <= self._uncertain_bytes:
+            return [proposal]
+        if stair not in self._edited:
+            self._edited[stair] = self._edit(proposal)
+        return [proposal, *self._edited[stair]]
+
+    def _edit(self, proposal: Proposal) -> list[Proposal]:
+        """Schedules near a proposal that need a little less memory; none is faster, so that the stairs stay in order."""
+        base = proposal.simulation
+        seen = {proposal.schedule}
+        front, near = [proposal], []
+        for _ in range(2 if len(self._chain) <= _TWICE_EDITED_STAGES else 1):
+            new = [schedule for each in front for schedule in edits(each.schedule, self._chain) if schedule not in seen]
+            seen.update(new)
+            front = [
+                each
+                for each in map(self._judge, dict.fromkeys(new))
+                if each.simulation.peak_bytes <= base.peak_bytes
+                and base.seconds <= each.simulation.seconds <= 1.1 * base.seconds
+            ]
+            near += front
+        # Only by so much that an edit is tried for every budget that it fits: see _around.
+        return [each for each in near if 0 < base.peak_bytes - each.simulation.peak_bytes <= self._uncertain_bytes]

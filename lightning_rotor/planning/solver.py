@@ -1,0 +1,180 @@
+"""One chain, any number of budgets: the tables of a chain, made when they are needed and kept."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import fields
+from functools import cached_property
+
+from lightning_rotor.chain import Chain, Option, StageCost
+from lightning_rotor.errors import BudgetError
+from lightning_rotor.planning.dynamic_program import Table
+from lightning_rotor.planning.plan import Plan
+from lightning_rotor.planning.proposals import Proposal, Staircase
+from lightning_rotor.planning.thresholds import thresholds_of
+from lightning_rotor.schedule import Leaf, Schedule
+from lightning_rotor.simulator import simulate
+from lightning_rotor.units import format_bytes
+
+DEFAULT_SLOTS = 500
+_MOST_SLOTS = 20_000
+# What a table for a short chain may take: sums of two numbers, and numbers. Either is a matter of 0.1 s.
+_CHEAP_SUMS = 1e8
+_CHEAP_NUMBERS = 8e6
+# Up to so many stages a chain gets a refined table.
+_REFINED_STAGES = 40
+# A table with fewer slots than this is coarse, and gets a second one for small budgets: up to so many times its least memory.
+_FINE_SLOTS = 2000
+_SMALL = 2.0
+
+
+def fine_slots(stages: int, slots: int = DEFAULT_SLOTS) -> int:
+    """At least ``slots``, and more for short chains, where they cost next to nothing."""
+    affordable = min(_CHEAP_SUMS / (stages**3 / 6), _CHEAP_NUMBERS / stages**2, _MOST_SLOTS)
+    return max(slots, int(affordable))
+
+
+class Solver:
+    """Plans one chain for any number of budgets. The table is made when the first of them is asked for.
+
+    Args:
+        chain: Costs of ``n`` stages.
+        slots: Memory levels between nothing and what keeping every stage takes.
+        gradients_exist: See :func:`lightning_rotor.planning.plan`.
+        lingering_bytes: See :func:`lightning_rotor.planning.plan`.
+    """
+
+    def __init__(
+        self, chain: Chain, *, slots: int = DEFAULT_SLOTS, gradients_exist: bool = False, lingering_bytes: int = 0
+    ) -> None:
+        if not _is_positive_integer(slots):
+            raise ValueError(f"slots is {slots!r}: expected a positive integer, such as {DEFAULT_SLOTS}")
+        self.chain = chain
+        self._slots = slots
+        self._gradients_exist = gradients_exist
+        self._lingering_bytes = lingering_bytes
+
+    def plan(self, budget_bytes: int) -> Plan:
+        """The fastest plan that fits.
+
+        Raises:
+            BudgetError: No schedule fits, or the budget is no positive integer.
+        """
+        start = time.perf_counter()
+        found = self._fastest(budget_bytes) if _is_positive_integer(budget_bytes) else None
+        if found is None:
+            raise self._refusal(budget_bytes)
+        return Plan(self.chain, found.schedule, budget_bytes, found.simulation, time.perf_counter() - start)
+
+    def minimum(self) -> Plan:
+        """The plan with the least simulated peak, which is also its budget."""
+        start = time.perf_counter()
+        least = self._smallest
+        seconds = time.perf_counter() - start
+        return Plan(self.chain, least.schedule, least.simulation.peak_bytes, least.simulation, seconds)
+
+    def proposals(self) -> tuple[Proposal, ...]:
+        """Every schedule of the table, by rising peak: the curve of memory against time, and some points above it."""
+        return tuple(sorted((self._all[stair] for stair in range(len(self._all))), key=lambda each: each.by_peak))
+
+    def _fastest(self, budget_bytes: int) -> Proposal | None:
+        found = [self._all.fastest(budget_bytes)]
+        # Somewhat further than it reaches, so that a larger budget is not worse off with the coarse table alone.
+        if self._is_coarse and budget_bytes <= 1.5 * self._small_bytes:
+            found.append(self._small.fastest(budget_bytes))
+        return min((each for each in found if each is not None), key=lambda each: each.by_seconds, default=None)
+
+    @cached_property
+    def _smallest(self) -> Proposal:
+        found = [self._all.smallest(), self._small.smallest() if self._is_coarse else None, self._keep_all]
+        return min((each for each in found if each is not None), key=lambda each: each.by_peak)
+
+    def _refusal(self, budget_bytes: object) -> BudgetError:
+        least = self._smallest.simulation
+        stage = self.chain.stages[least.peak_stage].name
+        minimum = f"this chain's minimum {format_bytes(least.peak_bytes)} (set by {stage!r})"
+        known = budget_bytes if isinstance(budget_bytes, int) else 0
+        if _is_positive_integer(budget_bytes):
+            message = f"budget {format_bytes(known)} is below {minimum}: raise mem_limit or lower the batch size"
+        else:
+            message = f"budget is {budget_bytes!r}: expected a positive integer of bytes, and at least {minimum}"
+        return BudgetError(message, budget_bytes=known, minimum_bytes=least.peak_bytes, stage=stage)
+
+    # ---------------------------------------------------------------- tables
+
+    @cached_property
+    def _keep_all(self) -> Proposal:
+        """Nothing recomputed, every stage under the fastest of its options."""
+        fastest = []
+        for stage in self.chain:
+            seconds = [option.forward_seconds + option.backward_seconds for option in stage.options]
+            fastest.append(seconds.index(min(seconds)))
+        return self._judge(Schedule(tuple(Leaf(stage, option) for stage, option in enumerate(fastest))))
+
+    @property
+    def _most_bytes(self) -> int:
+        return max(self._keep_all.simulation.peak_bytes, 1)
+
+    @cached_property
+    def _all(self) -> Staircase:
+        """For every budget."""
+        return self._solve(self._most_bytes)
+
+    @cached_property
+    def _small(self) -> Staircase:
+        """For small budgets, of which a coarse table has only a few slots."""
+        return self._solve(math.ceil(self._small_bytes))
+
+    @property
+    def _small_bytes(self) -> float:
+        return min(_SMALL * self._all.lowest_bytes, self._most_bytes)
+
+    @property
+    def _is_coarse(self) -> bool:
+        return self._slots < _FINE_SLOTS and not self._is_exact(self._most_bytes)
+
+    def _solve(self, most_bytes: int) -> Staircase:
+        """One table for budgets up to ``most_bytes``."""
+        exact, refined = self._is_exact(most_bytes), len(self.chain) <= _REFINED_STAGES
+        unit = float(self._divisor) if exact else most_bytes / self._slots
+        thresholds = thresholds_of(
+            self.chain, unit=unit, gradients_exist=self._gradients_exist, lingering_bytes=self._lingering_bytes
+        )
+        # A little more than everything takes, for what rounds up.
+        slots = math.ceil(most_bytes / unit) + len(self.chain) // 16 + 4
+        table = Table(thresholds, slots=slots, refined=refined)
+        table.solve()
+        states = self.chain.rng_state_bytes if any(stage.draws_random for stage in self.chain) else 0
+        uncertain_bytes = 4 * states + (0 if exact else math.ceil(2 * unit))
+        return Staircase(
+            self.chain, table, unit=unit, judge=self._judge, uncertain_bytes=uncertain_bytes if refined else 0
+        )
+
+    def _is_exact(self, most_bytes: int) -> bool:
+        """Slots can be whole divisors of every size."""
+        return self._divisor * self._slots >= most_bytes
+
+    @cached_property
+    def _divisor(self) -> int:
+        return math.gcd(*_sizes(self.chain), self._lingering_bytes)
+
+    def _judge(self, schedule: Schedule) -> Proposal:
+        simulation = simulate(
+            self.chain, schedule, gradients_exist=self._gradients_exist, lingering_bytes=self._lingering_bytes
+        )
+        return Proposal(schedule, simulation)
+
+
+def _is_positive_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _sizes(chain: Chain) -> list[int]:
+    """Every size that a simulation adds or subtracts."""
+    sizes = [chain.rng_state_bytes]
+    for stage in chain:
+        sizes += [getattr(stage, size.name) for size in fields(StageCost) if size.name.endswith("_bytes")]
+        for option in stage.options:
+            sizes += [getattr(option, size.name) for size in fields(Option) if size.name.endswith("_bytes")]
+    return sizes
