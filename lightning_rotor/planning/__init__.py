@@ -58,7 +58,4 @@ def minimum_budget(
 
 
 def _solver(chain: Chain, slots: int, gradients_exist: bool, lingering_bytes: int) -> Solver:
-    slots = (
-        fine_slots(len(chain), slots) if isinstance(slots, int) and not isinstance(slots, bool) and slots > 0 else slots
-    )
-    return Solver(chain, slots=slots, gradients_exist=gradients_exist, lingering_bytes=lingering_bytes)
+    return Solver(chain, slots=slots, gradients_exist=gradients_exist, lingering_bytes=lingering_bytes).refined()

@@ -38,6 +38,9 @@ def fine_slots(stages: int, slots: int = DEFAULT_SLOTS) -> int:
 class Solver:
     """Plans one chain for any number of budgets. The table is made when the first of them is asked for.
 
+    A chain of more than about 60 stages gets fewer slots than it has boundaries of memory to tell apart. The least budget that is
+    found for it may then be about one percent above the true one; plans at larger budgets are hardly slower (0.1 percent of a step).
+
     Args:
         chain: Costs of ``n`` stages.
         slots: Memory levels between nothing and what keeping every stage takes.
@@ -54,6 +57,15 @@ class Solver:
         self._slots = slots
         self._gradients_exist = gradients_exist
         self._lingering_bytes = lingering_bytes
+
+    def refined(self) -> Solver:
+        """The same with as many slots as cost next to nothing, see :func:`fine_slots`."""
+        return Solver(
+            self.chain,
+            slots=fine_slots(len(self.chain), self._slots),
+            gradients_exist=self._gradients_exist,
+            lingering_bytes=self._lingering_bytes,
+        )
 
     def plan(self, budget_bytes: int) -> Plan:
         """The fastest plan that fits.
@@ -93,12 +105,15 @@ class Solver:
     def _refusal(self, budget_bytes: object) -> BudgetError:
         least = self._smallest.simulation
         stage = self.chain.stages[least.peak_stage].name
-        minimum = f"this chain's minimum {format_bytes(least.peak_bytes)} (set by {stage!r})"
         known = budget_bytes if isinstance(budget_bytes, int) else 0
+        budget, minimum = format_bytes(known), format_bytes(least.peak_bytes)
+        if budget == minimum:
+            budget, minimum = f"{known:,} bytes", f"{least.peak_bytes:,} bytes"
+        reason = f"this chain's minimum {minimum} (set by {stage!r})"
         if _is_positive_integer(budget_bytes):
-            message = f"budget {format_bytes(known)} is below {minimum}: raise mem_limit or lower the batch size"
+            message = f"budget {budget} is below {reason}: raise mem_limit or lower the batch size"
         else:
-            message = f"budget is {budget_bytes!r}: expected a positive integer of bytes, and at least {minimum}"
+            message = f"budget is {budget_bytes!r}: expected a positive integer of bytes, and at least {reason}"
         return BudgetError(message, budget_bytes=known, minimum_bytes=least.peak_bytes, stage=stage)
 
     # ---------------------------------------------------------------- tables
