@@ -99,6 +99,7 @@ class StageCost:
         pinned_bytes: What stays allocated after that forward besides the output, because the stage's graph holds it in a way that no
             checkpoint can drop (a tensor stored on an autograd context).
         draws_random: The stage reads a random number generator, whose state a segment must then restore.
+        state_bytes: Buffers whose values a segment remembers, to recompute from what its first pass saw.
         recomputable: Running the stage twice gives the same bits; otherwise it must be kept.
         options: Ways to keep the stage; the first one is ``"keep"``.
     """
@@ -110,6 +111,7 @@ class StageCost:
     options: tuple[Option, ...]
     pinned_bytes: int = 0
     draws_random: bool = False
+    state_bytes: int = 0
     recomputable: bool = True
 
     def __post_init__(self) -> None:

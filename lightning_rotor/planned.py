@@ -89,6 +89,7 @@ class PlannedForward:
         allowance: Where the budget comes from.
         slots: Resolution of the dynamic program.
         show_progress: Show a progress bar when measuring takes longer than two seconds.
+        on_measure: Called before measuring, which needs torch's profiler for itself.
         on_plan: Called after each plan, before it runs for the first time.
     Raises:
         ModelError: The module cannot be turned into a chain.
@@ -101,6 +102,7 @@ class PlannedForward:
         *,
         slots: int = 500,
         show_progress: bool = True,
+        on_measure: Callable[[], None] | None = None,
         on_plan: Callable[[Plan], None] | None = None,
     ) -> None:
         self._module = module
@@ -112,6 +114,7 @@ class PlannedForward:
         self._allowance = allowance
         self._slots = slots
         self._show_progress = show_progress
+        self._on_measure = on_measure
         self._on_plan = on_plan
         self._active = True
 
@@ -215,6 +218,8 @@ class PlannedForward:
             raise ProfilingError(
                 "costs are those of training: expected gradients to be enabled, but this runs under no_grad or inference_mode"
             )
+        if self._on_measure is not None:
+            self._on_measure()
         training = [(submodule, submodule.training) for submodule in self._submodules]
         if not self._module.training:
             self._module.train()
@@ -239,7 +244,7 @@ class PlannedForward:
             )
         except BudgetError as error:
             raise allowance.explain(error) from None
-        executor = Executor(profile.stages, profile.chain, solved.schedule, profile.buffers)
+        executor = Executor(profile.stages, profile.chain, solved.schedule, profile.states)
         self._remember(signature, _Prepared(profile, solved, executor))
         if self._on_plan is not None:
             self._on_plan(solved)

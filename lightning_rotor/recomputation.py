@@ -8,17 +8,19 @@ random numbers, count calls.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_rotor.errors import ExecutionError
+from lightning_rotor.state import FirstPass, Replay, SegmentState
+
+_NO_STATE = SegmentState()
 
 
 class _Flags(threading.local):
@@ -44,62 +46,41 @@ def is_checkpointing() -> bool:
     return _flags.checkpointing > 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class MutableBuffer:
-    """A buffer that the forward updates, such as the running mean of a BatchNorm, and the scratch that replays write to.
-
-    Attributes:
-        module: The module that owns the buffer.
-        name: Its name there.
-        scratch: Same shape, dtype and device; replays update it instead of the buffer.
-    """
-
-    module: nn.Module
-    name: str
-    scratch: torch.Tensor
-
-
-class Replay:
-    """Context of a forward that repeats an earlier one: flags it, and lends it scratch buffers.
-
-    The scratch is persistent, so that recomputation allocates nothing for it. Normalization in training mode does not read its
-    running statistics; any other buffer is copied first, so that the replay sees its value.
-    """
-
-    def __init__(self, buffers: Iterable[MutableBuffer] = ()) -> None:
-        self._buffers = tuple(buffers)
-        self._originals: list[tuple[MutableBuffer, torch.Tensor | None]] = []
-
-    def __enter__(self) -> None:
-        _flags.recomputing += 1
-        for buffer in self._buffers:
-            original = buffer.module._buffers[buffer.name]
-            if original is None or original is buffer.scratch:  # an enclosing replay has swapped it already
-                continue
-            if not _only_writes_statistics(buffer.module):
-                buffer.scratch.copy_(original)
-            self._originals.append((buffer, original))
-            buffer.module._buffers[buffer.name] = buffer.scratch
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for buffer, original in self._originals:
-            buffer.module._buffers[buffer.name] = original
-        self._originals.clear()
+@contextmanager
+def repeating() -> Iterator[None]:
+    """Context in which :func:`is_recomputing` is true."""
+    _flags.recomputing += 1
+    try:
+        yield
+    finally:
         _flags.recomputing -= 1
 
 
-class _FirstPass:
-    """Context of the forward whose saved tensors are dropped."""
+@contextmanager
+def _first_pass(first_pass: FirstPass) -> Iterator[None]:
+    _flags.checkpointing += 1
+    try:
+        with first_pass:
+            yield
+    finally:
+        _flags.checkpointing -= 1
+
+
+class _Again:
+    """Context of the recomputation. It is entered once for each backward, so no generator will do."""
+
+    def __init__(self, first_pass: FirstPass) -> None:
+        self._replay = Replay(first_pass)
 
     def __enter__(self) -> None:
-        _flags.checkpointing += 1
+        _flags.recomputing += 1
+        self._replay.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _flags.checkpointing -= 1
+        _flags.recomputing -= 1
+        self._replay.__exit__(kind, error, trace)
 
 
 def recomputed(
@@ -107,7 +88,7 @@ def recomputed(
     *inputs: Any,
     name: str = "segment",
     draws_random: bool = True,
-    buffers: tuple[MutableBuffer, ...] = (),
+    state: SegmentState = _NO_STATE,
 ) -> Any:
     """Run a function without keeping what its backward needs; the backward runs it again.
 
@@ -116,9 +97,10 @@ def recomputed(
         inputs: Tensors and other objects, held until the backward is done.
         name: For error messages.
         draws_random: Remember the random number generators and set them back for the recomputation. Costs 5 kB on the host.
-        buffers: Buffers that the function updates.
+        state: What the function changes besides, or might change some day.
     Raises:
-        ExecutionError: The function changes one of its inputs in place, which would silently spoil the recomputation.
+        ExecutionError: The function changes one of its inputs in place, or a buffer that nobody expected it to change, which would
+            silently spoil the recomputation.
     """
     versions = _versions(inputs)
     output = checkpoint(
@@ -126,7 +108,7 @@ def recomputed(
         *inputs,
         use_reentrant=False,
         preserve_rng_state=draws_random,
-        context_fn=partial(_contexts, buffers),
+        context_fn=partial(_contexts, state),
     )
     if versions != _versions(inputs):
         raise ExecutionError(
@@ -137,12 +119,9 @@ def recomputed(
 
 
 def _versions(inputs: tuple[Any, ...]) -> list[int]:
-    return [value._version for value in inputs if isinstance(value, torch.Tensor)]
+    return [value._version for value in inputs if isinstance(value, torch.Tensor) and not value.is_inference()]
 
 
-def _contexts(buffers: tuple[MutableBuffer, ...]) -> tuple[_FirstPass, Replay]:
-    return _FirstPass(), Replay(buffers)
-
-
-def _only_writes_statistics(module: nn.Module) -> bool:
-    return isinstance(module, nn.modules.batchnorm._NormBase) and module.training
+def _contexts(state: SegmentState) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    first_pass = FirstPass(state)
+    return _first_pass(first_pass), _Again(first_pass)

@@ -138,11 +138,7 @@ class Schedule:
     @property
     def segments(self) -> int:
         """Number of segments, nested ones included."""
-
-        def count(items: tuple[Item, ...]) -> int:
-            return sum(1 + count(item.items) for item in items if isinstance(item, Segment))
-
-        return count(self.items)
+        return sum(1 for _ in segments_in(self.items))
 
     def operations(self) -> tuple[str, ...]:
         """The step as rotor's list of operations.
@@ -161,6 +157,14 @@ def leaves(item: Item) -> Iterator[Leaf]:
         case Segment(items):
             for child in items:
                 yield from leaves(child)
+
+
+def segments_in(items: Iterable[Item]) -> Iterator[Segment]:
+    """All segments among some items, nested ones included."""
+    for item in items:
+        if isinstance(item, Segment):
+            yield item
+            yield from segments_in(item.items)
 
 
 def _forward(items: Iterable[Item]) -> list[str]:

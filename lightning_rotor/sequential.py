@@ -92,6 +92,16 @@ def sequential_candidates(module: nn.Module) -> tuple[str, ...]:
     return tuple(search("", module))
 
 
+def is_plain_stock(module: nn.Module) -> bool:
+    """Whether a module is one of torch's own layers, unhooked and not parametrized, so that its behaviour is known."""
+    return (
+        type(module).__module__.startswith("torch.nn.modules.")
+        and not module._forward_hooks
+        and not module._forward_pre_hooks
+        and "forward" not in module.__dict__
+    )
+
+
 def _flatten(module: nn.Sequential, prefix: str) -> Iterator[Stage]:
     # Not named_children: it lists a module that appears twice (a shared activation) only once.
     members: Mapping[str, nn.Module | None] = module._modules

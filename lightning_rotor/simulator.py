@@ -120,6 +120,7 @@ class _Simulator:
         self._schedule = schedule
         self._gradients_exist = gradients_exist
         self._lingering_bytes = lingering_bytes
+        self._stateful = chain.rng_state_bytes > 0 or any(stage.state_bytes for stage in chain)
         # The chain's input is held by the caller and counts nothing.
         self._boundary_bytes = [0, *(stage.output_bytes for stage in chain)]
         self._holders = [1] + [0] * n
@@ -159,7 +160,7 @@ class _Simulator:
                     self._record_leaf(item, phase, replay=stops_here)
                 case Segment():
                     self._hold(item.first)
-                    self._add(self._rng_bytes(item) if phase == "forward" else 0)
+                    self._add(self._state_bytes(item) if phase == "forward" else 0)
                     if not stops_here:
                         self._discard(item, phase)
             if item.first != start:
@@ -210,7 +211,7 @@ class _Simulator:
                     self._backward(items[index], (*pending, item) if index == end else (), nested=True)
                 if not (nested and end >= 0):
                     self._release(item.first)
-                self._add(-self._rng_bytes(item, nested=False))
+                self._add(-self._state_bytes(item, nested=False))
 
     def _backward_leaf(self, leaf: Leaf, pending: tuple[Segment, ...]) -> None:
         stage, option = leaf.stage, self._option(leaf)
@@ -244,9 +245,9 @@ class _Simulator:
         self._events.append(Event("backward", stage, option.backward_seconds, level, self._live_bytes))
 
     def _recompute(self, segment: Segment) -> None:
-        # While it runs, the generators' current state is put aside, and so are states that nested segments remember
-        # for a recomputation that never uses them: theirs come from the first pass.
-        aside = self._rng_bytes(segment)
+        # While it runs, the generators' current state is put aside and buffers are lent, and nested segments remember states
+        # for a recomputation that never comes: theirs are those of the first pass.
+        aside = self._state_bytes(segment)
         self._add(aside)
         self._record(segment.items, "recompute")
         self._add(-aside)
@@ -256,16 +257,15 @@ class _Simulator:
     def _option(self, leaf: Leaf) -> Option:
         return self._chain.stages[leaf.stage].options[leaf.option]
 
-    def _rng_bytes(self, segment: Segment, *, nested: bool = True) -> int:
-        """Generator states that a segment remembers, and those of the segments in it."""
-        if not self._chain.rng_state_bytes:
+    def _state_bytes(self, segment: Segment, *, nested: bool = True) -> int:
+        """Generator states and buffers that a segment remembers, and those of the segments in it."""
+        if not self._stateful:
             return 0
-        own = (
-            self._chain.rng_state_bytes
-            if any(self._chain.stages[leaf.stage].draws_random for leaf in leaves(segment))
-            else 0
-        )
-        inner = sum(self._rng_bytes(item) for item in segment.items if isinstance(item, Segment)) if nested else 0
+        stages = [self._chain.stages[leaf.stage] for leaf in leaves(segment)]
+        own = sum(stage.state_bytes for stage in stages)
+        if any(stage.draws_random for stage in stages):
+            own += self._chain.rng_state_bytes
+        inner = sum(self._state_bytes(item) for item in segment.items if isinstance(item, Segment)) if nested else 0
         return own + inner
 
     def _boundary_live(self, boundary: int) -> int:

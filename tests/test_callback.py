@@ -223,6 +223,28 @@ def test_the_process_stays_inside_the_limit(tmp_path: Path, momentum: bool) -> N
         assert callback.measured_peak_bytes == pytest.approx(callback.predicted_peak_bytes, rel=0.02)
 
 
+def test_several_shapes_in_the_first_steps(tmp_path: Path) -> None:
+    class Twice(Net):
+        """Calls the planned module with two shapes in one step."""
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            larger = torch.cat([batch[0], batch[0]])
+            return super().training_step(batch, batch_idx) + self(larger).square().mean()
+
+    left, right = Recorder(), Recorder()
+    plain = fit([left], tmp_path, model=seeded(Twice, {}))
+    callback = RotorCallback(mem_limit="1GiB", show_table=False)
+    planned = fit([callback, right], tmp_path, model=seeded(Twice, {}))
+    assert_equal_runs(plain, planned, left, right)
+
+
+def test_beside_lightnings_profiler(tmp_path: Path) -> None:
+    callback = RotorCallback(mem_limit="1GiB", show_table=False)
+    fit([callback], tmp_path, profiler="pytorch", data=loader(6))
+    assert callback.plan is not None
+    assert callback.measured_peak_bytes is None
+
+
 def test_what_the_plan_could_not_know_is_corrected_after_the_first_steps(tmp_path: Path) -> None:
     class Hungry(Net):
         """Its loss takes memory that nothing in the chain tells of."""

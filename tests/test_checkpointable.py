@@ -20,7 +20,6 @@ from lightning_rotor import (
     RotorWarning,
     SampleError,
     UnitError,
-    format_bytes,
     simulate,
 )
 from lightning_rotor.planning import minimum_budget
@@ -227,7 +226,7 @@ def test_a_limit_below_the_minimum_names_the_least_one(batch: torch.Tensor) -> N
         net.compute_sequence(1000)
     assert net.plan is plan
     assert net.compute_sequence(caught.value.minimum_bytes).peak_bytes <= caught.value.minimum_bytes
-    with pytest.raises(BudgetError, match=format_bytes(caught.value.minimum_bytes)):
+    with pytest.raises(BudgetError, match=f"minimum {caught.value.minimum_bytes:,} bytes"):
         net.compute_sequence(caught.value.minimum_bytes - 1)
     assert caught.value.stage in set(net.chain.names)  # type: ignore[union-attr]
 

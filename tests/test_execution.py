@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import random
+
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -24,7 +28,7 @@ LOSS_BYTES = 16
 def executor(profile: Profile, schedule: Schedule | str) -> Executor:
     if isinstance(schedule, str):
         schedule = Schedule.parse(schedule)
-    return Executor(profile.stages, profile.chain, schedule, profile.buffers)
+    return Executor(profile.stages, profile.chain, schedule, profile.states)
 
 
 def profile_of(net: nn.Sequential, sample: object) -> Profile:
@@ -134,6 +138,114 @@ def test_frozen_stages_get_no_gradient(dense_case: Case) -> None:
         run = executor(profile, schedule)
         planned = training_step(dense_case, run, state)
         assert_same_bits(training_step(dense_case, net, state).tensors, planned.tensors)
+
+
+class Averaging(nn.Module):
+    """Its output depends on a buffer that it updates, sometimes in place and sometimes not at all."""
+
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.in_place = in_place
+        self.register_buffer("mean", torch.zeros(16))
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if int(self.calls) % 2:
+            mean = 0.9 * self.mean + input.detach().mean(0)
+            if self.in_place:
+                self.mean.copy_(mean)
+            else:
+                self.mean = mean
+        return torch.tanh(self.linear(input - self.mean))
+
+
+class Fickle(nn.Module):
+    """Draws from Python's and NumPy's generators, and counts its calls in a plain attribute that its output depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.calls = 0
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if random.random() < 0.5:
+            return torch.tanh(self.linear(input)) / self.calls
+        return torch.sigmoid(self.linear(input)) * float(np.random.rand())  # noqa: NPY002
+
+
+def shared_normalization() -> nn.Sequential:
+    norm = nn.BatchNorm1d(16)
+    return nn.Sequential(nn.Linear(16, 16), norm, nn.Tanh(), nn.Linear(16, 16), norm, nn.Tanh(), nn.Linear(16, 16))
+
+
+@pytest.mark.parametrize(
+    "net",
+    [
+        nn.Sequential(*(Averaging(in_place=True) for _ in range(4))),
+        nn.Sequential(*(Averaging(in_place=False) for _ in range(4))),
+        nn.Sequential(*(nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16)) for _ in range(4))),
+        nn.Sequential(*(nn.utils.parametrizations.weight_norm(nn.Linear(16, 16)) for _ in range(4))),
+        nn.Sequential(*(Fickle() for _ in range(4))),
+        shared_normalization(),
+    ],
+    ids=[
+        "in place",
+        "replaced",
+        "spectral_norm",
+        "weight_norm",
+        "attributes and host generators",
+        "one BatchNorm twice",
+    ],
+)
+def test_state_that_the_forward_updates_is_updated_once(net: nn.Sequential) -> None:
+    profile = profile_of(net, torch.randn(32, 16))
+    last = len(profile.chain) - 1
+    schedules = ["(0-1) 2", f"((0) 1) 2-{last}", f"0-{last}"]
+    schedules = [text if Schedule.parse(text).items[-1].last == last else f"(0-1) 2-{last}" for text in schedules]
+    twin = copy.deepcopy(net)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (net, twin)]
+    for step in range(6):
+        batch = torch.randn(32, 16)
+        run = executor(profile, schedules[step % 3])
+        after: list[object] = []
+        for forward, model, optimizer in ((run, net, optimizers[0]), (twin, twin, optimizers[1])):
+            random.seed(step)
+            np.random.seed(step)  # noqa: NPY002
+            optimizer.zero_grad()
+            loss = forward(batch).square().mean()
+            loss.backward(retain_graph=True)
+            loss.backward()
+            optimizer.step()
+            after.append(
+                (random.getstate(), np.random.get_state()[1].tolist(), [getattr(m, "calls", 0) for m in model])
+            )  # noqa: NPY002
+        assert after[0] == after[1]
+        assert_same_bits(net.state_dict(), twin.state_dict())
+
+
+def test_a_large_buffer_that_changes_unexpectedly_in_a_segment_is_refused() -> None:
+    class Switchable(nn.Linear):
+        on = False
+
+        def __init__(self) -> None:
+            super().__init__(8, 8)
+            self.register_buffer("history", torch.zeros(100, 1000))
+
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            if self.on:
+                self.history += 1
+            return super().forward(input)
+
+    net = nn.Sequential(Switchable(), nn.Tanh(), nn.Linear(8, 8))
+    run = executor(profile_of(net, torch.randn(4, 8)), "(0-1) 2")
+    run(torch.randn(4, 8)).sum().backward()
+    net[0].on = True
+    with pytest.raises(ExecutionError, match=r"'history' of Switchable changed .* Measure again"):
+        run(torch.randn(4, 8))
+    assert not is_checkpointing()
 
 
 class Pair(nn.Module):

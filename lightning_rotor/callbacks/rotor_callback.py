@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from rich.console import Console
@@ -171,7 +172,9 @@ class RotorCallback(pl.Callback):
 
     def _attach(self, trainer: pl.Trainer, model: pl.LightningModule) -> None:
         name, target = _find_target(model, self._module_name)
-        planned = PlannedForward(target, self._allowance, slots=self._slots, on_plan=self._on_plan)
+        planned = PlannedForward(
+            target, self._allowance, slots=self._slots, on_measure=self._drop_meter, on_plan=self._on_plan
+        )
         attach(target, planned)
         self._target, self._planned, self._trainer, self._model = target, planned, trainer, model
         rank_zero_info(
@@ -179,9 +182,7 @@ class RotorCallback(pl.Callback):
         )
 
     def _detach(self) -> None:
-        if self._meter is not None:
-            self._meter.stop()
-            self._meter = None
+        self._drop_meter()
         if self._target is not None:
             detach(self._target)
         self._target = self._planned = self._trainer = self._model = None
@@ -242,6 +243,9 @@ class RotorCallback(pl.Callback):
     def _start_meter(self) -> None:
         assert self._model is not None
         assert self._trainer is not None
+        if self._model.device.type == "cpu" and isinstance(getattr(self._trainer, "profiler", None), PyTorchProfiler):
+            self._steps_to_measure = 0  # torch has one profiler, and the user wants it
+            return
         meter = StepMeter(self._model.device)
         try:
             meter.start()
@@ -253,6 +257,13 @@ class RotorCallback(pl.Callback):
         # The CPU's allocator knows only gradients that were made under its eyes; without that, their release goes unseen.
         self._exact = self._watched or self._model.device.type != "cpu" or not existing_gradient_bytes(self._model)
         self._meter_base_bytes = allocated_bytes(self._model, self._trainer.optimizers, self._batch, self._model.device)
+
+    def _drop_meter(self) -> None:
+        """Give torch's one profiler back: a new input shape is about to be measured, or training is over."""
+        if self._meter is not None:
+            self._meter.stop()
+            self._meter = None
+            self._watched = False
 
     def _stop_meter(self) -> None:
         assert self._meter is not None

@@ -10,7 +10,7 @@ The recursion of the schedule is the recursion of the calls, so there is nothing
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,10 +19,11 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_rotor.chain import Chain
 from lightning_rotor.options import run_stage
-from lightning_rotor.recomputation import MutableBuffer, recomputed
-from lightning_rotor.schedule import Item, Leaf, Schedule, Segment
+from lightning_rotor.recomputation import recomputed
+from lightning_rotor.schedule import Item, Leaf, Schedule, Segment, segments_in
 from lightning_rotor.sequential import Stage
 from lightning_rotor.simulator import check_schedule
+from lightning_rotor.state import SegmentState
 
 
 class Executor:
@@ -34,7 +35,7 @@ class Executor:
         stages: One for each stage of the chain.
         chain: Says which stages draw random numbers and which cannot be recomputed.
         schedule: What to keep and what to recompute.
-        buffers: For each stage, the buffers that its forward updates; recomputation leaves them alone.
+        states: For each stage, what recomputation must leave alone; by default there is nothing.
     Raises:
         ScheduleError: The schedule does not fit the chain.
     """
@@ -44,13 +45,14 @@ class Executor:
         stages: Sequence[Stage],
         chain: Chain,
         schedule: Schedule,
-        buffers: Sequence[tuple[MutableBuffer, ...]] = (),
+        states: Sequence[SegmentState] = (),
     ) -> None:
         check_schedule(chain, schedule)
         self._stages = tuple(stages)
         self._chain = chain
         self._schedule = schedule
-        self._buffers = tuple(buffers) or ((),) * len(self._stages)
+        self._states = tuple(states) or (SegmentState(),) * len(self._stages)
+        self._runs = {id(segment): self._how_to_run(segment) for segment in segments_in(schedule.items)}
 
     @property
     def schedule(self) -> Schedule:
@@ -78,13 +80,7 @@ class Executor:
         return value
 
     def _run_segment(self, segment: Segment, value: Any) -> Any:
-        numbers = range(segment.first, segment.last + 1)
-        run = partial(
-            recomputed,
-            name=f"the segment from {self._stages[segment.first].name!r} to {self._stages[segment.last].name!r}",
-            draws_random=any(self._chain.stages[number].draws_random for number in numbers),
-            buffers=tuple(buffer for number in numbers for buffer in self._buffers[number]),
-        )
+        run = self._runs[id(segment)]
         # Arguments are bound, never closed over: the recomputation runs long after these variables have changed.
         if isinstance(value, torch.Tensor):
             return run(partial(self._run, segment.items), value)
@@ -93,3 +89,12 @@ class Executor:
 
     def _run_flat(self, items: tuple[Item, ...], spec: TreeSpec, *flat: Any) -> Any:
         return self._run(items, tree_unflatten(flat, spec))
+
+    def _how_to_run(self, segment: Segment) -> Callable[..., Any]:
+        numbers = range(segment.first, segment.last + 1)
+        return partial(
+            recomputed,
+            name=f"the segment from {self._stages[segment.first].name!r} to {self._stages[segment.last].name!r}",
+            draws_random=any(self._chain.stages[number].draws_random for number in numbers),
+            state=sum((self._states[number] for number in numbers), SegmentState()),
+        )

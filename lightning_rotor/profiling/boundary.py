@@ -43,8 +43,8 @@ class Boundary:
 
     @property
     def size_bytes(self) -> int:
-        """Storage of a :meth:`fresh` copy."""
-        return storage_bytes(leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor))
+        """Storage of a :meth:`fresh` copy: a view's own elements, not all that it is a view of."""
+        return sum(leaf.nbytes for leaf in self.leaves if isinstance(leaf, torch.Tensor))
 
     @property
     def signature(self) -> tuple[Any, ...]:

@@ -25,8 +25,9 @@ from lightning_rotor.options import autocast_enabled, run_stage
 from lightning_rotor.profiling.boundary import Boundary, storage_bytes, tensors_in
 from lightning_rotor.profiling.meters import Meter, meter_for
 from lightning_rotor.profiling.stages import StageProfiler
-from lightning_rotor.recomputation import MutableBuffer, Replay, recomputed
-from lightning_rotor.sequential import Stage, merge
+from lightning_rotor.recomputation import recomputed, repeating
+from lightning_rotor.sequential import Stage, is_plain_stock, merge
+from lightning_rotor.state import Attributes, HostGenerators, SegmentState, Statistic, state_of
 
 Progress: TypeAlias = Callable[[int, int], None]
 
@@ -41,12 +42,12 @@ class Profile:
     Attributes:
         chain: Costs, one entry a stage.
         stages: The stages to run, some of them merged.
-        buffers: For each stage, the buffers that its forward updates.
+        states: For each stage, what a recomputation must leave alone.
     """
 
     chain: Chain
     stages: tuple[Stage, ...]
-    buffers: tuple[tuple[MutableBuffer, ...], ...]
+    states: tuple[SegmentState, ...]
 
 
 def profile_chain(
@@ -81,21 +82,24 @@ def profile_chain(
         merged = [merge(tuple(stages[index] for index in group)) for group in groups]
         starts_in_place = traits[0].changes_input
         costs: list[StageCost] = []
-        buffers: list[tuple[MutableBuffer, ...]] = []
+        states: list[SegmentState] = []
+        scratch: dict[tuple[torch.nn.Module, str], Statistic] = {}
         known: dict[Any, StageCost] = {}
         boundary = Boundary.of(sample)
         for number, (stage, group) in enumerate(zip(merged, groups, strict=True)):
             last = number == len(merged) - 1
-            with _lent_buffers(stage) as originals:
-                passed = _pass(stage, boundary, originals, device)
-                buffers.append(passed.buffers)
+            with _kept_attributes(stage):
+                passed = _pass(stage, boundary, device)
+                states.append(state_of(stage, passed.updating, scratch))
                 key = (_identity(stage), boundary.signature, last)
                 if key not in known:
                     profiler = StageProfiler(stage, boundary, passed.output_bytes, meter, last, repeats)
-                    known[key] = profiler.measure(
-                        draws_random=any(traits[index].draws_random for index in group) or may_draw(stage),
-                        recomputable=passed.same_bits and not (number == 0 and starts_in_place),
-                    )
+                    with _lent_buffers(stage):
+                        known[key] = profiler.measure(
+                            draws_random=any(traits[index].draws_random for index in group) or may_draw(stage),
+                            recomputable=passed.same_bits and not (number == 0 and starts_in_place),
+                            state_bytes=states[-1].remembered_bytes,
+                        )
             costs.append(replace(known[key], name=stage.name))
             boundary = passed.output
             if progress is not None:
@@ -108,7 +112,7 @@ def profile_chain(
             segment_seconds=_segment_seconds(device, meter),
             device=str(device),
         )
-    return Profile(chain, tuple(merged), tuple(buffers))
+    return Profile(chain, tuple(merged), tuple(states))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +131,7 @@ class _Passed:
     output: Boundary
     output_bytes: int
     same_bits: bool
-    buffers: tuple[MutableBuffer, ...]
+    updating: tuple[torch.nn.Module, ...]
 
 
 def _scout(stages: Sequence[Stage], sample: Any, device: torch.device) -> tuple[list[_Traits], list[list[int]]]:
@@ -135,7 +139,7 @@ def _scout(stages: Sequence[Stage], sample: Any, device: torch.device) -> tuple[
     traits: list[_Traits] = []
     boundary = Boundary.of(sample)
     for stage in stages:
-        with _lent_buffers(stage):
+        with _kept_attributes(stage), _lent_buffers(stage):
             value = boundary.fresh()
             inputs = tensors_in(value)
             versions = [tensor._version for tensor in inputs]
@@ -175,29 +179,26 @@ def _groups(traits: Sequence[_Traits]) -> list[list[int]]:
     return groups
 
 
-def _pass(stage: Stage, boundary: Boundary, originals: Sequence[torch.Tensor], device: torch.device) -> _Passed:
+def _pass(stage: Stage, boundary: Boundary, device: torch.device) -> _Passed:
     """Run a stage; if it is not made of torch's own layers, run it again as a recomputation would, and compare the bits."""
     states = _generator_states(device)
-    with _discarding():
+    host = HostGenerators()
+    with _kept_attributes(stage), _lent_buffers(stage) as originals, _discarding():
         value = boundary.fresh()
         storages = {tensor.untyped_storage().data_ptr() for tensor in tensors_in(value)}
         output = run_stage(stage, value)
         del value
-        buffers = _updated_buffers(stage, originals)
-        same_bits = True
-        if not is_stock(stage):
-            _set_generator_states(device, states)
-            with Replay(buffers):
-                again = tensors_in(run_stage(stage, boundary.fresh()))
-            same_bits = len(again) == len(tensors_in(output)) and all(map(_same_bits, tensors_in(output), again))
+        updating = _updating(originals)
     outputs = tensors_in(output)
+    same_bits = True
+    if not is_stock(stage):
+        _set_generator_states(device, states)
+        host.restore()
+        with _kept_attributes(stage), _lent_buffers(stage), _discarding():
+            again = tensors_in(run_stage(stage, boundary.fresh()))
+        same_bits = len(again) == len(outputs) and all(map(_same_bits, outputs, again))
     fresh = [tensor for tensor in outputs if tensor.untyped_storage().data_ptr() not in storages]
-    return _Passed(
-        output=Boundary.of(output),
-        output_bytes=storage_bytes(fresh),
-        same_bits=same_bits,
-        buffers=buffers,
-    )
+    return _Passed(Boundary.of(output), storage_bytes(fresh), same_bits, updating)
 
 
 def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -214,52 +215,56 @@ def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 def _undisturbed(device: torch.device) -> Iterator[None]:
     """Set generators back at the end, compute with gradients, and tell users' code that this is no step of theirs."""
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices, device_type="cuda"), torch.enable_grad(), Replay():
+    host = HostGenerators()
+    with torch.random.fork_rng(devices=devices, device_type="cuda"), torch.enable_grad(), repeating():
         try:
             yield
         finally:
+            host.restore()
             if autocast_enabled():
                 torch.clear_autocast_cache()
 
 
 @contextmanager
-def _lent_buffers(stage: Stage) -> Iterator[list[torch.Tensor]]:
-    """Give the stage copies of its buffers for the time being; yields the originals in the order of :func:`_slots`."""
-    slots = _slots(stage)
-    originals = [module._buffers[name] for module, name in slots]
+def _kept_attributes(stage: Stage) -> Iterator[None]:
+    """Set attributes of the stage's modules back at the end."""
+    before = Attributes(module for _, module in stage.submodules())
+    try:
+        yield
+    finally:
+        before.restore()
+
+
+@contextmanager
+def _lent_buffers(stage: Stage) -> Iterator[list[tuple[torch.nn.Module, str, torch.Tensor]]]:
+    """Give the stage copies of its buffers for the time being; yields the slots with the originals, which nothing changes."""
+    slots = {
+        (id(module), name): (module, name, buffer)
+        for _, module in stage.submodules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    }
+    originals = list(slots.values())
     copies: dict[int, torch.Tensor] = {}
-    for (module, name), original in zip(slots, originals, strict=True):
-        assert original is not None
+    for module, name, original in originals:
         module._buffers[name] = copies.setdefault(id(original), original.detach().clone())
     try:
-        yield [original for original in originals if original is not None]
+        yield originals
     finally:
-        for (module, name), original in zip(slots, originals, strict=True):
+        for module, name, original in originals:
             module._buffers[name] = original
 
 
-def _slots(stage: Stage) -> list[tuple[torch.nn.Module, str]]:
-    """Where the stage keeps buffers, each slot once."""
-    slots: dict[tuple[int, str], tuple[torch.nn.Module, str]] = {}
-    for _, module in stage.submodules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                slots[id(module), name] = (module, name)
-    return list(slots.values())
+def _updating(originals: Sequence[tuple[torch.nn.Module, str, torch.Tensor]]) -> tuple[torch.nn.Module, ...]:
+    """Modules whose lent buffers no longer equal the originals.
 
-
-def _updated_buffers(stage: Stage, originals: Sequence[torch.Tensor]) -> tuple[MutableBuffer, ...]:
-    """Buffers whose copies no longer equal the originals.
-
-    Values are compared, since the kernels of BatchNorm do not bump the version of the running statistics.
+    Values are compared, since kernels (BatchNorm's) may write without raising a tensor's version.
     """
-    updated: list[MutableBuffer] = []
-    for (module, name), original in zip(_slots(stage), originals, strict=True):
-        current = module._buffers[name]
-        normalizes = isinstance(module, torch.nn.modules.batchnorm._NormBase) and module.training
-        if current is not None and (normalizes or not _same_bits(current, original)):
-            updated.append(MutableBuffer(module, name, torch.empty_like(original)))
-    return tuple(updated)
+    return tuple(
+        module
+        for module, name, original in originals
+        if (current := module._buffers[name]) is None or not _same_bits(current, original)
+    )
 
 
 @contextmanager
@@ -296,12 +301,8 @@ def may_draw(stage: Stage) -> bool:
 
 
 def is_stock(stage: Stage) -> bool:
-    """Whether a stage is made of torch's own layers alone, unhooked and not parametrized, whose behaviour is known."""
-    return all(
-        type(module).__module__.startswith("torch.nn.modules.")
-        and not any(getattr(module, hooks) for hooks in ("_forward_hooks", "_forward_pre_hooks"))
-        for _, module in stage.submodules()
-    )
+    """Whether a stage is made of torch's own layers alone."""
+    return all(is_plain_stock(module) for _, module in stage.submodules())
 
 
 _DRAWING = (

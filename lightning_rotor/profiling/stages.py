@@ -97,7 +97,7 @@ class StageProfiler:
     last: bool
     repeats: int
 
-    def measure(self, *, draws_random: bool, recomputable: bool) -> StageCost:
+    def measure(self, *, draws_random: bool, recomputable: bool, state_bytes: int) -> StageCost:
         """All costs of the stage."""
         if self.meter.needs_warm_up:
             self._keep_run(hold_input=False, hold_output=False)
@@ -137,6 +137,7 @@ class StageProfiler:
             options=(keep,),
             pinned_bytes=segment.pinned_bytes,
             draws_random=draws_random,
+            state_bytes=state_bytes,
             recomputable=recomputable,
         )
 

@@ -1,0 +1,226 @@
+"""What a forward changes besides making its output, and how a recomputation neither sees nor repeats it.
+
+A recomputation runs the forward a second time, so it would count a batch twice in running statistics, move an average twice, and start from
+other values than the first pass did. What is done depends on the module:
+
+==================================  =====================================================================================
+torch's normalization, training     never reads its running statistics: a replay writes to scratch buffers
+any other module seen to update     the first pass remembers the values from before it, and a replay works on a copy of
+its buffers, and modules that       them: it sees what the first pass saw
+are not torch's own, if small
+modules that are not torch's own    are watched: the first update of a large buffer in a segment is refused, since its
+                                    earlier value is gone
+attributes of modules that are      are set to what the first pass saw, and back afterwards (the objects, not what is in
+not torch's own                     them: a list that grows is not followed); so are Python's and NumPy's generators
+==================================  =====================================================================================
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+
+import numpy as np
+import torch
+from torch import nn
+
+from lightning_rotor.errors import ExecutionError
+from lightning_rotor.sequential import Stage, is_plain_stock
+
+# Below this, remembering costs less than thinking about it.
+_SMALL_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Statistic:
+    """A buffer that training writes and never reads.
+
+    Attributes:
+        module: The module that owns the buffer.
+        name: Its name there.
+        scratch: Same shape, dtype and device; replays write to it. One for each buffer, however many stages use it.
+    """
+
+    module: nn.Module
+    name: str
+    scratch: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SegmentState:
+    """The state of some stages, by what a recomputation must do about it.
+
+    Attributes:
+        statistics: Buffers that are written to scratch.
+        remembered: Modules whose buffers are remembered by each first pass.
+        watched: Modules whose buffers must not change in a segment.
+        attributed: Modules whose attributes are remembered by each first pass.
+    """
+
+    statistics: tuple[Statistic, ...] = ()
+    remembered: tuple[nn.Module, ...] = ()
+    watched: tuple[nn.Module, ...] = ()
+    attributed: tuple[nn.Module, ...] = ()
+
+    @property
+    def remembered_bytes(self) -> int:
+        """What one first pass takes to remember them."""
+        return sum(_size(module) for module in self.remembered)
+
+    def __add__(self, other: SegmentState) -> SegmentState:
+        def both(left: Iterable[nn.Module], right: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
+            return tuple(dict.fromkeys((*left, *right)))
+
+        return SegmentState(
+            tuple({(entry.module, entry.name): entry for entry in (*self.statistics, *other.statistics)}.values()),
+            both(self.remembered, other.remembered),
+            both(self.watched, other.watched),
+            both(self.attributed, other.attributed),
+        )
+
+
+def state_of(
+    stage: Stage, updating: Iterable[nn.Module], scratch: dict[tuple[nn.Module, str], Statistic]
+) -> SegmentState:
+    """Sort the state of a stage.
+
+    Args:
+        stage: Its modules' buffers and attributes.
+        updating: Modules that were seen to update buffers in a forward.
+        scratch: Scratch that other stages have for modules they share with this one; grows.
+    """
+    statistics: list[Statistic] = []
+    remembered: list[nn.Module] = []
+    watched: list[nn.Module] = []
+    seen_updating = set(updating)
+    for _, module in stage.submodules():
+        buffers = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
+        if not buffers:
+            continue
+        if isinstance(module, nn.modules.batchnorm._NormBase) and is_plain_stock(module):
+            for name, buffer in buffers.items():
+                if (module, name) not in scratch:
+                    scratch[module, name] = Statistic(module, name, torch.empty_like(buffer))
+                statistics.append(scratch[module, name])
+        elif module in seen_updating or not (is_plain_stock(module) or _size(module) > _SMALL_BYTES):
+            remembered.append(module)
+        elif not is_plain_stock(module):
+            watched.append(module)
+    own = [module for _, module in stage.submodules() if not is_plain_stock(module)]
+    return SegmentState(tuple(statistics), *(tuple(dict.fromkeys(modules)) for modules in (remembered, watched, own)))
+
+
+class Attributes:
+    """Attributes of modules at one moment: which names mean which objects. Parameters, buffers and children are not among them."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._values = [(module, dict(module.__dict__)) for module in modules]
+
+    def restore(self) -> None:
+        """Let the names mean those objects again."""
+        for module, values in self._values:
+            current = module.__dict__
+            for name in [name for name in current if name not in values]:
+                del current[name]
+            for name, value in values.items():
+                if name not in current or current[name] is not value:
+                    current[name] = value
+
+
+class HostGenerators:
+    """Python's and NumPy's random number generators at one moment. torch's own are remembered by its checkpoint."""
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        self._numpy = np.random.get_state()  # noqa: NPY002  (the one that users' code shares)
+
+    def restore(self) -> None:
+        """Set both back."""
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)  # noqa: NPY002
+
+
+class FirstPass:
+    """Context of the forward that will be repeated: remembers what it must, and refuses what it could not undo."""
+
+    def __init__(self, state: SegmentState) -> None:
+        self.state = state
+        self.values: list[tuple[nn.Module, str, torch.Tensor]] = []
+        self.attributes = Attributes(())
+        self.generators: HostGenerators | None = None
+        self._watched: list[tuple[nn.Module, str, torch.Tensor, int]] = []
+
+    def __enter__(self) -> None:
+        copies: dict[int, torch.Tensor] = {}
+        self.values = [
+            (module, name, copies.setdefault(id(buffer), buffer.detach().clone()))
+            for module, name, buffer in _slots(self.state.remembered)
+        ]
+        self._watched = [(*slot, slot[2]._version) for slot in _slots(self.state.watched)]
+        self.attributes = Attributes(self.state.attributed)
+        self.generators = HostGenerators() if self.state.attributed else None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        watched, self._watched = self._watched, []
+        for module, name, buffer, version in watched:
+            if error is None and (module._buffers.get(name) is not buffer or buffer._version != version):
+                raise ExecutionError(
+                    f"the buffer {name!r} of {type(module).__name__} changed in a segment that is to be recomputed, but did not while it was "
+                    "measured, so its earlier value is gone: expected a forward that leaves large buffers alone, or updates them every time. "
+                    "Measure again with the module in its present state"
+                )
+
+
+class Replay:
+    """Context of a forward that repeats an earlier one: it sees the state that the first one saw, and changes none."""
+
+    def __init__(self, first_pass: FirstPass) -> None:
+        self._first_pass = first_pass
+        self._owners: list[tuple[nn.Module, str, torch.Tensor | None]] = []
+        self._attributes = Attributes(())
+        self._generators: HostGenerators | None = None
+
+    def __enter__(self) -> None:
+        self._attributes = Attributes(self._first_pass.state.attributed)
+        self._first_pass.attributes.restore()
+        if self._first_pass.generators is not None:
+            self._generators = HostGenerators()
+            self._first_pass.generators.restore()
+        for statistic in self._first_pass.state.statistics:
+            if statistic.module.training:
+                self._lend(statistic.module, statistic.name, statistic.scratch)
+        copies: dict[int, torch.Tensor] = {}
+        for module, name, value in self._first_pass.values:
+            # A copy of the copy: with retain_graph there is another replay after this one.
+            self._lend(module, name, copies.setdefault(id(value), value.clone()))
+
+    def _lend(self, module: nn.Module, name: str, loan: torch.Tensor) -> None:
+        self._owners.append((module, name, module._buffers[name]))
+        module._buffers[name] = loan
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # Last in, first out: what was lent twice gets its first owner back.
+        for module, name, owner in reversed(self._owners):
+            module._buffers[name] = owner
+        self._owners.clear()
+        self._attributes.restore()
+        self._attributes = Attributes(())
+        if self._generators is not None:
+            self._generators.restore()
+
+
+def _slots(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    for module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                yield module, name, buffer
+
+
+def _size(module: nn.Module) -> int:
+    return sum({id(buffer): buffer.nbytes for buffer in module._buffers.values() if buffer is not None}.values())
