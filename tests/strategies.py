@@ -69,7 +69,9 @@ def random_schedule(rng: random.Random, chain: Chain, *, segment_probability: fl
 def chains(draw: st.DrawFn, *, max_stages: int = 8, kinds: tuple[Kind, ...] = KINDS) -> Chain:
     """Chains for hypothesis."""
     rng = draw(st.randoms(use_true_random=False))
-    return random_chain(rng, draw(st.integers(1, max_stages)), draw(st.sampled_from(kinds)), grain=draw(st.sampled_from((1, 512))))
+    return random_chain(
+        rng, draw(st.integers(1, max_stages)), draw(st.sampled_from(kinds)), grain=draw(st.sampled_from((1, 512)))
+    )
 
 
 @st.composite
@@ -133,7 +135,9 @@ def _option(name: str, index: int, before: int, shape: dict[str, int], *, saves_
         saved_output_bytes=saves_output,
         saved_tensors=0 if saves_nothing else shape["tensors"],
         forward_peak_bytes=output + internal + temporary,
-        replay_peak_bytes=0 if saves_nothing else saves_output + internal + (temporary if shape["replayed"] > 50 else 0),
+        replay_peak_bytes=0
+        if saves_nothing
+        else saves_output + internal + (temporary if shape["replayed"] > 50 else 0),
         unpack_peak_bytes=output + (temporary // 2 if shape["replayed"] < 100 else 0),
         unpack_bytes=output,
         backward_peak_bytes=plain,
@@ -152,4 +156,9 @@ def _selective(rng: random.Random, index: int, before: int, shape: dict[str, int
     less = {**shape, "internal": shape["internal"] // 4, "temporary": shape["temporary"] + shape["internal"] // 2}
     option = _option("selective", index, before, {**less, "saves_output": rng.random() < 0.3})
     slower = keep.forward_seconds * rng.choice((0.2, 0.5, 0.8))
-    return Option(**{**{name: getattr(option, name) for name in option.__slots__}, "backward_seconds": keep.backward_seconds + slower})
+    return Option(
+        **{
+            **{name: getattr(option, name) for name in option.__slots__},
+            "backward_seconds": keep.backward_seconds + slower,
+        }
+    )

@@ -75,7 +75,7 @@ def test_sizes_of_a_stage_are_whole_and_not_negative(name: str) -> None:
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
 def test_durations_are_finite_and_not_negative(value: float) -> None:
-    with pytest.raises(ScheduleError, match="forward_seconds is .*, expected a finite duration that is not negative"):
+    with pytest.raises(ScheduleError, match=r"forward_seconds is .*, expected a finite duration that is not negative"):
         replace(CHAIN.stages[0].keep, forward_seconds=value)
-    with pytest.raises(ScheduleError, match="discard_seconds is .*, expected a finite duration that is not negative"):
+    with pytest.raises(ScheduleError, match=r"discard_seconds is .*, expected a finite duration that is not negative"):
         replace(CHAIN.stages[0], discard_seconds=value)

@@ -117,7 +117,8 @@ def test_boundary_that_nobody_saves_is_gone_when_the_forward_has_passed() -> Non
         ("0-1", False, 40 + 120),  # nobody but the stage itself holds its input
         ("0-1", True, 40 + 140),  # the stage before saved it
         ("0 (1) 2", False, 40 + 130),  # the segment holds it
-        ("0 ((1) 2) 3", False, 40 + 120),  # a nested segment gives it up once it is recomputed
+        ("0 ((1) 2) 3", False, 40 + 130),  # the segment around it does
+        ("(0 (1) 2) 3", False, 40 + 120),  # a nested segment gives it up once it is recomputed
     ],
 )
 def test_backward_peak_depends_on_who_holds_the_input(text: str, saved_before: bool, level: int) -> None:
