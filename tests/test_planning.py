@@ -128,12 +128,14 @@ def test_long_chain_whose_boundaries_are_smaller_than_a_slot_still_beats_the_bas
         assert found.seconds <= SAME * rival.seconds
 
 
-def test_two_threads_compute_what_one_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    chain = random_chain(random.Random(2), 80, "odd", grain=4099)
-    budget_bytes = simulate(chain, Schedule.keep_all(80)).peak_bytes // 2
-    with_two = Solver(chain, slots=150).plan(budget_bytes)
-    monkeypatch.setattr("lightning_rotor.planning.dynamic_program._PARALLEL_STAGES", 1000)
-    assert Solver(chain, slots=150).plan(budget_bytes).schedule == with_two.schedule
+@pytest.mark.parametrize(("columns", "rows"), [(1, 1000), (3, 7), (100, 64)])
+def test_order_of_computation_does_not_matter(monkeypatch: pytest.MonkeyPatch, columns: int, rows: int) -> None:
+    chain = random_chain(random.Random(2), 50, "odd", grain=4099)
+    budget_bytes = simulate(chain, Schedule.keep_all(50)).peak_bytes // 2
+    found = Solver(chain, slots=150).plan(budget_bytes)
+    monkeypatch.setattr("lightning_rotor.planning.dynamic_program._COLUMNS", columns)
+    monkeypatch.setattr("lightning_rotor.planning.dynamic_program._ROWS", rows)
+    assert Solver(chain, slots=150).plan(budget_bytes).schedule == found.schedule
 
 
 def test_stages_that_differ_in_a_second_option_use_it_where_it_pays() -> None:

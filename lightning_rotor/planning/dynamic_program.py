@@ -40,11 +40,8 @@ recurrence this refines: gradients and temporaries count only when they are aliv
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from queue import SimpleQueue
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -53,7 +50,8 @@ import numpy.typing as npt
 from lightning_rotor.planning.thresholds import BackwardNeed, Ending, LeafCost, Thresholds
 from lightning_rotor.schedule import Item, Leaf, Schedule, Segment
 
-_PARALLEL_STAGES = 64
+_COLUMNS = 2
+_ROWS = 128
 
 Seconds: TypeAlias = npt.NDArray[np.floating[Any]]
 Context: TypeAlias = Literal["any", "nested", "segment", "held"]
@@ -121,29 +119,24 @@ class Table:
     # ---------------------------------------------------------------- filling
 
     def solve(self) -> None:
-        """Fill the table, column by column: a column is all intervals that end at the same stage.
+        """Fill the table, a few columns at a time; a column is all intervals that end at the same stage.
 
-        Row ``first`` of a column needs row ``first`` of the column before it, and its own rows further down. So two threads can work
-        at two columns, the second one row behind the first. What they compute does not depend on their timing::
+        Row ``first`` of a column needs row ``first`` of the columns before it, and its own rows further down. Taking a few columns
+        row by row reads the bodies of a row from memory once for all of them::
 
-                    last - 1   last
-            first      ·         ·
-            first + 1  A         ·      A may go on to `first`; B must wait until A has been there
-            first + 2  ■         B
+                       last   last + 1   last + 2
+            first       4        5          6
+            first + 1   1        2          3
         """
-        threads = 2 if self._top >= _PARALLEL_STAGES and (os.cpu_count() or 1) > 1 else 1
-        workspaces = [np.empty((len(self._stages), self._size), self._number) for _ in range(threads)]
+        workspace = np.empty((len(self._stages), self._size), self._number)
         spans = [_Span() for _ in self._stages]  # by first stage: where its bodies change
-        finished_rows: list[SimpleQueue[int]] = [SimpleQueue() for _ in self._stages]
-        if threads == 1:
-            for last in range(len(self._stages)):
-                self._solve_column(last, workspaces[0], spans, finished_rows)
-            return
-        with ThreadPoolExecutor(threads) as pool:
-            # No column ends before the one before it, so the ones that run are neighbours and never share a workspace.
-            arguments = ((last, workspaces[last % threads], spans, finished_rows) for last in range(len(self._stages)))
-            for column in [pool.submit(self._solve_column, *each) for each in arguments]:
-                column.result()
+        rest_spans = {ending: _Span() for ending in self._rest}
+        for begin in range(0, len(self._stages), _COLUMNS):
+            columns = range(begin, min(begin + _COLUMNS, len(self._stages)))
+            for first in range(columns[-1], -1, -1):
+                for last in columns:
+                    if first <= last:
+                        self._solve_row(first, last, workspace, spans[first], rest_spans)
 
     def _contexts_of(self, first: int) -> tuple[Context, ...]:
         """Which bodies to store for intervals that start at ``first``.
@@ -170,34 +163,18 @@ class Table:
         """How many ways there are, at most, in which a stage inside an interval that ends at ``last`` leaves its output behind."""
         return max((len(stage.saved_before) for stage in self._stages[self._outermost[last] : last + 1]), default=0)
 
-    def _solve_column(
-        self, last: int, workspace: Seconds, spans: list[_Span], finished_rows: list[SimpleQueue[int]]
+    def _solve_row(
+        self, first: int, last: int, workspace: Seconds, span: _Span, rest_spans: dict[Ending, _Span]
     ) -> None:
-        """All intervals that end at ``last``, from the shortest to the longest."""
-        try:
-            outermost = self._outermost[last]
-            rest_spans = {ending: _Span() for ending in self._endings[last]}
-            for first in range(last, -1, -1):
-                if first < last:
-                    finished_rows[last - 1].get()
-                self._begin_row(first, last)
-                if first >= outermost:
-                    for ending in self._endings[last]:
-                        self._solve_interval(
-                            first, ending, workspace, spans[first], rest_spans[ending], is_longest=first == outermost
-                        )
-                    self._end_row(first, last, spans[first])
-                finished_rows[last].put(first)
-        except BaseException:
-            # The next column must not wait for ever; what it makes of the rest is never used.
-            for first in range(last + 1):
-                finished_rows[last].put(first)
-            raise
-
-    def _begin_row(self, first: int, last: int) -> None:
-        if last < self._top:
+        """All that concerns the interval ``first..last``."""
+        outermost = self._outermost[last]
+        if last < self._top and (first < outermost or not self._endings[last]):
             for bodies in self._body[first].values():
                 bodies[last - first] = math.inf
+        if first >= outermost:
+            for ending in self._endings[last]:
+                self._solve_interval(first, ending, workspace, span, rest_spans[ending], is_longest=first == outermost)
+            self._end_row(first, last, span)
 
     def _solve_interval(
         self, first: int, ending: Ending, workspace: Seconds, span: _Span, rest_span: _Span, *, is_longest: bool
@@ -272,13 +249,15 @@ class Table:
             row_end, slot_end = (end, self._size) if row_end >= end else (row_end, slot_end + base)
             stop = min(slot_end, max(span[1], low) + 1, self._size)
             if begin < row_end and low < stop:
-                space = workspace[: row_end - begin, : stop - low]
-                np.add(
-                    bodies[begin - first : row_end - first, low:stop],
-                    rests[begin + 1 : row_end + 1, low:stop],
-                    out=space,
-                )
-                np.minimum.reduce(space, axis=0, out=split[low:stop])
+                # A few rows at a time, so that the sums are still in the cache when their minimum is taken.
+                for at in range(begin, row_end, _ROWS):
+                    until = min(at + _ROWS, row_end)
+                    sums = workspace[: until - at, : stop - low]
+                    np.add(bodies[at - first : until - first, low:stop], rests[at + 1 : until + 1, low:stop], out=sums)
+                    if at == begin:
+                        np.minimum.reduce(sums, axis=0, out=split[low:stop])
+                    else:
+                        np.minimum(split[low:stop], np.minimum.reduce(sums, axis=0), out=split[low:stop])
                 split[stop:slot_end] = split[stop - 1]
             if row_end == end:
                 return
@@ -306,8 +285,13 @@ class Table:
             self._whole[:] = split
             return
         body = self._body[first][context][ending.last - first]
-        split += self._number(self._discarded_seconds(first, ending.last))
-        np.minimum(body[ending.trigger :], split[ending.trigger :], out=body[ending.trigger :])
+        allowed = split[ending.trigger :]
+        allowed += self._discarded_seconds(first, ending.last)
+        if ending is self._endings[ending.last][0]:
+            body[: ending.trigger] = math.inf
+            body[ending.trigger :] = allowed
+        else:
+            np.minimum(body[ending.trigger :], allowed, out=body[ending.trigger :])
 
     def _end_bare(self, first: int, last: int, context: Context) -> None:
         """Options under which ``last`` saves nothing: its backward runs first, and what is recomputed ends before it."""
@@ -333,7 +317,7 @@ class Table:
         high = min(self._size, self._size + taken)  # paid is negative where the input becomes free
         if low < high:
             rest = self._rest[ending][leaf.output_class][first + 1, low - taken : high - taken]
-            np.minimum(target[low:high], rest + self._number(leaf.seconds), out=target[low:high])
+            np.minimum(target[low:high], rest + leaf.seconds, out=target[low:high])
 
     def _leaves(self, first: int, ending: Ending) -> tuple[LeafCost, ...]:
         """Options under which ``first`` can be kept."""
@@ -348,16 +332,16 @@ class Table:
         forward = self._stages[first].input_slots + self._forward_need(leaf, first, ending)
         return max(forward, paid + (backward.held if held else backward.plain))
 
-    def _body_ways(self, leaf: LeafCost, first: int, ending: Ending, context: Context) -> Iterator[tuple[int, int]]:
+    def _body_ways(self, leaf: LeafCost, first: int, ending: Ending, context: Context) -> list[tuple[int, int]]:
         """How ``first`` may be kept when its input is paid for: what more goes to the input, and the least memory."""
         backward = self._backward_need(leaf, first, ending.last)
         need = max(self._forward_need(leaf, first, ending), _by_context(backward, context))
-        yield 0, need
         freed = self._stages[first].input_slots - leaf.input_retained[0]
-        if context == "nested" and freed and first < ending.last:
-            # A nested segment gives its input up when it has been recomputed; what the first stage does not save of it serves the
-            # backwards. The recomputation itself must do without it, which is known to work if it could keep everything.
-            yield -freed, max(need, leaf.retained + self._recording_need(first + 1, ending))
+        if context != "nested" or not freed or first == ending.last:
+            return [(0, need)]
+        # A nested segment gives its input up when it has been recomputed; what the first stage does not save of it serves the
+        # backwards. The recomputation itself must do without it, which is known to work if it could keep everything.
+        return [(0, need), (-freed, max(need, leaf.retained + self._recording_need(first + 1, ending)))]
 
     def _recording_need(self, first: int, ending: Ending) -> int:
         """Least memory to run ``first`` and what follows in a recomputation that keeps everything."""
@@ -448,9 +432,9 @@ class Table:
         ]
         return min(*leaves, self._decide_segment(memory, first, ending, paid), key=lambda decision: decision.seconds)
 
-    def _ways(self, leaf: LeafCost, first: int, ending: Ending, paid: Context | int) -> Iterator[tuple[int, int]]:
+    def _ways(self, leaf: LeafCost, first: int, ending: Ending, paid: Context | int) -> list[tuple[int, int]]:
         if isinstance(paid, int):
-            return iter([(leaf.input_retained[paid], self._rest_need(leaf, first, ending, paid))])
+            return [(leaf.input_retained[paid], self._rest_need(leaf, first, ending, paid))]
         return self._body_ways(leaf, first, ending, paid)
 
     def _decide_leaf(self, memory: int, leaf: LeafCost, first: int, ending: Ending, paid: int, need: int) -> _Decision:
