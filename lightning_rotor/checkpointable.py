@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_rotor.chain import Chain
 from lightning_rotor.devices import resolve_limit
-from lightning_rotor.planned import Allowance, PlannedForward
+from lightning_rotor.planned import Allowance, PlannedForward, attached
 from lightning_rotor.planning import Plan
 from lightning_rotor.profiling import Profile
 from lightning_rotor.units import MemoryLimit, parse_limit
@@ -24,6 +24,9 @@ class Checkpointable(nn.Module):
 
     Call it like the module. Measuring and planning happen by themselves at the first training call, or earlier on request. Parameters,
     ``state_dict`` keys and gradients are those of the module, and so are outputs in evaluation.
+
+    Under autocast, a weight that is used more than once in a step (shared by stages, or in two calls) is cast once for each use, where plain
+    training casts it once; its gradient then differs in the last bits.
 
     Args:
         module: An ``nn.Sequential``; nested ones are flattened.
@@ -79,7 +82,7 @@ class Checkpointable(nn.Module):
         return self._planned.measure(sample).chain
 
     def compute_sequence(self, mem_limit: int | float | str | None = None) -> Plan:
-        """Plan for a limit, from what was measured last.
+        """Plan for a limit, for the input signature used last.
 
         Args:
             mem_limit: As in the constructor; None keeps the limit given there, or takes what is free now.
@@ -106,12 +109,14 @@ class Checkpointable(nn.Module):
 
     @property
     def chain(self) -> Chain | None:
-        """What was measured last, or None."""
+        """What was measured for the input signature used last, or None."""
         return self._planned.profile.chain if self._planned.profile else None
 
     def forward(self, input: Any) -> Any:
         """Output of the module; in training, under the plan for this input's signature."""
-        return self._planned(self.module, input)
+        # Through the module's own call, so that its hooks fire as they would without this wrapper.
+        with attached(self.module, self._planned):
+            return self.module(input)
 
     # ---------------------------------------------------------------- looking like the module
 

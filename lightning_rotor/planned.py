@@ -8,7 +8,8 @@ can see: no wrapper, the same class, repr, parameters and state_dict keys.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Protocol
@@ -16,14 +17,16 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch._compile import _disable_dynamo
+from torch.nn.parameter import UninitializedParameter
 
-from lightning_rotor.errors import BudgetError, ExecutionError, ModelError, ProfilingError, SampleError
+from lightning_rotor.errors import BudgetError, ExecutionError, ModelError, ProfilingError, SampleError, UnitError
 from lightning_rotor.execution import Executor
 from lightning_rotor.planning import Plan, plan
 from lightning_rotor.profiling import Profile, profile_chain
 from lightning_rotor.profiling.boundary import tensors_in
 from lightning_rotor.profiling.progress import MeasuringProgress
-from lightning_rotor.sequential import Stage, sequential_stages
+from lightning_rotor.recomputation import is_recomputing
+from lightning_rotor.sequential import Stage, is_plain_stock, sequential_stages
 from lightning_rotor.units import format_bytes
 
 _KEY = "_lightning_rotor"
@@ -54,7 +57,8 @@ class Allowance:
             return error
         limit_bytes, minimum_bytes = self.budget_bytes + self.reserved_bytes, error.minimum_bytes + self.reserved_bytes
         return BudgetError(
-            f"mem_limit {format_bytes(limit_bytes)} is below the minimum {format_bytes(minimum_bytes)} for this model and batch: "
+            f"mem_limit {format_bytes(limit_bytes)} is below the minimum {format_bytes(minimum_bytes)} ({minimum_bytes:,} bytes) for this model "
+            "and batch: "
             f"{format_bytes(self.reserved_bytes)} for {self.reserved_for}, and at least {format_bytes(error.minimum_bytes)} for activations "
             f"and new gradients (set by {error.stage!r}). Raise mem_limit or lower the batch size",
             budget_bytes=limit_bytes,
@@ -93,6 +97,7 @@ class PlannedForward:
         on_plan: Called after each plan, before it runs for the first time.
     Raises:
         ModelError: The module cannot be turned into a chain.
+        UnitError: ``slots`` is no positive integer.
     """
 
     def __init__(
@@ -105,11 +110,15 @@ class PlannedForward:
         on_measure: Callable[[], None] | None = None,
         on_plan: Callable[[Plan], None] | None = None,
     ) -> None:
+        if slots < 1:
+            raise UnitError(f"slots is {slots!r}: expected a positive integer, such as the default 500")
         self._module = module
         self._prepared: OrderedDict[Any, _Prepared] = OrderedDict()
         self._stages: tuple[Stage, ...] = ()
-        self._submodules: tuple[nn.Module, ...] = ()
+        self._submodules: tuple[nn.Module, ...] | None = None
+        self._stock: tuple[bool, ...] = ()
         self._parameters: tuple[nn.Parameter, ...] = ()
+        self._buffers: tuple[torch.Tensor, ...] = ()
         self._follow_changes()
         self._allowance = allowance
         self._slots = slots
@@ -147,7 +156,7 @@ class PlannedForward:
         return self._measure(sample)
 
     def replan(self) -> Plan:
-        """Plan for the signature measured last, with the allowance of this moment.
+        """Plan for the signature used last, with the allowance of this moment. The others plan anew when they come again.
 
         Raises:
             ProfilingError: Nothing has been measured yet.
@@ -155,8 +164,12 @@ class PlannedForward:
         """
         if not self._prepared:
             raise ProfilingError("there is nothing to plan yet: measure a sample first, with measure(sample)")
-        signature, prepared = next(reversed(self._prepared.items()))
-        return self._plan(signature, prepared.profile)
+        signature, latest = next(reversed(self._prepared.items()))
+        solved = self._plan(signature, latest.profile)
+        for other, prepared in self._prepared.items():
+            if other != signature:
+                self._prepared[other] = _Prepared(prepared.profile)
+        return solved
 
     def forget(self) -> None:
         """Drop every plan and measurement; the next training call starts afresh."""
@@ -176,11 +189,15 @@ class PlannedForward:
         """
         if not (self._active and module.training and torch.is_grad_enabled()) or torch.is_inference_mode_enabled():
             return type(module).forward(module, value)
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return type(module).forward(module, value)  # checkpoints do not work under torch.func's transforms
         self._follow_changes()
+        if is_recomputing() and self._signature(value) not in self._prepared:
+            return type(module).forward(module, value)  # inside a stage that is being measured: no plan of its own now
         prepared = self._prepare(value)
         assert prepared.executor is not None
         output = prepared.executor(value)
-        _guard_second_backward(output)
+        _guard_second_backward(output, value)
         return output
 
     # ---------------------------------------------------------------- planning
@@ -189,12 +206,14 @@ class PlannedForward:
         return next(reversed(self._prepared.values()))
 
     def _follow_changes(self) -> None:
-        """Start afresh if layers were replaced, or if a container got hooks that the flat chain would never fire."""
-        stages = sequential_stages(self._module)
-        if [stage.modules for stage in stages] != [stage.modules for stage in self._stages]:
-            self._stages = stages
-            self._submodules = tuple(self._module.modules())
+        """Start afresh if a module was replaced at any depth, or if one got hooks."""
+        submodules = tuple(self._module.modules())[1:]  # without the module itself, whose forward may be ours
+        stock = tuple(map(is_plain_stock, submodules))
+        if submodules != self._submodules or stock != self._stock:
+            self._stages = sequential_stages(self._module)
+            self._submodules, self._stock = submodules, stock
             self._parameters = tuple(self._module.parameters())
+            self._buffers = tuple(self._module.buffers())
             self.forget()
 
     def _prepare(self, value: Any) -> _Prepared:
@@ -218,9 +237,16 @@ class PlannedForward:
             raise ProfilingError(
                 "costs are those of training: expected gradients to be enabled, but this runs under no_grad or inference_mode"
             )
+        lazy = [
+            name for name, parameter in self._module.named_parameters() if isinstance(parameter, UninitializedParameter)
+        ]
+        if lazy:
+            raise ModelError(
+                f"parameter {lazy[0]!r} of a lazy module has no shape yet: expected an initialized model. Run a batch through it first"
+            )
         if self._on_measure is not None:
             self._on_measure()
-        training = [(submodule, submodule.training) for submodule in self._submodules]
+        training = [(submodule, submodule.training) for submodule in self._module.modules()]
         if not self._module.training:
             self._module.train()
         try:
@@ -263,8 +289,8 @@ class PlannedForward:
         )
         settings = (
             tuple((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")),
-            tuple(module.training for module in self._submodules),
-            tuple(parameter.requires_grad for parameter in self._parameters),
+            tuple(module.training for module in self._submodules or ()),
+            tuple((parameter.requires_grad, parameter.dtype) for parameter in self._parameters),
         )
         return shapes, settings
 
@@ -312,7 +338,8 @@ def attach(module: nn.Module, planned: PlannedForward) -> None:
     Raises:
         ModelError: Somebody has already replaced the module's ``forward``.
     """
-    if "forward" in module.__dict__:
+    leftover = module.__dict__.get(_KEY)
+    if "forward" in module.__dict__ and not (isinstance(leftover, PlannedForward) and not leftover._active):
         raise ModelError(
             f"the forward of this {type(module).__name__} has been replaced already: expected a module that only one callback or patch works on"
         )
@@ -324,6 +351,16 @@ def detach(module: nn.Module) -> None:
     """Undo :func:`attach`. Does nothing if it was undone before."""
     if module.__dict__.pop(_KEY, None) is not None:
         module.__dict__.pop("forward", None)
+
+
+@contextmanager
+def attached(module: nn.Module, planned: PlannedForward) -> Iterator[None]:
+    """:func:`attach` for one call."""
+    attach(module, planned)
+    try:
+        yield
+    finally:
+        detach(module)
 
 
 # -------------------------------------------------------------------- checks
@@ -354,8 +391,16 @@ def _require_tensors(value: Any) -> None:
         )
 
 
-def _guard_second_backward(output: Any) -> None:
+def _guard_second_backward(output: Any, value: Any) -> None:
     """Turn torch's error about a freed graph into one that names the remedy."""
+    given = {id(tensor.grad_fn) for tensor in tensors_in(value)}
+    for tensor in tensors_in(output):
+        # What is handed through belongs to the caller's graph.
+        if tensor.grad_fn is not None and id(tensor.grad_fn) not in given:
+            tensor.grad_fn.register_prehook(_once_unless_retained())
+
+
+def _once_unless_retained() -> Callable[[Any], None]:
     finished: list[int] = []
 
     def check(_: Any) -> None:
@@ -368,6 +413,4 @@ def _guard_second_backward(output: Any) -> None:
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             finished[:] = [task]
 
-    for tensor in tensors_in(output):
-        if tensor.grad_fn is not None:
-            tensor.grad_fn.register_prehook(check)
+    return check

@@ -12,6 +12,7 @@ modules that are not torch's own    are watched: the first update of a large buf
                                     earlier value is gone
 attributes of modules that are      are set to what the first pass saw, and back afterwards (the objects, not what is in
 not torch's own                     them: a list that grows is not followed); so are Python's and NumPy's generators
+parameters                          are the very tensors of the first pass, though functional_call has put others in place
 ==================================  =====================================================================================
 """
 
@@ -57,12 +58,14 @@ class SegmentState:
         remembered: Modules whose buffers are remembered by each first pass.
         watched: Modules whose buffers must not change in a segment.
         attributed: Modules whose attributes are remembered by each first pass.
+        parametrized: Modules with parameters of their own. A replay uses the very tensors that the first pass used.
     """
 
     statistics: tuple[Statistic, ...] = ()
     remembered: tuple[nn.Module, ...] = ()
     watched: tuple[nn.Module, ...] = ()
     attributed: tuple[nn.Module, ...] = ()
+    parametrized: tuple[nn.Module, ...] = ()
 
     @property
     def remembered_bytes(self) -> int:
@@ -78,6 +81,7 @@ class SegmentState:
             both(self.remembered, other.remembered),
             both(self.watched, other.watched),
             both(self.attributed, other.attributed),
+            both(self.parametrized, other.parametrized),
         )
 
 
@@ -108,8 +112,13 @@ def state_of(
             remembered.append(module)
         elif not is_plain_stock(module):
             watched.append(module)
-    own = [module for _, module in stage.submodules() if not is_plain_stock(module)]
-    return SegmentState(tuple(statistics), *(tuple(dict.fromkeys(modules)) for modules in (remembered, watched, own)))
+    modules = [module for _, module in stage.submodules()]
+    attributed = [module for module in modules if not is_plain_stock(module)]
+    parametrized = [module for module in modules if module._parameters]
+    return SegmentState(
+        tuple(statistics),
+        *(tuple(dict.fromkeys(group)) for group in (remembered, watched, attributed, parametrized)),
+    )
 
 
 class Attributes:
@@ -150,6 +159,7 @@ class FirstPass:
         self.values: list[tuple[nn.Module, str, torch.Tensor]] = []
         self.attributes = Attributes(())
         self.generators: HostGenerators | None = None
+        self.parameters: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None]] = []
         self._watched: list[tuple[nn.Module, str, torch.Tensor, int]] = []
 
     def __enter__(self) -> None:
@@ -161,6 +171,11 @@ class FirstPass:
         self._watched = [(*slot, slot[2]._version) for slot in _slots(self.state.watched)]
         self.attributes = Attributes(self.state.attributed)
         self.generators = HostGenerators() if self.state.attributed else None
+        self.parameters = [
+            (module._parameters, name, parameter)
+            for module in self.state.parametrized
+            for name, parameter in module._parameters.items()
+        ]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -181,6 +196,7 @@ class Replay:
     def __init__(self, first_pass: FirstPass) -> None:
         self._first_pass = first_pass
         self._owners: list[tuple[nn.Module, str, torch.Tensor | None]] = []
+        self._parameters: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None]] = []
         self._attributes = Attributes(())
         self._generators: HostGenerators | None = None
 
@@ -190,6 +206,10 @@ class Replay:
         if self._first_pass.generators is not None:
             self._generators = HostGenerators()
             self._first_pass.generators.restore()
+        for slots, name, parameter in self._first_pass.parameters:
+            if slots[name] is not parameter:
+                self._parameters.append((slots, name, slots[name]))
+                slots[name] = parameter
         for statistic in self._first_pass.state.statistics:
             if statistic.module.training:
                 self._lend(statistic.module, statistic.name, statistic.scratch)
@@ -209,6 +229,9 @@ class Replay:
         for module, name, owner in reversed(self._owners):
             module._buffers[name] = owner
         self._owners.clear()
+        for slots, name, parameter in self._parameters:
+            slots[name] = parameter
+        self._parameters.clear()
         self._attributes.restore()
         self._attributes = Attributes(())
         if self._generators is not None:

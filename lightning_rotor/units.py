@@ -51,7 +51,7 @@ def parse_limit(value: int | float | str | None) -> MemoryLimit | None:
     """Read a memory limit.
 
     Args:
-        value: An integer counts bytes (so does a float above 1 that is whole). A float in (0, 1] and a percentage are fractions of the device.
+        value: An integer counts bytes (so does a whole float above 1). A float in (0, 1] and a percentage are fractions of the device.
             A string takes the suffixes B, kB/MB/GB/TB (powers of 1000) and KiB/MiB/GiB/TiB (powers of 1024), in any case.
     Returns:
         The limit, or None for None, which means: what is free on the device.
@@ -73,9 +73,13 @@ def parse_limit(value: int | float | str | None) -> MemoryLimit | None:
             return _fraction(number / 100, value)
         if unit == "" and "." in value and number <= 1:
             return _fraction(number, value)
+        if unit == "" and not number.is_integer():
+            raise UnitError(f"memory limit {value!r} has no unit and is no whole number of bytes: expected {_FORMS}")
         return _bytes(number * _FACTORS[unit], value)
     if isinstance(value, float) and value <= 1:
         return _fraction(value, value)
+    if isinstance(value, float) and math.isfinite(value) and not value.is_integer():
+        raise UnitError(f"memory limit {value!r} is above 1 and no whole number of bytes: expected {_FORMS}")
     return _bytes(value, value)
 
 

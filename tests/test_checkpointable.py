@@ -216,7 +216,96 @@ def test_gradient_of_the_input(batch: torch.Tensor) -> None:
     assert torch.equal(*gradients)
 
 
+def test_hooks_of_the_module_fire(batch: torch.Tensor) -> None:
+    module = make_net()
+    net = Checkpointable(module, mem_limit="1GiB")
+    calls: list[str] = []
+    module.register_forward_hook(lambda *_: calls.append("forward"))
+    module.register_full_backward_hook(lambda *_: calls.append("backward"))
+    net(batch.clone().requires_grad_()).square().sum().backward()
+    net.eval()(batch)
+    assert calls == ["forward", "backward", "forward"]
+    assert "forward" not in module.__dict__
+
+
+def test_functional_call_recomputes_with_its_own_weights(batch: torch.Tensor) -> None:
+    module = make_net().apply(lambda layer: setattr(layer, "p", 0.0) if isinstance(layer, nn.Dropout) else None)
+    net = Checkpointable(module, batch, tight(module, batch))
+    assert net.plan is not None
+    assert net.plan.recomputed
+    torch.manual_seed(4)
+    others = {name: torch.randn_like(parameter, requires_grad=True) for name, parameter in module.named_parameters()}
+    gradients = []
+    for model in (module, net):
+        prefix = "" if model is module else "module."
+        weights = {prefix + name: weight for name, weight in others.items()}
+        loss = torch.func.functional_call(model, weights, (batch,)).square().sum()
+        gradients.append(torch.autograd.grad(loss, list(others.values())))
+    assert all(map(torch.equal, *gradients))
+
+
+def test_transforms_of_torch_func_run_plainly(batch: torch.Tensor) -> None:
+    net = Checkpointable(nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Tanh(), nn.Linear(8, 8)), mem_limit="1GiB")
+    gradient = torch.func.grad(lambda images: net(images).square().sum())(batch)
+    assert gradient.shape == batch.shape
+    assert net.plan is None
+
+
+def test_a_new_limit_counts_for_every_shape(batch: torch.Tensor) -> None:
+    net = Checkpointable(make_net(), mem_limit="1GiB")
+    wide = torch.randn(256, 4, 16)
+    for images in (batch, wide):
+        net(images)
+    net.compute_sequence("2GiB")
+    for images in (batch, wide):
+        net(images)
+        assert net.plan is not None
+        assert net.plan.budget_bytes == 2 * 2**30
+
+
+def test_a_stage_that_differentiates_in_its_forward(batch: torch.Tensor) -> None:
+    class Force(nn.Module):
+        """An energy model: its output is a gradient."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.energy = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 1))
+
+        def forward(self, positions: torch.Tensor) -> torch.Tensor:
+            positions = positions.detach().requires_grad_()
+            (force,) = torch.autograd.grad(self.energy(positions).sum(), positions, create_graph=True)
+            return force
+
+    net = nn.Sequential(Force(), nn.Tanh(), nn.Linear(64, 8))
+    planned = Checkpointable(net, batch.flatten(1), "1GiB")
+    gradients = []
+    for model in (net, planned):
+        loss = model(batch.flatten(1)).square().sum()
+        gradients.append(torch.autograd.grad(loss, list(net.parameters()), allow_unused=True))
+    assert all(left is right is None or torch.equal(left, right) for left, right in zip(*gradients, strict=True))
+
+
 # -------------------------------------------------------------------- bad input
+
+
+def test_lazy_modules_must_be_initialized(batch: torch.Tensor) -> None:
+    with pytest.raises(ModelError, match=r"'0.weight' of a lazy module has no shape yet"):
+        Checkpointable(nn.Sequential(nn.LazyLinear(4)), batch.flatten(1))
+
+
+def test_layers_that_hand_a_mask_on_cannot_be_planned_and_say_so() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, value: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+            hidden, mask = value
+            return self.linear(hidden) * mask, mask
+
+    net = Checkpointable(nn.Sequential(*(Masked() for _ in range(3))))
+    with pytest.warns(RotorWarning, match="all 3 layers were merged into one stage"):
+        net.measure((torch.randn(4, 8), torch.ones(4, 8)))
 
 
 def test_a_limit_below_the_minimum_names_the_least_one(batch: torch.Tensor) -> None:
@@ -231,7 +320,9 @@ def test_a_limit_below_the_minimum_names_the_least_one(batch: torch.Tensor) -> N
     assert caught.value.stage in set(net.chain.names)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("limit", [0, -1, "0", "-3GiB", "many", "3 parsecs", 0.0, -0.5, "150%", float("nan"), True])
+@pytest.mark.parametrize(
+    "limit", [0, -1, "0", "-3GiB", "many", "3 parsecs", 0.0, -0.5, "150%", 1.5, "1.5", float("nan"), True]
+)
 def test_limits_that_make_no_sense_fail_in_the_constructor(limit: object) -> None:
     with pytest.raises(UnitError, match="limit"):
         Checkpointable(make_net(), mem_limit=limit)  # type: ignore[arg-type]

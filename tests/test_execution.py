@@ -219,9 +219,8 @@ def test_state_that_the_forward_updates_is_updated_once(net: nn.Sequential) -> N
             loss.backward(retain_graph=True)
             loss.backward()
             optimizer.step()
-            after.append(
-                (random.getstate(), np.random.get_state()[1].tolist(), [getattr(m, "calls", 0) for m in model])
-            )  # noqa: NPY002
+            numbers = np.random.get_state()[1].tolist()  # noqa: NPY002
+            after.append((random.getstate(), numbers, [getattr(layer, "calls", 0) for layer in model]))
         assert after[0] == after[1]
         assert_same_bits(net.state_dict(), twin.state_dict())
 

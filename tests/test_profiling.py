@@ -197,6 +197,37 @@ def test_equal_stages_are_measured_once() -> None:
     assert profile.chain.names == ("0", "1", "2", "3")
 
 
+def test_stages_that_look_equal_are_judged_each_for_itself() -> None:
+    net = nn.Sequential(nn.Linear(8, 8), Moody(8, 8), nn.Linear(8, 8), Moody(8, 8), nn.Linear(8, 8))
+    with pytest.warns(RotorWarning, match="gives other bits"):
+        profile = profile_of(net, torch.randn(4, 8, requires_grad=True))
+    assert [stage.recomputable for stage in profile.chain] == [True, False, True, False, True]
+
+
+def test_slices_of_larger_tensors_hold_all_of_them() -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(32, 128)
+
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return self.linear(input)[:, :32]
+
+    chain = profile_of(nn.Sequential(Wide(), Wide(), nn.Linear(32, 4)), torch.randn(64, 32)[:32]).chain
+    assert chain.input_bytes == 32 * 32 * 4
+    assert chain.stages[0].output_bytes == 32 * 128 * 4
+    assert chain.stages[1].keep.saved_input_bytes == 32 * 128 * 4
+
+
+def test_parameters_that_stages_share_under_autocast() -> None:
+    layer = nn.Linear(8, 8)
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.warns(RotorWarning, match="stages share parameters under autocast"),
+    ):
+        profile_of(nn.Sequential(layer, nn.Tanh(), layer), torch.randn(4, 8))
+
+
 def test_a_stage_without_tensor_is_refused() -> None:
     class Name(nn.Module):
         def forward(self, input: torch.Tensor) -> str:

@@ -81,7 +81,9 @@ class RotorCallback(pl.Callback):
 
     def _reset(self) -> None:
         self._batch: list[torch.Tensor] = []
+        self._in_step = False
         self._resident: ResidentMemory | None = None
+        self._allowed: Allowance | None = None
         self._limit_bytes = 0
         self._correction_bytes = 0
         self._corrections = 0
@@ -133,6 +135,7 @@ class RotorCallback(pl.Callback):
     ) -> None:
         """Note the batch, and measure the step if a plan is new."""
         self._batch = tensors_in(batch)
+        self._in_step = True
         if self._steps_to_measure > 0:
             self._start_meter()
 
@@ -147,17 +150,28 @@ class RotorCallback(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Read the meter, log, and plan again if the limit was exceeded."""
-        self._batch = []
+        self._in_step = False
         if self._plan is None:
             return
         if self._meter is not None:
             self._stop_meter()
             if self._exact:
                 self._correct()
-        if self._table_due:
-            self._table_due = False
+        self._batch = []
+        if self._table_due and self._steps_to_measure == 0:
             self._print_table()
         self._log_metrics(trainer)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Print the table of a short training, and say so if nothing was planned."""
+        if self._table_due:
+            self._print_table()
+        if self._plan is None and self._planned is not None:
+            rank_zero_warn(
+                "RotorCallback planned nothing: the module it works on never ran forward in training mode with gradients. Name another one "
+                "with RotorCallback(module=...)",
+                category=RotorWarning,
+            )
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Give the module its own forward back."""
@@ -207,9 +221,10 @@ class RotorCallback(pl.Callback):
         # zero_grad runs between forward and backward, so gradients of the step before linger through the forward. Not so when
         # several backwards add up, or when the user decides.
         linger = self._model.automatic_optimization and self._trainer.accumulate_grad_batches == 1
-        return self._resident.allowance(
+        self._allowed = self._resident.allowance(
             self._limit_bytes, gradients_linger=linger, correction_bytes=self._correction_bytes
         )
+        return self._allowed
 
     def _reserved_bytes(self) -> int:
         return self._limit_bytes - self._plan.budget_bytes if self._plan is not None else 0
@@ -218,25 +233,32 @@ class RotorCallback(pl.Callback):
         self._plan = plan
         self._steps_to_measure = _MEASURED_STEPS
         self._table_due = self._show_table
-        if self._meter is None and self._batch:
+        if self._meter is None and self._in_step:
             self._start_meter()  # from inside the first forward: what comes is the first step under the plan
 
     def _correct(self) -> None:
         """Closed loop: what the plan could not know shows in the measured peak."""
         excess = self._backward_peak_bytes - self._limit_bytes
-        if excess <= 0 or self._planned is None or self._corrections >= _MAX_CORRECTIONS:
+        if excess <= 0 or self._planned is None:
             return
-        self._corrections += 1
-        self._correction_bytes += excess
-        try:
-            self._planned.replan()
-        except BudgetError as error:
-            self._corrections = _MAX_CORRECTIONS
-            rank_zero_warn(
-                f"the step took {format_bytes(self._backward_peak_bytes)}, more than mem_limit {format_bytes(self._limit_bytes)}, and no plan "
-                f"saves that much, so the current one stays. {error}",
-                category=RotorWarning,
-            )
+        reason = f"{_MAX_CORRECTIONS} better plans did not help"
+        if self._corrections < _MAX_CORRECTIONS:
+            self._corrections += 1
+            self._correction_bytes += excess
+            try:
+                self._planned.replan()
+            except BudgetError as error:
+                self._correction_bytes -= excess
+                self._corrections = _MAX_CORRECTIONS
+                reason = f"no plan saves that much: {error}"
+            else:
+                return
+        self._steps_to_measure = 0
+        rank_zero_warn(
+            f"the step took {format_bytes(self._backward_peak_bytes)}, more than mem_limit {format_bytes(self._limit_bytes)}. The current plan "
+            f"stays, since {reason}",
+            category=RotorWarning,
+        )
 
     # ---------------------------------------------------------------- measuring
 
@@ -304,10 +326,15 @@ class RotorCallback(pl.Callback):
             self._model.log_dict(shown, prog_bar=True, logger=False)
 
     def _print_table(self) -> None:
-        assert self._plan is not None
-        if self._trainer is None or not self._trainer.is_global_zero:
+        self._table_due = False
+        if self._plan is None or self._allowed is None or self._trainer is None or not self._trainer.is_global_zero:
             return
-        keep_all = simulate(self._plan.chain, Schedule.keep_all(len(self._plan.chain)))
+        keep_all = simulate(
+            self._plan.chain,
+            Schedule.keep_all(len(self._plan.chain)),
+            gradients_exist=self._allowed.gradients_exist,
+            lingering_bytes=self._allowed.lingering_bytes,
+        )
         table = plan_table(
             self._plan,
             reserved_bytes=self._reserved_bytes(),

@@ -91,20 +91,25 @@ def profile_chain(
             with _kept_attributes(stage):
                 passed = _pass(stage, boundary, device)
                 states.append(state_of(stage, passed.updating, scratch))
-                key = (_identity(stage), boundary.signature, last)
+                recomputable = passed.same_bits and not (number == 0 and starts_in_place)
+                key = (_identity(stage), boundary.signature, last, recomputable)
                 if key not in known:
                     profiler = StageProfiler(stage, boundary, passed.output_bytes, meter, last, repeats)
                     with _lent_buffers(stage):
-                        known[key] = profiler.measure(
-                            draws_random=any(traits[index].draws_random for index in group) or may_draw(stage),
-                            recomputable=passed.same_bits and not (number == 0 and starts_in_place),
-                            state_bytes=states[-1].remembered_bytes,
-                        )
-            costs.append(replace(known[key], name=stage.name))
+                        known[key] = profiler.measure(recomputable=recomputable)
+            costs.append(
+                replace(
+                    known[key],
+                    name=stage.name,
+                    draws_random=any(traits[index].draws_random for index in group) or may_draw(stage),
+                    state_bytes=states[-1].remembered_bytes,
+                )
+            )
             boundary = passed.output
             if progress is not None:
                 progress(number + 1, len(merged))
         _warn(costs)
+        _warn_of_structure(stages, merged)
         chain = Chain(
             tuple(costs),
             input_bytes=Boundary.of(sample).size_bytes,
@@ -145,8 +150,7 @@ def _scout(stages: Sequence[Stage], sample: Any, device: torch.device) -> tuple[
             versions = [tensor._version for tensor in inputs]
             storages = {tensor.untyped_storage().data_ptr() for tensor in inputs if tensor.untyped_storage().nbytes()}
             before = _generator_states(device)
-            with _discarding():
-                output = run_stage(stage, value)
+            output = run_stage(stage, value)
             outputs = tensors_in(output)
             if not outputs:
                 raise ModelError(
@@ -160,7 +164,7 @@ def _scout(stages: Sequence[Stage], sample: Any, device: torch.device) -> tuple[
                     draws_random=not all(map(torch.equal, before, _generator_states(device))),
                 )
             )
-            boundary = Boundary.of(output)
+            boundary = Boundary.of(output, whole_storages=True)
             del value, inputs, output, outputs
     return traits, _groups(traits)
 
@@ -183,7 +187,7 @@ def _pass(stage: Stage, boundary: Boundary, device: torch.device) -> _Passed:
     """Run a stage; if it is not made of torch's own layers, run it again as a recomputation would, and compare the bits."""
     states = _generator_states(device)
     host = HostGenerators()
-    with _kept_attributes(stage), _lent_buffers(stage) as originals, _discarding():
+    with _kept_attributes(stage), _lent_buffers(stage) as originals:
         value = boundary.fresh()
         storages = {tensor.untyped_storage().data_ptr() for tensor in tensors_in(value)}
         output = run_stage(stage, value)
@@ -194,11 +198,11 @@ def _pass(stage: Stage, boundary: Boundary, device: torch.device) -> _Passed:
     if not is_stock(stage):
         _set_generator_states(device, states)
         host.restore()
-        with _kept_attributes(stage), _lent_buffers(stage), _discarding():
+        with _kept_attributes(stage), _lent_buffers(stage):
             again = tensors_in(run_stage(stage, boundary.fresh()))
         same_bits = len(again) == len(outputs) and all(map(_same_bits, outputs, again))
     fresh = [tensor for tensor in outputs if tensor.untyped_storage().data_ptr() not in storages]
-    return _Passed(Boundary.of(output), storage_bytes(fresh), same_bits, updating)
+    return _Passed(Boundary.of(output, whole_storages=True), storage_bytes(fresh), same_bits, updating)
 
 
 def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -213,10 +217,14 @@ def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 @contextmanager
 def _undisturbed(device: torch.device) -> Iterator[None]:
-    """Set generators back at the end, compute with gradients, and tell users' code that this is no step of theirs."""
+    """Set generators back at the end, compute with gradients, and tell users' code that this is no step of theirs.
+
+    Saved tensors are kept plainly, whatever hooks are set around the call (a checkpoint of the user's, say).
+    """
     devices = [device] if device.type == "cuda" else []
     host = HostGenerators()
-    with torch.random.fork_rng(devices=devices, device_type="cuda"), torch.enable_grad(), repeating():
+    kept_plainly = saved_tensors_hooks(_same, _same)
+    with torch.random.fork_rng(devices=devices, device_type="cuda"), torch.enable_grad(), repeating(), kept_plainly:
         try:
             yield
         finally:
@@ -267,15 +275,8 @@ def _updating(originals: Sequence[tuple[torch.nn.Module, str, torch.Tensor]]) ->
     )
 
 
-@contextmanager
-def _discarding() -> Iterator[None]:
-    """Build graphs, but drop what they save."""
-    with saved_tensors_hooks(lambda tensor: None, _never_unpacked):
-        yield
-
-
-def _never_unpacked(packed: None) -> torch.Tensor:
-    raise AssertionError("a discarded forward has no backward")
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _generator_states(device: torch.device) -> list[torch.Tensor]:
@@ -392,3 +393,26 @@ def _warn(costs: Sequence[StageCost]) -> None:
                 RotorWarning,
                 stacklevel=4,
             )
+
+
+def _warn_of_structure(stages: Sequence[Stage], merged: Sequence[Stage]) -> None:
+    if len(merged) == 1 < len(stages):
+        warnings.warn(
+            f"all {len(stages)} layers were merged into one stage, so there is nothing to plan: each hands a tensor on that it was given "
+            "(a mask beside the activations, say), and what is handed on cannot be cut. Let the layers take it from somewhere else",
+            RotorWarning,
+            stacklevel=4,
+        )
+    owners: dict[int, int] = {}
+    shared = any(
+        owners.setdefault(id(parameter), number) != number
+        for number, stage in enumerate(merged)
+        for parameter in stage.parameters()
+    )
+    if shared and autocast_enabled():
+        warnings.warn(
+            "stages share parameters under autocast. Without this package a shared weight is cast once and its gradients are summed in the "
+            "lower precision; here each stage casts it for itself and they are summed in full, so the results differ in the last bits",
+            RotorWarning,
+            stacklevel=4,
+        )

@@ -97,8 +97,12 @@ class StageProfiler:
     last: bool
     repeats: int
 
-    def measure(self, *, draws_random: bool, recomputable: bool, state_bytes: int) -> StageCost:
-        """All costs of the stage."""
+    def measure(self, *, recomputable: bool) -> StageCost:
+        """Bytes and seconds of the stage.
+
+        Args:
+            recomputable: Whether it may be in a segment; otherwise it is never run as one.
+        """
         if self.meter.needs_warm_up:
             self._keep_run(hold_input=False, hold_output=False)
         sizes = self._keep_run(hold_input=False, hold_output=False)
@@ -136,13 +140,12 @@ class StageProfiler:
             discard_seconds=seconds.forward,
             options=(keep,),
             pinned_bytes=segment.pinned_bytes,
-            draws_random=draws_random,
-            state_bytes=state_bytes,
             recomputable=recomputable,
         )
 
     def _keep_run(self, *, hold_input: bool, hold_output: bool) -> _KeepRun:
         saves = unpacks = 0
+        in_backward = False  # a stage may differentiate in its own forward
         with self.meter.recording() as recording:
 
             def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -153,8 +156,8 @@ class StageProfiler:
 
             def unpack(tensor: torch.Tensor) -> torch.Tensor:
                 nonlocal unpacks
-                unpacks += 1
-                if unpacks == 1:
+                unpacks += in_backward
+                if in_backward and unpacks == 1:
                     recording.mark("unpack")
                 return tensor
 
@@ -171,6 +174,7 @@ class StageProfiler:
             if not hold_output:
                 del output
             recording.mark("backward")
+            in_backward = True
             input_gradients, parameter_gradients = ends.gradients()
             recording.mark("done")
         phases = _Phases(recording.phases)
@@ -250,7 +254,12 @@ class StageProfiler:
         """How much of a forward is over at its last saved tensor, from 0 to 1."""
         value = self.boundary.fresh()
         times = [self.meter.now()]
-        with saved_tensors_hooks(lambda tensor: times.append(self.meter.now()), _never_unpacked):
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            times.append(self.meter.now())
+            return tensor
+
+        with saved_tensors_hooks(pack, _same):
             run_stage(self.stage, value)
         last_save = self.meter.seconds_between(times[0], times[-1])
         total = self.meter.seconds_between(times[0], self.meter.now())
@@ -331,5 +340,5 @@ def _freed(phase: MeteredPhase) -> int:
     return phase.start_bytes - phase.end_bytes
 
 
-def _never_unpacked(packed: None) -> torch.Tensor:
-    raise AssertionError("a discarded forward has no backward")
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
