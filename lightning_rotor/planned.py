@@ -118,7 +118,6 @@ class PlannedForward:
         self._submodules: tuple[nn.Module, ...] | None = None
         self._stock: tuple[bool, ...] = ()
         self._parameters: tuple[nn.Parameter, ...] = ()
-        self._buffers: tuple[torch.Tensor, ...] = ()
         self._follow_changes()
         self._allowance = allowance
         self._slots = slots
@@ -213,7 +212,6 @@ class PlannedForward:
             self._stages = sequential_stages(self._module)
             self._submodules, self._stock = submodules, stock
             self._parameters = tuple(self._module.parameters())
-            self._buffers = tuple(self._module.buffers())
             self.forget()
 
     def _prepare(self, value: Any) -> _Prepared:

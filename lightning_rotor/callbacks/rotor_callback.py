@@ -76,10 +76,10 @@ class RotorCallback(pl.Callback):
         self._planned: PlannedForward | None = None
         self._trainer: pl.Trainer | None = None
         self._model: pl.LightningModule | None = None
-        self._plan: Plan | None = None
         self._reset()
 
     def _reset(self) -> None:
+        self._plan: Plan | None = None
         self._batch: list[torch.Tensor] = []
         self._in_step = False
         self._resident: ResidentMemory | None = None
