@@ -19,20 +19,23 @@ Kind = Literal["cnn", "transformer", "heterogeneous", "odd", "options"]
 cnn             boundaries shrink along the chain, as resolution drops faster than channels grow
 transformer     equal stages
 heterogeneous   every size and duration drawn anew
-odd             heterogeneous, with stages that save nothing, draw random numbers, pin tensors or cannot be recomputed
+odd             heterogeneous, with stages that save nothing, draw random numbers, have buffers, pin tensors or cannot be recomputed
 options         heterogeneous, with a second option that saves less and takes longer in some stages
 """
 KINDS: tuple[Kind, ...] = get_args(Kind)
+_COARSE = 8
 
 
 def random_chain(rng: random.Random, stages: int, kind: Kind, *, grain: int = 1, most_options: int = 2) -> Chain:
     """A chain of any kind; all sizes are multiples of ``grain`` bytes."""
     costs: list[StageCost] = []
-    input_bytes = _size(rng, 64, grain)
-    common = _shape(rng, grain)
+    # States of generators and buffers are small beside boundaries: kilobytes against hundreds of them.
+    coarse = _COARSE * grain if kind == "odd" else grain
+    input_bytes = _size(rng, 64, coarse)
+    common = _shape(rng, coarse)
     before = input_bytes
     for index in range(stages):
-        shape = common if kind == "transformer" else _shape(rng, grain)
+        shape = common if kind == "transformer" else _shape(rng, coarse)
         if kind == "cnn":
             shape["output"] = max(before // rng.choice((1, 1, 2, 4)) // grain, 1) * grain
         two = kind == "options" and rng.random() < 0.5 and sum(len(cost.options) > 1 for cost in costs) < most_options
@@ -114,6 +117,7 @@ def _stage(
         options=options,
         pinned_bytes=grain * rng.randint(1, 4) if odd and rng.random() < 0.1 else 0,
         draws_random=odd and rng.random() < 0.3,
+        state_bytes=grain * rng.choice((0, 0, 1)) if odd else 0,
         recomputable=not (odd and rng.random() < 0.07),
     )
 

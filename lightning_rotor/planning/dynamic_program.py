@@ -30,7 +30,7 @@ finds them again, in O(n) per item of the schedule.
 
 Optimal among all schedule trees when the unit divides every size, up to approximations which the simulator judges afterwards:
 
-* Generator states of nested segments count only from when their parent is recomputed.
+* States that nested segments remember (of generators, of buffers) count only from when their parent is recomputed.
 * A discarded pass over nested segments holds their inputs, which can matter only where a later gradient is larger than an
   earlier one.
 * Segments nested more than twice cost more host time than counted.
@@ -109,6 +109,8 @@ class Table:
         self._discard_before = np.concatenate(([0.0], np.cumsum([stage.discard_seconds for stage in self._stages])))
         self._steps = [_steps(thresholds.discard[first], first) for first in range(n)]
         self._first_steps = [_steps(thresholds.first_discard[first], first) for first in range(n)]
+        # Segments from each stage on that remember the same amount of states.
+        self._remembering = [_steps(thresholds.remembered[first], first) for first in range(n)]
 
     @property
     def seconds(self) -> Seconds:
@@ -146,14 +148,14 @@ class Table:
         """Which bodies to store for intervals that start at ``first``.
 
         With one option the context only sets a least memory, the same for every decision, so one body serves all. Unless segments
-        differ in the generator states that they take from that memory.
+        differ in the states that they take from that memory.
         """
         if first == 0:
             return ("held",)
         stage = self._stages[first]
-        drawing = self._needs.rng_slots > 0 and self._needs.first_draw[first] <= self._top
+        remembering = bool(self._needs.remembered[first, first:].any())
         freeing = any(leaf.input_retained[0] < stage.input_slots for leaf in stage.leaves)
-        apart = len(stage.leaves) > 1 or (self._refined and (drawing or freeing))
+        apart = len(stage.leaves) > 1 or (self._refined and (remembering or freeing))
         return ("nested", "segment", "held") if apart else ("any",)
 
     def _first_of_longest_segment(self, last: int) -> int:
@@ -205,15 +207,17 @@ class Table:
         self, first: int, ending: Ending, context: Context, workspace: Seconds, span: tuple[int, int]
     ) -> Seconds:
         """split(first, last): the best segment that starts at ``first`` and ends before ``last``."""
-        last, remembered = ending.last, self._needs.rng_slots
+        last = ending.last
         split = np.full(self._size, math.inf, self._number)
-        drawing = min(self._needs.first_draw[first], last) if remembered else last
         bodies = self._body[first][context]
-        self._reduce(bodies, first, first, drawing, ending, workspace, span, split)
-        if drawing < last:
-            with_states = np.full(self._size, math.inf, self._number)
-            self._reduce(bodies, first, drawing, last, ending, workspace, span, with_states)
-            if remembered < self._size:
+        groups = self._remembering[first]
+        for number, (begin, remembered) in enumerate(groups):
+            end = min(groups[number + 1][0] if number + 1 < len(groups) else last, last)
+            if remembered == 0:
+                self._reduce(bodies, first, begin, end, ending, workspace, span, split)
+            elif begin < end and remembered < self._size:
+                with_states = np.full(self._size, math.inf, self._number)
+                self._reduce(bodies, first, begin, end, ending, workspace, span, with_states)
                 np.minimum(split[remembered:], with_states[: self._size - remembered], out=split[remembered:])
         if self._needs.segment_seconds and last < self._top:
             split += self._number(
@@ -381,8 +385,7 @@ class Table:
         """What is alive while ``first`` and the stages after it run forward. Peaks of discarded passes hold what is pinned already."""
         if ending.last == self._top:
             return self._needs.forward_base[first] if kept else 0
-        aside = self._needs.rng_slots if self._needs.first_draw[first] <= ending.last else 0
-        return ending.base + aside
+        return ending.base + int(self._needs.remembered[first, ending.last])  # states are put aside meanwhile
 
     def _last_seconds(self, leaf: LeafCost, last: int) -> float:
         return leaf.seconds if last == self._top else leaf.last_seconds
@@ -459,7 +462,7 @@ class Table:
         if first == last or memory < need:
             return _Decision(math.inf, None, first, memory, context)
         ends = np.arange(first, last)
-        left = np.where(ends < self._needs.first_draw[first], memory, memory - self._needs.rng_slots)
+        left = memory - self._needs.remembered[first, first:last]
         peaks = self._needs.first_discard if last == self._top else self._needs.discard
         needs = peaks[first, first:last] + self._forward_base(first, ending)
         inside = np.maximum(left, 0)
@@ -509,10 +512,10 @@ def _by_context(need: BackwardNeed, context: Context) -> int:
             return need.held
 
 
-def _steps(peaks: npt.NDArray[np.int64], first: int) -> list[tuple[int, int]]:
-    """Where the peaks of discarded passes from ``first`` on rise: the pass's last stage, and its peak."""
-    rises = np.flatnonzero(np.diff(peaks[first:], prepend=-1))
-    return [(first + int(rise), int(peaks[first + rise])) for rise in rises]
+def _steps(sizes: npt.NDArray[np.int64], first: int) -> list[tuple[int, int]]:
+    """Where something that grows with the last stage of a segment from ``first`` on rises: the stage, and the slots from there on."""
+    rises = np.flatnonzero(np.diff(sizes[first:], prepend=-1))
+    return [(first + int(rise), int(sizes[first + rise])) for rise in rises]
 
 
 class _Span:

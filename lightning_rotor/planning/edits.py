@@ -3,9 +3,10 @@
 Each edit changes one place::
 
     merge     (0-1) (2-3) 4   →  (0-3) 4
+    swallow   (0-1) (2-3) 4   →  ((0-1) 2-3) 4
     extend    (0-1) 2-3       →  (0-2) 3
     shrink    (0-2) 3         →  (0-1) 2-3
-    wrap      0 1 2           →  0 (1) 2
+    wrap      0-3             →  0 (1-2) 3
     unwrap    0 (1-2) 3       →  0 1 2 3
     switch    0 1 2           →  0 1:1 2
 """
@@ -16,6 +17,8 @@ from collections.abc import Iterator
 
 from lightning_rotor.chain import Chain
 from lightning_rotor.schedule import Item, Leaf, Schedule, Segment
+
+_LONGEST_WRAP = 3
 
 
 def edits(schedule: Schedule, chain: Chain) -> Iterator[Schedule]:
@@ -35,10 +38,15 @@ def _edited(items: tuple[Item, ...], chain: Chain) -> Iterator[tuple[Item, ...]]
                 match after:
                     case (Segment(more), *rest):
                         yield (*before, Segment(inside + more), *rest)
+                        yield (*before, Segment((item, *more)), *rest)
                     case (Leaf(stage) as leaf, *rest) if rest and chain.stages[stage].recomputable:
                         yield (*before, Segment((*inside, leaf)), *rest)
             case Leaf(stage, option):
                 others = (other for other in range(len(chain.stages[stage].options)) if other != option)
                 yield from ((*before, Leaf(stage, other), *after) for other in others)
-                if after and chain.stages[stage].recomputable:
-                    yield (*before, Segment((item,)), *after)
+                for length in range(1, _LONGEST_WRAP + 1):
+                    wrapped, behind = items[index : index + length], items[index + length :]
+                    if behind and all(
+                        isinstance(each, Leaf) and chain.stages[each.stage].recomputable for each in wrapped
+                    ):
+                        yield (*before, Segment(wrapped), *behind)

@@ -103,14 +103,15 @@ class Staircase:
         return best
 
     def smallest(self) -> Proposal | None:
-        """The proposal with the least peak. It is one of the lowest, and which one only the simulator knows."""
-        lowest = range(self._hopeful_stair(0) + 1)
-        if not lowest:
-            return None
-        least_bytes = min(self[stair].simulation.peak_bytes for stair in lowest)
-        return min(
-            (each for stair in lowest for each in self._around(stair, least_bytes)), key=lambda each: each.by_peak
-        )
+        """The least peak: one of the lowest proposals, and which one only the simulator knows, or what edits make of it."""
+        lowest = [self[stair] for stair in range(self._hopeful_stair(0) + 1)]
+        least = min(lowest, key=lambda each: each.by_peak, default=None)
+        while least is not None and self._uncertain_bytes:
+            better = min([least, *self._neighbours(least)], key=lambda each: each.by_peak)
+            if better is least:
+                break
+            least = better
+        return least
 
     def _hopeful_stair(self, budget_bytes: int) -> int:
         """The highest stair worth a try."""
@@ -129,17 +130,21 @@ class Staircase:
     def _edit(self, proposal: Proposal) -> list[Proposal]:
         """Schedules near a proposal that need a little less memory; none is faster, so that the stairs stay in order."""
         base = proposal.simulation
+        return [
+            each
+            for each in self._neighbours(proposal)
+            # Only by so much that an edit is tried for every budget that it fits: see _around.
+            if 0 < base.peak_bytes - each.simulation.peak_bytes <= self._uncertain_bytes
+            and each.simulation.seconds >= base.seconds
+        ]
+
+    def _neighbours(self, proposal: Proposal) -> list[Proposal]:
+        """What is one edit away, or two if the chain is short."""
         seen = {proposal.schedule}
-        front, near = [proposal], []
+        front, near = [proposal.schedule], []
         for _ in range(2 if len(self._chain) <= _TWICE_EDITED_STAGES else 1):
-            new = [schedule for each in front for schedule in edits(each.schedule, self._chain) if schedule not in seen]
+            new = {edited: None for schedule in front for edited in edits(schedule, self._chain) if edited not in seen}
             seen.update(new)
-            front = [
-                each
-                for each in map(self._judge, dict.fromkeys(new))
-                if each.simulation.peak_bytes <= base.peak_bytes
-                and base.seconds <= each.simulation.seconds <= 1.1 * base.seconds
-            ]
+            front = list(new)
             near += front
-        # Only by so much that an edit is tried for every budget that it fits: see _around.
-        return [each for each in near if 0 < base.peak_bytes - each.simulation.peak_bytes <= self._uncertain_bytes]
+        return [self._judge(schedule) for schedule in near]

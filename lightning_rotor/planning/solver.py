@@ -27,6 +27,8 @@ _REFINED_STAGES = 40
 # A table with fewer slots than this is coarse, and gets a second one for small budgets: up to so many times its least memory.
 _FINE_SLOTS = 2000
 _SMALL = 2.0
+# So close to the least memory the schedule with the least peak is worth a look.
+_CLOSE = 0.05
 
 
 def fine_slots(stages: int, slots: int = DEFAULT_SLOTS) -> int:
@@ -57,6 +59,7 @@ class Solver:
         self._slots = slots
         self._gradients_exist = gradients_exist
         self._lingering_bytes = lingering_bytes
+        self._judged: dict[Schedule, Proposal] = {}
 
     def refined(self) -> Solver:
         """The same with as many slots as cost next to nothing, see :func:`fine_slots`."""
@@ -95,6 +98,8 @@ class Solver:
         # Somewhat further than it reaches, so that a larger budget is not worse off with the coarse table alone.
         if self._is_coarse and budget_bytes <= 1.5 * self._small_bytes:
             found.append(self._small.fastest(budget_bytes))
+        if found[0] is None or found[0].simulation.peak_bytes <= self._all.lowest_bytes * (1 + _CLOSE):
+            found += [self._smallest] if self._smallest.simulation.peak_bytes <= budget_bytes else []
         return min((each for each in found if each is not None), key=lambda each: each.by_seconds, default=None)
 
     @cached_property
@@ -160,7 +165,8 @@ class Solver:
         slots = math.ceil(most_bytes / unit) + len(self.chain) // 16 + 4
         table = Table(thresholds, slots=slots, refined=refined)
         table.solve()
-        states = self.chain.rng_state_bytes if any(stage.draws_random for stage in self.chain) else 0
+        states = sum(stage.state_bytes for stage in self.chain)
+        states += self.chain.rng_state_bytes if any(stage.draws_random for stage in self.chain) else 0
         uncertain_bytes = 4 * states + (0 if exact else math.ceil(2 * unit))
         return Staircase(
             self.chain, table, unit=unit, judge=self._judge, uncertain_bytes=uncertain_bytes if refined else 0
@@ -175,6 +181,11 @@ class Solver:
         return math.gcd(*_sizes(self.chain), self._lingering_bytes)
 
     def _judge(self, schedule: Schedule) -> Proposal:
+        if schedule not in self._judged:
+            self._judged[schedule] = self._simulate(schedule)
+        return self._judged[schedule]
+
+    def _simulate(self, schedule: Schedule) -> Proposal:
         simulation = simulate(
             self.chain, schedule, gradients_exist=self._gradients_exist, lingering_bytes=self._lingering_bytes
         )

@@ -136,8 +136,7 @@ class Thresholds:
         forward_base: By stage ``i``, slots alive during the first forward of ``i``.
         discard: ``(n, n)`` slots: entry ``(i, k)`` is the peak of the discarded pass over ``i..k``, without the input of ``i``.
         first_discard: The same with what is pinned on the way, for the first forward.
-        rng_slots: What a segment takes to remember the generators.
-        first_draw: By stage ``i``, the first stage from ``i`` on that draws random numbers (``n`` if none does).
+        remembered: ``(n, n)`` slots: entry ``(i, k)`` is what a segment ``i..k`` remembers of generators and buffers.
         segment_seconds: Host time of one run of a segment.
     """
 
@@ -146,8 +145,7 @@ class Thresholds:
     forward_base: tuple[int, ...]
     discard: npt.NDArray[np.int64]
     first_discard: npt.NDArray[np.int64]
-    rng_slots: int
-    first_draw: tuple[int, ...]
+    remembered: npt.NDArray[np.int64]
     segment_seconds: float
 
 
@@ -164,8 +162,7 @@ def thresholds_of(chain: Chain, *, unit: float, gradients_exist: bool = False, l
         forward_base=tuple(ruler.slots(int(size)) for size in in_forward),
         discard=_discard_peaks(chain, np.zeros(n, np.int64), unit),
         first_discard=_discard_peaks(chain, in_forward, unit),
-        rng_slots=ruler.slots(chain.rng_state_bytes),
-        first_draw=_first_draws(chain),
+        remembered=_remembered(chain, unit),
         segment_seconds=chain.segment_seconds,
     )
 
@@ -304,9 +301,12 @@ def _discard_peaks(chain: Chain, pinned_before: npt.NDArray[np.int64], unit: flo
     return peaks
 
 
-def _first_draws(chain: Chain) -> tuple[int, ...]:
-    first, draws = len(chain), []
-    for index in reversed(range(len(chain))):
-        first = index if chain.stages[index].draws_random else first
-        draws.append(first)
-    return tuple(draws[::-1])
+def _remembered(chain: Chain, unit: float) -> npt.NDArray[np.int64]:
+    n = len(chain)
+    buffers = np.array([stage.state_bytes for stage in chain], np.int64)
+    draws = np.array([stage.draws_random for stage in chain], bool)
+    remembered = np.zeros((n, n), np.int64)
+    for first in range(n):
+        generators = chain.rng_state_bytes * np.logical_or.accumulate(draws[first:])
+        remembered[first, first:] = np.floor((np.cumsum(buffers[first:]) + generators) / unit + 0.5)
+    return remembered
