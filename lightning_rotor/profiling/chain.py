@@ -21,13 +21,15 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_rotor.chain import Chain, StageCost
 from lightning_rotor.errors import ModelError, RotorWarning
+from lightning_rotor.generators import GeneratorStates, HostGenerators
 from lightning_rotor.options import autocast_enabled, run_stage
 from lightning_rotor.profiling.boundary import Boundary, storage_bytes, tensors_in
 from lightning_rotor.profiling.meters import Meter, meter_for
 from lightning_rotor.profiling.stages import StageProfiler
 from lightning_rotor.recomputation import recomputed, repeating
 from lightning_rotor.sequential import Stage, is_plain_stock, merge
-from lightning_rotor.state import Attributes, HostGenerators, SegmentState, Statistic, state_of
+from lightning_rotor.state import Attributes, SegmentState, Statistic, state_of
+from lightning_rotor.tracing import GraphSlice
 
 Progress: TypeAlias = Callable[[int, int], None]
 
@@ -94,14 +96,16 @@ def profile_chain(
                 recomputable = passed.same_bits and not (number == 0 and starts_in_place)
                 key = (_identity(stage), boundary.signature, last, recomputable)
                 if key not in known:
-                    profiler = StageProfiler(stage, boundary, passed.output_bytes, meter, last, repeats)
+                    draws_random = any(traits[index].draws_random for index in group) or may_draw(stage)
+                    generators = GeneratorStates(device) if draws_random else None
+                    profiler = StageProfiler(stage, boundary, passed.output_bytes, meter, last, repeats, generators)
                     with _lent_buffers(stage):
                         known[key] = profiler.measure(recomputable=recomputable)
             costs.append(
                 replace(
                     known[key],
                     name=stage.name,
-                    draws_random=any(traits[index].draws_random for index in group) or may_draw(stage),
+                    draws_random=draws_random,
                     state_bytes=states[-1].remembered_bytes,
                 )
             )
@@ -333,7 +337,10 @@ def _identity(stage: Stage) -> tuple[Any, ...]:
         return id(value) if value != {} and value != set() else "empty"
 
     identity: list[Any] = []
+    identity += [module.identity for module in stage.modules if isinstance(module, GraphSlice)]
     for name, module in stage.submodules():
+        if isinstance(module, GraphSlice):
+            continue
         attributes = {key: plain(value) for key, value in module.__dict__.items() if key not in _STRUCTURE}
         hooks = [tuple(map(id, getattr(module, key).values())) for key in _HOOKS]
         tensors = [
