@@ -93,10 +93,10 @@ def profile_chain(
             with _kept_attributes(stage):
                 passed = _pass(stage, boundary, device)
                 states.append(state_of(stage, passed.updating, scratch))
+                draws_random = any(traits[index].draws_random for index in group) or may_draw(stage)
                 recomputable = passed.same_bits and not (number == 0 and starts_in_place)
                 key = (_identity(stage), boundary.signature, last, recomputable)
                 if key not in known:
-                    draws_random = any(traits[index].draws_random for index in group) or may_draw(stage)
                     generators = GeneratorStates(device) if draws_random else None
                     profiler = StageProfiler(stage, boundary, passed.output_bytes, meter, last, repeats, generators)
                     with _lent_buffers(stage):
@@ -113,7 +113,7 @@ def profile_chain(
             if progress is not None:
                 progress(number + 1, len(merged))
         _warn(costs)
-        _warn_of_structure(stages, merged)
+        _warn_of_structure(traits, merged)
         chain = Chain(
             tuple(costs),
             input_bytes=Boundary.of(sample).size_bytes,
@@ -129,6 +129,7 @@ class _Traits:
     """How a stage behaves, seen from its neighbours."""
 
     aliases_input: bool
+    hands_on: bool  # makes something new, but also returns what it was given
     changes_input: bool
     draws_random: bool
 
@@ -161,9 +162,11 @@ def _scout(stages: Sequence[Stage], sample: Any, device: torch.device) -> tuple[
                     f"stage {stage.name!r} returns {type(output).__name__}, which holds no tensor: expected a tensor, or tensors in tuples, "
                     "lists or dicts"
                 )
+            aliases = [tensor.untyped_storage().data_ptr() in storages for tensor in outputs]
             traits.append(
                 _Traits(
-                    aliases_input=any(tensor.untyped_storage().data_ptr() in storages for tensor in outputs),
+                    aliases_input=any(aliases),
+                    hands_on=any(aliases) and not all(aliases),
                     changes_input=versions != [tensor._version for tensor in inputs],
                     draws_random=not all(map(torch.equal, before, _generator_states(device))),
                 )
@@ -402,10 +405,10 @@ def _warn(costs: Sequence[StageCost]) -> None:
             )
 
 
-def _warn_of_structure(stages: Sequence[Stage], merged: Sequence[Stage]) -> None:
-    if len(merged) == 1 < len(stages):
+def _warn_of_structure(traits: Sequence[_Traits], merged: Sequence[Stage]) -> None:
+    if len(merged) == 1 < len(traits) and any(trait.hands_on for trait in traits):
         warnings.warn(
-            f"all {len(stages)} layers were merged into one stage, so there is nothing to plan: each hands a tensor on that it was given "
+            f"all {len(traits)} layers were merged into one stage, so there is nothing to plan: each hands a tensor on that it was given "
             "(a mask beside the activations, say), and what is handed on cannot be cut. Let the layers take it from somewhere else",
             RotorWarning,
             stacklevel=4,
