@@ -202,8 +202,13 @@ class _Simulator:
 
     # ---------------------------------------------------------------- backward
 
-    def _backward(self, item: Item, pending: tuple[Segment, ...] = (), *, nested: bool = False) -> None:
-        """Backward of one item; ``pending`` are the enclosing segments that have not been recomputed yet, outermost first."""
+    def _backward(self, item: Item, pending: tuple[Segment, ...] = (), *, held: bool = True) -> None:
+        """Backward of one item.
+
+        ``pending`` are the enclosing segments that have not been recomputed yet, outermost first. ``held`` says whether a segment still
+        holds its input when this is done: a nested one gave it up when it was recomputed, or never had it if it came after what
+        its parent recomputed.
+        """
         match item:
             case Leaf():
                 self._backward_leaf(item, pending)
@@ -211,8 +216,10 @@ class _Simulator:
                 end = _last_saving(self._chain, items)
                 for index in reversed(range(len(items))):
                     # What comes after the last saved tensor needs no recomputation; the item that has it triggers it.
-                    self._backward(items[index], (*pending, item) if index == end else (), nested=True)
-                if not (nested and end >= 0):
+                    child = items[index]
+                    recomputed = isinstance(child, Segment) and _last_saving(self._chain, child.items) >= 0
+                    self._backward(child, (*pending, item) if index == end else (), held=index < end and not recomputed)
+                if held:
                     self._release(item.first)
                 self._add(-self._state_bytes(item))
 

@@ -128,13 +128,12 @@ def test_long_chain_whose_boundaries_are_smaller_than_a_slot_still_beats_the_bas
         assert found.seconds <= SAME * rival.seconds
 
 
-@pytest.mark.parametrize(("columns", "rows"), [(1, 1000), (3, 7), (100, 64)])
-def test_order_of_computation_does_not_matter(monkeypatch: pytest.MonkeyPatch, columns: int, rows: int) -> None:
+@pytest.mark.parametrize("columns", [1, 3, 100])
+def test_order_of_computation_does_not_matter(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     chain = random_chain(random.Random(2), 50, "odd", grain=4099)
     budget_bytes = simulate(chain, Schedule.keep_all(50)).peak_bytes // 2
     found = Solver(chain, slots=150).plan(budget_bytes)
     monkeypatch.setattr("lightning_rotor.planning.dynamic_program._COLUMNS", columns)
-    monkeypatch.setattr("lightning_rotor.planning.dynamic_program._ROWS", rows)
     assert Solver(chain, slots=150).plan(budget_bytes).schedule == found.schedule
 
 

@@ -4,6 +4,7 @@ Each edit changes one place::
 
     merge     (0-1) (2-3) 4   →  (0-3) 4
     extend    (0-1) 2-3       →  (0-2) 3
+    shrink    (0-2) 3         →  (0-1) 2-3
     wrap      0 1 2           →  0 (1) 2
     unwrap    0 (1-2) 3       →  0 1 2 3
     switch    0 1 2           →  0 1:1 2
@@ -29,6 +30,8 @@ def _edited(items: tuple[Item, ...], chain: Chain) -> Iterator[tuple[Item, ...]]
             case Segment(inside):
                 yield (*before, *inside, *after)
                 yield from ((*before, Segment(changed), *after) for changed in _edited(inside, chain))
+                if len(inside) > 1 and isinstance(inside[-2], Leaf):
+                    yield (*before, Segment(inside[:-1]), inside[-1], *after)
                 match after:
                     case (Segment(more), *rest):
                         yield (*before, Segment(inside + more), *rest)
