@@ -3,10 +3,11 @@
 ::
 
     module ──► stages ──► Chain ──► Plan ──► recomputing forward
-             sequential  profiling  planning   execution
+              cutting    profiling  planning   execution
 
 With Lightning, one line: ``Trainer(callbacks=[RotorCallback(mem_limit="20GiB")])``. Without it, one wrapper:
-``Checkpointable(module, mem_limit="700MiB")``. The parts in between are public too: :func:`profile_chain` measures,
+``Checkpointable(module, mem_limit="700MiB")``. The parts in between are public too: :func:`sequentialize` cuts a model into
+stages, :func:`profile_chain` measures,
 :func:`plan` plans from measurements alone, :func:`simulate` judges any :class:`Schedule`.
 """
 
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_rotor.chain import Chain, Option, StageCost
 from lightning_rotor.checkpointable import Checkpointable
+from lightning_rotor.cutting import sequentialize
 from lightning_rotor.errors import (
     BudgetError,
     ExecutionError,
@@ -68,6 +70,7 @@ __all__ = [
     "plan",
     "profile_chain",
     "sequential_stages",
+    "sequentialize",
     "simulate",
 ]
 

@@ -29,8 +29,10 @@ class Checkpointable(nn.Module):
     training casts it once; its gradient then differs in the last bits.
 
     Args:
-        module: An ``nn.Sequential``; nested ones are flattened.
-        sample: An input as in training. If given, the module is measured at once.
+        module: An ``nn.Sequential``, nested ones are flattened; or any module whose forward ``torch.fx`` can trace.
+        sample: An input as in training. If given, the module is measured at once. An ``nn.Sequential`` takes one input, which may be a
+            tuple; for other modules a tuple holds positional arguments and a dict keyword arguments, as in Lightning's
+            ``example_input_array`` (so a single argument that is a tuple is ``((a, b),)``).
         mem_limit: What the chain's activations and new parameter gradients may take on the device: bytes, ``"700MiB"``, ``"10GB"``,
             a fraction of the device such as ``0.8`` or ``"80%"``, or None for what is free when it is planned. Parameters, buffers, the
             input, and optimizer state are not in it. With a sample, the module is planned at once unless this is None.
@@ -72,10 +74,11 @@ class Checkpointable(nn.Module):
         """Measure bytes and seconds of every stage; nothing of the module changes.
 
         Args:
-            sample: An input as in training: shape, dtype, device, and whether it requires a gradient matter.
+            sample: An input as in training, as in the constructor: shape, dtype, device, and whether it requires a gradient matter.
         Returns:
             The measured chain.
         Raises:
+            ModelError: The module is not supported.
             SampleError: The sample is missing, holds no tensor, or values that are not finite.
             ProfilingError: There is no meter for its device.
         """
@@ -112,11 +115,11 @@ class Checkpointable(nn.Module):
         """What was measured for the input signature used last, or None."""
         return self._planned.profile.chain if self._planned.profile else None
 
-    def forward(self, input: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Output of the module; in training, under the plan for this input's signature."""
         # Through the module's own call, so that its hooks fire as they would without this wrapper.
         with attached(self.module, self._planned):
-            return self.module(input)
+            return self.module(*args, **kwargs)
 
     # ---------------------------------------------------------------- looking like the module
 

@@ -7,6 +7,7 @@ can see: no wrapper, the same class, repr, parameters and state_dict keys.
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,18 +20,31 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.nn.parameter import UninitializedParameter
 
-from lightning_rotor.errors import BudgetError, ExecutionError, ModelError, ProfilingError, SampleError, UnitError
+from lightning_rotor.cutting import SequentialCut, check_module, sequentialize
+from lightning_rotor.errors import (
+    BudgetError,
+    ExecutionError,
+    ModelError,
+    ProfilingError,
+    RotorWarning,
+    SampleError,
+    UnitError,
+)
 from lightning_rotor.execution import Executor
 from lightning_rotor.planning import Plan, plan
 from lightning_rotor.profiling import Profile, profile_chain
 from lightning_rotor.profiling.boundary import tensors_in
 from lightning_rotor.profiling.progress import MeasuringProgress
+from lightning_rotor.profiling.reference import require_same
 from lightning_rotor.recomputation import is_recomputing
-from lightning_rotor.sequential import Stage, is_plain_stock, sequential_stages
+from lightning_rotor.sequential import is_plain_stock
+from lightning_rotor.tracing import GraphCut
 from lightning_rotor.units import format_bytes
 
 _KEY = "_lightning_rotor"
 _MAX_PLANS = 16
+_MAX_CUTS = 8
+_MANY_CUTS = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,17 +100,19 @@ class _Prepared:
 class PlannedForward:
     """Runs a module under a recomputation plan, one plan for each input signature.
 
-    Outside training (``eval()``, ``no_grad``, inference mode) the module runs plainly.
+    Outside training (``eval()``, ``no_grad``, inference mode) the module runs plainly. How it is cut into stages is found out at the first
+    training call, again for a call whose arguments differ in more than their tensors, and again when the module has changed.
 
     Args:
-        module: An ``nn.Sequential``.
+        module: An ``nn.Sequential``, or any module that :func:`~lightning_rotor.cutting.sequentialize` can cut.
         allowance: Where the budget comes from.
         slots: Resolution of the dynamic program.
         show_progress: Show a progress bar when measuring takes longer than two seconds.
         on_measure: Called before measuring, which needs torch's profiler for itself.
         on_plan: Called after each plan, before it runs for the first time.
+        on_unsupported: Called if the module turns out to be no chain; then it runs plainly. By default the error is raised.
     Raises:
-        ModelError: The module cannot be turned into a chain.
+        ModelError: The module can be no chain, whatever its input.
         UnitError: ``slots`` is no positive integer.
     """
 
@@ -109,21 +125,24 @@ class PlannedForward:
         show_progress: bool = True,
         on_measure: Callable[[], None] | None = None,
         on_plan: Callable[[Plan], None] | None = None,
+        on_unsupported: Callable[[ModelError], None] | None = None,
     ) -> None:
         if slots < 1:
             raise UnitError(f"slots is {slots!r}: expected a positive integer, such as the default 500")
+        check_module(module)
         self._module = module
         self._prepared: OrderedDict[Any, _Prepared] = OrderedDict()
-        self._stages: tuple[Stage, ...] = ()
+        self._cuts: list[SequentialCut | GraphCut] = []
+        self._cuts_made = 0
         self._submodules: tuple[nn.Module, ...] | None = None
         self._stock: tuple[bool, ...] = ()
         self._parameters: tuple[nn.Parameter, ...] = ()
-        self._follow_changes()
         self._allowance = allowance
         self._slots = slots
         self._show_progress = show_progress
         self._on_measure = on_measure
         self._on_plan = on_plan
+        self._on_unsupported = on_unsupported
         self._active = True
 
     # A copy of a live module (an averaged model, a pickled checkpoint) computes with its own weights, plainly.
@@ -146,13 +165,18 @@ class PlannedForward:
     def measure(self, sample: Any) -> Profile:
         """Measure the module for the sample's signature, again if it was measured before.
 
+        Args:
+            sample: The input of an ``nn.Sequential``; for any other module a tuple holds positional arguments and a dict keyword arguments.
         Raises:
+            ModelError: The module cannot be turned into a chain.
             SampleError: The sample holds no tensor, or values that are not finite.
             ProfilingError: There is no meter for the sample's device, or gradients are switched off.
         """
         check_sample(sample)
-        self._follow_changes()
-        return self._measure(sample)
+        args, kwargs = self._arguments(sample)
+        with self._training_mode():
+            cut, value = self._bind(args, kwargs)
+            return self._measure(cut, value)
 
     def replan(self) -> Plan:
         """Plan for the signature used last, with the allowance of this moment. The others plan anew when they come again.
@@ -173,27 +197,40 @@ class PlannedForward:
     def forget(self) -> None:
         """Drop every plan and measurement; the next training call starts afresh."""
         self._prepared.clear()
+        self._cuts.clear()
 
     # Dynamo would flatten nested checkpoints into one. torch's private spelling imports it only when something is compiled.
     @_disable_dynamo
-    def __call__(self, module: nn.Module, value: Any) -> Any:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Output of the module; in training, under the plan for this input's signature, made now if there is none.
 
         Args:
             module: The module itself, or a copy of it that this object came along with.
-            value: Its input.
+            args: Positional arguments of its forward.
+            kwargs: Keyword arguments.
         Raises:
+            ModelError: The module cannot be turned into a chain.
             SampleError: The input holds no tensor.
             BudgetError: No schedule fits.
         """
         if not (self._active and module.training and torch.is_grad_enabled()) or torch.is_inference_mode_enabled():
-            return type(module).forward(module, value)
+            return type(module).forward(module, *args, **kwargs)
         if torch._C._functorch.peek_interpreter_stack() is not None:
-            return type(module).forward(module, value)  # checkpoints do not work under torch.func's transforms
-        self._follow_changes()
-        if is_recomputing() and self._signature(value) not in self._prepared:
-            return type(module).forward(module, value)  # inside a stage that is being measured: no plan of its own now
-        prepared = self._prepare(value)
+            return type(module).forward(
+                module, *args, **kwargs
+            )  # checkpoints do not work under torch.func's transforms
+        if is_recomputing() and not self._is_prepared(args, kwargs):
+            return type(module).forward(
+                module, *args, **kwargs
+            )  # inside a stage that is being measured: no plan of its own now
+        try:
+            cut, value = self._bind(args, kwargs)
+        except ModelError as error:
+            if self._on_unsupported is None or self._cuts_made:
+                raise
+            self._on_unsupported(error)
+            return type(module).forward(module, *args, **kwargs)
+        prepared = self._prepare(cut, value)
         assert prepared.executor is not None
         output = prepared.executor(value)
         _guard_second_backward(output, value)
@@ -209,19 +246,77 @@ class PlannedForward:
         submodules = tuple(self._module.modules())[1:]  # without the module itself, whose forward may be ours
         stock = tuple(map(is_plain_stock, submodules))
         if submodules != self._submodules or stock != self._stock:
-            self._stages = sequential_stages(self._module)
             self._submodules, self._stock = submodules, stock
             self._parameters = tuple(self._module.parameters())
             self.forget()
 
-    def _prepare(self, value: Any) -> _Prepared:
-        signature = self._signature(value)
+    def _arguments(self, sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What a sample stands for: as Lightning's ``example_input_array``, but an ``nn.Sequential`` takes one input, whatever it is."""
+        if isinstance(self._module, nn.Sequential) and type(self._module).forward is nn.Sequential.forward:
+            return (sample,), {}
+        if isinstance(sample, dict):
+            return (), sample
+        return (sample if isinstance(sample, tuple) else (sample,)), {}
+
+    def _is_prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        self._follow_changes()
+        bound = ((cut, cut.bind(args, kwargs)) for cut in self._cuts)
+        return any(value is not None and self._signature(cut, value) in self._prepared for cut, value in bound)
+
+    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[SequentialCut | GraphCut, Any]:
+        """The stages for a call and their input; the module is cut now if it must be."""
+        _require_tensors(args[0] if len(args) == 1 and not kwargs else (args, kwargs))
+        self._follow_changes()
+        for index in reversed(range(len(self._cuts))):
+            value = self._cuts[index].bind(args, kwargs)
+            if value is not None:
+                self._cuts.append(self._cuts.pop(index))
+                return self._cuts[-1], value
+        self._require_shapes()
+        cut = self._renewed(sequentialize(self._module, args, kwargs))
+        if cut not in self._cuts:
+            if isinstance(cut, GraphCut):
+                require_same(self._module, cut.stages, args, kwargs)
+            self._take(cut)
+        value = cut.bind(args, kwargs)
+        if value is None:
+            raise ModelError(
+                f"{type(self._module).__name__} changes whenever its forward runs, so no trace of it holds: expected attributes that stay the "
+                "same from call to call"
+            )
+        return cut, value
+
+    def _renewed(self, cut: SequentialCut | GraphCut) -> SequentialCut | GraphCut:
+        """The known cut that runs the same operations, if there is one: what was changed made no difference."""
+        if isinstance(cut, GraphCut):
+            for known in self._cuts:
+                if isinstance(known, GraphCut) and known.renewed_by(cut):
+                    return known
+        return cut
+
+    def _take(self, cut: SequentialCut | GraphCut) -> None:
+        """Remember a cut, and drop those of layers that are gone, with their plans."""
+        present = set(self._module.modules())
+        kept = [known for known in self._cuts if isinstance(known, GraphCut) and known.lives_in(present)]
+        self._cuts = [*kept[1 - _MAX_CUTS :], cut]
+        for signature in [signature for signature in self._prepared if signature[1][0] not in self._cuts]:
+            del self._prepared[signature]
+        self._cuts_made += 1
+        if self._cuts_made == _MANY_CUTS:
+            warnings.warn(
+                f"{type(self._module).__name__} was traced and measured {_MANY_CUTS} times, because an argument that is no tensor, or an "
+                "attribute that its forward could read, keeps changing: expected only tensors to differ from step to step",
+                RotorWarning,
+                stacklevel=2,
+            )
+
+    def _prepare(self, cut: SequentialCut | GraphCut, value: Any) -> _Prepared:
+        signature = self._signature(cut, value)
         prepared = self._prepared.get(signature)
         if prepared is None:
             prepared = self._larger_batch(signature)
         if prepared is None:
-            _require_tensors(value)
-            self._measure(value)
+            self._measure(cut, value)
             prepared = self._prepared[signature]
         if prepared.executor is None:
             self._plan(signature, prepared.profile)
@@ -230,11 +325,7 @@ class PlannedForward:
             self._prepared.move_to_end(signature)
         return prepared
 
-    def _measure(self, sample: Any) -> Profile:
-        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-            raise ProfilingError(
-                "costs are those of training: expected gradients to be enabled, but this runs under no_grad or inference_mode"
-            )
+    def _require_shapes(self) -> None:
         lazy = [
             name for name, parameter in self._module.named_parameters() if isinstance(parameter, UninitializedParameter)
         ]
@@ -242,18 +333,28 @@ class PlannedForward:
             raise ModelError(
                 f"parameter {lazy[0]!r} of a lazy module has no shape yet: expected an initialized model. Run a batch through it first"
             )
-        if self._on_measure is not None:
-            self._on_measure()
+
+    @contextmanager
+    def _training_mode(self) -> Iterator[None]:
+        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            raise ProfilingError(
+                "costs are those of training: expected gradients to be enabled, but this runs under no_grad or inference_mode"
+            )
         training = [(submodule, submodule.training) for submodule in self._module.modules()]
         if not self._module.training:
             self._module.train()
         try:
-            with MeasuringProgress(enabled=self._show_progress) as progress:
-                profile = profile_chain(self._stages, sample, progress=progress)
-            self._remember(self._signature(sample), _Prepared(profile))
+            yield
         finally:
             for submodule, mode in training:
                 submodule.training = mode
+
+    def _measure(self, cut: SequentialCut | GraphCut, value: Any) -> Profile:
+        if self._on_measure is not None:
+            self._on_measure()
+        with MeasuringProgress(enabled=self._show_progress) as progress:
+            profile = profile_chain(cut.stages, value, progress=progress)
+        self._remember(self._signature(cut, value), _Prepared(profile))
         return profile
 
     def _plan(self, signature: Any, profile: Profile) -> Plan:
@@ -280,12 +381,13 @@ class PlannedForward:
         while len(self._prepared) > _MAX_PLANS:
             self._prepared.popitem(last=False)
 
-    def _signature(self, value: Any) -> Any:
+    def _signature(self, cut: SequentialCut | GraphCut, value: Any) -> Any:
         """What a plan is made for: shapes, autocast, which parameters learn, and which modules train (dropout may be switched off)."""
         shapes = tuple(
             (tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad) for tensor in tensors_in(value)
         )
         settings = (
+            cut,
             tuple((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")),
             tuple(module.training for module in self._submodules or ()),
             tuple((parameter.requires_grad, parameter.dtype) for parameter in self._parameters),
@@ -321,13 +423,13 @@ def _inactive() -> PlannedForward:
 # -------------------------------------------------------------------- in the place of a module's forward
 
 
-def forward(self: nn.Module, input: Any) -> Any:
+def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Stands in for ``type(self).forward``.
 
     A bound method in the instance's ``__dict__``, and named like the one it replaces: ``copy`` and ``pickle`` then bind it to the copy,
     which a closure or a wrapper would not survive.
     """
-    return self.__dict__[_KEY](self, input)
+    return self.__dict__[_KEY](self, args, kwargs)
 
 
 def attach(module: nn.Module, planned: PlannedForward) -> None:

@@ -51,7 +51,8 @@ def merge(stages: tuple[Stage, ...]) -> Stage:
     """One stage that runs several, for what cannot be cut apart (views, operations in place)."""
     if len(stages) == 1:
         return stages[0]
-    return Stage(f"{stages[0].name} … {stages[-1].name}", tuple(module for stage in stages for module in stage.modules))
+    first, last = stages[0].name.partition(" … ")[0], stages[-1].name.rpartition(" … ")[2]
+    return Stage(f"{first} … {last}", tuple(module for stage in stages for module in stage.modules))
 
 
 def sequential_stages(module: nn.Module) -> tuple[Stage, ...]:
@@ -64,10 +65,7 @@ def sequential_stages(module: nn.Module) -> tuple[Stage, ...]:
         ModelError: The module is no ``nn.Sequential``, has a ``forward`` of its own, or is empty.
     """
     if not isinstance(module, nn.Sequential):
-        raise ModelError(
-            f"{type(module).__name__} is not supported yet: expected an nn.Sequential (nested ones are flattened). "
-            "Put the layers into an nn.Sequential, or name a submodule that is one"
-        )
+        raise ModelError(f"{type(module).__name__} is none: expected an nn.Sequential (nested ones are flattened)")
     if not _runs_members_in_a_row(module):
         raise ModelError(
             f"{type(module).__name__} is an nn.Sequential with a forward of its own, so its members may not run one after the other: "
@@ -77,19 +75,6 @@ def sequential_stages(module: nn.Module) -> tuple[Stage, ...]:
     if not stages:
         raise ModelError("the nn.Sequential is empty: expected at least one layer")
     return stages
-
-
-def sequential_candidates(module: nn.Module) -> tuple[str, ...]:
-    """Dotted names of the outermost submodules that :func:`sequential_stages` takes; ``""`` is the module itself."""
-
-    def search(prefix: str, candidate: nn.Module) -> Iterator[str]:
-        if isinstance(candidate, nn.Sequential) and _runs_members_in_a_row(candidate) and len(candidate):
-            yield prefix
-            return
-        for name, child in candidate.named_children():
-            yield from search(f"{prefix}.{name}" if prefix else name, child)
-
-    return tuple(search("", module))
 
 
 def is_plain_stock(module: nn.Module) -> bool:

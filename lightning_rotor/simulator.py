@@ -128,6 +128,7 @@ class _Simulator:
         self._saved_by_consumer = [0] * (n + 1)
         self._live_bytes = 0  # everything, kept up to date by the methods below
         self._gradient_bytes = 0  # the part of it that is the gradient of the boundary where the backward stands
+        self._unused_state_bytes = 0  # remembered by nested segments during the running recomputation
         self._segment_seconds = 0.0
         self._events: list[Event] = []
         self._peak_bytes = 0
@@ -160,7 +161,6 @@ class _Simulator:
                     self._record_leaf(item, phase, replay=stops_here)
                 case Segment():
                     self._hold(item.first)
-                    self._add(self._state_bytes(item) if phase == "forward" else 0)
                     if not stops_here:
                         self._discard(item, phase)
             if item.first != start:
@@ -183,6 +183,9 @@ class _Simulator:
 
     def _discard(self, segment: Segment, phase: Phase) -> None:
         """First pass of a segment. The caller's frame holds the segment's input until it returns, for nested segments too."""
+        self._add(self._state_bytes(segment))
+        if phase == "recompute":
+            self._unused_state_bytes += self._state_bytes(segment)
         self._segment_seconds += self._chain.segment_seconds
         for item in segment.items:
             match item:
@@ -218,7 +221,7 @@ class _Simulator:
                     self._backward(child, (*pending, item) if index == end else (), held=index < end and not recomputed)
                 if held:
                     self._release(item.first)
-                self._add(-self._state_bytes(item, nested=False))
+                self._add(-self._state_bytes(item))
 
     def _backward_leaf(self, leaf: Leaf, pending: tuple[Segment, ...]) -> None:
         stage, option = leaf.stage, self._option(leaf)
@@ -257,23 +260,21 @@ class _Simulator:
         aside = self._state_bytes(segment)
         self._add(aside)
         self._record(segment.items, "recompute")
-        self._add(-aside)
+        self._add(-aside - self._unused_state_bytes)
+        self._unused_state_bytes = 0
 
     # ---------------------------------------------------------------- accounting
 
     def _option(self, leaf: Leaf) -> Option:
         return self._chain.stages[leaf.stage].options[leaf.option]
 
-    def _state_bytes(self, segment: Segment, *, nested: bool = True) -> int:
-        """Generator states and buffers that a segment remembers, and those of the segments in it."""
+    def _state_bytes(self, segment: Segment) -> int:
+        """Generator states and buffers that one run of a segment remembers, not those of segments in it."""
         if not self._stateful:
             return 0
         stages = [self._chain.stages[leaf.stage] for leaf in leaves(segment)]
-        own = sum(stage.state_bytes for stage in stages)
-        if any(stage.draws_random for stage in stages):
-            own += self._chain.rng_state_bytes
-        inner = sum(self._state_bytes(item) for item in segment.items if isinstance(item, Segment)) if nested else 0
-        return own + inner
+        draws = any(stage.draws_random for stage in stages)
+        return sum(stage.state_bytes for stage in stages) + (self._chain.rng_state_bytes if draws else 0)
 
     def _boundary_live(self, boundary: int) -> int:
         size = self._boundary_bytes[boundary]

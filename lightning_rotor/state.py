@@ -18,16 +18,15 @@ parameters                          are the very tensors of the first pass, thou
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 
-import numpy as np
 import torch
 from torch import nn
 
 from lightning_rotor.errors import ExecutionError
+from lightning_rotor.generators import HostGenerators
 from lightning_rotor.sequential import Stage, is_plain_stock
 
 # Below this, remembering costs less than thinking about it.
@@ -136,19 +135,6 @@ class Attributes:
             for name, value in values.items():
                 if name not in current or current[name] is not value:
                     current[name] = value
-
-
-class HostGenerators:
-    """Python's and NumPy's random number generators at one moment. torch's own are remembered by its checkpoint."""
-
-    def __init__(self) -> None:
-        self._python = random.getstate()
-        self._numpy = np.random.get_state()  # noqa: NPY002  (the one that users' code shares)
-
-    def restore(self) -> None:
-        """Set both back."""
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)  # noqa: NPY002
 
 
 class FirstPass:

@@ -18,6 +18,7 @@ PACKAGE = ROOT / "lightning_rotor"
 #
 #   errors ─► units ─┬► chain, schedule ─► simulator ─► planning ─────────────────────┐
 #                    └► sequential, recomputation ─► options ─► profiling, execution ─┴► planned ─► checkpointable
+#                           └► tracing ─► cutting ─────────────────────────────────────────┘
 #                                                                                                   └► callbacks, strategies
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
@@ -28,17 +29,20 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "planning": ("simulator",),
     "sequential": ("units",),
     "invertible": ("units",),
-    "state": ("sequential",),
+    "state": ("sequential", "generators"),
     "recomputation": ("state",),
     "devices": ("units",),
     "training_state": ("units",),
     "optimizer_prediction": ("training_state",),
+    "generators": (),
+    "tracing": ("sequential", "generators"),
+    "cutting": ("tracing",),
     "options": ("sequential", "invertible"),
-    "profiling": ("options", "recomputation", "chain"),
+    "profiling": ("options", "recomputation", "chain", "tracing"),
     "execution": ("options", "recomputation", "simulator"),
     "report": ("planning",),
     "pipeline": ("planning", "profiling", "execution"),
-    "planned": ("planning", "profiling", "execution"),
+    "planned": ("planning", "profiling", "execution", "cutting"),
     "training_memory": ("planned", "devices", "optimizer_prediction"),
     "checkpointable": ("planned", "report", "devices"),
     "callbacks": ("checkpointable", "training_memory"),

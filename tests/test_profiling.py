@@ -197,6 +197,12 @@ def test_equal_stages_are_measured_once() -> None:
     assert profile.chain.names == ("0", "1", "2", "3")
 
 
+def test_every_one_of_equal_layers_that_draw_is_known_to_draw() -> None:
+    layers = [layer for _ in range(3) for layer in (nn.Linear(8, 8), nn.Sigmoid(), nn.Dropout(0.1))]
+    chain = profile_of(nn.Sequential(*layers, nn.Linear(8, 8)), torch.randn(4, 8, requires_grad=True)).chain
+    assert [stage.draws_random for stage in chain] == [False, False, True] * 3 + [False]
+
+
 def test_stages_that_look_equal_are_judged_each_for_itself() -> None:
     net = nn.Sequential(nn.Linear(8, 8), Moody(8, 8), nn.Linear(8, 8), Moody(8, 8), nn.Linear(8, 8))
     with pytest.warns(RotorWarning, match="gives other bits"):

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from rich.console import Console
 from torch import nn
 
+from lightning_rotor.cutting import check_module
 from lightning_rotor.errors import BudgetError, ModelError, ProfilingError, RotorWarning
 from lightning_rotor.planned import Allowance, PlannedForward, attach, detach
 from lightning_rotor.planning import Plan
@@ -20,7 +21,6 @@ from lightning_rotor.profiling import Profile, StepMeter
 from lightning_rotor.profiling.boundary import tensors_in
 from lightning_rotor.report import plan_table
 from lightning_rotor.schedule import Schedule
-from lightning_rotor.sequential import sequential_candidates, sequential_stages
 from lightning_rotor.simulator import simulate
 from lightning_rotor.training_memory import ResidentMemory, allocated_bytes, process_limit_bytes
 from lightning_rotor.training_state import existing_gradient_bytes
@@ -42,13 +42,13 @@ class RotorCallback(pl.Callback):
         mem_limit: What the whole training process may use on the device: parameters, gradients, optimizer state, the batch and activations.
             Bytes, ``"20GiB"``, ``"10GB"``, a fraction of the device such as ``0.8`` or ``"80%"``, or None for what is free.
         module: Dotted name of the submodule to plan, such as ``"model.layers"``; ``""`` is the LightningModule itself. By default the
-            ``nn.Sequential`` with the most layers.
+            child with the most trainable parameters, or inside of it, if its forward cannot be traced, the child of which that holds.
         slots: Resolution of the planner: more finds better schedules in long chains, and takes longer.
         show_table: Print a table of the plan after the first step.
         progress_bar: Show overhead and measured peak in the progress bar.
     Raises:
         UnitError: ``mem_limit`` is not positive, or cannot be read.
-        ModelError: In ``setup``: no such module, or none that is supported.
+        ModelError: In ``setup``: no such module, or none that is supported. In the first training batch: it cannot be cut into stages.
         BudgetError: In the first training batch: no schedule fits; says the least limit that would.
     Example:
         >>> trainer = L.Trainer(callbacks=[RotorCallback(mem_limit="2GiB")])  # doctest: +SKIP
@@ -73,6 +73,7 @@ class RotorCallback(pl.Callback):
         self._show_table = show_table
         self._progress_bar = progress_bar
         self._target: nn.Module | None = None
+        self._target_name = ""
         self._planned: PlannedForward | None = None
         self._trainer: pl.Trainer | None = None
         self._model: pl.LightningModule | None = None
@@ -186,14 +187,34 @@ class RotorCallback(pl.Callback):
 
     def _attach(self, trainer: pl.Trainer, model: pl.LightningModule) -> None:
         name, target = _find_target(model, self._module_name)
+        self._trainer, self._model = trainer, model
+        self._attach_to(name, target)
+
+    def _attach_to(self, name: str, target: nn.Module) -> None:
         planned = PlannedForward(
-            target, self._allowance, slots=self._slots, on_measure=self._drop_meter, on_plan=self._on_plan
+            target,
+            self._allowance,
+            slots=self._slots,
+            on_measure=self._drop_meter,
+            on_plan=self._on_plan,
+            on_unsupported=self._descend if self._module_name is None else None,
         )
         attach(target, planned)
-        self._target, self._planned, self._trainer, self._model = target, planned, trainer, model
+        self._target, self._target_name, self._planned = target, name, planned
         rank_zero_info(
-            f"RotorCallback plans {name or type(model).__name__!r} ({len(sequential_stages(target))} layers)"
+            f"RotorCallback plans {repr(name) if name else 'the LightningModule itself'} ({type(target).__name__}, "
+            f"{trainable_parameters(target):,} trainable parameters)"
         )
+
+    def _descend(self, error: ModelError) -> None:
+        """From inside the first forward: the target turned out to be no chain, so try its largest part, which is about to be called."""
+        assert self._target is not None
+        found = _largest_part(self._target, self._target_name)
+        if found is None:
+            raise error
+        rank_zero_info(f"RotorCallback cannot plan {self._target_name!r} as a whole. {error}")
+        detach(self._target)
+        self._attach_to(*found)
 
     def _detach(self) -> None:
         self._drop_meter()
@@ -350,21 +371,53 @@ def _find_target(model: nn.Module, name: str | None) -> tuple[str, nn.Module]:
     Raises:
         ModelError: It does not exist, or there is none.
     """
-    candidates = sequential_candidates(model)
-    listed = ", ".join(repr(candidate) for candidate in candidates) or "none"
     if name is not None:
         try:
             target = model.get_submodule(name)
         except AttributeError:
+            listed = ", ".join(repr(candidate) for candidate in _parts(model)) or "none"
             raise ModelError(
                 f"{type(model).__name__} has no submodule {name!r}: expected a dotted name. Submodules that can be planned: {listed}"
             ) from None
-        sequential_stages(target)
+        check_module(target)
         return name, target
-    if not candidates:
+    found = _largest_part(model, "")
+    if found is None:
         raise ModelError(
-            f"{type(model).__name__} holds no nn.Sequential with layers: expected one somewhere in the model. Other models are not supported "
-            "yet; put the layers that take most of the memory into an nn.Sequential"
+            f"{type(model).__name__} holds no submodule with several layers and trainable parameters: expected one that its forward calls. Put "
+            "the layers that take most of the memory into an nn.Sequential or a module of their own"
         )
-    best = max(candidates, key=lambda candidate: len(sequential_stages(model.get_submodule(candidate))))
-    return best, model.get_submodule(best)
+    return found
+
+
+def _largest_part(module: nn.Module, name: str) -> tuple[str, nn.Module] | None:
+    """The child with the most trainable parameters that may be a chain, or failing that what is in it."""
+    children = sorted(module.named_children(), key=lambda child: trainable_parameters(child[1]), reverse=True)
+    for key, child in children:
+        path = f"{name}.{key}" if name else key
+        if trainable_parameters(child):
+            found = (path, child) if _may_be_planned(child) else _largest_part(child, path)
+            if found is not None:
+                return found
+    return None
+
+
+def _parts(model: nn.Module) -> list[str]:
+    """Children that may be chains; of containers without a forward, theirs."""
+    found: list[str] = []
+    for key, child in model.named_children():
+        found += [key] if _may_be_planned(child) else [f"{key}.{deeper}" for deeper in _parts(child)]
+    return found
+
+
+def _may_be_planned(module: nn.Module) -> bool:
+    try:
+        check_module(module)
+    except ModelError:
+        return False
+    return True
+
+
+def trainable_parameters(module: nn.Module) -> int:
+    """Number of parameters that learn."""
+    return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)

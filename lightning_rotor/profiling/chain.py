@@ -21,13 +21,15 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_rotor.chain import Chain, StageCost
 from lightning_rotor.errors import ModelError, RotorWarning
+from lightning_rotor.generators import GeneratorStates, HostGenerators
 from lightning_rotor.options import autocast_enabled, run_stage
 from lightning_rotor.profiling.boundary import Boundary, storage_bytes, tensors_in
 from lightning_rotor.profiling.meters import Meter, meter_for
 from lightning_rotor.profiling.stages import StageProfiler
 from lightning_rotor.recomputation import recomputed, repeating
 from lightning_rotor.sequential import Stage, is_plain_stock, merge
-from lightning_rotor.state import Attributes, HostGenerators, SegmentState, Statistic, state_of
+from lightning_rotor.state import Attributes, SegmentState, Statistic, state_of
+from lightning_rotor.tracing import GraphSlice
 
 Progress: TypeAlias = Callable[[int, int], None]
 
@@ -91,17 +93,19 @@ def profile_chain(
             with _kept_attributes(stage):
                 passed = _pass(stage, boundary, device)
                 states.append(state_of(stage, passed.updating, scratch))
+                draws_random = any(traits[index].draws_random for index in group) or may_draw(stage)
                 recomputable = passed.same_bits and not (number == 0 and starts_in_place)
                 key = (_identity(stage), boundary.signature, last, recomputable)
                 if key not in known:
-                    profiler = StageProfiler(stage, boundary, passed.output_bytes, meter, last, repeats)
+                    generators = GeneratorStates(device) if draws_random else None
+                    profiler = StageProfiler(stage, boundary, passed.output_bytes, meter, last, repeats, generators)
                     with _lent_buffers(stage):
                         known[key] = profiler.measure(recomputable=recomputable)
             costs.append(
                 replace(
                     known[key],
                     name=stage.name,
-                    draws_random=any(traits[index].draws_random for index in group) or may_draw(stage),
+                    draws_random=draws_random,
                     state_bytes=states[-1].remembered_bytes,
                 )
             )
@@ -109,7 +113,7 @@ def profile_chain(
             if progress is not None:
                 progress(number + 1, len(merged))
         _warn(costs)
-        _warn_of_structure(stages, merged)
+        _warn_of_structure(traits, merged)
         chain = Chain(
             tuple(costs),
             input_bytes=Boundary.of(sample).size_bytes,
@@ -125,6 +129,7 @@ class _Traits:
     """How a stage behaves, seen from its neighbours."""
 
     aliases_input: bool
+    hands_on: bool  # makes something new, but also returns what it was given
     changes_input: bool
     draws_random: bool
 
@@ -157,9 +162,11 @@ def _scout(stages: Sequence[Stage], sample: Any, device: torch.device) -> tuple[
                     f"stage {stage.name!r} returns {type(output).__name__}, which holds no tensor: expected a tensor, or tensors in tuples, "
                     "lists or dicts"
                 )
+            aliases = [tensor.untyped_storage().data_ptr() in storages for tensor in outputs]
             traits.append(
                 _Traits(
-                    aliases_input=any(tensor.untyped_storage().data_ptr() in storages for tensor in outputs),
+                    aliases_input=any(aliases),
+                    hands_on=any(aliases) and not all(aliases),
                     changes_input=versions != [tensor._version for tensor in inputs],
                     draws_random=not all(map(torch.equal, before, _generator_states(device))),
                 )
@@ -333,7 +340,10 @@ def _identity(stage: Stage) -> tuple[Any, ...]:
         return id(value) if value != {} and value != set() else "empty"
 
     identity: list[Any] = []
+    identity += [module.identity for module in stage.modules if isinstance(module, GraphSlice)]
     for name, module in stage.submodules():
+        if isinstance(module, GraphSlice):
+            continue
         attributes = {key: plain(value) for key, value in module.__dict__.items() if key not in _STRUCTURE}
         hooks = [tuple(map(id, getattr(module, key).values())) for key in _HOOKS]
         tensors = [
@@ -395,10 +405,10 @@ def _warn(costs: Sequence[StageCost]) -> None:
             )
 
 
-def _warn_of_structure(stages: Sequence[Stage], merged: Sequence[Stage]) -> None:
-    if len(merged) == 1 < len(stages):
+def _warn_of_structure(traits: Sequence[_Traits], merged: Sequence[Stage]) -> None:
+    if len(merged) == 1 < len(traits) and any(trait.hands_on for trait in traits):
         warnings.warn(
-            f"all {len(stages)} layers were merged into one stage, so there is nothing to plan: each hands a tensor on that it was given "
+            f"all {len(traits)} layers were merged into one stage, so there is nothing to plan: each hands a tensor on that it was given "
             "(a mask beside the activations, say), and what is handed on cannot be cut. Let the layers take it from somewhere else",
             RotorWarning,
             stacklevel=4,

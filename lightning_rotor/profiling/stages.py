@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_rotor.chain import Option, StageCost
+from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.options import run_stage
 from lightning_rotor.profiling.boundary import Boundary, storage_bytes, tensors_in
 from lightning_rotor.profiling.meters import Meter, MeteredPhase
@@ -88,6 +89,7 @@ class StageProfiler:
         meter: Of the device.
         last: The stage ends the chain, so the caller holds its output during the whole backward.
         repeats: Timed runs, the median counts; fewer if they are so long that noise does not matter.
+        generators: If the stage may draw random numbers: where every run starts, so that all runs take the same course.
     """
 
     stage: Stage
@@ -96,6 +98,7 @@ class StageProfiler:
     meter: Meter
     last: bool
     repeats: int
+    generators: GeneratorStates | None = None
 
     def measure(self, *, recomputable: bool) -> StageCost:
         """Bytes and seconds of the stage.
@@ -146,6 +149,7 @@ class StageProfiler:
     def _keep_run(self, *, hold_input: bool, hold_output: bool) -> _KeepRun:
         saves = unpacks = 0
         in_backward = False  # a stage may differentiate in its own forward
+        self._rewind()
         with self.meter.recording() as recording:
 
             def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -198,7 +202,12 @@ class StageProfiler:
             parameter_gradient_bytes=parameter_gradients,
         )
 
+    def _rewind(self) -> None:
+        if self.generators is not None:
+            self.generators.restore()
+
     def _segment_run(self) -> _SegmentRun:
+        self._rewind()
         with self.meter.recording() as recording:
             calls = 0
 
@@ -207,6 +216,7 @@ class StageProfiler:
                 calls += 1
                 if calls == 1:
                     return run_stage(self.stage, tree_unflatten(inputs, spec))
+                self._rewind()
                 recording.mark("recompute")
                 try:
                     return run_stage(self.stage, tree_unflatten(inputs, spec))

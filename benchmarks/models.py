@@ -1,0 +1,181 @@
+"""Every classification model of torchvision, taken as it is: does it become a chain, with the same bits, and what does a plan save?
+
+    python benchmarks/models.py                       all models; those with a result are skipped
+    python benchmarks/models.py resnet18 swin_t       some of them
+    python benchmarks/models.py --again resnet18      although there is a result
+
+One process a model, with a time limit, so that one failure costs one row. Images are small and the batch is four: what counts here is whether
+a model works, and how its activations shrink. With so few of them the gradients of the parameters make up most of a step's peak, so they are
+taken as existing before the step, as with ``zero_grad(set_to_none=False)``; the peaks are those of activations and gradients of activations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+TABLE = RESULTS / "models.json"
+BATCH = 4
+
+
+def main() -> None:
+    """Run what is asked for, one subprocess each, and write the table after each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", help="names of torchvision models; all by default")
+    parser.add_argument("--again", action="store_true", help="run models that have a result as well")
+    parser.add_argument("--limit", type=float, default=300, help="seconds for one model")
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(measure(options.models[0])))
+        return
+    rows: dict[str, Any] = json.loads(TABLE.read_text()) if TABLE.exists() else {}
+    for name in options.models or all_models():
+        if name in rows and not options.again:
+            continue
+        rows[name] = run(name, options.limit)
+        print(f"{name}: {rows[name]}", flush=True)
+        RESULTS.mkdir(exist_ok=True)
+        TABLE.write_text(json.dumps(dict(sorted(rows.items())), indent=1) + "\n")
+        (RESULTS / "models.md").write_text(markdown(rows))
+
+
+def all_models() -> list[str]:
+    """Names of all classification models, small ones first within a family."""
+    import torchvision
+
+    return torchvision.models.list_models(module=torchvision.models)
+
+
+def run(name: str, limit: float) -> dict[str, Any]:
+    """One model in a process of its own."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    command = [sys.executable, __file__, "--one", name]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit, check=False)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"took longer than {limit:.0f} s"}
+    try:
+        return json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, json.JSONDecodeError):
+        return {"failed": (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1][:300]}
+
+
+def measure(name: str) -> dict[str, Any]:
+    """Cut, measure, plan and run a model, and compare it with itself."""
+    import torch
+    import torchvision
+
+    from lightning_rotor.cutting import sequentialize
+    from lightning_rotor.execution import Executor
+    from lightning_rotor.planning import minimum_budget, plan
+    from lightning_rotor.profiling import profile_chain
+    from lightning_rotor.schedule import Schedule
+    from lightning_rotor.simulator import simulate
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    try:
+        size = image_size(name)
+        special: dict[str, Any] = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
+        if name.startswith("vit"):
+            special["image_size"] = size
+        net = torchvision.models.get_model(name, weights=None, **special).train()
+        images = torch.randn(BATCH, 3, size, size)
+        row: dict[str, Any] = {"image": size}
+        start = time.perf_counter()
+        cut = sequentialize(net, (images,))
+        row |= {"way": cut.way, "cuts": len(cut.stages), "trace_seconds": round(time.perf_counter() - start, 3)}
+        value = cut.bind((images,), {})
+        start = time.perf_counter()
+        profile = profile_chain(cut.stages, value, repeats=1)
+        row |= {"stages": len(profile.chain), "measure_seconds": round(time.perf_counter() - start, 2)}
+        chain = profile.chain
+        keep_all = simulate(chain, Schedule.keep_all(len(chain)), gradients_exist=True)
+        start = time.perf_counter()
+        least = minimum_budget(chain, gradients_exist=True)
+        row["solve_seconds"] = round(time.perf_counter() - start, 2)
+        middle = plan(chain, (least.peak_bytes + keep_all.peak_bytes) // 2, gradients_exist=True)
+        row |= {
+            "keep_all_bytes": keep_all.peak_bytes,
+            "least_ratio": round(least.peak_bytes / keep_all.peak_bytes, 3),
+            "least_overhead": round(least.overhead, 3),
+            "middle_ratio": round(middle.peak_bytes / keep_all.peak_bytes, 3),
+            "middle_overhead": round(middle.overhead, 3),
+        }
+        state = {key: tensor.clone() for key, tensor in net.state_dict().items()}
+        expected = leftovers(net, net, images, state)
+        for schedule in (least.schedule, middle.schedule, Schedule.keep_all(len(chain))):
+            executor = Executor(profile.stages, chain, schedule, profile.buffers)
+            received = leftovers(net, partial(run_chain, executor, cut.way), images, state)
+            same = len(expected) == len(received) and all(map(torch.equal, expected, received))
+            row["bit_equal"] = row.get("bit_equal", True) and same
+        return row
+    except Exception as error:
+        print(traceback.format_exc(), file=sys.stderr)
+        return {"failed": f"{type(error).__name__}: {error}"[:300]}
+
+
+def run_chain(executor: Any, way: str, images: Any) -> Any:
+    """A traced module's chain takes the tuple of its inputs."""
+    return executor((images,) if way == "graph" else images)
+
+
+def image_size(name: str) -> int:
+    """The smallest that the model takes, more or less."""
+    if name == "inception_v3":
+        return 299
+    return 64 if not name.startswith(("maxvit", "alexnet", "squeezenet")) else 224 if name.startswith("maxvit") else 96
+
+
+def leftovers(net: Any, forward: Any, images: Any, state: dict[str, Any]) -> list[Any]:
+    """Output, gradients, buffers and generator after one step from a given state."""
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    with torch.no_grad():
+        for key, tensor in net.state_dict().items():
+            tensor.copy_(state[key])
+    net.zero_grad()
+    torch.manual_seed(1)
+    outputs = [leaf for leaf in tree_leaves(forward(images)) if isinstance(leaf, torch.Tensor)]
+    sum(output.square().sum() for output in outputs).backward()
+    gradients = [torch.zeros(0) if p.grad is None else p.grad.clone() for p in net.parameters()]
+    return [*(o.detach() for o in outputs), *gradients, *(b.clone() for b in net.buffers()), torch.get_rng_state()]
+
+
+def markdown(rows: dict[str, Any]) -> str:
+    """The table for people."""
+    good = {name: row for name, row in rows.items() if "failed" not in row}
+    equal = sum(row["bit_equal"] for row in good.values())
+    lines = [
+        "# torchvision's classification models, unchanged",
+        "",
+        f"{len(good)} of {len(rows)} become a chain; {equal} of these give the bits of the plain model under every plan tried (least memory, the",
+        f"middle, no recomputation). Batch of {BATCH}, CPU, one thread; peaks count activations and their gradients, overheads are predicted from",
+        "times measured once on a busy machine. Made by `benchmarks/models.py`.",
+        "",
+        "| model | image | stages | bit-equal | least peak | its overhead | middle peak | its overhead | trace | measure | solve |",
+        "|---|--:|--:|:-:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for name, row in sorted(good.items()):
+        lines.append(
+            f"| {name} | {row['image']} | {row['stages']} | {'yes' if row['bit_equal'] else '**no**'} | {row['least_ratio']:.0%} "
+            f"| {row['least_overhead']:.0%} | {row['middle_ratio']:.0%} | {row['middle_overhead']:.0%} | {row['trace_seconds']:.2f} s "
+            f"| {row['measure_seconds']:.1f} s | {row['solve_seconds']:.1f} s |"
+        )
+    failures = [f"- {name}: {row['failed']}" for name, row in sorted(rows.items()) if "failed" in row]
+    return "\n".join([*lines, *(["", "Not a chain, or not measured:", "", *failures] if failures else []), ""])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""The first way that turns a module into a chain: a plain ``nn.Sequential`` is cut between its members, anything else along its graph."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+
+from torch import nn
+
+from lightning_rotor.errors import ModelError
+from lightning_rotor.sequential import Stage, sequential_stages
+from lightning_rotor.tracing import GraphCut, cut_graph
+
+
+class Cut(Protocol):
+    """A module as stages, for calls like the one that it was cut for."""
+
+    way: ClassVar[str]
+    """``"sequential"`` or ``"graph"``."""
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages, in order."""
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The first stage's input for a call, or None if the stages do not speak of this call or of the module as it is now."""
+
+
+class SequentialCut:
+    """The members of an ``nn.Sequential``, nested ones flattened.
+
+    Raises:
+        ModelError: It is none, or an empty one.
+    """
+
+    way: ClassVar[str] = "sequential"
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._stages = sequential_stages(module)
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """One for each member."""
+        return self._stages
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The one input, unless a layer was replaced, or a container got hooks that the flat chain would never fire."""
+        inspect.signature(type(self._module).forward).bind(self._module, *args, **kwargs)
+        (value,) = (*args, *kwargs.values())
+        try:
+            now = sequential_stages(self._module)
+        except ModelError:
+            return None
+        return value if [stage.modules for stage in now] == [stage.modules for stage in self._stages] else None
+
+
+def sequentialize(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+) -> SequentialCut | GraphCut:
+    """Turn a module into a chain of stages.
+
+    Args:
+        module: Nothing about it changes.
+        args: Positional arguments of a call as in training. An ``nn.Sequential`` takes one, which may be a tuple.
+        kwargs: Keyword arguments of that call.
+    Returns:
+        The stages, what they take as input for a given call, and in ``way`` how they were found.
+    Raises:
+        ModelError: Neither way works; says why.
+    Example:
+        >>> import torch
+        >>> net = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+        >>> sequentialize(net, (torch.ones(1, 2),)).way
+        'sequential'
+    """
+    check_module(module)
+    try:
+        return SequentialCut(module)
+    except ModelError as error:
+        reason = error
+    try:
+        cut = cut_graph(module, args, kwargs)
+    except ModelError as error:
+        raise ModelError(
+            f"{type(module).__name__} cannot be planned. As an nn.Sequential: {reason}. As a graph: {error}"
+        ) from None
+    if len(cut.stages) < 2:
+        raise ModelError(
+            f"{type(module).__name__} cannot be planned. As an nn.Sequential: {reason}. As a graph: there is no point between its operations "
+            "where one value alone is alive, so it is a single stage. Name a submodule that is a chain of layers"
+        )
+    return cut
+
+
+def check_module(module: nn.Module) -> None:
+    """Find out without any input that a module can be no chain.
+
+    Raises:
+        ModelError: It is a single layer of torch, a container without a forward, or an empty ``nn.Sequential``.
+    """
+    name = type(module).__name__
+    if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
+        sequential_stages(module)
+    if type(module).forward is nn.Module.forward:
+        raise ModelError(
+            f"{name} has no forward, so it is no chain of layers: expected an nn.Sequential, or a module that calls its layers"
+        )
+    if type(module).__module__.startswith("torch.nn.modules.") and not module._modules:
+        raise ModelError(
+            f"{name} is a single layer, so there is nothing to cut: expected an nn.Sequential, or a module with several layers"
+        )

@@ -1,0 +1,95 @@
+"""Whether the stages of a traced module compute what the module computes: run both once, and compare every bit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_rotor.errors import ModelError
+from lightning_rotor.generators import GeneratorStates
+from lightning_rotor.options import run_stage
+from lightning_rotor.profiling.boundary import Boundary, tensors_in
+from lightning_rotor.profiling.chain import _kept_attributes, _lent_buffers, _same_bits, _undisturbed
+from lightning_rotor.recomputation import recomputed
+from lightning_rotor.sequential import Stage
+
+
+def require_same(module: nn.Module, stages: Sequence[Stage], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Check that stages give a module's outputs, buffers and random numbers. Nothing of the module changes.
+
+    Saved tensors are dropped, so this takes no more memory than a forward without gradients.
+
+    Args:
+        module: The module.
+        stages: What it was cut into; the first takes the tuple of the call's tensors.
+        args: Positional arguments of a call.
+        kwargs: Keyword arguments.
+    Raises:
+        ModelError: Something differs, and it is not the module that gives other bits each time.
+    """
+    boundary = Boundary.of((tuple(args), dict(kwargs)))
+    constants = [
+        constant for stage in stages for piece in stage.modules for constant in getattr(piece, "constants", ())
+    ]
+    versions = [constant._version for constant in constants]
+
+    def plain() -> Any:
+        args, kwargs = boundary.fresh()
+        return type(module).forward(module, *args, **kwargs)
+
+    def staged() -> Any:
+        value: Any = tuple(tensors_in(boundary.fresh()))
+        for stage in stages:
+            value = run_stage(stage, value)
+        return value
+
+    device = tensors_in((args, kwargs))[0].device
+    whole = Stage(type(module).__name__, (module,))
+    with _undisturbed(device):
+        expected, received = _outcome(whole, plain, device), _outcome(whole, staged, device)
+        if versions != [constant._version for constant in constants]:
+            raise ModelError(
+                f"the forward of {type(module).__name__} changes a tensor in place that it has made itself without any input, so a trace "
+                "would change it again in every step. Move that part into a submodule"
+            )
+        difference = _difference(expected, received)
+        if difference is not None and _difference(expected, _outcome(whole, plain, device)) is None:
+            raise ModelError(
+                f"the trace of {type(module).__name__} does not compute what the module does: {difference}. Its forward takes decisions that "
+                "torch.fx does not see (isinstance(x, torch.Tensor), state outside of modules): move them into a submodule"
+            )
+
+
+def _outcome(whole: Stage, forward: Any, device: torch.device) -> tuple[Any, list[torch.Tensor], GeneratorStates]:
+    """Output, buffers and generators after a run from the present state; the state is set back."""
+    states = GeneratorStates(device)
+    with _kept_attributes(whole), _lent_buffers(whole) as slots:
+        output = Boundary.of(recomputed(forward, draws_random=False))
+        buffers = [module._buffers[name] for module, name, _ in slots]
+    after = GeneratorStates(device)
+    states.restore()
+    return output, [buffer for buffer in buffers if buffer is not None], after
+
+
+def _difference(left: Any, right: Any) -> str | None:
+    (expected, buffers, states), (received, other_buffers, other_states) = left, right
+    if str(expected.spec) != str(received.spec) or len(expected.leaves) != len(received.leaves):
+        return "the outputs are nested differently"
+    for mine, theirs in zip(expected.leaves, received.leaves, strict=True):
+        same = (
+            _same_bits(mine, theirs)
+            if isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor)
+            else mine == theirs
+        )
+        if not same:
+            return "the outputs differ"
+    if expected.requires_grad != received.requires_grad:
+        return "other outputs require a gradient"
+    if len(buffers) != len(other_buffers) or not all(map(_same_bits, buffers, other_buffers)):
+        return "buffers are updated differently"
+    if not states.equals(other_states):
+        return "other random numbers are drawn"
+    return None

@@ -1,0 +1,323 @@
+"""Cutting a traced graph into stages.
+
+A cut is possible wherever one value alone is alive: everything behind it can be computed from that value. Sizes (``n = x.shape[0]``) may
+come along, they weigh nothing; parameters and buffers do not count, for every stage reads them where they are::
+
+    input ─ conv1 ─ bn1 ─ relu ─┬─ conv ─ bn ─ + ─ relu ─ flatten ─ fc
+          │       │     │       └────────────┘ │       │          │
+          cut     cut   cut       no cut here   cut     cut        cut
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from traceback import extract_tb
+from typing import Any, ClassVar
+
+import torch
+from torch import fx, nn
+
+from lightning_rotor.errors import ModelError
+from lightning_rotor.generators import GeneratorStates
+from lightning_rotor.sequential import Stage
+from lightning_rotor.tracing.call import Call
+from lightning_rotor.tracing.slices import GraphSlice
+from lightning_rotor.tracing.tracer import IN_PLACE, Tracer, ambient
+from lightning_rotor.tracing.watch import Restorer, Watch
+
+_OPAQUE_INSTANCES = 2  # modules of one type that fail before the type counts as untraceable
+
+
+@dataclass(slots=True, eq=False)
+class GraphCut:
+    """A module as stages, for calls like the one that was traced.
+
+    Attributes:
+        stages: The first takes the tuple of the call's tensors, the last returns what the module returns.
+        opaque: Modules that had to become one operation, by name, and why.
+    """
+
+    stages: tuple[Stage, ...]
+    opaque: Mapping[str, str]
+    _module: nn.Module
+    _key: Any
+    _watch: Watch
+
+    way: ClassVar[str] = "graph"
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, ...] | None:
+        """The first stage's input for a call, or None if the trace does not hold for it.
+
+        It does not if another argument that is no tensor differs, or if the module has changed in a way that its code could notice.
+        """
+        call = Call.of(self._module, args, kwargs)
+        return call.tensors if _key(call) == self._key and self._watch.holds() else None
+
+    def renewed_by(self, newer: GraphCut) -> bool:
+        """Hold on under a newer trace's conditions if that trace runs the same operations on the same objects."""
+        if self._key != newer._key or len(self.stages) != len(newer.stages):
+            return False
+        for mine, theirs in zip(self.slices, newer.slices, strict=True):
+            if mine.called_modules != theirs.called_modules or mine.reads != theirs.reads:
+                return False
+            if not all(_equal(*pair) for pair in zip(mine.constants, theirs.constants, strict=False)):
+                return False
+            if mine.operations != theirs.operations:
+                return False
+        self._watch = newer._watch
+        return True
+
+    def lives_in(self, modules: set[nn.Module]) -> bool:
+        """Whether everything that it runs is still among these modules."""
+        return all(called in modules for piece in self.slices for called in piece.called_modules)
+
+    @property
+    def slices(self) -> tuple[GraphSlice, ...]:
+        """What the stages run."""
+        return tuple(module for stage in self.stages for module in stage.modules if isinstance(module, GraphSlice))
+
+
+def _equal(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return (
+        left.shape == right.shape
+        and left.dtype == right.dtype
+        and left.device == right.device
+        and torch.equal(left, right)
+    )
+
+
+def cut_graph(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> GraphCut:
+    """Trace one call of a module, and cut it wherever one value is alive.
+
+    The forward's Python code runs once, on symbols; whatever it changes is set back. Submodules whose code cannot be traced become one
+    operation each.
+
+    Args:
+        module: Not an attribute of it changes, whether or not this succeeds.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments.
+    Raises:
+        ModelError: The module's own forward cannot be traced; says where.
+    """
+    call = Call.of(module, args, kwargs or {})
+    graph, tracer, opaque = _trace(module, call)
+    names = dict(module.named_modules())
+    inside = {submodule for leaf in tracer.leaves for submodule in leaf.modules()}
+    called = {str(node.target): names[str(node.target)] for node in graph.nodes if node.op == "call_module"}
+    inside |= {below for leaf in called.values() for below in leaf.modules()}
+    watched = [submodule for submodule in names.values() if submodule not in inside and not _is_torchs(submodule)]
+    stages = tuple(_slice(module, graph, tracer))
+    return GraphCut(stages, opaque, module, _key(call), Watch(module, watched))
+
+
+def _key(call: Call) -> Any:
+    # Code may ask whether autocast is on. Hooks on saved tensors are nobody's business but autograd's.
+    return call.key, ambient()[:-1]
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.") and not module._modules
+
+
+# -------------------------------------------------------------------- tracing
+
+
+def _trace(module: nn.Module, call: Call) -> tuple[fx.Graph, Tracer, dict[str, str]]:
+    """Trace, making opaque whatever cannot be traced, from the inside out."""
+    modules = tuple(module.modules())
+    paths = {submodule: path for path, submodule in module.named_modules()}
+    opaque: dict[nn.Module, str] = {}
+    failures: Counter[type] = Counter()
+    while True:
+        types = {
+            kind
+            for kind, count in failures.items()
+            if count >= _OPAQUE_INSTANCES and kind.__module__.partition(".")[0] != "torch"
+        }
+        tracer = Tracer(module, call, set(opaque), types)
+        watch, restorer, states = Watch(module, modules, tensors=True), Restorer(modules), GeneratorStates()
+        graph: fx.Graph | None = None
+        culprit: nn.Module | None = None
+        reason = ""
+        try:
+            graph = tracer.record(module)
+            if not states.equals(GeneratorStates()):
+                culprit, reason = module, "it draws random numbers that do not depend on its input"
+        except Exception as error:
+            culprit, reason = tracer.culprit or module, _reason(error)
+        finally:
+            changed = watch.changed()
+            restorer.restore()
+            states.restore()
+        if graph is not None and culprit is None and changed is None:
+            named = {paths[submodule]: why for submodule, why in opaque.items()}
+            return graph, tracer, named
+        if culprit is None:
+            assert changed is not None
+            culprit, reason = changed, "its forward changes attributes of the module"
+        while culprit is not module and (culprit in opaque or culprit in tracer.leaves):
+            culprit = module.get_submodule(paths[culprit].rpartition(".")[0])
+        if culprit is module or not paths[culprit]:
+            raise ModelError(
+                f"the forward of {type(module).__name__} cannot be traced: {reason}. Expected code whose course depends on the input's values "
+                "in submodules only; move that part into a submodule, or name a submodule that can be planned"
+            )
+        opaque[culprit] = reason
+        failures[type(culprit)] += 1
+
+
+def _reason(error: Exception) -> str:
+    """The error, and the user's line that it comes from."""
+    ours = ("/torch/", "/lightning_rotor/tracing/")
+    frames = [frame for frame in extract_tb(error.__traceback__) if not any(part in frame.filename for part in ours)]
+    text = str(error).partition("\n")[0] or type(error).__name__
+    return f"{text} (in {frames[-1].filename}, line {frames[-1].lineno}: {frames[-1].line})" if frames else text
+
+
+# -------------------------------------------------------------------- cutting
+
+
+def _slice(module: nn.Module, graph: fx.Graph, tracer: Tracer) -> list[Stage]:
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    body = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
+    (result,) = [node for node in graph.nodes if node.op == "output"]
+    if not body:
+        raise ModelError(f"the forward of {type(module).__name__} computes nothing: expected at least one operation")
+    cuts = _cuts(module, inputs, body, result)
+    stages: list[Stage] = []
+    names = _Names(module, body)
+    start, before, unpack = 0, inputs, True
+    for end, alive in [*cuts, (len(body), None)]:
+        nodes = body[start:end]
+        if alive is None:
+            outputs: Any = result.args[0]
+        else:
+            outputs = alive[0] if len(alive) == 1 else tuple(alive)
+        piece = GraphSlice(
+            before, nodes, outputs, root=module, owners=tracer.owners, constants=tracer.constants, unpack=unpack
+        )
+        stages.append(Stage(names.of(nodes), (piece,)))
+        if alive is not None:
+            start, before, unpack = end, alive, len(alive) > 1
+    return stages
+
+
+def _cuts(
+    module: nn.Module, inputs: Sequence[fx.Node], body: Sequence[fx.Node], result: fx.Node
+) -> list[tuple[int, list[fx.Node]]]:
+    """Where to cut: after how many operations, and what is alive there, the one value first."""
+    position = {node: index for index, node in enumerate(body)} | {result: len(body)}
+    last_use = {node: max((position[user] for user in node.users), default=-1) for node in (*inputs, *body)}
+    weightless = _weightless(body)
+    alive = dict.fromkeys(node for node in inputs if last_use[node] >= 0)
+    before: fx.Node | None = inputs[0] if len(inputs) == 1 else None
+    cuts: list[tuple[int, list[fx.Node]]] = []
+
+    def in_place(node: fx.Node) -> bool:
+        # Such a stage cannot start behind a cut. The profiler would see it and merge the two; this way they have one name.
+        target = module.get_submodule(str(node.target)) if node.op == "call_module" else node.target
+        return (
+            bool(getattr(target, "inplace", False))
+            or node.kwargs.get("inplace") is True
+            or target in (*IN_PLACE, operator.setitem)
+        )
+
+    for index, node in enumerate(body[:-1]):
+        for used in node.all_input_nodes:
+            if last_use.get(used) == index:
+                alive.pop(used, None)
+        if last_use[node] > index:
+            alive[node] = None
+        values = [value for value in alive if value not in weightless]
+        if (
+            len(values) == 1
+            and values[0] is not before
+            and values[0] not in inputs
+            and values[0].target not in _PIECES
+            and not in_place(body[index + 1])
+        ):
+            before = values[0]
+            cuts.append((index + 1, [*values, *(value for value in alive if value in weightless)]))
+    return cuts
+
+
+def _weightless(body: Sequence[fx.Node]) -> set[fx.Node]:
+    """Sizes, dtypes and devices, and what arithmetic makes of them."""
+    found: set[fx.Node] = set()
+    for node in body:
+        is_metadata = (node.op == "call_function" and node.target is getattr and node.args[1] in _METADATA) or (
+            node.op == "call_method" and node.target in ("size", "dim", "numel", "ndimension", "is_floating_point")
+        )
+        arithmetic = node.op == "call_function" and getattr(node.target, "__module__", "") in (
+            "_operator",
+            "math",
+            "builtins",
+        )
+        if is_metadata or (arithmetic and node.all_input_nodes and all(used in found for used in node.all_input_nodes)):
+            found.add(node)
+    return found
+
+
+# Several views of one storage: a stage that takes them cannot be measured alone, for a copy of each is another storage.
+_PIECES = (
+    "chunk",
+    "split",
+    "unbind",
+    "tensor_split",
+    "split_with_sizes",
+    torch.chunk,
+    torch.split,
+    torch.unbind,
+    torch.tensor_split,
+)
+_METADATA = ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "layout")
+
+
+class _Names:
+    """Names of stages in the user's terms."""
+
+    def __init__(self, module: nn.Module, body: Sequence[fx.Node]) -> None:
+        self._type = type(module).__name__
+        self._body = body
+        self._silent = _weightless(body)
+        self._taken: Counter[str] = Counter()
+
+    def of(self, nodes: Sequence[fx.Node]) -> str:
+        """The module that all of it is, or from where to where it goes."""
+        name = self._describe(nodes)
+        self._taken[name] += 1
+        return name if self._taken[name] == 1 else f"{name} ({self._taken[name]})"
+
+    def _describe(self, nodes: Sequence[fx.Node]) -> str:
+        quiet = (torch._assert, operator.getitem)
+        working = [node for node in nodes if node not in self._silent and node.target not in quiet] or list(nodes)
+        paths = [str(node.meta["module"]).split(".") for node in working]
+        common: list[str] = []
+        for parts in zip(*paths, strict=False):
+            if len(set(parts)) > 1:
+                break
+            common.append(parts[0])
+        prefix = ".".join(common)
+        if prefix and (
+            len(nodes) == len(self._body)
+            or not any(self._inside(node, prefix) for node in self._body if node not in nodes)
+        ):
+            return prefix
+        first, last = self._label(working[0]), self._label(working[-1])
+        return first if first == last else f"{first} … {last}"
+
+    @staticmethod
+    def _inside(node: fx.Node, prefix: str) -> bool:
+        path = str(node.meta["module"])
+        return path == prefix or path.startswith(f"{prefix}.")
+
+    @staticmethod
+    def _label(node: fx.Node) -> str:
+        path = str(node.meta["module"])
+        if node.op == "call_module":
+            return path
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+        return f"{path}.{name}" if path else str(name)

@@ -1,0 +1,322 @@
+"""A stage made of a piece of a graph: a few operations that run one after the other on the user's own modules and parameters."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from lightning_rotor.tracing.tracer import CONSTANT, IN_PLACE
+
+
+@dataclass(frozen=True, slots=True)
+class _Ref:
+    """A value that an operation reads, by its place in the slice."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Step:
+    """An operation: what to call, with which values, and which values nobody needs afterwards."""
+
+    kind: str
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    frees: tuple[int, ...]
+
+
+class GraphSlice(nn.Module):
+    """Runs consecutive operations of a graph.
+
+    It calls the user's modules and reads the user's parameters from where they are at that moment, so a replaced parameter is seen. A value
+    is let go after the last operation that reads it, as it would be in the user's code.
+
+    Args:
+        inputs: Values at the cut before; a single one is the stage's input itself, several are a tuple.
+        nodes: Operations in order.
+        outputs: What becomes of them: nodes in any nesting, for the last slice; a single node or a tuple otherwise.
+        owners: Where parameters and buffers are.
+        constants: Tensors that the forward made out of nothing.
+    """
+
+    def __init__(
+        self,
+        inputs: Sequence[fx.Node],
+        nodes: Sequence[fx.Node],
+        outputs: Any,
+        *,
+        root: nn.Module,
+        owners: Mapping[str, tuple[nn.Module, str]],
+        constants: Sequence[torch.Tensor],
+        unpack: bool,
+    ) -> None:
+        super().__init__()
+        self._inputs, self._unpack = len(inputs), unpack
+        self._reads: list[tuple[nn.Module, str]] = []
+        self._constants: list[torch.Tensor] = []
+        self._targets: dict[int, nn.Module] = {}
+        self._steps: list[_Step] = []
+        known_functions = True
+        places = {node: index for index, node in enumerate(inputs)}
+        uses = {node: index for index, step in enumerate(nodes) for node in step.all_input_nodes}
+        kept = set(_nodes_in(outputs))
+        reads = [
+            node
+            for node in dict.fromkeys(_nodes_in(tuple(n.args for n in nodes), [n.kwargs for n in nodes], outputs))
+            if node.op == "get_attr"
+        ]
+        first_use = {node: index for index, step in reversed([*enumerate(nodes)]) for node in step.all_input_nodes}
+        for number, node in enumerate([*nodes, None]):
+            for read in reads:
+                if first_use.get(read, len(nodes)) == number:
+                    places[read] = len(places)
+                    self._steps.append(self._read(read, owners, constants, frees=()))
+            if node is None:
+                break
+            places[node] = len(places)
+            dying = [n for n in node.all_input_nodes if uses[n] == number and n not in kept]
+            if node not in uses and node not in kept:
+                dying.append(node)
+            self._steps.append(
+                _Step(
+                    node.op,
+                    self._target(node, root),
+                    _encode(node.args, places),
+                    _encode(node.kwargs, places),
+                    tuple(places[n] for n in dying),
+                )
+            )
+            known_functions = known_functions and (node.op == "call_module" or _is_known(node))
+        self._output = _encode(outputs, places)
+        self._size = len(places)
+        self.known_functions = known_functions
+        """Whether all functions that it calls are torch's, draw nothing and give the same bits each time."""
+
+    def _read(
+        self,
+        node: fx.Node,
+        owners: Mapping[str, tuple[nn.Module, str]],
+        constants: Sequence[torch.Tensor],
+        frees: tuple[int, ...],
+    ) -> _Step:
+        name = str(node.target)
+        if name.startswith(CONSTANT):
+            self._constants.append(constants[int(name[len(CONSTANT) :])])
+            return _Step("constant", self._constants[-1], (), {}, frees)
+        self._reads.append(owners[name])
+        return _Step("read", owners[name], (), {}, frees)
+
+    def _target(self, node: fx.Node, root: nn.Module) -> Any:
+        if node.op != "call_module":
+            return node.target
+        module = root.get_submodule(str(node.target))
+        if id(module) not in self._targets:
+            self._targets[id(module)] = module
+            self._modules[str(len(self._modules))] = module
+        return module
+
+    # Not nn.Module's: hooks for all modules are the business of the user's modules.
+    def __call__(self, value: Any) -> Any:
+        """Run the operations."""
+        values: list[Any] = [None] * self._size
+        if self._unpack:
+            values[: self._inputs] = value
+        else:
+            values[0] = value
+        for place, step in enumerate(self._steps, self._inputs):
+            match step.kind:
+                case "call_module" | "call_function":
+                    values[place] = step.target(*_decode(step.args, values), **_decode(step.kwargs, values))
+                case "call_method":
+                    this, *rest = _decode(step.args, values)
+                    values[place] = getattr(this, step.target)(*rest, **_decode(step.kwargs, values))
+                    del this, rest
+                case "read":
+                    owner, name = step.target
+                    values[place] = getattr(owner, name)
+                case _:
+                    values[place] = step.target
+            for dead in step.frees:
+                values[dead] = None
+        return _decode(self._output, values)
+
+    # ---------------------------------------------------------------- what belongs to it
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Parameters of the modules that it calls, and those that it reads by itself."""
+        for module in self._modules.values():
+            if module is not None:
+                yield from module.parameters()
+        for tensor in self.direct_tensors():
+            if isinstance(tensor, nn.Parameter):
+                yield tensor
+
+    def direct_tensors(self) -> Iterator[torch.Tensor]:
+        """Parameters, buffers and tensors in attributes that it reads by itself."""
+        for owner, name in self._reads:
+            yield getattr(owner, name)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """The user's modules that it calls, and those whose buffers it reads by itself.
+
+        It is not among them itself, unless it calls functions of which nobody knows what they do.
+        """
+        memo = set() if memo is None else memo
+        if not self.known_functions:
+            yield prefix, self
+        for name, module in self._modules.items():
+            if module is not None:
+                yield from module.named_modules(memo, f"{prefix}.{name}", remove_duplicate)
+        for index, (owner, name) in enumerate(self._reads):
+            if owner._buffers.get(name) is not None and owner not in memo:
+                memo.add(owner)
+                yield f"{prefix}.owner{index}", owner
+
+    @property
+    def constants(self) -> tuple[torch.Tensor, ...]:
+        """Tensors that the forward made out of nothing, and that every call shares."""
+        return tuple(self._constants)
+
+    @property
+    def called_modules(self) -> tuple[nn.Module, ...]:
+        """The user's modules that it calls."""
+        return tuple(self._targets.values())
+
+    @property
+    def reads(self) -> list[tuple[nn.Module, str]]:
+        """The parameters, buffers and attributes that it reads by itself: who has them, and under which name."""
+        return self._reads
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """Equal for slices that cost the same if the modules that they call do."""
+        tensors = tuple((tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in self.direct_tensors())
+        return self.operations, tuple(map(id, self._constants)), tensors
+
+    @property
+    def operations(self) -> tuple[Any, ...]:
+        """Equal for slices that do the same with modules and tensors of their own; what those look like is not in it."""
+        places = {id(module): place for place, module in enumerate(self._targets.values())}
+
+        def spell(step: _Step) -> Any:
+            target = step.target
+            if step.kind == "call_module":
+                target = places[id(target)]
+            elif step.kind == "read":
+                target = step.target[1]
+            elif step.kind == "constant":
+                target = tuple(target.shape)
+            elif isinstance(target, MethodType):
+                target = (id(target.__func__), id(target.__self__))
+            elif callable(target):
+                target = id(target)
+            # The message of an assertion spells the names of values.
+            args = step.args[:1] if step.target is torch._assert else step.args
+            return step.kind, target, _spell(args), _spell(step.kwargs), step.frees
+
+        return self._inputs, self._unpack, tuple(map(spell, self._steps)), _spell(self._output)
+
+
+def _nodes_in(*values: Any) -> list[fx.Node]:
+    found: list[fx.Node] = []
+
+    def note(node: fx.Node) -> fx.Node:
+        found.append(node)
+        return node
+
+    fx.node.map_arg(values, note)
+    return found
+
+
+def _encode(value: Any, places: Mapping[fx.Node, int]) -> Any:
+    """Arguments with references in the place of nodes, and fx's immutable containers as plain ones."""
+    if isinstance(value, fx.Node):
+        return _Ref(places[value])
+    if isinstance(value, tuple) and not isinstance(value, torch.Size):
+        return tuple(_encode(entry, places) for entry in value)
+    if isinstance(value, list):
+        return [_encode(entry, places) for entry in value]
+    if isinstance(value, dict):
+        return {key: _encode(entry, places) for key, entry in value.items()}
+    if isinstance(value, slice):
+        return slice(*(_encode(entry, places) for entry in (value.start, value.stop, value.step)))
+    return value
+
+
+def _decode(value: Any, values: Sequence[Any]) -> Any:
+    kind = type(value)
+    if kind is _Ref:
+        return values[value.index]
+    if kind is tuple:
+        return tuple([_decode(entry, values) for entry in value])
+    if kind is list:
+        return [_decode(entry, values) for entry in value]
+    if kind is dict:
+        return {key: _decode(entry, values) for key, entry in value.items()}
+    if kind is slice:
+        return slice(_decode(value.start, values), _decode(value.stop, values), _decode(value.step, values))
+    return value
+
+
+def _spell(value: Any) -> Any:
+    """Something hashable that is equal for equal arguments."""
+    if isinstance(value, _Ref):
+        return "%", value.index
+    if isinstance(value, (tuple, list)):
+        return type(value).__name__, tuple(map(_spell, value))
+    if isinstance(value, dict):
+        return "dict", tuple((key, _spell(entry)) for key, entry in value.items())
+    if isinstance(value, slice):
+        return "slice", _spell(value.start), _spell(value.stop), _spell(value.step)
+    if isinstance(value, (bool, int, float, complex, str, type(None), type(Ellipsis), torch.dtype, torch.device)):
+        return type(value).__name__, repr(value)
+    return "object", id(value)
+
+
+# -------------------------------------------------------------------- functions whose behaviour is known
+
+_KNOWN_METHODS = frozenset(
+    name
+    for line in (
+        "abs add addcmul adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool2d avg_pool2d batch_norm bmm cat",
+        "celu chunk clamp concat contiguous conv1d conv2d conv3d div elu exp expand flatten gelu getattr glu group_norm hardsigmoid",
+        "hardswish hardtanh interpolate layer_norm leaky_relu linear log log_softmax matmul max_pool2d mean mish mul narrow normalize pad",
+        "permute pixel_shuffle relu relu6 relu_ repeat reshape roll rms_norm rsqrt selu sigmoid silu size softmax softplus split sqrt",
+        "squeeze stack sub sum tanh transpose unbind unflatten unsqueeze view",
+    )
+    for name in line.split()
+)
+_KNOWN_OPERATORS = "getitem setitem add sub mul truediv floordiv mod matmul neg eq ne lt le gt ge"  # and those in place
+_KNOWN_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
+    [
+        *(
+            function
+            for holder in (torch, F, torch._C._nn)
+            for name in _KNOWN_METHODS
+            if callable(function := getattr(holder, name, None))
+        ),
+        *(getattr(operator, name) for name in _KNOWN_OPERATORS.split()),
+        *IN_PLACE,
+        getattr,
+        torch._assert,
+    ]
+)
+
+
+def _is_known(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        return node.target in _KNOWN_METHODS
+    try:
+        return node.target in _KNOWN_FUNCTIONS
+    except TypeError:  # a callable without a hash
+        return False

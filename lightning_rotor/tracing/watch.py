@@ -1,0 +1,166 @@
+"""What a trace takes for granted about a model: modes, plain attributes, which submodules there are.
+
+A trace is a snapshot. The code of a module that was traced through does not run any more, so whatever could have sent it another way must
+be noticed when it changes.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import deque
+from collections.abc import Iterable
+from copy import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_STRUCTURE = (set(nn.Module().__dict__) - {"training"}) | {"_lightning_rotor", "forward"}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_LONG = 1000
+
+
+class _Same:
+    """Compares by identity, and keeps the object alive so that no other one gets its address."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling the module does more than its class's forward."""
+    return (
+        any(getattr(module, name) for name in _HOOKS)
+        or "forward" in module.__dict__
+        or getattr(module, "_compiled_call_impl", None) is not None
+    )
+
+
+class Watch:
+    """What modules look like at one moment.
+
+    Args:
+        root: Its own hooks and ``forward`` run outside of the trace and do not matter.
+        modules: The modules whose code is traced.
+        tensors: Also watch which tensors the parameters and buffers are. Stages read them anew, so between calls it does not matter.
+    """
+
+    def __init__(self, root: nn.Module, modules: Iterable[nn.Module], *, tensors: bool = False) -> None:
+        self._root = root
+        self._tensors = tensors
+        self._modules = tuple(modules)
+        self._seen = [self._look(module) for module in self._modules]
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The modules that are watched."""
+        return self._modules
+
+    def holds(self) -> bool:
+        """Whether everything still looks the same."""
+        return self.changed() is None
+
+    def changed(self) -> nn.Module | None:
+        """The first module that looks different now."""
+        for module, seen in zip(self._modules, self._seen, strict=True):
+            if self._look(module) != seen:
+                return module
+        return None
+
+    def _look(self, module: nn.Module) -> Any:
+        hidden = any(kind.__name__ == "LightningModule" for kind in type(module).__mro__)
+        attributes = {
+            key: _frozen(value)
+            for key, value in module.__dict__.items()
+            # Lightning keeps its trainer and bookkeeping of hooks in private attributes.
+            if key not in _STRUCTURE and not (hidden and key.startswith("_"))
+        }
+        return (
+            type(module),
+            module is self._root or has_hooks(module),
+            attributes,
+            {key: _Same(child) for key, child in module._modules.items()},
+            *(
+                {key: _Same(tensor) if self._tensors else tensor is None for key, tensor in tensors.items()}
+                for tensors in (module._parameters, module._buffers)
+            ),
+        )
+
+
+def _frozen(value: Any, depth: int = 4) -> Any:
+    """Something that compares equal as long as the value stays what it is."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return kind, repr(value) if kind is float else value
+    if isinstance(value, torch.Tensor):
+        return _Same(value), value._version
+    if isinstance(value, (list, tuple, dict, set, deque)):
+        if len(value) > _LONG or depth == 0:
+            return _Same(value), len(value)
+        if isinstance(value, dict):
+            return kind, tuple((_frozen(key, 0), _frozen(entry, depth - 1)) for key, entry in value.items())
+        return kind, tuple(_frozen(entry, depth - 1) for entry in value)
+    state = _generator_state(value)
+    if state is not None:
+        return _Same(value), state
+    if depth and not isinstance(value, (nn.Module, type)) and hasattr(value, "__dict__"):
+        # A configuration object, most likely; what it refers to is followed no further.
+        return _Same(value), tuple((key, entry) for key, entry in vars(value).items() if type(entry) in _PLAIN)
+    return _Same(value)
+
+
+def _generator_state(value: Any) -> Any:
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, torch.Generator):
+        return value.get_state().numpy().tobytes()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.random.Generator):
+        return str(value.bit_generator.state)
+    return None
+
+
+class Restorer:
+    """Puts attributes back that a traced forward has changed: the forward has not really run."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._saved = [
+            (
+                module,
+                dict(module.__dict__),
+                {
+                    key: copy(value)
+                    for key, value in module.__dict__.items()
+                    if isinstance(value, (list, dict, set, deque)) and key not in _STRUCTURE
+                },
+                {key: dict(module.__dict__[key]) for key in ("_parameters", "_buffers", "_modules")},
+            )
+            for module in modules
+        ]
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for module, attributes, containers, structure in self._saved:
+            for key in module.__dict__.keys() - attributes.keys():
+                del module.__dict__[key]
+            module.__dict__.update(attributes)
+            for key, value in (*containers.items(), *structure.items()):
+                current = module.__dict__[key]
+                if _entries(current) != _entries(value):
+                    current.clear()
+                    (current.extend if isinstance(current, (list, deque)) else current.update)(value)
+
+
+def _entries(container: Any) -> list[int]:
+    entries = [*container.keys(), *container.values()] if isinstance(container, dict) else container
+    return [id(entry) for entry in entries]
