@@ -53,18 +53,26 @@ class Staircase:
         table: The solved table.
         unit: Bytes per slot.
         judge: Simulates a schedule.
-        uncertain_bytes: By how much the table may be wrong, where it is worth to look closer: proposals that exceed a budget by no
-            more than this are edited until they fit. 0 edits none.
+        uncertain_bytes: By how much the table may be wrong, in the eyes of the simulator.
+        thorough: Edit proposals that exceed a budget by no more than that until they fit, and the smallest one until it gets no smaller.
     """
 
     def __init__(
-        self, chain: Chain, table: Table, *, unit: float, judge: Callable[[Schedule], Proposal], uncertain_bytes: int
+        self,
+        chain: Chain,
+        table: Table,
+        *,
+        unit: float,
+        judge: Callable[[Schedule], Proposal],
+        uncertain_bytes: int,
+        thorough: bool,
     ) -> None:
         self._chain = chain
         self._table = table
         self._unit = unit
         self._judge = judge
-        self._uncertain_bytes = uncertain_bytes
+        self._uncertain_bytes = uncertain_bytes if thorough else 0
+        self._thorough = thorough
         seconds = table.seconds
         self._stairs = [int(slot) for slot in np.flatnonzero(seconds < np.concatenate(([math.inf], seconds[:-1])))]
         self._proposals: dict[int, Proposal] = {}
@@ -106,7 +114,7 @@ class Staircase:
         """The least peak: one of the lowest proposals, and which one only the simulator knows, or what edits make of it."""
         lowest = [self[stair] for stair in range(self._hopeful_stair(0) + 1)]
         least = min(lowest, key=lambda each: each.by_peak, default=None)
-        while least is not None and self._uncertain_bytes:
+        while least is not None and self._thorough:
             better = min([least, *self._neighbours(least)], key=lambda each: each.by_peak)
             if better is least:
                 break

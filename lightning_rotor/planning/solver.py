@@ -169,7 +169,7 @@ class Solver:
         states += self.chain.rng_state_bytes if any(stage.draws_random for stage in self.chain) else 0
         uncertain_bytes = 4 * states + (0 if exact else math.ceil(2 * unit))
         return Staircase(
-            self.chain, table, unit=unit, judge=self._judge, uncertain_bytes=uncertain_bytes if refined else 0
+            self.chain, table, unit=unit, judge=self._judge, uncertain_bytes=uncertain_bytes, thorough=refined
         )
 
     def _is_exact(self, most_bytes: int) -> bool:
