@@ -154,7 +154,7 @@ def _scout(stages: Sequence[Stage], sample: Any, device: torch.device) -> tuple[
             inputs = tensors_in(value)
             versions = [tensor._version for tensor in inputs]
             storages = {tensor.untyped_storage().data_ptr() for tensor in inputs if tensor.untyped_storage().nbytes()}
-            before = _generator_states(device)
+            before = GeneratorStates(device)
             output = run_stage(stage, value)
             outputs = tensors_in(output)
             if not outputs:
@@ -168,7 +168,7 @@ def _scout(stages: Sequence[Stage], sample: Any, device: torch.device) -> tuple[
                     aliases_input=any(aliases),
                     hands_on=any(aliases) and not all(aliases),
                     changes_input=versions != [tensor._version for tensor in inputs],
-                    draws_random=not all(map(torch.equal, before, _generator_states(device))),
+                    draws_random=not before.equals(GeneratorStates(device)),
                 )
             )
             boundary = Boundary.of(output, whole_storages=True)
@@ -192,8 +192,7 @@ def _groups(traits: Sequence[_Traits]) -> list[list[int]]:
 
 def _pass(stage: Stage, boundary: Boundary, device: torch.device) -> _Passed:
     """Run a stage; if it is not made of torch's own layers, run it again as a recomputation would, and compare the bits."""
-    states = _generator_states(device)
-    host = HostGenerators()
+    states = GeneratorStates(device)
     with _kept_attributes(stage), _lent_buffers(stage) as originals:
         value = boundary.fresh()
         storages = {tensor.untyped_storage().data_ptr() for tensor in tensors_in(value)}
@@ -203,8 +202,7 @@ def _pass(stage: Stage, boundary: Boundary, device: torch.device) -> _Passed:
     outputs = tensors_in(output)
     same_bits = True
     if not is_stock(stage):
-        _set_generator_states(device, states)
-        host.restore()
+        states.restore()
         with _kept_attributes(stage), _lent_buffers(stage):
             again = tensors_in(run_stage(stage, boundary.fresh()))
         same_bits = len(again) == len(outputs) and all(map(_same_bits, outputs, again))
@@ -284,19 +282,6 @@ def _updating(originals: Sequence[tuple[torch.nn.Module, str, torch.Tensor]]) ->
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
-
-
-def _generator_states(device: torch.device) -> list[torch.Tensor]:
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return states
-
-
-def _set_generator_states(device: torch.device, states: Sequence[torch.Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[1], device)
 
 
 def may_draw(stage: Stage) -> bool:
