@@ -18,7 +18,7 @@ PACKAGE = ROOT / "lightning_rotor"
 #
 #   errors ─► units ─┬► chain, schedule ─► simulator ─► planning ─────────────────────┐
 #                    └► sequential, recomputation ─► options ─► profiling, execution ─┴► planned ─► checkpointable
-#                           └► tracing ─► cutting ─────────────────────────────────────────┘
+#                                       └► undisturbed ─► tracing ─► cutting ────────────┘
 #                                                                                                   └► callbacks, strategies
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
@@ -35,10 +35,11 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "training_state": ("units",),
     "optimizer_prediction": ("training_state",),
     "generators": (),
-    "tracing": ("sequential", "generators"),
-    "cutting": ("tracing",),
     "options": ("sequential", "invertible"),
-    "profiling": ("options", "recomputation", "chain", "tracing"),
+    "undisturbed": ("options", "recomputation"),
+    "tracing": ("undisturbed",),
+    "cutting": ("tracing",),
+    "profiling": ("undisturbed", "chain", "tracing"),
     "execution": ("options", "recomputation", "simulator"),
     "report": ("planning",),
     "pipeline": ("planning", "profiling", "execution"),

@@ -10,26 +10,25 @@ Nothing is changed: generators are set back, buffers are lent (the stages write 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_rotor.chain import Chain, StageCost
 from lightning_rotor.errors import ModelError, RotorWarning
-from lightning_rotor.generators import GeneratorStates, HostGenerators
+from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.options import autocast_enabled, run_stage
 from lightning_rotor.profiling.boundary import Boundary, storage_bytes, tensors_in
 from lightning_rotor.profiling.meters import Meter, meter_for
 from lightning_rotor.profiling.stages import StageProfiler
-from lightning_rotor.recomputation import recomputed, repeating
+from lightning_rotor.recomputation import recomputed
 from lightning_rotor.sequential import Stage, is_plain_stock, merge
-from lightning_rotor.state import Attributes, SegmentState, Statistic, state_of
+from lightning_rotor.state import SegmentState, Statistic, state_of
 from lightning_rotor.tracing import GraphSlice
+from lightning_rotor.undisturbed import kept_attributes, lent_buffers, undisturbed
 
 Progress: TypeAlias = Callable[[int, int], None]
 
@@ -79,7 +78,7 @@ def profile_chain(
     """
     device = tensors_in(sample)[0].device
     meter = meter or meter_for(device)
-    with _undisturbed(device):
+    with undisturbed(device):
         traits, groups = _scout(stages, sample, device)
         merged = [merge(tuple(stages[index] for index in group)) for group in groups]
         starts_in_place = traits[0].changes_input
@@ -90,7 +89,7 @@ def profile_chain(
         boundary = Boundary.of(sample)
         for number, (stage, group) in enumerate(zip(merged, groups, strict=True)):
             last = number == len(merged) - 1
-            with _kept_attributes(stage):
+            with kept_attributes(stage):
                 passed = _pass(stage, boundary, device)
                 states.append(state_of(stage, passed.updating, scratch))
                 draws_random = any(traits[index].draws_random for index in group) or may_draw(stage)
@@ -99,7 +98,7 @@ def profile_chain(
                 if key not in known:
                     generators = GeneratorStates(device) if draws_random else None
                     profiler = StageProfiler(stage, boundary, passed.output_bytes, meter, last, repeats, generators)
-                    with _lent_buffers(stage):
+                    with lent_buffers(stage):
                         known[key] = profiler.measure(recomputable=recomputable)
             costs.append(
                 replace(
@@ -149,7 +148,7 @@ def _scout(stages: Sequence[Stage], sample: Any, device: torch.device) -> tuple[
     traits: list[_Traits] = []
     boundary = Boundary.of(sample)
     for stage in stages:
-        with _kept_attributes(stage), _lent_buffers(stage):
+        with kept_attributes(stage), lent_buffers(stage):
             value = boundary.fresh()
             inputs = tensors_in(value)
             versions = [tensor._version for tensor in inputs]
@@ -193,7 +192,7 @@ def _groups(traits: Sequence[_Traits]) -> list[list[int]]:
 def _pass(stage: Stage, boundary: Boundary, device: torch.device) -> _Passed:
     """Run a stage; if it is not made of torch's own layers, run it again as a recomputation would, and compare the bits."""
     states = GeneratorStates(device)
-    with _kept_attributes(stage), _lent_buffers(stage) as originals:
+    with kept_attributes(stage), lent_buffers(stage) as originals:
         value = boundary.fresh()
         storages = {tensor.untyped_storage().data_ptr() for tensor in tensors_in(value)}
         output = run_stage(stage, value)
@@ -203,7 +202,7 @@ def _pass(stage: Stage, boundary: Boundary, device: torch.device) -> _Passed:
     same_bits = True
     if not is_stock(stage):
         states.restore()
-        with _kept_attributes(stage), _lent_buffers(stage):
+        with kept_attributes(stage), lent_buffers(stage):
             again = tensors_in(run_stage(stage, boundary.fresh()))
         same_bits = len(again) == len(outputs) and all(map(_same_bits, outputs, again))
     fresh = [tensor for tensor in outputs if tensor.untyped_storage().data_ptr() not in storages]
@@ -217,55 +216,7 @@ def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     return bool(((left == right) | ((left != left) & (right != right))).all())
 
 
-# -------------------------------------------------------------------- leaving everything as it was
-
-
-@contextmanager
-def _undisturbed(device: torch.device) -> Iterator[None]:
-    """Set generators back at the end, compute with gradients, and tell users' code that this is no step of theirs.
-
-    Saved tensors are kept plainly, whatever hooks are set around the call (a checkpoint of the user's, say).
-    """
-    devices = [device] if device.type == "cuda" else []
-    host = HostGenerators()
-    kept_plainly = saved_tensors_hooks(_same, _same)
-    with torch.random.fork_rng(devices=devices, device_type="cuda"), torch.enable_grad(), repeating(), kept_plainly:
-        try:
-            yield
-        finally:
-            host.restore()
-            if autocast_enabled():
-                torch.clear_autocast_cache()
-
-
-@contextmanager
-def _kept_attributes(stage: Stage) -> Iterator[None]:
-    """Set attributes of the stage's modules back at the end."""
-    before = Attributes(module for _, module in stage.submodules())
-    try:
-        yield
-    finally:
-        before.restore()
-
-
-@contextmanager
-def _lent_buffers(stage: Stage) -> Iterator[list[tuple[torch.nn.Module, str, torch.Tensor]]]:
-    """Give the stage copies of its buffers for the time being; yields the slots with the originals, which nothing changes."""
-    slots = {
-        (id(module), name): (module, name, buffer)
-        for _, module in stage.submodules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    }
-    originals = list(slots.values())
-    copies: dict[int, torch.Tensor] = {}
-    for module, name, original in originals:
-        module._buffers[name] = copies.setdefault(id(original), original.detach().clone())
-    try:
-        yield originals
-    finally:
-        for module, name, original in originals:
-            module._buffers[name] = original
+# -------------------------------------------------------------------- what stages show about themselves
 
 
 def _updating(originals: Sequence[tuple[torch.nn.Module, str, torch.Tensor]]) -> tuple[torch.nn.Module, ...]:
@@ -278,10 +229,6 @@ def _updating(originals: Sequence[tuple[torch.nn.Module, str, torch.Tensor]]) ->
         for module, name, original in originals
         if (current := module._buffers[name]) is None or not _same_bits(current, original)
     )
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def may_draw(stage: Stage) -> bool:

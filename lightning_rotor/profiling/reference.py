@@ -12,9 +12,10 @@ from lightning_rotor.errors import ModelError
 from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.options import run_stage
 from lightning_rotor.profiling.boundary import Boundary, tensors_in
-from lightning_rotor.profiling.chain import _kept_attributes, _lent_buffers, _same_bits, _undisturbed
+from lightning_rotor.profiling.chain import _same_bits
 from lightning_rotor.recomputation import recomputed
 from lightning_rotor.sequential import Stage
+from lightning_rotor.undisturbed import kept_attributes, lent_buffers, undisturbed
 
 
 def require_same(module: nn.Module, stages: Sequence[Stage], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -48,7 +49,7 @@ def require_same(module: nn.Module, stages: Sequence[Stage], args: Sequence[Any]
 
     device = tensors_in((args, kwargs))[0].device
     whole = Stage(type(module).__name__, (module,))
-    with _undisturbed(device):
+    with undisturbed(device):
         expected, received = _outcome(whole, plain, device), _outcome(whole, staged, device)
         if versions != [constant._version for constant in constants]:
             raise ModelError(
@@ -66,7 +67,7 @@ def require_same(module: nn.Module, stages: Sequence[Stage], args: Sequence[Any]
 def _outcome(whole: Stage, forward: Any, device: torch.device) -> tuple[Any, list[torch.Tensor], GeneratorStates]:
     """Output, buffers and generators after a run from the present state; the state is set back."""
     states = GeneratorStates(device)
-    with _kept_attributes(whole), _lent_buffers(whole) as slots:
+    with kept_attributes(whole), lent_buffers(whole) as slots:
         output = Boundary.of(recomputed(forward, draws_random=False))
         buffers = [module._buffers[name] for module, name, _ in slots]
     after = GeneratorStates(device)
