@@ -5,7 +5,7 @@ module, call ──► tracer ──► graph ──► slices ──► GraphCu
 trace takes for granted)   one of them)   the module changes)
 """
 
-from lightning_rotor.tracing.cuts import GraphCut, cut_graph
+from lightning_rotor.tracing.cuts import GraphCut, cut_graph, cut_recording
 from lightning_rotor.tracing.slices import GraphSlice
 
-__all__ = ["GraphCut", "GraphSlice", "cut_graph"]
+__all__ = ["GraphCut", "GraphSlice", "cut_graph", "cut_recording"]

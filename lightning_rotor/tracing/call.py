@@ -15,7 +15,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_rotor.errors import ModelError
 
-_PLAIN = (
+PLAIN = (
     bool,
     int,
     float,
@@ -67,7 +67,7 @@ class Call:
         arguments = list(bound.arguments.items())[1:]
         flat, spec = tree_flatten(dict(arguments))
         for leaf in flat:
-            if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
+            if not isinstance(leaf, (torch.Tensor, *PLAIN)):
                 names = [name for name, value in arguments if any(entry is leaf for entry in tree_flatten(value)[0])]
                 raise ModelError(
                     f"the forward of {type(module).__name__} takes {type(leaf).__name__} as {' or '.join(map(repr, names))}: expected tensors "
@@ -83,6 +83,22 @@ class Call:
         leaves = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in flat)
         return cls(tensors, (str(spec), constants), leaves, spec, signature)
 
+    @property
+    def signature(self) -> Any:
+        """What code can tell about the tensors without looking at their values: sizes and types, and which are the same object."""
+        addresses = [id(tensor) for tensor in self.tensors]
+        return tuple(
+            (
+                tensor.shape,
+                _strides(tensor),
+                tensor.dtype,
+                tensor.device,
+                tensor.requires_grad,
+                addresses.index(address),
+            )
+            for tensor, address in zip(self.tensors, addresses, strict=True)
+        )
+
     def with_tensors(self, replacements: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments, with something else in the place of each tensor."""
         pending = iter(replacements)
@@ -92,3 +108,7 @@ class Call:
         bound = self._signature.bind_partial()
         bound.arguments.update({next(iter(self._signature.parameters)): None}, **tree_unflatten(leaves, self.spec))
         return bound.args[1:], bound.kwargs
+
+
+def _strides(tensor: torch.Tensor) -> Any:
+    return tensor.stride() if tensor.layout is torch.strided and not tensor.is_nested else None

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from traceback import extract_tb
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -24,9 +25,12 @@ from lightning_rotor.errors import ModelError
 from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.sequential import Stage
 from lightning_rotor.tracing.call import Call
+from lightning_rotor.tracing.guards import Guards
+from lightning_rotor.tracing.recorder import Recorder
 from lightning_rotor.tracing.slices import GraphSlice
 from lightning_rotor.tracing.tracer import IN_PLACE, Tracer, ambient
 from lightning_rotor.tracing.watch import Restorer, Watch
+from lightning_rotor.undisturbed import lent_buffers, undisturbed
 
 _OPAQUE_INSTANCES = 2  # modules of one type that fail before the type counts as untraceable
 
@@ -38,23 +42,29 @@ class GraphCut:
     Attributes:
         stages: The first takes the tuple of the call's tensors, the last returns what the module returns.
         opaque: Modules that had to become one operation, by name, and why.
+        way: ``"graph"`` if the forward ran on symbols, ``"recording"`` if it ran on the call's tensors.
+        reasons: For each other way that was tried before, why it was not taken.
     """
 
     stages: tuple[Stage, ...]
     opaque: Mapping[str, str]
+    way: str
     _module: nn.Module
     _key: Any
     _watch: Watch
-
-    way: ClassVar[str] = "graph"
+    _guards: Guards | None = None
+    reasons: Mapping[str, str] = field(default_factory=dict)
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, ...] | None:
         """The first stage's input for a call, or None if the trace does not hold for it.
 
-        It does not if another argument that is no tensor differs, or if the module has changed in a way that its code could notice.
+        It does not if another argument that is no tensor differs, or if the module has changed in a way that its code could notice. A
+        recording does not either if a tensor has another shape or type, or if its forward would read other values out of tensors.
         """
         call = Call.of(self._module, args, kwargs)
-        return call.tensors if _key(call) == self._key and self._watch.holds() else None
+        if _key(call, self.way) != self._key or not self._watch.holds():
+            return None
+        return call.tensors if self._guards is None or self._guards.hold(call.tensors) else None
 
     def renewed_by(self, newer: GraphCut) -> bool:
         """Hold on under a newer trace's conditions if that trace runs the same operations on the same objects."""
@@ -67,6 +77,10 @@ class GraphCut:
                 return False
             if mine.operations != theirs.operations:
                 return False
+        if self._guards is not None and newer._guards is not None and self._guards.ask_the_same(newer._guards):
+            self._guards.also_accept(newer._guards)
+        else:
+            self._guards = newer._guards
         self._watch = newer._watch
         return True
 
@@ -102,20 +116,41 @@ def cut_graph(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] 
     Raises:
         ModelError: The module's own forward cannot be traced; says where.
     """
-    call = Call.of(module, args, kwargs or {})
-    graph, tracer, opaque = _trace(module, call)
+    return _cut(module, Call.of(module, args, kwargs or {}), Tracer)
+
+
+def cut_recording(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> GraphCut:
+    """Record one call of a module, and cut it as :func:`cut_graph` does.
+
+    The forward runs for real, on copies of the call's tensors and buffers, and more than once if submodules have to become one operation.
+    Saved tensors are dropped, so this takes no more memory than a forward without gradients. What comes out holds for tensors of the same
+    shapes only.
+
+    Args:
+        module: Nothing about it changes, whether or not this succeeds.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments.
+    Raises:
+        ModelError: The module's own forward cannot be recorded; says where.
+    """
+    return _cut(module, Call.of(module, args, kwargs or {}), Recorder)
+
+
+def _cut(module: nn.Module, call: Call, make: type[Tracer | Recorder]) -> GraphCut:
+    graph, tracer, opaque = _trace(module, call, make)
     names = dict(module.named_modules())
     inside = {submodule for leaf in tracer.leaves for submodule in leaf.modules()}
     called = {str(node.target): names[str(node.target)] for node in graph.nodes if node.op == "call_module"}
     inside |= {below for leaf in called.values() for below in leaf.modules()}
     watched = [submodule for submodule in names.values() if submodule not in inside and not _is_torchs(submodule)]
     stages = tuple(_slice(module, graph, tracer))
-    return GraphCut(stages, opaque, module, _key(call), Watch(module, watched))
+    way, guards = ("recording", tracer.guards) if isinstance(tracer, Recorder) else ("graph", None)
+    return GraphCut(stages, opaque, way, module, _key(call, way), Watch(module, watched), guards)
 
 
-def _key(call: Call) -> Any:
+def _key(call: Call, way: str) -> Any:
     # Code may ask whether autocast is on. Hooks on saved tensors are nobody's business but autograd's.
-    return call.key, ambient()[:-1]
+    return call.key, ambient()[:-1], call.signature if way == "recording" else None
 
 
 def _is_torchs(module: nn.Module) -> bool:
@@ -125,8 +160,10 @@ def _is_torchs(module: nn.Module) -> bool:
 # -------------------------------------------------------------------- tracing
 
 
-def _trace(module: nn.Module, call: Call) -> tuple[fx.Graph, Tracer, dict[str, str]]:
-    """Trace, making opaque whatever cannot be traced, from the inside out."""
+def _trace(
+    module: nn.Module, call: Call, make: type[Tracer | Recorder]
+) -> tuple[fx.Graph, Tracer | Recorder, dict[str, str]]:
+    """Trace or record, making opaque whatever cannot be traced, from the inside out."""
     modules = tuple(module.modules())
     paths = {submodule: path for path, submodule in module.named_modules()}
     opaque: dict[nn.Module, str] = {}
@@ -137,21 +174,24 @@ def _trace(module: nn.Module, call: Call) -> tuple[fx.Graph, Tracer, dict[str, s
             for kind, count in failures.items()
             if count >= _OPAQUE_INSTANCES and kind.__module__.partition(".")[0] != "torch"
         }
-        tracer = Tracer(module, call, set(opaque), types)
-        watch, restorer, states = Watch(module, modules, tensors=True), Restorer(modules), GeneratorStates()
+        tracer = make(module, call, set(opaque), types)
         graph: fx.Graph | None = None
         culprit: nn.Module | None = None
         reason = ""
-        try:
-            graph = tracer.record(module)
-            if not states.equals(GeneratorStates()):
-                culprit, reason = module, "it draws random numbers that do not depend on its input"
-        except Exception as error:
-            culprit, reason = tracer.culprit or module, _reason(error)
-        finally:
-            changed = watch.changed()
-            restorer.restore()
-            states.restore()
+        with _lent(module, call) if make is Recorder else nullcontext():
+            watch, restorer, states = Watch(module, modules, tensors=True), Restorer(modules), GeneratorStates()
+            try:
+                graph = tracer.record(module)
+                if make is Tracer and not states.equals(GeneratorStates()):
+                    culprit, reason = module, "it draws random numbers that do not depend on its input"
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                culprit, reason = tracer.culprit or module, _reason(error)
+            finally:
+                changed = watch.changed()
+                restorer.restore()
+                states.restore()
         if graph is not None and culprit is None and changed is None:
             named = {paths[submodule]: why for submodule, why in opaque.items()}
             return graph, tracer, named
@@ -162,11 +202,19 @@ def _trace(module: nn.Module, call: Call) -> tuple[fx.Graph, Tracer, dict[str, s
             culprit = module.get_submodule(paths[culprit].rpartition(".")[0])
         if culprit is module or not paths[culprit]:
             raise ModelError(
-                f"the forward of {type(module).__name__} cannot be traced: {reason}. Expected code whose course depends on the input's values "
+                f"the forward of {type(module).__name__} cannot be {'traced' if make is Tracer else 'recorded'}: {reason}. Expected code whose course depends on the input's values "
                 "in submodules only; move that part into a submodule, or name a submodule that can be planned"
             )
         opaque[culprit] = reason
         failures[type(culprit)] += 1
+
+
+@contextmanager
+def _lent(module: nn.Module, call: Call) -> Iterator[None]:
+    """Context in which a real forward leaves buffers and generators alone."""
+    device = call.tensors[0].device if call.tensors else torch.device("cpu")
+    with undisturbed(device), lent_buffers(Stage("", (module,))):
+        yield
 
 
 def _reason(error: Exception) -> str:
@@ -180,7 +228,7 @@ def _reason(error: Exception) -> str:
 # -------------------------------------------------------------------- cutting
 
 
-def _slice(module: nn.Module, graph: fx.Graph, tracer: Tracer) -> list[Stage]:
+def _slice(module: nn.Module, graph: fx.Graph, tracer: Tracer | Recorder) -> list[Stage]:
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     body = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
     (result,) = [node for node in graph.nodes if node.op == "output"]

@@ -64,23 +64,16 @@ class Tracer(fx.Tracer):
     def __init__(self, root: nn.Module, call: Call, opaque: set[nn.Module], opaque_types: set[type]) -> None:
         super().__init__()
         self.constants: list[torch.Tensor] = []
-        self.owners: dict[str, tuple[nn.Module, str]] = {}
         self.leaves: set[nn.Module] = set()
         self.culprit: nn.Module | None = None
         self._call = call
         self._opaque = opaque
         self._opaque_types = opaque_types
         self._paths = {module: path for path, module in root.named_modules()}
-        self._tensor_names: dict[int, str] = {}
+        self.owners, named = tensor_slots(root)
+        self._tensor_names = {address: name for address, (_, name) in named.items()}
         self._stack = [""]
         self._ambient = ambient()
-        for path, module in root.named_modules():
-            plain = {key: value for key, value in module.__dict__.items() if isinstance(value, torch.Tensor)}
-            for key, tensor in (*module._parameters.items(), *module._buffers.items(), *plain.items()):
-                if tensor is not None:
-                    name = f"{path}.{key}" if path else key
-                    self.owners[name] = (module, key)
-                    self._tensor_names.setdefault(id(tensor), name)
 
     def record(self, root: nn.Module) -> fx.Graph:
         """Trace the root's forward."""
@@ -109,16 +102,7 @@ class Tracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whether a module is one operation."""
-        return (
-            m in self._opaque
-            or type(m) in self._opaque_types
-            or super().is_leaf_module(m, module_qualified_name)
-            or has_hooks(m)
-            or "parametrizations" in m._modules
-            or isinstance(m, torch.jit.ScriptModule)
-            or type(m).__name__ == "OptimizedModule"
-            or bool(nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks)
-        )
+        return is_opaque(m, self._opaque, self._opaque_types) or super().is_leaf_module(m, module_qualified_name)
 
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -190,6 +174,38 @@ class Tracer(fx.Tracer):
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         """Parameters and buffers are values of the graph, read anew by every stage."""
         return self._module_getattr(attr, attr_val, parameter_proxy_cache)
+
+
+# -------------------------------------------------------------------- modules
+
+
+def is_opaque(module: nn.Module, opaque: set[nn.Module], opaque_types: set[type]) -> bool:
+    """Whether a module was found to be untraceable, or calling it does more than its code says."""
+    return (
+        module in opaque
+        or type(module) in opaque_types
+        or has_hooks(module)
+        or "parametrizations" in module._modules
+        or isinstance(module, torch.jit.ScriptModule)
+        or type(module).__name__ == "OptimizedModule"
+        or bool(nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks)
+    )
+
+
+def tensor_slots(
+    root: nn.Module,
+) -> tuple[dict[str, tuple[nn.Module, str]], dict[int, tuple[torch.Tensor, str]]]:
+    """Parameters, buffers and tensors in attributes: by name who has them, and by address the tensor and its first name."""
+    owners: dict[str, tuple[nn.Module, str]] = {}
+    names: dict[int, tuple[torch.Tensor, str]] = {}
+    for path, module in root.named_modules():
+        plain = {key: value for key, value in module.__dict__.items() if isinstance(value, torch.Tensor)}
+        for key, tensor in (*module._parameters.items(), *module._buffers.items(), *plain.items()):
+            if tensor is not None:
+                name = f"{path}.{key}" if path else key
+                owners[name] = (module, key)
+                names.setdefault(id(tensor), (tensor, name))
+    return owners, names
 
 
 # -------------------------------------------------------------------- what surrounds an operation

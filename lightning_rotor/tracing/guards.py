@@ -1,0 +1,83 @@
+"""What a recording knows about the values of its call's tensors: if code asked whether a mask is all ones, the answer must be the same again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from lightning_rotor.tracing.slices import GraphSlice
+
+
+def spell_value(value: Any) -> Any:
+    """Something that compares equal for values that Python code cannot tell apart; NaN equals itself."""
+    if isinstance(value, (tuple, list)):
+        return type(value).__name__, tuple(map(spell_value, value))
+    return type(value).__name__, repr(value)
+
+
+class Guards:
+    """Values that a forward read out of tensors, and how to compute them for another call without running it.
+
+    Args:
+        inputs: Placeholders of the graph.
+        questions: Nodes whose values Python saw, in order.
+        answers: What it saw.
+        root: The module.
+        owners: Where parameters and buffers are.
+        constants: Tensors that the forward made out of nothing.
+    """
+
+    def __init__(
+        self,
+        inputs: Sequence[fx.Node],
+        questions: Sequence[fx.Node],
+        answers: Sequence[Any],
+        *,
+        root: nn.Module,
+        owners: Mapping[str, tuple[nn.Module, str]],
+        constants: Sequence[torch.Tensor],
+    ) -> None:
+        needed = ancestors(questions)
+        self.nodes = [node for node in inputs[0].graph.nodes if node in needed] if inputs else []
+        self._asked = GraphSlice(
+            inputs,
+            [node for node in self.nodes if node.op not in ("placeholder", "get_attr")],
+            list(questions),
+            root=root,
+            owners=owners,
+            constants=constants,
+            unpack=True,
+        )
+        self._answers = [spell_value(list(answers))]
+
+    def hold(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether a call with these tensors would see the same values."""
+        try:
+            with torch.no_grad():
+                found = self._asked(tuple(tensors))
+        except (RuntimeError, IndexError, ValueError):  # the forward itself will say it better
+            return False
+        return spell_value(found) in self._answers
+
+    def ask_the_same(self, other: Guards) -> bool:
+        """Whether two guards ask the same questions, whatever the answers."""
+        return self._asked.operations == other._asked.operations and self._asked.reads == other._asked.reads
+
+    def also_accept(self, other: Guards) -> None:
+        """Hold for the other's answers as well, which have turned out to make no difference."""
+        self._answers += [answer for answer in other._answers if answer not in self._answers]
+
+
+def ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """The nodes and everything that they are computed from."""
+    found: set[fx.Node] = set()
+    pending = list(nodes)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending.extend(node.all_input_nodes)
+    return found

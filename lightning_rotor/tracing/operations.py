@@ -1,0 +1,168 @@
+"""The operations that a recording meets, as nodes of a graph: how to spell them, and which of them it cannot hold."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+
+METADATA = frozenset(
+    [
+        "shape",
+        "dtype",
+        "device",
+        "ndim",
+        "layout",
+        "requires_grad",
+        "names",
+        "is_cuda",
+        "is_cpu",
+        "is_xpu",
+        "is_mps",
+        "is_meta",
+        "is_mkldnn",
+        "is_xla",
+        "is_hpu",
+        "is_ipu",
+        "is_mtia",
+        "is_maia",
+        "is_vulkan",
+        "is_sparse",
+        "is_sparse_csr",
+        "is_quantized",
+        "is_nested",
+        "itemsize",
+        "nbytes",
+        "size",
+        "dim",
+        "ndimension",
+        "numel",
+        "nelement",
+        "stride",
+        "storage_offset",
+        "element_size",
+        "is_floating_point",
+        "is_complex",
+        "is_signed",
+        "is_contiguous",
+        "is_same_size",
+        "is_conj",
+        "is_neg",
+        "is_inference",
+        "is_tensor",
+        "is_coalesced",
+        "get_device",
+        "dim_order",
+        "__len__",
+        "__hash__",
+        "__dir__",
+        "has_names",
+        "result_type",
+        "can_cast",
+        "promote_types",
+        "is_distributed",
+        "is_non_overlapping_and_dense",
+        "_is_view",
+        "_has_symbolic_sizes_strides",
+    ]
+)
+"""What a call of the same shapes has in common with this one. Reading it makes no node."""
+
+_PLACE = "it asks for a tensor's memory, or for what autograd knows about it"
+_GRADIENTS = "it computes or changes gradients by itself"
+REFUSED = {
+    **dict.fromkeys(
+        [
+            "data_ptr",
+            "const_data_ptr",
+            "storage",
+            "untyped_storage",
+            "_typed_storage",
+            "numpy",
+            "__array__",
+            "__array_wrap__",
+            "__dlpack__",
+            "to_dlpack",
+            "__cuda_array_interface__",
+            "grad_fn",
+            "is_leaf",
+            "_base",
+            "_version",
+            "_cdata",
+            "output_nr",
+            "share_memory_",
+            "_backward_hooks",
+        ],
+        _PLACE,
+    ),
+    **dict.fromkeys(
+        [
+            "backward",
+            "grad",
+            "_grad",
+            "retain_grad",
+            "retains_grad",
+            "register_hook",
+            "register_post_accumulate_grad_hook",
+            "requires_grad_",
+            "detach_",
+            "set_",
+            "module_load",
+        ],
+        _GRADIENTS,
+    ),
+}
+"""Names of what cannot be held, and why."""
+
+
+_BINARY = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift"
+_OTHERS = "eq ne lt le gt ge neg pos invert abs getitem setitem"
+_IN_ORDER = {
+    **{f"__{name}__": getattr(operator, name, None) or getattr(operator, f"{name}_") for name in _BINARY.split()},
+    **{f"__i{name}__": getattr(operator, f"i{name}") for name in _BINARY.split()},
+    **{f"__{name}__": getattr(operator, name) for name in _OTHERS.split()},
+    "__div__": operator.truediv,
+    "__idiv__": operator.itruediv,
+}
+_SWAPPED = {
+    **{f"__r{name}__": _IN_ORDER[f"__{name}__"] for name in _BINARY.split()},
+    "__rdiv__": operator.truediv,
+}
+
+
+def name_of(function: Any) -> str:
+    """What a function, method or property of a tensor is called."""
+    name = getattr(function, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        owner = function.__self__
+        return str(getattr(owner, "__name__", None) or getattr(getattr(owner, "fget", None), "__name__", ""))
+    return str(name)
+
+
+def is_assignment(function: Any) -> bool:
+    """Whether it sets a property of a tensor, as in ``x.requires_grad = True``."""
+    return getattr(function, "__name__", "") in ("__set__", "__delete__")
+
+
+def spell(function: Any, args: tuple[Any, ...]) -> tuple[str, Any, tuple[Any, ...]]:
+    """Kind, target and positional arguments of the node for a call that a ``TorchFunctionMode`` saw."""
+    name = name_of(function)
+    if getattr(function, "__name__", "") == "__get__":
+        return "call_function", getattr, (args[0], name)
+    if args and getattr(torch.Tensor, name, None) is function:
+        if name in _IN_ORDER:
+            return "call_function", _IN_ORDER[name], args
+        if name in _SWAPPED:
+            return "call_function", _SWAPPED[name], (args[1], args[0])
+        if isinstance(args[0], torch.Tensor):
+            return "call_method", name, args
+    return "call_function", function, args
+
+
+def is_torchs(function: Any) -> bool:
+    """Whether an operation is one of torch's own, so that equal values give equal results."""
+    if isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return str(function).startswith(("aten.", "aten::", "prims"))
+    module = getattr(function, "__module__", None) or getattr(type(function), "__module__", "")
+    return module.partition(".")[0] in ("torch", "builtins", "_operator")

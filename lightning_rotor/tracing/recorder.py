@@ -1,0 +1,530 @@
+"""A recording: the forward runs once, for real, and every operation that it does on tensors becomes a node of a graph.
+
+``torch.fx`` runs code on symbols, which stops at the first ``if x.shape[1] > self.longest``. Here the code sees real tensors and goes its
+way. What it saw of them besides their values (shapes, types, devices) is the same for every call with inputs of the same kind; where it
+looked at values, a guard computes for each call whether it would see them again.
+
+A ``TorchFunctionMode`` sees the operations::
+
+    x = embed(ids)               ─► call_module embed          a layer of torch's, or code that cannot be recorded: runs as it is
+    t = x.shape[1]                  (no node: 128)
+    p = torch.arange(t)          ─► call_function arange(128)
+    x = x + self.positions(p)    ─► call_module positions, call_method add
+    if mask.all(): mask = None      (a guard: mask.all() is True)
+    x[:, 0] = 0                  ─► call_function setitem(add, …)
+
+Whatever it could not hold is an error; the module whose forward it happened in then becomes one operation.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+from lightning_rotor.errors import ExecutionError
+from lightning_rotor.generators import GeneratorStates
+from lightning_rotor.tracing.call import PLAIN, Call
+from lightning_rotor.tracing.guards import Guards, ancestors, spell_value
+from lightning_rotor.tracing.operations import METADATA, REFUSED, is_assignment, is_torchs, name_of, spell
+from lightning_rotor.tracing.tracer import CONSTANT, UntraceableError, ambient, is_opaque, tensor_slots
+from lightning_rotor.tracing.values import Values, version_of
+from lightning_rotor.tracing.witness import Witness
+
+_CONTAINERS = (nn.Sequential, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
+_RANDOM = "random numbers, as when a block is skipped at random"
+
+
+class Recorder:
+    """Records one call of a module.
+
+    Attributes:
+        constants: Tensors that the forward made out of nothing, in the order of their ``get_attr`` nodes.
+        owners: For each name of a ``get_attr`` node, the module that has the tensor and its name there.
+        leaves: Modules that became one operation.
+        culprit: The innermost module whose forward could not be recorded.
+        guards: What the recording takes for granted about the values of inputs; None if nothing.
+    """
+
+    def __init__(self, root: nn.Module, call: Call, opaque: set[nn.Module], opaque_types: set[type]) -> None:
+        self.constants: list[torch.Tensor] = []
+        self.owners: dict[str, tuple[nn.Module, str]] = {}
+        self.leaves: set[nn.Module] = set()
+        self.culprit: nn.Module | None = None
+        self.guards: Guards | None = None
+        self._root, self._call = root, call
+        self._opaque, self._opaque_types = opaque, opaque_types
+        self._paths = {module: path for path, module in root.named_modules()}
+        self._named: dict[int, tuple[torch.Tensor, str]] = {}
+        self._reads: dict[str, fx.Node] = {}
+        self._graph = fx.Graph()
+        self._stack = [""]
+        self._values = Values()
+        self._impure: dict[fx.Node, str] = {}
+        self._seen: list[tuple[fx.Node, Any]] = []
+        self._witness = Witness()
+        self._mode = _Mode(self)
+        self._thread = threading.get_ident()
+
+    def record(self, root: nn.Module) -> fx.Graph:
+        """Run the root's forward on copies of the call's tensors, and return what it did."""
+        self.owners, self._named = tensor_slots(root)
+        copies = _copies(self._call.tensors)
+        inputs = [self._node("placeholder", f"input_{index}", (), {}) for index in range(len(copies))]
+        for tensor, node in reversed(list(zip(copies, inputs, strict=True))):
+            self._values.put(tensor, node)
+        args, kwargs = self._call.with_tensors(copies)
+        del copies
+        with saved_tensors_hooks(_dropped, _gone), self._listening():
+            self._ambient, self._states = ambient(), GeneratorStates()
+            output = type(root).forward(root, *args, **kwargs)
+            self._require_same_generators()
+            with self._aside():
+                self._node("output", "output", (self._encode_output(output),), {})
+        self._settle_guards(inputs)
+        return self._graph
+
+    @contextmanager
+    def _listening(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(self._shown_modules())
+            stack.enter_context(self._witness)
+            stack.enter_context(self._mode)
+            yield
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Context of code that is one operation. The mode steps aside, for torch's fast paths ask whether there is one."""
+        with self._witness.aside(), ExitStack() as stack:
+            if torch.overrides._get_current_function_mode() is self._mode:
+                stack.enter_context(torch.overrides._pop_mode_temporarily())
+            yield
+
+    # ---------------------------------------------------------------- modules
+
+    @contextmanager
+    def _shown_modules(self) -> Iterator[None]:
+        """Show calls of modules and of autograd functions, which no mode sees."""
+        call_module, function = nn.Module.__call__, torch.autograd.Function
+        apply, functorch = function.__dict__["apply"], torch.autograd.function._functorch  # type: ignore[attr-defined]
+        unwrap = functorch.utils.unwrap_dead_wrappers
+
+        def listens() -> bool:
+            return not self._witness.inside and threading.get_ident() == self._thread
+
+        def shown_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not listens():
+                return call_module(module, *args, **kwargs)
+            return self._call_module(module, call_module, args, kwargs)
+
+        def shown_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            if not listens():
+                return apply.__func__(cls, *args, **kwargs)
+            target = apply.__get__(None, cls)
+            return self._operate("call_function", target, args, kwargs, target, own_code=f"{cls.__name__}.apply")
+
+        def shown_unwrap(args: Any) -> Any:
+            if listens():
+                # ``f = Function.apply`` was kept from before.
+                raise UntraceableError("it calls an autograd.Function through a reference that the recorder cannot see")
+            return unwrap(args)
+
+        nn.Module.__call__ = shown_call
+        function.apply = classmethod(shown_apply)  # type: ignore[assignment]
+        functorch.utils.unwrap_dead_wrappers = shown_unwrap
+        try:
+            yield
+        finally:
+            nn.Module.__call__ = call_module
+            function.apply = apply
+            functorch.utils.unwrap_dead_wrappers = unwrap
+
+    def _call_module(
+        self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        path = self._paths.get(module)
+        if path is None:
+            raise UntraceableError(
+                f"{type(module).__name__} is called but is no submodule, so its parameters are hidden"
+            )
+        self._require_ambient()
+        self._stack.append(path)
+        try:
+            if self._is_leaf(module):
+                self.leaves.add(module)
+                return self._run_leaf(path, module, call, args, kwargs)
+            output = call(module, *args, **kwargs)
+            self._require_same_generators()
+            return output
+        except Exception:
+            if self.culprit is None and module not in self.leaves:
+                self.culprit = module
+            raise
+        finally:
+            self._stack.pop()
+
+    def _is_leaf(self, module: nn.Module) -> bool:
+        return is_opaque(module, self._opaque, self._opaque_types) or (
+            _is_torchs(module) and type(module) not in _CONTAINERS
+        )
+
+    def _run_leaf(
+        self, path: str, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        known = _is_torchs(module) and not is_opaque(module, set(), set())
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return call(module, *args, **kwargs)
+
+        output = self._operate("call_module", path, args, kwargs, run, own_code=f"the output of {path!r}", known=known)
+        if torch.is_autocast_cache_enabled():
+            torch.clear_autocast_cache()  # it would hold a copy of every weight by the end
+        return output
+
+    # ---------------------------------------------------------------- operations
+
+    def operate(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation that the mode has seen, and record it."""
+        name = name_of(function)
+        if self._witness.inside or name in METADATA or (name == "type" and len(args) == 1):
+            with self._witness.aside():
+                return function(*args, **kwargs)
+        if is_assignment(function):
+            raise UntraceableError(f"it assigns to the attribute {name!r} of a tensor")
+        if name in REFUSED:
+            raise UntraceableError(f"{REFUSED[name]} ({name})")
+        if kwargs.get("out") is not None:
+            raise UntraceableError(f"it gives {name} a tensor to write to (out=)")
+        kind, target, positional = spell(function, args)
+        own_code = "" if is_torchs(function) else f"{name}, which is not torch's own"
+        return self._operate(
+            kind, target, positional, kwargs, lambda *_, **__: function(*args, **kwargs), own_code=own_code, known=True
+        )
+
+    def _operate(
+        self,
+        kind: str,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run: Callable[..., Any],
+        *,
+        own_code: str,
+        known: bool = True,
+    ) -> Any:
+        witness = self._witness
+        with self._aside():
+            if torch._C._functorch.peek_interpreter_stack() is not None:
+                raise UntraceableError("it computes under a transform of torch.func (vmap, grad)")
+            read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            if read or kind == "call_module":
+                self._require_ambient()
+                encoded = self._encode(args), self._encode(kwargs)
+            versions = [version_of(tensor) for tensor in read]
+            self._require_same_generators()
+            witness.random = witness.reads_values = False
+            result = run(*args, **kwargs)
+            if not read and kind != "call_module":
+                if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
+                    return result  # torch.set_grad_enabled and the like
+                self._require_ambient()
+                encoded = self._encode(args), self._encode(kwargs)
+            node = self._node(kind, target, *encoded)
+            if own_code or witness.random:
+                self._states = GeneratorStates()
+                self._impure.setdefault(node, own_code or _RANDOM)
+            for tensor, version in zip(read, versions, strict=True):
+                if version_of(tensor) != version:
+                    self._note_change(tensor)
+            if kind == "call_module":
+                if not known:
+                    self._node("call_function", require_as_recorded, (node, _appearance(result)), {})
+                return self._unpack(result, node, read, fresh_objects=not known)
+            return self._result_of(result, node, read)
+
+    def _result_of(self, result: Any, node: fx.Node, read: Sequence[torch.Tensor]) -> Any:
+        """What the code gets to see: tensors, or values out of them."""
+        leaves = tree_leaves(result)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor) and leaf is not None]
+        if not all(isinstance(leaf, (bool, int, float, complex, str)) for leaf in others):
+            raise UntraceableError(
+                f"{_label(node)} returns {type(others[0]).__name__}, which may hold values of tensors"
+            )
+        if tensors:
+            if others:
+                raise UntraceableError(f"{_label(node)} returns tensors and values together")
+            output = self._unpack(result, node, read)
+            if self._witness.reads_values:
+                shapes = [self._node("call_function", getattr, (self._known(leaf), "shape"), {}) for leaf in tensors]
+                for shape, tensor in zip(shapes, tensors, strict=True):
+                    self._guard(shape, tensor.shape, f"the size of what {_label(node)} returns")
+            return output
+        if others:
+            self._guard(node, result, f"{_label(node)} of a tensor")
+        return result
+
+    def _note_change(self, tensor: torch.Tensor) -> None:
+        node = self._known(tensor)
+        if node.op == "get_attr" and str(node.target).startswith(CONSTANT):
+            raise UntraceableError("it changes a tensor in place that it has made itself without any input")
+        self._values.mark_changed(tensor)
+
+    def _unpack(self, value: Any, node: fx.Node, read: Sequence[torch.Tensor], *, fresh_objects: bool = False) -> Any:
+        """Give every tensor in an operation's result a node.
+
+        Args:
+            value: The result.
+            node: The operation.
+            read: Tensors that it read.
+            fresh_objects: Hand out another object for a tensor that was handed in: at another call it may be a new one.
+        """
+        if isinstance(value, torch.Tensor):
+            is_named = self._named.get(id(value), (None,))[0] is value
+            if fresh_objects and (is_named or any(value is tensor for tensor in read)):
+                value = value.view_as(value)
+            elif is_named:
+                return value  # a buffer that was changed in place: every stage reads it where it is
+            self._values.put(value, node, read)
+            return value
+        if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value)):
+            return value
+        entries: Sequence[tuple[Any, Any]]
+        if isinstance(value, (tuple, list)):
+            entries = list(enumerate(value))
+        elif type(value) is dict:
+            entries = list(value.items())
+        else:
+            leaves, spec = tree_flatten(value)
+            flat = self._node("call_function", tree_leaves, (node,), {})
+            return tree_unflatten(self._unpack(leaves, flat, read, fresh_objects=fresh_objects), spec)
+        unpacked = {}
+        for key, entry in entries:
+            if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(entry)):
+                piece = self._node("call_function", operator.getitem, (node, key), {})
+                unpacked[key] = self._unpack(entry, piece, read, fresh_objects=fresh_objects)
+            else:
+                unpacked[key] = entry
+        if all(unpacked[key] is entry for key, entry in entries):
+            return value
+        if type(value) is dict:
+            return unpacked
+        return type(value)(*unpacked.values()) if hasattr(value, "_fields") else type(value)(unpacked.values())
+
+    # ---------------------------------------------------------------- nodes
+
+    def _node(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        name = target if isinstance(target, str) else getattr(target, "__name__", "operation")
+        node = self._graph.create_node(kind, target, args, kwargs, str(name).replace(".", "_"))
+        node.meta["module"] = self._stack[-1]
+        for used in node.all_input_nodes:
+            if used in self._impure:
+                self._impure[node] = self._impure[used]
+        return node
+
+    def _known(self, tensor: torch.Tensor) -> fx.Node:
+        """The node of a tensor that an operation reads."""
+        owned, name = self._named.get(id(tensor), (None, ""))
+        if owned is not tensor:
+            node = self._values.node_of(tensor)
+            if node is not None:
+                return node
+            if not self._witness.is_constant(tensor):
+                raise UntraceableError(
+                    "it reads a tensor that was made where no recording sees it (kept by a module from its forward, shared with NumPy, or made "
+                    "by code in C++)"
+                )
+            if tensor.requires_grad:
+                raise UntraceableError("it computes with parameters that it keeps elsewhere than in attributes")
+            name = f"{CONSTANT}{len(self.constants)}"
+            self.constants.append(tensor)
+            self._named[id(tensor)] = tensor, name
+        if name not in self._reads:
+            self._reads[name] = self._node("get_attr", name, (), {})
+            if tensor.requires_grad:
+                self._impure[self._reads[name]] = f"the parameter {name!r}, which learns"
+            self._values.put(tensor, self._reads[name])
+        return self._reads[name]
+
+    def _encode(self, value: Any) -> Any:
+        """Arguments with nodes in the place of tensors."""
+        kind = type(value)
+        if isinstance(value, torch.Tensor):
+            return self._known(value)
+        if kind in (tuple, list):
+            return kind(self._encode(entry) for entry in value)
+        if kind is dict:
+            return {key: self._encode(entry) for key, entry in value.items()}
+        if kind is slice:
+            return slice(self._encode(value.start), self._encode(value.stop), self._encode(value.step))
+        if isinstance(value, nn.Module):
+            raise UntraceableError(
+                f"it hands the module {kind.__name__} to a function, where its parameters are hidden"
+            )
+        if _is_plain(value):
+            return value
+        leaves, spec = tree_flatten(value)
+        if len(leaves) == 1 and leaves[0] is value:
+            raise UntraceableError(
+                f"it hands {kind.__name__} to an operation, which may hold tensors or be another one next time"
+            )
+        return self._node("call_function", tree_unflatten, (self._encode(leaves), _interned(spec)), {})
+
+    def _encode_output(self, output: Any) -> Any:
+        for leaf in tree_leaves(output):
+            if not isinstance(leaf, torch.Tensor) and not _is_plain(leaf):
+                raise UntraceableError(
+                    f"it returns {type(leaf).__name__}, which may hold tensors where nobody can see them: return tensors and plain values, or "
+                    "tuples, lists and dicts of them (call a model of transformers with use_cache=False; register other containers with "
+                    "torch.utils._pytree)"
+                )
+        return self._encode(output)
+
+    # ---------------------------------------------------------------- what must not differ at another call
+
+    def _require_ambient(self) -> None:
+        if ambient() != self._ambient:
+            raise UntraceableError(
+                "it computes inside of a context (no_grad, autocast, torch's checkpoint), which a recording would lose"
+            )
+
+    def _require_same_generators(self) -> None:
+        if not self._states.equals(GeneratorStates()):
+            raise UntraceableError(
+                "it draws random numbers outside of torch's operations, as when a block is skipped at random, or seeds a generator"
+            )
+
+    def _guard(self, node: fx.Node, value: Any, what: str) -> None:
+        """Remember a value that the code saw, if it can be computed from a call's inputs alone."""
+        if node in self._impure:
+            raise UntraceableError(f"its course depends on {what}, which depends on {self._impure[node]}")
+        above = ancestors([node])
+        if any(self._values.has_changed(ancestor) for ancestor in above):
+            raise UntraceableError(f"its course depends on {what}, which was changed in place before")
+        self._seen.append((node, value))
+
+    def _settle_guards(self, inputs: Sequence[fx.Node]) -> None:
+        """Take what only guards need out of the graph."""
+        asked = [node for node, _ in self._seen]
+        if any(node.op == "placeholder" or not self._is_constant_read(node) for node in _sources(asked)):
+            self.guards = Guards(
+                inputs,
+                asked,
+                [value for _, value in self._seen],
+                root=self._root,
+                owners=self.owners,
+                constants=self.constants,
+            )
+        needed = ancestors(asked)
+        for node in reversed(list(self._graph.nodes)):
+            pure = node in needed or node.target is operator.getitem or node.op == "get_attr"
+            if pure and not node.users and node.op not in ("placeholder", "output"):
+                self._graph.erase_node(node)
+
+    @staticmethod
+    def _is_constant_read(node: fx.Node) -> bool:
+        return node.op == "get_attr" and str(node.target).startswith(CONSTANT)
+
+
+class _Mode(TorchFunctionMode):
+    """Hands every operation to the recorder."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self._recorder.operate(func, args, kwargs or {})
+
+
+# -------------------------------------------------------------------- at every call
+
+
+def require_as_recorded(output: Any, appearance: Any) -> None:
+    """Check that code which a recording runs as it is returns what the code after it was recorded for.
+
+    Raises:
+        ExecutionError: Another shape, type or number.
+    """
+    received = _appearance(output)
+    if received != appearance:
+        raise ExecutionError(
+            f"a submodule returned {received[1]} where its recording has {appearance[1]}: expected shapes and plain values that depend on the "
+            "shapes of the inputs alone. Plan the submodules instead, by name"
+        )
+
+
+def _appearance(output: Any) -> Any:
+    leaves, spec = tree_flatten(output)
+    return str(spec), tuple(
+        ("tensor", tuple(leaf.shape), str(leaf.dtype), str(leaf.device))
+        if isinstance(leaf, torch.Tensor)
+        else spell_value(leaf)
+        if isinstance(leaf, PLAIN)
+        else type(leaf).__name__
+        for leaf in leaves
+    )
+
+
+# -------------------------------------------------------------------- small things
+
+
+def _label(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    return type(module).__module__.startswith(("torch.nn.", "torch.ao.nn."))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether an argument is the same whenever the code runs, and holds no tensor."""
+    if isinstance(value, FunctionType):
+        return not value.__closure__
+    return isinstance(value, (*PLAIN, np.generic, np.ndarray))
+
+
+def _sources(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    return [node for node in ancestors(nodes) if node.op in ("placeholder", "get_attr")]
+
+
+_SPECS: dict[str, list[TreeSpec]] = {}
+
+
+def _interned(spec: TreeSpec) -> TreeSpec:
+    """One object for equal structures, so that two recordings of the same code have equal operations."""
+    known = _SPECS.setdefault(repr(spec), [])
+    for other in known:
+        if other == spec:
+            return other
+    known.append(spec)
+    return spec
+
+
+def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies that a forward may change; one for each object."""
+    made: dict[int, torch.Tensor] = {}
+    for tensor in tensors:
+        if id(tensor) not in made:
+            made[id(tensor)] = tensor.detach().requires_grad_(tensor.requires_grad).clone()
+    return [made[id(tensor)] for tensor in tensors]
+
+
+def _dropped(tensor: torch.Tensor) -> None:
+    return None
+
+
+def _gone(_: None) -> torch.Tensor:
+    raise UntraceableError("it computes gradients in its forward, which a recording cannot hold")

@@ -1,0 +1,100 @@
+"""What torch computes below Python: sees the operations that a recording would miss, and stops those that would change the user's tensors.
+
+A ``TorchFunctionMode`` sees what Python calls. Code in C++, scripted functions and the like reach torch without it. All of them come by here,
+so an operation that arrives while no recorded one runs is one that the recording does not have.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_rotor.tracing.tracer import UntraceableError
+
+
+class Witness(TorchDispatchMode):
+    """Sees every operation that torch computes.
+
+    Attributes:
+        inside: How many recorded operations, or modules that are one, are running.
+        random: Some operation has drawn random numbers since this was last set to False.
+        reads_values: Some operation has read values that decide over sizes since this was last set to False.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = 0
+        self.random = False
+        self.reads_values = False
+        self._known = {id(tensor): tensor for tensor in _live_tensors()}
+        self._protected = {address for tensor in self._known.values() if (address := _address(tensor))}
+        self._from_host: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Context of an operation that is recorded."""
+        self.inside += 1
+        try:
+            yield
+        finally:
+            self.inside -= 1
+
+    def is_constant(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor was there before, or was made of nothing but numbers of the host's."""
+        made = self._from_host.get(id(tensor))
+        return self._known.get(id(tensor)) is tensor or (made is not None and made() is tensor)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Look at an operation, and run it."""
+        kwargs = kwargs or {}
+        if not self.inside:
+            return self._unrecorded(func, args, kwargs)
+        self.random = self.random or torch.Tag.nondeterministic_seeded in func.tags
+        self.reads_values = self.reads_values or any(tag in func.tags for tag in _READING)
+        if func._schema.is_mutable:
+            self._protect(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _unrecorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is not torch.ops.aten.lift_fresh.default:
+            raise UntraceableError(f"it computes {func} in a way that no recording sees (C++ code, torch.jit.script)")
+        with self.aside():
+            made = func(*args, **kwargs)
+        self._from_host[id(made)] = weakref.ref(made)
+        return made
+
+    def _protect(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for index, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[index] if index < len(args) else kwargs.get(argument.name)
+                if any(_address(leaf) in self._protected for leaf in tree_leaves(value)):
+                    raise UntraceableError(
+                        "it changes a parameter, or another tensor that is no buffer and was there before, in place"
+                    )
+
+
+_READING = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
+
+
+def _live_tensors() -> list[torch.Tensor]:
+    # Not isinstance, which asks objects for their class: a lazy import would load its module.
+    return [thing for thing in gc.get_objects() if torch.Tensor in type(thing).__mro__]
+
+
+def _address(value: Any) -> int:
+    """Where a tensor's bytes are; 0 if there are none."""
+    if not isinstance(value, torch.Tensor):
+        return 0
+    try:
+        return value.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # sparse tensors, fake ones
+        return 0
