@@ -8,125 +8,52 @@ from typing import Any
 import torch
 
 METADATA = frozenset(
-    [
-        "shape",
-        "dtype",
-        "device",
-        "ndim",
-        "layout",
-        "requires_grad",
-        "names",
-        "is_cuda",
-        "is_cpu",
-        "is_xpu",
-        "is_mps",
-        "is_meta",
-        "is_mkldnn",
-        "is_xla",
-        "is_hpu",
-        "is_ipu",
-        "is_mtia",
-        "is_maia",
-        "is_vulkan",
-        "is_sparse",
-        "is_sparse_csr",
-        "is_quantized",
-        "is_nested",
-        "itemsize",
-        "nbytes",
-        "size",
-        "dim",
-        "ndimension",
-        "numel",
-        "nelement",
-        "stride",
-        "storage_offset",
-        "element_size",
-        "is_floating_point",
-        "is_complex",
-        "is_signed",
-        "is_contiguous",
-        "is_same_size",
-        "is_conj",
-        "is_neg",
-        "is_inference",
-        "is_tensor",
-        "is_coalesced",
-        "get_device",
-        "dim_order",
-        "__len__",
-        "__hash__",
-        "__dir__",
-        "has_names",
-        "result_type",
-        "can_cast",
-        "promote_types",
-        "is_distributed",
-        "is_non_overlapping_and_dense",
-        "_is_view",
-        "_has_symbolic_sizes_strides",
-    ]
+    name
+    for line in (
+        "shape dtype device ndim layout requires_grad names itemsize nbytes is_cuda is_cpu is_xpu is_mps is_meta is_mkldnn is_xla is_hpu",
+        "is_ipu is_mtia is_maia is_vulkan is_sparse is_sparse_csr is_quantized is_nested is_floating_point is_complex is_signed is_contiguous",
+        "is_same_size is_conj is_neg is_inference is_tensor is_coalesced size dim ndimension numel nelement stride storage_offset",
+        "element_size get_device dim_order result_type can_cast promote_types has_names __len__ __hash__ __dir__ _is_view",
+    )
+    for name in line.split()
 )
 """What a call of the same shapes has in common with this one. Reading it makes no node."""
 
-_PLACE = "it asks for a tensor's memory, or for what autograd knows about it"
-_GRADIENTS = "it computes or changes gradients by itself"
 REFUSED = {
-    **dict.fromkeys(
-        [
-            "data_ptr",
-            "const_data_ptr",
-            "storage",
-            "untyped_storage",
-            "_typed_storage",
-            "numpy",
-            "__array__",
-            "__array_wrap__",
-            "__dlpack__",
-            "to_dlpack",
-            "__cuda_array_interface__",
-            "grad_fn",
-            "is_leaf",
-            "_base",
-            "_version",
-            "_cdata",
-            "output_nr",
-            "share_memory_",
-            "_backward_hooks",
-        ],
-        _PLACE,
-    ),
-    **dict.fromkeys(
-        [
-            "backward",
-            "grad",
-            "_grad",
-            "retain_grad",
-            "retains_grad",
-            "register_hook",
-            "register_post_accumulate_grad_hook",
-            "requires_grad_",
-            "detach_",
-            "set_",
-            "module_load",
-        ],
-        _GRADIENTS,
-    ),
+    name: reason
+    for reason, line in (
+        (
+            "it asks for a tensor's memory",
+            "data_ptr const_data_ptr storage untyped_storage _typed_storage share_memory_",
+        ),
+        (
+            "it asks for a tensor's memory",
+            "numpy __array__ __array_wrap__ __dlpack__ to_dlpack __cuda_array_interface__",
+        ),
+        ("it asks what autograd knows about a tensor", "grad_fn is_leaf _base _version _cdata output_nr retains_grad"),
+        ("it computes or changes gradients by itself", "backward grad _grad retain_grad requires_grad_ detach_ set_"),
+        ("it sets a hook on a tensor", "register_hook register_post_accumulate_grad_hook _backward_hooks"),
+    )
+    for name in line.split()
 }
 """Names of what cannot be held, and why."""
 
 
+def _operators(names: str, prefix: str = "") -> dict[str, Any]:
+    """Python's functions for the methods of these names, ``__and__`` and ``__iadd__`` for instance."""
+    return {f"__{prefix}{name}__": getattr(operator, f"__{prefix}{name}__") for name in names.split()}
+
+
 _BINARY = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift"
-_OTHERS = "eq ne lt le gt ge neg pos invert abs getitem setitem"
 _IN_ORDER = {
-    **{f"__{name}__": getattr(operator, name, None) or getattr(operator, f"{name}_") for name in _BINARY.split()},
-    **{f"__i{name}__": getattr(operator, f"i{name}") for name in _BINARY.split()},
-    **{f"__{name}__": getattr(operator, name) for name in _OTHERS.split()},
+    **_operators(_BINARY),
+    **_operators(_BINARY, "i"),
+    **_operators("eq ne lt le gt ge neg pos invert abs getitem setitem"),
     "__div__": operator.truediv,
     "__idiv__": operator.itruediv,
 }
 _SWAPPED = {
-    **{f"__r{name}__": _IN_ORDER[f"__{name}__"] for name in _BINARY.split()},
+    **{f"__r{name}__": getattr(operator, f"__{name}__") for name in _BINARY.split()},
     "__rdiv__": operator.truediv,
 }
 
@@ -165,4 +92,4 @@ def is_torchs(function: Any) -> bool:
     if isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return str(function).startswith(("aten.", "aten::", "prims"))
     module = getattr(function, "__module__", None) or getattr(type(function), "__module__", "")
-    return module.partition(".")[0] in ("torch", "builtins", "_operator")
+    return str(module).partition(".")[0] in ("torch", "builtins", "_operator")

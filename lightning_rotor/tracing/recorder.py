@@ -116,8 +116,7 @@ class Recorder:
     def _shown_modules(self) -> Iterator[None]:
         """Show calls of modules and of autograd functions, which no mode sees."""
         call_module, function = nn.Module.__call__, torch.autograd.Function
-        apply, functorch = function.__dict__["apply"], torch.autograd.function._functorch  # type: ignore[attr-defined]
-        unwrap = functorch.utils.unwrap_dead_wrappers
+        apply = function.__dict__["apply"]
 
         def listens() -> bool:
             return not self._witness.inside and threading.get_ident() == self._thread
@@ -128,26 +127,19 @@ class Recorder:
             return self._call_module(module, call_module, args, kwargs)
 
         def shown_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            if not listens():
-                return apply.__func__(cls, *args, **kwargs)
             target = apply.__get__(None, cls)
+            if not listens():
+                return target(*args, **kwargs)
+            # A reference that was kept from before (``f = Function.apply``) is not seen. There the operations inside are, under no_grad.
             return self._operate("call_function", target, args, kwargs, target, own_code=f"{cls.__name__}.apply")
 
-        def shown_unwrap(args: Any) -> Any:
-            if listens():
-                # ``f = Function.apply`` was kept from before.
-                raise UntraceableError("it calls an autograd.Function through a reference that the recorder cannot see")
-            return unwrap(args)
-
-        nn.Module.__call__ = shown_call
-        function.apply = classmethod(shown_apply)  # type: ignore[assignment]
-        functorch.utils.unwrap_dead_wrappers = shown_unwrap
+        nn.Module.__call__ = shown_call  # type: ignore[method-assign]
+        function.apply = classmethod(shown_apply)
         try:
             yield
         finally:
-            nn.Module.__call__ = call_module
+            nn.Module.__call__ = call_module  # type: ignore[method-assign]
             function.apply = apply
-            functorch.utils.unwrap_dead_wrappers = unwrap
 
     def _call_module(
         self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -399,7 +391,9 @@ class Recorder:
             )
 
     def _require_same_generators(self) -> None:
-        if not self._states.equals(GeneratorStates()):
+        with self._aside():
+            same = self._states.equals(GeneratorStates())
+        if not same:
             raise UntraceableError(
                 "it draws random numbers outside of torch's operations, as when a block is skipped at random, or seeds a generator"
             )

@@ -63,6 +63,6 @@ def version_of(tensor: torch.Tensor) -> int:
 def _storage(tensor: torch.Tensor) -> int | None:
     # Both tensors are alive when this is compared, so the address is nobody else's.
     try:
-        return tensor.untyped_storage()._cdata
+        return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # sparse tensors, fake ones
         return None

@@ -59,7 +59,7 @@ class Witness(TorchDispatchMode):
         if not self.inside:
             return self._unrecorded(func, args, kwargs)
         self.random = self.random or torch.Tag.nondeterministic_seeded in func.tags
-        self.reads_values = self.reads_values or any(tag in func.tags for tag in _READING)
+        self.reads_values = self.reads_values or _reads_values(func, args)
         if func._schema.is_mutable:
             self._protect(func, args, kwargs)
         return func(*args, **kwargs)
@@ -82,7 +82,14 @@ class Witness(TorchDispatchMode):
                     )
 
 
-_READING = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
+def _reads_values(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether values of tensors decide over sizes, or are handed to the host."""
+    if func in _INDEXING:  # by numbers: as many as there are
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
+
+
+_INDEXING = (torch.ops.aten.index.Tensor, torch.ops.aten._unsafe_index.Tensor)
 
 
 def _live_tensors() -> list[torch.Tensor]:
