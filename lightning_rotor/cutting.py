@@ -1,4 +1,7 @@
-"""The first way that turns a module into a chain: a plain ``nn.Sequential`` is cut between its members, anything else along its graph."""
+"""The first way that turns a module into a chain: a plain ``nn.Sequential`` is cut between its members, anything else along its graph.
+
+The graph is traced on symbols, and then holds for inputs of any size. Code that symbols cannot run is recorded on the call's own tensors.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,15 @@ from torch import nn
 
 from lightning_rotor.errors import ModelError
 from lightning_rotor.sequential import Stage, sequential_stages
-from lightning_rotor.tracing import GraphCut, cut_graph
+from lightning_rotor.tracing import GraphCut, cut_graph, cut_recording
 
 
 class Cut(Protocol):
     """A module as stages, for calls like the one that it was cut for."""
 
-    way: ClassVar[str]
-    """``"sequential"`` or ``"graph"``."""
+    @property
+    def way(self) -> str:
+        """``"sequential"``, ``"graph"`` or ``"recording"``."""
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -68,7 +72,7 @@ def sequentialize(
     Returns:
         The stages, what they take as input for a given call, and in ``way`` how they were found.
     Raises:
-        ModelError: Neither way works; says why.
+        ModelError: No way works; says why for each.
     Example:
         >>> import torch
         >>> net = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
@@ -76,22 +80,46 @@ def sequentialize(
         'sequential'
     """
     check_module(module)
+    reasons: dict[str, str] = {}
     try:
         return SequentialCut(module)
     except ModelError as error:
-        reason = error
-    try:
-        cut = cut_graph(module, args, kwargs)
-    except ModelError as error:
-        raise ModelError(
-            f"{type(module).__name__} cannot be planned. As an nn.Sequential: {reason}. As a graph: {error}"
-        ) from None
+        reasons["sequential"] = str(error)
+    best: GraphCut | None = None
+    for way, find in (("graph", cut_graph), ("recording", cut_recording)):
+        try:
+            cut = find(module, args, kwargs)
+        except ModelError as error:
+            reasons[way] = str(error)
+            continue
+        cut.reasons = dict(reasons)
+        if best is None or len(cut.stages) > len(best.stages):
+            best = cut
+        objection = _objection(module, cut)
+        if objection is None:
+            break
+        reasons[way] = objection
+    if best is None or len(best.stages) < 2:
+        tried = ". ".join(f"{_SPELLED[way]}: {reason}" for way, reason in reasons.items())
+        raise ModelError(f"{type(module).__name__} cannot be planned. {tried}")
+    return best
+
+
+_SPELLED = {"sequential": "As an nn.Sequential", "graph": "As a graph", "recording": "As a recording"}
+
+
+def _objection(module: nn.Module, cut: GraphCut) -> str | None:
+    """Why another way might do better."""
     if len(cut.stages) < 2:
-        raise ModelError(
-            f"{type(module).__name__} cannot be planned. As an nn.Sequential: {reason}. As a graph: there is no point between its operations "
-            "where one value alone is alive, so it is a single stage. Name a submodule that is a chain of layers"
+        return (
+            "there is no point between its operations where one value alone is alive, so it is a single stage. Name a submodule that is a "
+            "chain of layers"
         )
-    return cut
+    opaque = {parameter for path in cut.opaque for parameter in module.get_submodule(path).parameters()}
+    sizes = [(parameter.numel(), parameter in opaque) for parameter in module.parameters()]
+    if 2 * sum(size for size, inside in sizes if inside) > sum(size for size, _ in sizes):
+        return f"most of it is in {', '.join(map(repr, cut.opaque))}, which cannot be traced, so it is {len(cut.stages)} stages"
+    return None
 
 
 def check_module(module: nn.Module) -> None:

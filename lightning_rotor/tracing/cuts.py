@@ -29,7 +29,7 @@ from lightning_rotor.tracing.guards import Guards
 from lightning_rotor.tracing.recorder import Recorder
 from lightning_rotor.tracing.slices import GraphSlice
 from lightning_rotor.tracing.tracer import IN_PLACE, Tracer, ambient
-from lightning_rotor.tracing.watch import Restorer, Watch
+from lightning_rotor.tracing.watch import Restorer, Settings, Watch
 from lightning_rotor.undisturbed import lent_buffers, undisturbed
 
 _OPAQUE_INSTANCES = 2  # modules of one type that fail before the type counts as untraceable
@@ -164,10 +164,10 @@ def _trace(
     module: nn.Module, call: Call, make: type[Tracer | Recorder]
 ) -> tuple[fx.Graph, Tracer | Recorder, dict[str, str]]:
     """Trace or record, making opaque whatever cannot be traced, from the inside out."""
-    modules = tuple(module.modules())
     paths = {submodule: path for path, submodule in module.named_modules()}
     opaque: dict[nn.Module, str] = {}
     failures: Counter[type] = Counter()
+    settings, may_settle = Settings(module.modules()), make is Recorder
     while True:
         types = {
             kind
@@ -175,38 +175,59 @@ def _trace(
             if count >= _OPAQUE_INSTANCES and kind.__module__.partition(".")[0] != "torch"
         }
         tracer = make(module, call, set(opaque), types)
-        graph: fx.Graph | None = None
-        culprit: nn.Module | None = None
-        reason = ""
-        with _lent(module, call) if make is Recorder else nullcontext():
-            watch, restorer, states = Watch(module, modules, tensors=True), Restorer(modules), GeneratorStates()
-            try:
-                graph = tracer.record(module)
-                if make is Tracer and not states.equals(GeneratorStates()):
-                    culprit, reason = module, "it draws random numbers that do not depend on its input"
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:
-                culprit, reason = tracer.culprit or module, _reason(error)
-            finally:
-                changed = watch.changed()
-                restorer.restore()
-                states.restore()
-        if graph is not None and culprit is None and changed is None:
-            named = {paths[submodule]: why for submodule, why in opaque.items()}
-            return graph, tracer, named
-        if culprit is None:
-            assert changed is not None
-            culprit, reason = changed, "its forward changes attributes of the module"
+        attempt = _attempt(module, call, tracer)
+        if attempt.graph is not None:
+            return attempt.graph, tracer, {paths[submodule]: why for submodule, why in opaque.items()}
+        culprit = attempt.culprit
+        if attempt.settings_changed and may_settle:
+            # Models of transformers note in their configuration which loss they compute, once.
+            may_settle = False
+            continue
         while culprit is not module and (culprit in opaque or culprit in tracer.leaves):
             culprit = module.get_submodule(paths[culprit].rpartition(".")[0])
         if culprit is module or not paths[culprit]:
+            settings.restore()
+            verb = "traced" if make is Tracer else "recorded"
             raise ModelError(
-                f"the forward of {type(module).__name__} cannot be {'traced' if make is Tracer else 'recorded'}: {reason}. Expected code whose course depends on the input's values "
-                "in submodules only; move that part into a submodule, or name a submodule that can be planned"
+                f"the forward of {type(module).__name__} cannot be {verb}: {attempt.reason}. Expected code whose course depends on the input's "
+                "values in submodules only; move that part into a submodule, or name a submodule that can be planned"
             )
-        opaque[culprit] = reason
+        opaque[culprit] = attempt.reason
         failures[type(culprit)] += 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Attempt:
+    """A graph, or the module whose forward could not be traced, and why."""
+
+    graph: fx.Graph | None
+    culprit: nn.Module
+    reason: str
+    settings_changed: bool = False
+
+
+def _attempt(module: nn.Module, call: Call, tracer: Tracer | Recorder) -> _Attempt:
+    """Trace once, and set back whatever the forward has changed."""
+    modules = tuple(module.modules())
+    records = isinstance(tracer, Recorder)
+    with _lent(module, call) if records else nullcontext():
+        watch, restorer, states = Watch(module, modules, tensors=True), Restorer(modules), GeneratorStates()
+        try:
+            graph = tracer.record(module)
+            if not records and not states.equals(GeneratorStates()):
+                return _Attempt(None, module, "it draws random numbers that do not depend on its input")
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            return _Attempt(None, tracer.culprit or module, _reason(error))
+        finally:
+            changed = watch.changed()
+            restorer.restore()
+            remaining = watch.changed()
+            states.restore()
+    if changed is not None:
+        return _Attempt(None, changed, "its forward changes attributes of the module", remaining is not None)
+    return _Attempt(graph, module, "")
 
 
 @contextmanager

@@ -145,6 +145,10 @@ class Recorder:
         self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         path = self._paths.get(module)
+        if path is None and not self._witness.was_there(module):
+            return call(
+                module, *args, **kwargs
+            )  # ``nn.CrossEntropyLoss()(logits, labels)``: it is made anew in each call
         if path is None:
             raise UntraceableError(
                 f"{type(module).__name__} is called but is no submodule, so its parameters are hidden"

@@ -161,6 +161,30 @@ class Restorer:
                     (current.extend if isinstance(current, (list, deque)) else current.update)(value)
 
 
+class Settings:
+    """Plain entries of objects that modules have as attributes, their configurations for instance."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        objects = {
+            id(value): value
+            for module in modules
+            for key, value in module.__dict__.items()
+            if key not in _STRUCTURE and hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type))
+        }
+        self._saved = [(value, _plain_entries(value)) for value in objects.values()]
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for value, entries in self._saved:
+            for key in _plain_entries(value).keys() - entries.keys():
+                del vars(value)[key]
+            vars(value).update(entries)
+
+
+def _plain_entries(value: Any) -> dict[str, Any]:
+    return {key: entry for key, entry in vars(value).items() if type(entry) in _PLAIN}
+
+
 def _entries(container: Any) -> list[int]:
     entries = [*container.keys(), *container.values()] if isinstance(container, dict) else container
     return [id(entry) for entry in entries]

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -33,7 +34,11 @@ class Witness(TorchDispatchMode):
         self.inside = 0
         self.random = False
         self.reads_values = False
-        self._known = {id(tensor): tensor for tensor in _live_tensors()}
+        live = gc.get_objects()
+        # Not isinstance, which asks objects for their class: a lazy import would load its module.
+        self._known = {id(thing): thing for thing in live if torch.Tensor in type(thing).__mro__}
+        self._modules = {id(thing): thing for thing in live if nn.Module in type(thing).__mro__}
+        del live
         self._protected = {address for tensor in self._known.values() if (address := _address(tensor))}
         self._from_host: dict[int, weakref.ref[torch.Tensor]] = {}
 
@@ -50,6 +55,10 @@ class Witness(TorchDispatchMode):
         """Whether a tensor was there before, or was made of nothing but numbers of the host's."""
         made = self._from_host.get(id(tensor))
         return self._known.get(id(tensor)) is tensor or (made is not None and made() is tensor)
+
+    def was_there(self, module: nn.Module) -> bool:
+        """Whether a module is older than the recording."""
+        return self._modules.get(id(module)) is module
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -90,11 +99,6 @@ def _reads_values(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 _INDEXING = (torch.ops.aten.index.Tensor, torch.ops.aten._unsafe_index.Tensor)
-
-
-def _live_tensors() -> list[torch.Tensor]:
-    # Not isinstance, which asks objects for their class: a lazy import would load its module.
-    return [thing for thing in gc.get_objects() if torch.Tensor in type(thing).__mro__]
 
 
 def _address(value: Any) -> int:
