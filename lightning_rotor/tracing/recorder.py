@@ -199,6 +199,8 @@ class Recorder:
             raise UntraceableError(f"it assigns to the attribute {name!r} of a tensor")
         if name in REFUSED:
             raise UntraceableError(f"{REFUSED[name]} ({name})")
+        if any(isinstance(leaf, torch.Generator) for leaf in tree_leaves((args, kwargs))):
+            raise UntraceableError(f"it draws random numbers from a torch.Generator of its own ({name})")
         if kwargs.get("out") is not None:
             raise UntraceableError(f"it gives {name} a tensor to write to (out=)")
         kind, target, positional = spell(function, args)

@@ -258,7 +258,7 @@ def _patched() -> Iterator[None]:
             return tracers[0].create_proxy("call_function", original_apply.__get__(None, cls), args, kwargs)
         if _has_proxy(args, kwargs):
             raise UntraceableError("it hands tensors in containers to an autograd.Function")
-        return original_apply.__func__(cls, *args, **kwargs)
+        return original_apply.__get__(None, cls)(*args, **kwargs)
 
     def unwrap(args: Any) -> Any:
         # Reached with proxies when code kept ``f = Function.apply`` from before the patch.
