@@ -151,9 +151,9 @@ class Net(nn.Module):
 
 def refused_in_the_root(trap: Callable[..., Any], match: str, *rest: Any) -> None:
     """It is an error that names this file, and nothing has changed."""
-    net = Net(root=trap)
+    net, x = Net(root=trap), torch.randn(X)
     with unchanged(net), pytest.raises(ModelError, match=match) as caught:
-        cut_recording(net, (torch.randn(X), *rest))
+        cut_recording(net, (x, *rest))
     assert "test_recording.py, line" in str(caught.value)
 
 
@@ -179,7 +179,7 @@ def test_code_that_looks_at_shapes_is_recorded_block_by_block() -> None:
     cut = record(net, x)
     assert cut.opaque == {}
     assert [stage.name for stage in cut.stages][-1] == "head"
-    assert operations(cut)[:3] == ["blocks.0.linear", "tanh", "add"]
+    assert operations(cut)[:3] == ["Linear", "tanh", "add"]
 
 
 def test_the_recording_is_the_last_way_and_says_why() -> None:
@@ -230,8 +230,8 @@ def test_a_recorded_module_runs_under_a_plan() -> None:
 @pytest.mark.parametrize(
     "trap",
     [
-        lambda net, x: 2 - x + 1 / (x + 9) + 2 ** (x / 9) + (3 * x) // 2 + 5 % (x + 9) - abs(-x),
-        lambda net, x: (x > 0).int().logical_not() * ((x > 0) & ~(x < 1) | (x == 2)) ^ (x != 0) * x,
+        lambda net, x: 2 - x + 1 / (x + 9) + 2 ** (x / 9) + (3 * x) // 2 + x % 5 - abs(-x),
+        lambda net, x: (x > 0).int().logical_not() * ((x > 0) & ~(x < 1) | (x == 2) ^ (x != 0)) * x,
         lambda net, x: x @ x.T @ x.mT.mT + x[None, ..., :3].sum() + x[:, [0, 1]].sum() + x.real,
         lambda net, x: torch.cat([*x.chunk(2), *x.split(3)][:2]) + x.max(0).values + torch.max(x, 1)[0][:, None],
         lambda net, x: torch.stack([row * 2 for row in x]) + sum(x.unbind(0)) + x.unflatten(1, (4, 4)).flatten(1),
@@ -353,8 +353,9 @@ class Holder:
 
 def test_an_output_that_hides_tensors_is_refused() -> None:
     net = Net(root=lambda net, x: {"holder": Holder(x), "x": x})
+    x = torch.randn(X)
     with unchanged(net), pytest.raises(ModelError, match=r"returns Holder, which may hold tensors .* use_cache=False"):
-        cut_recording(net, (torch.randn(X),))
+        cut_recording(net, (x,))
 
 
 # -------------------------------------------------------------------- leaves
@@ -369,10 +370,10 @@ def test_torchs_layers_are_leaves_and_its_containers_are_not() -> None:
     record(net, x, mask=mask)
     record(net, x, mask=mask, is_causal=True)
     cut = record(net, x, src_key_padding_mask=torch.tensor([[False] * 4 + [True]] * 2))
-    assert operations(cut)[-3:] == ["layers.0", "layers.1", "layers.2"]
+    assert operations(cut)[-3:] == ["TransformerEncoderLayer"] * 3
     both_sides = nn.Transformer(16, 2, 1, 2, 32, batch_first=True, norm_first=True)
     cut = record(both_sides, x, torch.randn(2, 4, 16), tgt_mask=nn.Transformer.generate_square_subsequent_mask(4))
-    assert "decoder.layers.1" in operations(cut)
+    assert operations(cut).count("TransformerDecoderLayer") == 2
     recurrent = Net(block=lambda net, x: net.lstm(x)[0] + net.lstm(x)[1][0])
     recurrent.blocks[1].lstm = nn.LSTM(16, 16)
     assert record(recurrent, torch.randn(X)).opaque == {}
@@ -383,7 +384,7 @@ def test_hooks_run_at_every_call() -> None:
     seen: list[int] = []
     net.blocks[1].register_forward_hook(lambda *_: seen.append(1))
     cut = record(net, x)
-    assert "blocks.1" in operations(cut)
+    assert "Block" in operations(cut)
     seen.clear()
     staged(cut)(x)
     assert seen == [1]
@@ -446,15 +447,15 @@ def test_what_a_leaf_returns_must_look_as_recorded(trap: Callable[..., Any]) -> 
     class Uses(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             assert x.shape[0]
-            y, number = self.leaf(x)
+            y, number = self.leaf(x * self.one)
             return self.head(y.sum(0) * y.shape[0] + (number if isinstance(number, int) else 3))
 
     net = Uses()
-    net.leaf = Skipping(trap)
+    net.leaf, net.one = Skipping(trap), nn.Parameter(torch.ones(1))
     small, large = torch.ones(X) * 1e-3, torch.ones(X)
     cut = record(net, small)
     assert list(cut.opaque) == ["leaf"]
-    with pytest.raises(ExecutionError, match="a submodule returned .* where its recording has"):
+    with pytest.raises(ExecutionError, match=r"a submodule returned .* where its recording has"):
         staged(cut)(large)
 
 
@@ -489,8 +490,9 @@ def test_a_tensor_that_a_leaf_has_kept() -> None:
 
     net = Reads()
     net.blocks[1].register_forward_hook(keep)
+    x = torch.randn(X)
     with unchanged(net), pytest.raises(ModelError, match="reads a tensor that was made where no recording sees it"):
-        cut_recording(net, (torch.randn(X),))
+        cut_recording(net, (x,))
 
 
 @pytest.mark.parametrize(
@@ -498,9 +500,9 @@ def test_a_tensor_that_a_leaf_has_kept() -> None:
     [
         lambda x: 1 if x.sum() > 0 else 2,
         lambda x: x.sum().item(),
-        lambda x: float(x.sum()),
-        lambda x: int(x.sum()),
-        lambda x: x.tolist()[0][0],
+        lambda x: float(x.detach().sum()),
+        lambda x: int(x.detach().sum()),
+        lambda x: x.detach().tolist()[0][0],
         lambda x: range(x.sum().abs().long() + 9)[3],
         lambda x: len(repr(x)),
         lambda x: len(f"{x.sum()}"),
@@ -552,7 +554,7 @@ def test_random_numbers_of_python_before_a_random_operation() -> None:
         torch.no_grad,
         lambda: torch.autocast("cpu", torch.bfloat16),
         lambda: sdpa_kernel(SDPBackend.MATH),
-        lambda: torch.autograd.graph.save_on_cpu(),
+        torch.autograd.graph.save_on_cpu,
     ],
 )
 def test_a_context_within_the_forward(context: Callable[[], Any]) -> None:
@@ -599,11 +601,12 @@ def test_attributes_that_the_forward_changes() -> None:
         return x
 
     net = Net(root=count)
+    x = torch.randn(X)
     with unchanged(net), pytest.raises(ModelError, match="its forward changes attributes of the module"):
-        cut_recording(net, (torch.randn(X),))
+        cut_recording(net, (x,))
     net = Net(block=count)
     with unchanged(net):
-        assert list(cut_recording(net, (torch.randn(X),)).opaque) == ["blocks.1"]
+        assert list(cut_recording(net, (x,)).opaque) == ["blocks.1"]
 
 
 class Settings:
@@ -638,8 +641,9 @@ def test_parameters_that_the_forward_changes_in_place() -> None:
         return net.linear(x)
 
     net = Net(block=clip)
-    with unchanged(net), pytest.raises(ModelError, match="changes a parameter, or another tensor .* in place"):
-        cut_recording(net, (torch.randn(X),))
+    x = torch.randn(X)
+    with unchanged(net), pytest.raises(ModelError, match=r"changes a parameter, or another tensor .* in place"):
+        cut_recording(net, (x,))
     cached = torch.zeros(16)
 
     def remember(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -691,7 +695,7 @@ def test_a_mask_may_decide_and_is_looked_at_in_every_call() -> None:
 
 
 def test_answers_that_make_no_difference_are_accepted_together() -> None:
-    net, x = Net(root=lambda net, x, mask: x * 2 if mask.any() else x * 2), torch.randn(X)
+    net, x = Net(root=lambda net, x, mask: (mask.any().item(), x * 2)[1]), torch.randn(X)
     yes, no = torch.ones(X, dtype=torch.bool), torch.zeros(X, dtype=torch.bool)
     cut = cut_recording(net, (x, yes))
     assert cut.bind((x, no), {}) is None
@@ -895,18 +899,19 @@ SMALL = {
 )  # fmt: skip
 def test_language_models_of_transformers(hugging: Any, name: str, config: str, settings: dict[str, Any]) -> None:
     net = getattr(hugging, name)(getattr(hugging, config)(**settings)).train()
-    ids, mask = torch.randint(3, 60, (2, 9)), torch.ones(2, 9, dtype=torch.long)
+    ids, labels = torch.randint(3, 60, (2, 2, 9))
+    mask = torch.ones(2, 9, dtype=torch.long)
     padded = mask.clone()
     padded[1, 6:] = 0
     options = {} if name.startswith("Bert") else {"use_cache": False}
-    full = record(net, input_ids=ids, attention_mask=mask, labels=ids, **options)
+    full = record(net, input_ids=ids, attention_mask=mask, labels=labels, **options)
     assert set(full.opaque) <= {"model.rotary_emb"}
-    cut = record(net, input_ids=ids, attention_mask=padded, labels=ids, **options)
+    cut = record(net, input_ids=ids, attention_mask=padded, labels=labels, **options)
     other = torch.ones_like(mask)
     other[0, 7:] = 0
-    agree(net, cut, input_ids=ids.flip(1), attention_mask=other, labels=ids, **options)
+    agree(net, cut, input_ids=ids.roll(1, 1), attention_mask=other, labels=labels, **options)
     if full._guards is not None:
-        assert full.bind((), {"input_ids": ids, "attention_mask": padded, "labels": ids, **options}) is None
+        assert full.bind((), {"input_ids": ids, "attention_mask": padded, "labels": labels, **options}) is None
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

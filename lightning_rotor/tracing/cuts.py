@@ -221,9 +221,11 @@ def _attempt(module: nn.Module, call: Call, tracer: Tracer | Recorder) -> _Attem
         except Exception as error:
             return _Attempt(None, tracer.culprit or module, _reason(error))
         finally:
-            changed = watch.changed()
+            # Leaves have run for real, and will in every call.
+            besides = {below for leaf in tracer.leaves for below in leaf.modules()} if records else set()
+            changed = watch.changed(besides)
             restorer.restore()
-            remaining = watch.changed()
+            remaining = watch.changed(besides)
             states.restore()
     if changed is not None:
         return _Attempt(None, changed, "its forward changes attributes of the module", remaining is not None)

@@ -227,7 +227,7 @@ class Recorder:
             read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             if read or kind == "call_module":
                 self._require_ambient()
-                encoded = self._encode(args), self._encode(kwargs)
+                encoded = self._encode(args, exact=bool(own_code)), self._encode(kwargs, exact=bool(own_code))
             versions = [version_of(tensor) for tensor in read]
             self._require_same_generators()
             witness.random = witness.reads_values = False
@@ -236,7 +236,7 @@ class Recorder:
                 if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
                     return result  # torch.set_grad_enabled and the like
                 self._require_ambient()
-                encoded = self._encode(args), self._encode(kwargs)
+                encoded = self._encode(args, exact=bool(own_code)), self._encode(kwargs, exact=bool(own_code))
             node = self._node(kind, target, *encoded)
             if own_code or witness.random:
                 self._states = GeneratorStates()
@@ -354,21 +354,28 @@ class Recorder:
             self._values.put(tensor, self._reads[name])
         return self._reads[name]
 
-    def _encode(self, value: Any) -> Any:
-        """Arguments with nodes in the place of tensors."""
+    def _encode(self, value: Any, *, exact: bool = False) -> Any:
+        """Arguments with nodes in the place of tensors.
+
+        Args:
+            value: Tensors and plain values in any nesting.
+            exact: A ``torch.Size``, which fx takes for a tuple, stays one. torch's own operations take both.
+        """
         kind = type(value)
         if isinstance(value, torch.Tensor):
             return self._known(value)
         if kind in (tuple, list):
-            return kind(self._encode(entry) for entry in value)
+            return kind(self._encode(entry, exact=exact) for entry in value)
         if kind is dict:
-            return {key: self._encode(entry) for key, entry in value.items()}
+            return {key: self._encode(entry, exact=exact) for key, entry in value.items()}
         if kind is slice:
             return slice(self._encode(value.start), self._encode(value.stop), self._encode(value.step))
         if isinstance(value, nn.Module):
             raise UntraceableError(
                 f"it hands the module {kind.__name__} to a function, where its parameters are hidden"
             )
+        if kind is torch.Size and exact:
+            return self._node("call_function", torch.Size, (tuple(value),), {})
         if _is_plain(value):
             return value
         leaves, spec = tree_flatten(value)
@@ -376,7 +383,7 @@ class Recorder:
             raise UntraceableError(
                 f"it hands {kind.__name__} to an operation, which may hold tensors or be another one next time"
             )
-        return self._node("call_function", tree_unflatten, (self._encode(leaves), _interned(spec)), {})
+        return self._node("call_function", tree_unflatten, (self._encode(leaves, exact=exact), _interned(spec)), {})
 
     def _encode_output(self, output: Any) -> Any:
         for leaf in tree_leaves(output):
@@ -386,7 +393,7 @@ class Recorder:
                     "tuples, lists and dicts of them (call a model of transformers with use_cache=False; register other containers with "
                     "torch.utils._pytree)"
                 )
-        return self._encode(output)
+        return self._encode(output, exact=True)
 
     # ---------------------------------------------------------------- what must not differ at another call
 

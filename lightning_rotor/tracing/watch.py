@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from copy import copy
 from typing import Any
 
@@ -70,10 +70,10 @@ class Watch:
         """Whether everything still looks the same."""
         return self.changed() is None
 
-    def changed(self) -> nn.Module | None:
-        """The first module that looks different now."""
+    def changed(self, besides: Collection[nn.Module] = ()) -> nn.Module | None:
+        """The first module that looks different now, not counting some."""
         for module, seen in zip(self._modules, self._seen, strict=True):
-            if self._look(module) != seen:
+            if module not in besides and self._look(module) != seen:
                 return module
         return None
 
