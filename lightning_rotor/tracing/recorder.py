@@ -305,7 +305,8 @@ class Recorder:
         else:
             leaves, spec = tree_flatten(value)
             flat = self._node("call_function", tree_leaves, (node,), {})
-            return tree_unflatten(self._unpack(leaves, flat, read, fresh_objects=fresh_objects), spec)
+            seen = self._unpack(leaves, flat, read, fresh_objects=fresh_objects)
+            return value if seen is leaves else tree_unflatten(seen, spec)
         unpacked = {}
         for key, entry in entries:
             if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(entry)):
@@ -378,6 +379,8 @@ class Recorder:
             return self._node("call_function", torch.Size, (tuple(value),), {})
         if _is_plain(value):
             return value
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return self._node("call_function", kind, tuple(self._encode(entry, exact=exact) for entry in value), {})
         leaves, spec = tree_flatten(value)
         if len(leaves) == 1 and leaves[0] is value:
             raise UntraceableError(
