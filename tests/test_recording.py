@@ -8,6 +8,7 @@ import logging
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -550,6 +551,27 @@ def test_random_numbers_of_python_before_a_random_operation() -> None:
         lambda net, x: x * torch.rand(16, generator=generator), r"a torch\.Generator of its own \(rand\)"
     )
     assert torch.equal(generator.get_state(), state)
+
+
+@pytest.mark.parametrize(
+    "trap",
+    [
+        lambda net, x: x * np.random.default_rng().random(),
+        lambda net, x: x * random.Random().random(),
+        lambda net, x: x * next(COUNTER),
+        lambda net, x: x + 1 if next(COUNTER) % 2 else x,
+        lambda net, x: x * torch.from_numpy(np.random.default_rng().random(16).astype(np.float32)),
+    ],
+)
+def test_code_that_does_something_else_each_time(trap: Callable[..., torch.Tensor]) -> None:
+    net, x = Net(root=trap), torch.randn(X)
+    match = "it does something else each time that it runs on the same input"
+    with unchanged(net), pytest.raises(ModelError, match=match):
+        cut_recording(net, (x,))
+    assert list(cut_recording(Net(block=trap), (x,)).opaque) == ["blocks.1"]
+
+
+COUNTER = count()
 
 
 @pytest.mark.parametrize(

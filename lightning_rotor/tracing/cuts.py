@@ -27,6 +27,7 @@ from lightning_rotor.sequential import Stage
 from lightning_rotor.tracing.call import Call
 from lightning_rotor.tracing.guards import Guards
 from lightning_rotor.tracing.recorder import Recorder
+from lightning_rotor.tracing.repeats import first_difference
 from lightning_rotor.tracing.slices import GraphSlice
 from lightning_rotor.tracing.tracer import IN_PLACE, Tracer, ambient
 from lightning_rotor.tracing.watch import Restorer, Settings, Watch
@@ -176,6 +177,8 @@ def _trace(
         }
         tracer = make(module, call, set(opaque), types)
         attempt = _attempt(module, call, tracer)
+        if isinstance(tracer, Recorder) and attempt.graph is not None:
+            attempt = _repeated(module, call, attempt, tracer, Recorder(module, call, set(opaque), types))
         if attempt.graph is not None:
             return attempt.graph, tracer, {paths[submodule]: why for submodule, why in opaque.items()}
         culprit = attempt.culprit
@@ -230,6 +233,24 @@ def _attempt(module: nn.Module, call: Call, tracer: Tracer | Recorder) -> _Attem
     if changed is not None:
         return _Attempt(None, changed, "its forward changes attributes of the module", remaining is not None)
     return _Attempt(graph, module, "")
+
+
+def _repeated(module: nn.Module, call: Call, attempt: _Attempt, first: Recorder, second: Recorder) -> _Attempt:
+    """The attempt, unless the same call records something else the second time."""
+    again = _attempt(module, call, second)
+    if attempt.graph is None or again.graph is None:
+        return again
+    paths = first_difference(attempt.graph, again.graph, (first.constants, second.constants))
+    if not paths:
+        return attempt
+    # Where one has an operation more, the other is at what comes after it, a layer most likely.
+    suspects = [module.get_submodule(path) for path in sorted(paths, key=lambda path: -path.count("."))]
+    return _Attempt(
+        None,
+        next((suspect for suspect in suspects if suspect not in first.leaves), suspects[0]),
+        "it does something else each time that it runs on the same input (it asks a clock, a counter outside of modules, or a random generator "
+        "of its own)",
+    )
 
 
 @contextmanager
