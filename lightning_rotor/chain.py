@@ -27,6 +27,12 @@ rotor has one number for the memory of a forward and one for a backward. Autogra
 * The stage's input may die during its backward, or someone else holds it.
 
 Every ``*_peak_bytes`` counts from what is allocated just before the operation starts, so a simulator only adds.
+
+What a stage makes for the next one alone is the boundary between the two, its *link*. Whatever lives longer is a :class:`Skip`: a shortcut
+connection, features that are concatenated later, a mask that every block reads. A skip is never part of a link::
+
+    stage 0 ──link──► stage 1 ──link──► stage 2 ──link──► stage 3
+        └──────────── skip, read by 1 and 3 ──────────────┘
 """
 
 from __future__ import annotations
@@ -63,6 +69,7 @@ class Option:
         forward_seconds: Recorded forward.
         replay_seconds: Recorded forward up to the last saved tensor.
         backward_seconds: Backward, without any recomputation.
+        saved_skips: Skips that autograd saves for this stage: numbers in :attr:`Chain.skips`.
     """
 
     name: str
@@ -82,9 +89,49 @@ class Option:
     forward_seconds: float
     replay_seconds: float
     backward_seconds: float
+    saved_skips: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _check_costs(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """A storage that outlives the stage behind the one that made it.
+
+    Attributes:
+        born: Number of the stage that makes it; -1 for a part of the chain's input, which costs nothing since the caller holds it.
+        uses: Numbers of the stages that read it, rising; all of them are larger than ``born``.
+        size_bytes: Its size; 0 for a part of the chain's input.
+        gradient_bytes: For each reader, what holds the gradient once the reader's backward is done, until that of ``born``. Readers that
+            concatenate leave slices of a larger gradient, all of which stays alive. 0 if there is none.
+        in_output: It is also a part of the chain's output, so the caller holds it to the end of the step.
+    """
+
+    born: int
+    uses: tuple[int, ...]
+    size_bytes: int
+    gradient_bytes: tuple[int, ...]
+    in_output: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.uses or list(self.uses) != sorted(set(self.uses)) or not -1 <= self.born < self.uses[0]:
+            raise ScheduleError(
+                f"a skip from stage {self.born} to {self.uses}: expected one or more later stages, rising"
+            )
+        if len(self.gradient_bytes) != len(self.uses):
+            raise ScheduleError(
+                f"a skip with {len(self.uses)} readers and {len(self.gradient_bytes)} gradients: expected one for each"
+            )
+        if min(self.size_bytes, *self.gradient_bytes) < 0:
+            raise ScheduleError("sizes of a skip count bytes and are never negative")
+        if self.born < 0 < self.size_bytes:
+            raise ScheduleError("the caller holds the chain's input: expected a skip from stage -1 to take 0 bytes")
+
+    @property
+    def last_use(self) -> int:
+        """Number of the last stage that reads it."""
+        return self.uses[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +140,7 @@ class StageCost:
 
     Attributes:
         name: Where the stage is in the user's model, such as ``"layer1.0"``.
-        output_bytes: Storage of the stage's output.
+        output_bytes: Storage of the stage's link: of its output, what the next stage alone reads. For the last stage, what it makes anew.
         discard_peak_bytes: Peak of the forward whose saved tensors are dropped, output included.
         discard_seconds: Duration of that forward.
         pinned_bytes: What stays allocated after that forward besides the output, because the stage's graph holds it in a way that no
@@ -135,6 +182,7 @@ class Chain:
         rng_state_bytes: Memory *on the measured device* that a segment takes to remember the state of the random number generators.
         segment_seconds: Host time that one run of a segment adds, forward and recomputation together.
         device: Where it was measured, such as ``"cpu"`` or ``"cuda:0"``.
+        skips: What outlives a link.
     """
 
     stages: tuple[StageCost, ...]
@@ -142,10 +190,20 @@ class Chain:
     rng_state_bytes: int = 0
     segment_seconds: float = 0.0
     device: str = "cpu"
+    skips: tuple[Skip, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.stages:
             raise ScheduleError("the chain has no stages: expected at least one")
+        for skip in self.skips:
+            if skip.last_use >= len(self.stages):
+                raise ScheduleError(
+                    f"a skip is read by stage {skip.last_use}, but the last one of this chain is {len(self.stages) - 1}"
+                )
+        for stage in self.stages:
+            for option in stage.options:
+                if any(not 0 <= number < len(self.skips) for number in option.saved_skips):
+                    raise ScheduleError(f"stage {stage.name!r} saves a skip that the chain does not have")
         if min(self.input_bytes, self.rng_state_bytes) < 0:
             raise ScheduleError("sizes of a chain count bytes and are never negative")
 
@@ -177,6 +235,7 @@ class Chain:
         for stage in self.stages:
             sizes = [(option.name, option.saved_bytes, option.forward_peak_bytes) for option in stage.options]
             digest.update(repr((stage.name, stage.output_bytes, sizes)).encode())
+        digest.update(repr(self.skips).encode())
         return digest.hexdigest()[:16]
 
 

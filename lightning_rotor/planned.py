@@ -276,7 +276,7 @@ class PlannedForward:
         cut = self._renewed(sequentialize(self._module, args, kwargs))
         if cut not in self._cuts:
             if isinstance(cut, GraphCut):
-                require_same(self._module, cut.stages, args, kwargs)
+                require_same(self._module, cut, args, kwargs)
             self._take(cut)
         value = cut.bind(args, kwargs)
         if value is None:

@@ -5,32 +5,54 @@ Stages share the user's own modules and parameters: nothing is copied, renamed o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from lightning_rotor.errors import ModelError
+from lightning_rotor.wiring import Wire, Wiring
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stage:
-    """A step of a chain: modules that run one after the other, each on the output of the one before.
+    """A step of a chain: modules that run one after the other.
 
     Attributes:
         name: Where it is in the user's model: ``"layer1.0"``, or ``"conv1 … relu"`` for a run of modules that were merged.
-        modules: The user's own modules.
+        modules: The user's own modules, or slices of a graph that call them.
+        wiring: Which values each module takes and makes. By default a single module makes value 1 of value 0.
     """
 
     name: str
     modules: tuple[nn.Module, ...]
+    wiring: Wiring = field(default_factory=lambda: Wiring.of([Wire((0,), (1,))], (1,)))
 
     def __call__(self, value: Any) -> Any:
-        """Run the stage."""
-        for module in self.modules:
-            value = module(value)
-        return value
+        """Run the stage.
+
+        Args:
+            value: What it reads: one value as it is, several as a tuple.
+        Returns:
+            What it makes, likewise.
+        """
+        if len(self.modules) == 1:
+            return self.modules[0](value)
+        return self.wiring.run(value, self._call)
+
+    def _call(self, index: int, value: Any) -> Any:
+        return self.modules[index](value)
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """Numbers of the values that it takes."""
+        return self.wiring.wire.reads
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        """Numbers of the values that it makes."""
+        return self.wiring.wire.writes
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Parameters of the stage, each once."""
@@ -47,12 +69,30 @@ class Stage:
             yield from module.named_modules(prefix=str(index))
 
 
-def merge(stages: tuple[Stage, ...]) -> Stage:
-    """One stage that runs several, for what cannot be cut apart (views, operations in place)."""
+def merge(stages: Sequence[Stage], wanted: Collection[int]) -> Stage:
+    """One stage that runs several, for what cannot be cut apart (views, operations in place).
+
+    Args:
+        stages: In a row.
+        wanted: Values that are needed behind them.
+    """
     if len(stages) == 1:
         return stages[0]
     first, last = stages[0].name.partition(" … ")[0], stages[-1].name.rpartition(" … ")[2]
-    return Stage(f"{first} … {last}", tuple(module for stage in stages for module in stage.modules))
+    modules = tuple(module for stage in stages for module in stage.modules)
+    return Stage(
+        f"{first} … {last}", modules, Wiring.of((wire for stage in stages for wire in stage.wiring.steps), wanted)
+    )
+
+
+def wiring_of(stages: Sequence[Stage]) -> Wiring:
+    """How stages make a chain: its input is what nobody writes, its output what the last one does."""
+    return Wiring.of((stage.wiring.wire for stage in stages), stages[-1].writes)
+
+
+def run_in_order(stages: Sequence[Stage], value: Any) -> Any:
+    """Run a chain plainly."""
+    return wiring_of(stages).run(value, lambda index, value: stages[index](value))
 
 
 def sequential_stages(module: nn.Module) -> tuple[Stage, ...]:
@@ -71,7 +111,11 @@ def sequential_stages(module: nn.Module) -> tuple[Stage, ...]:
             f"{type(module).__name__} is an nn.Sequential with a forward of its own, so its members may not run one after the other: "
             "expected a plain nn.Sequential"
         )
-    stages = tuple(_flatten(module, ""))
+    members = tuple(_flatten(module, ""))
+    stages = tuple(
+        Stage(name, (member,), Wiring.of([Wire((index,), (index + 1,))], (index + 1,)))
+        for index, (name, member) in enumerate(members)
+    )
     if not stages:
         raise ModelError("the nn.Sequential is empty: expected at least one layer")
     return stages
@@ -87,7 +131,7 @@ def is_plain_stock(module: nn.Module) -> bool:
     )
 
 
-def _flatten(module: nn.Sequential, prefix: str) -> Iterator[Stage]:
+def _flatten(module: nn.Sequential, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     # Not named_children: it lists a module that appears twice (a shared activation) only once.
     members: Mapping[str, nn.Module | None] = module._modules
     for name, child in members.items():
@@ -97,7 +141,7 @@ def _flatten(module: nn.Sequential, prefix: str) -> Iterator[Stage]:
         if isinstance(child, nn.Sequential) and _runs_members_in_a_row(child) and not _has_hooks(child):
             yield from _flatten(child, full_name)
         else:
-            yield Stage(full_name, (child,))
+            yield full_name, child
 
 
 def _runs_members_in_a_row(module: nn.Sequential) -> bool:

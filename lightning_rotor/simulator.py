@@ -8,8 +8,11 @@ What is alive, and until when::
     boundary i      from the forward of stage i-1 on, while somebody holds it:
                       the caller (the chain's input and output), the running forward (its current value),
                       a segment that starts here, or the saved tensors of stage i-1 or stage i
+    skip            from the forward of the stage that makes it on, while somebody holds it: the forward that runs until its last
+                      reader is done, a segment that reads it, the caller if it is a part of the output, or saved tensors
     saved tensors   from the stage's recorded forward to its backward
     gradients       of a boundary: from the backward of the stage behind it to that of the stage before;
+                    of a skip: from the backward of its last reader to that of the stage that makes it;
                     of parameters: from the stage's backward to the end of the step
 
 Not counted: the chain's input (the caller has it anyway), parameters, buffers, and gradients from earlier steps.
@@ -17,6 +20,7 @@ Not counted: the chain's input (the caller has it anyway), parameters, buffers, 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -130,6 +134,7 @@ class _Simulator:
         self._gradient_bytes = 0  # the part of it that is the gradient of the boundary where the backward stands
         self._unused_state_bytes = 0  # remembered by nested segments during the running recomputation
         self._segment_seconds = 0.0
+        self._skips = _Skips(chain)
         self._events: list[Event] = []
         self._peak_bytes = 0
         self._peak_stage = 0
@@ -154,17 +159,23 @@ class _Simulator:
         """
         start = items[0].first
         end = _last_saving(self._chain, items) if phase == "recompute" else len(items) - 1
+        running: set[int] = set()  # skips that this forward holds
         for index, item in enumerate(items[: end + 1]):
             stops_here = phase == "recompute" and index == end
             match item:
                 case Leaf():
                     self._record_leaf(item, phase, replay=stops_here)
+                    running |= self._hold_made(item.stage) if not stops_here else set()
                 case Segment():
                     self._hold(item.first)
+                    self._hold_read(item)
                     if not stops_here:
-                        self._discard(item, phase)
+                        running |= self._discard(item, phase)
             if item.first != start:
                 self._release(item.first)  # the running forward moves on to the next boundary
+            self._release_read(running, item)
+        if phase == "recompute":
+            self._live_bytes -= sum(self._skips.release(skip) for skip in running)
 
     def _record_leaf(self, leaf: Leaf, phase: Phase, *, replay: bool) -> None:
         stage, option = leaf.stage, self._option(leaf)
@@ -175,30 +186,38 @@ class _Simulator:
             self._add(self._chain.stages[stage].pinned_bytes)  # until the graph dies, after the step
         self._set_saved(stage, consumer=option.saved_input_bytes)
         self._set_saved(stage + 1, producer=option.saved_output_bytes)
+        self._live_bytes += sum(self._skips.hold(skip) for skip in option.saved_skips)
         if not replay:
             self._hold(stage + 1)
         self._events.append(
             Event(phase, stage, option.replay_seconds if replay else option.forward_seconds, level, self._live_bytes)
         )
 
-    def _discard(self, segment: Segment, phase: Phase) -> None:
-        """First pass of a segment. The caller's frame holds the segment's input until it returns, for nested segments too."""
+    def _discard(self, segment: Segment, phase: Phase) -> set[int]:
+        """First pass of a segment. The caller's frame holds the segment's input until it returns, for nested segments too.
+
+        Returns the skips that it hands to whoever runs it, who holds them from now on.
+        """
         self._add(self._state_bytes(segment))
         if phase == "recompute":
             self._unused_state_bytes += self._state_bytes(segment)
         self._segment_seconds += self._chain.segment_seconds
+        running: set[int] = set()
         for item in segment.items:
             match item:
                 case Leaf(stage):
                     cost = self._chain.stages[stage]
                     level = self._touch(stage, cost.discard_peak_bytes)
                     self._hold(stage + 1)
+                    running |= self._hold_made(stage)
                     self._add(cost.pinned_bytes if phase == "forward" else 0)
                     self._events.append(Event(phase, stage, cost.discard_seconds, level, self._live_bytes))
                 case Segment():
-                    self._discard(item, phase)
+                    running |= self._discard(item, phase)
             if item.first != segment.first:
                 self._release(item.first)
+            self._release_read(running, item)
+        return running
 
     # ---------------------------------------------------------------- backward
 
@@ -221,11 +240,12 @@ class _Simulator:
                     self._backward(child, (*pending, item) if index == end else (), held=index < end and not recomputed)
                 if held:
                     self._release(item.first)
+                    self._give_up_read(item)
                 self._add(-self._state_bytes(item))
 
     def _backward_leaf(self, leaf: Leaf, pending: tuple[Segment, ...]) -> None:
         stage, option = leaf.stage, self._option(leaf)
-        self._add(-self._gradient_bytes)
+        self._add(-self._gradient_bytes - self._skips.take_gradients(stage))
         if pending:
             self._touch(stage, option.unpack_peak_bytes)
             self._gradient_bytes = option.unpack_bytes
@@ -235,6 +255,7 @@ class _Simulator:
                 if segment not in self._schedule.items:
                     # A nested segment has its input from the recomputation around it, which hands each tensor out once.
                     self._release(segment.first)
+                    self._give_up_read(segment)
             self._add(-self._gradient_bytes)
         if stage == 0 or self._saved_by_producer[stage]:
             peak = option.backward_held_peak_bytes
@@ -248,8 +269,9 @@ class _Simulator:
         self._add(-option.saved_bytes)
         self._set_saved(stage, consumer=0)
         self._set_saved(stage + 1, producer=0)
+        self._live_bytes -= sum(self._skips.release(skip) for skip in option.saved_skips)
         self._gradient_bytes = option.input_gradient_bytes
-        self._add(self._gradient_bytes)
+        self._add(self._gradient_bytes + self._skips.leave_gradients(stage))
         if not self._gradients_exist:
             self._add(option.parameter_gradient_bytes)
         self._events.append(Event("backward", stage, option.backward_seconds, level, self._live_bytes))
@@ -302,6 +324,24 @@ class _Simulator:
             self._saved_by_consumer[boundary] = consumer
         self._live_bytes += self._boundary_live(boundary) - before
 
+    def _hold_made(self, stage: int) -> set[int]:
+        """The running forward takes what a stage has made besides its link."""
+        made = self._skips.made[stage]
+        self._live_bytes += sum(self._skips.hold(skip) for skip in made)
+        return set(made)
+
+    def _release_read(self, running: set[int], item: Item) -> None:
+        """The running forward lets go of what nobody reads any more."""
+        for skip in [skip for skip in running if self._skips.last_use[skip] <= item.last]:
+            running.remove(skip)
+            self._live_bytes -= self._skips.release(skip)
+
+    def _hold_read(self, segment: Segment) -> None:
+        self._live_bytes += sum(self._skips.hold(skip) for skip in self._skips.read_by(segment))
+
+    def _give_up_read(self, segment: Segment) -> None:
+        self._live_bytes -= sum(self._skips.release(skip) for skip in self._skips.read_by(segment))
+
     def _add(self, size_bytes: int) -> None:
         self._live_bytes += size_bytes
 
@@ -311,6 +351,61 @@ class _Simulator:
         if level > self._peak_bytes:
             self._peak_bytes, self._peak_stage = level, stage
         return level
+
+
+class _Skips:
+    """Who holds the skips of a chain, and which of their gradients are alive."""
+
+    def __init__(self, chain: Chain) -> None:
+        self._all = chain.skips
+        self._holders = [0] * len(self._all)
+        self._gradient_bytes = [0] * len(self._all)
+        self._slices_bytes = 0
+        self.made: list[list[int]] = [[] for _ in chain]
+        self._read: list[list[int]] = [[] for _ in chain]
+        self.last_use: list[float] = []
+        for number, skip in enumerate(self._all):
+            self.last_use.append(math.inf if skip.in_output else skip.last_use)
+            if skip.born >= 0:
+                self.made[skip.born].append(number)
+            for stage in skip.uses:
+                self._read[stage].append(number)
+
+    def hold(self, skip: int) -> int:
+        """One holder more; returns the bytes that this brings to life."""
+        self._holders[skip] += 1
+        return self._all[skip].size_bytes if self._holders[skip] == 1 else 0
+
+    def release(self, skip: int) -> int:
+        """One holder less; returns the bytes that this frees."""
+        self._holders[skip] -= 1
+        return self._all[skip].size_bytes if self._holders[skip] == 0 else 0
+
+    def read_by(self, segment: Segment) -> set[int]:
+        """What a segment reads of what was made before it."""
+        if not self._all:
+            return set()
+        stages = range(segment.first, segment.last + 1)
+        return {skip for stage in stages for skip in self._read[stage] if self._all[skip].born < segment.first}
+
+    def take_gradients(self, stage: int) -> int:
+        """Bytes of gradients that exist when the stage's backward begins, and that its own peaks count."""
+        ending = (*self.made[stage], *self._read[stage])
+        alive = sum(self._gradient_bytes[skip] for skip in ending)
+        # Those that are slices hold more than themselves until the stage has read or replaced them.
+        own = sum(self._all[skip].size_bytes or self._gradient_bytes[skip] for skip in ending)
+        counted = min(alive, own)
+        self._slices_bytes = alive - counted
+        for skip in ending:
+            self._gradient_bytes[skip] = 0
+        return counted
+
+    def leave_gradients(self, stage: int) -> int:
+        """Bytes of gradients for skips that the stage read, which it leaves behind, less what dies with those that it found."""
+        for number in self._read[stage]:
+            skip = self._all[number]
+            self._gradient_bytes[number] = skip.gradient_bytes[skip.uses.index(stage)]
+        return sum(self._gradient_bytes[skip] for skip in self._read[stage]) - self._slices_bytes
 
 
 def _last_saving(chain: Chain, items: tuple[Item, ...]) -> int:

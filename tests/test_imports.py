@@ -23,11 +23,12 @@ PACKAGE = ROOT / "lightning_rotor"
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
     "units": ("errors",),
+    "wiring": (),
     "chain": ("units",),
     "schedule": ("units",),
     "simulator": ("chain", "schedule"),
     "planning": ("simulator",),
-    "sequential": ("units",),
+    "sequential": ("units", "wiring"),
     "invertible": ("units",),
     "state": ("sequential", "generators"),
     "recomputation": ("state",),

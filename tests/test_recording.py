@@ -24,6 +24,7 @@ from lightning_rotor.options import run_stage
 from lightning_rotor.planning import minimum_budget
 from lightning_rotor.profiling import StepMeter
 from lightning_rotor.profiling.reference import require_same
+from lightning_rotor.sequential import wiring_of
 from lightning_rotor.tracing import GraphCut, cut_graph, cut_recording
 
 X = (6, 16)
@@ -80,9 +81,7 @@ def staged(cut: GraphCut) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         value = cut.bind(args, kwargs)
         assert value is not None
-        for stage in cut.stages:
-            value = run_stage(stage, value)
-        return value
+        return wiring_of(cut.stages).run(value, lambda index, value: run_stage(cut.stages[index], value))
 
     return forward
 
@@ -100,7 +99,7 @@ def record(net: nn.Module, *args: Any, **kwargs: Any) -> GraphCut:
     """Record, leave the module alone, and compute the same bits."""
     with unchanged(net):
         cut = cut_recording(net, args, kwargs)
-        require_same(net, cut.stages, args, kwargs)
+        require_same(net, cut, args, kwargs)
     assert cut.way == "recording"
     agree(net, cut, *args, **kwargs)
     return cut

@@ -10,7 +10,7 @@ The recursion of the schedule is the recursion of the calls, so there is nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from lightning_rotor.schedule import Item, Leaf, Schedule, Segment, segments_in
 from lightning_rotor.sequential import Stage
 from lightning_rotor.simulator import check_schedule
 from lightning_rotor.state import SegmentState
+from lightning_rotor.wiring import Wire, Wiring
 
 
 class Executor:
@@ -53,6 +54,8 @@ class Executor:
         self._schedule = schedule
         self._states = tuple(states) or (SegmentState(),) * len(self._stages)
         self._runs = {id(segment): self._how_to_run(segment) for segment in segments_in(schedule.items)}
+        self._wirings: dict[int, Wiring] = {}
+        self._wire(schedule.items, self._stages[-1].writes)
 
     @property
     def schedule(self) -> Schedule:
@@ -69,15 +72,31 @@ class Executor:
         """
         return self._run(self._schedule.items, value)
 
+    def _wire(self, items: tuple[Item, ...], wanted: Collection[int]) -> Wire:
+        """Find out what items take and make when somebody wants some values of them; segments in them likewise."""
+        needed = set(wanted)
+        wires: list[Wire] = []
+        for item in reversed(items):
+            wire = (
+                self._stages[item.stage].wiring.wire
+                if isinstance(item, Leaf)
+                else self._wire(item.items, tuple(needed))
+            )
+            wires.append(wire)
+            needed.update(wire.reads)
+        wiring = Wiring.of(reversed(wires), wanted)
+        self._wirings[id(items)] = wiring
+        return wiring.wire
+
     def _run(self, items: tuple[Item, ...], value: Any) -> Any:
-        # ``value`` is the only reference to the running boundary: it dies when the next one takes its place.
-        for item in items:
-            match item:
-                case Leaf(stage):
-                    value = run_stage(self._stages[stage], value)
-                case Segment():
-                    value = self._run_segment(item, value)
-        return value
+        return self._wirings[id(items)].run(value, partial(self._run_item, items))
+
+    def _run_item(self, items: tuple[Item, ...], index: int, value: Any) -> Any:
+        match items[index]:
+            case Leaf(stage):
+                return run_stage(self._stages[stage], value)
+            case Segment() as segment:
+                return self._run_segment(segment, value)
 
     def _run_segment(self, segment: Segment, value: Any) -> Any:
         run = self._runs[id(segment)]

@@ -1,9 +1,11 @@
-"""The value between two stages while a chain is measured: tensors in any nesting of tuples, lists and dicts."""
+"""What a stage takes while a chain is measured: tensors in any nesting of tuples, lists and dicts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,20 +14,20 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Boundary:
-    """What one stage hands to the next, without its graph.
+    """What a stage takes, without its graph.
 
     Attributes:
         leaves: Tensors (detached) and other objects, in the order of the tree.
         spec: How they are nested.
         requires_grad: For each leaf, whether gradients flow through it.
-        whole_storages: Tensors that are slices hold what they are cut from, as the output of a stage does. The chain's own input is the
-            caller's affair.
+        whole_storages: For each leaf, whether a tensor that is a slice holds what it is cut from, as the output of a stage does. The chain's
+            own input is the caller's affair.
     """
 
     leaves: tuple[Any, ...]
     spec: TreeSpec
     requires_grad: tuple[bool, ...]
-    whole_storages: bool = False
+    whole_storages: tuple[bool, ...]
 
     @classmethod
     def of(cls, value: Any, *, whole_storages: bool = False) -> Boundary:
@@ -33,27 +35,39 @@ class Boundary:
         leaves, spec = tree_flatten(value)
         detached = tuple(leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
         requires_grad = tuple(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
-        return cls(detached, spec, requires_grad, whole_storages)
+        return cls(detached, spec, requires_grad, (whole_storages,) * len(leaves))
+
+    @classmethod
+    def packed(cls, values: Sequence[Boundary]) -> Boundary:
+        """One boundary as it is, several as that of a tuple."""
+        if len(values) == 1:
+            return values[0]
+        _, spec = tree_flatten(tuple(tree_unflatten(value.leaves, value.spec) for value in values))
+        fields = zip(*((value.leaves, value.requires_grad, value.whole_storages) for value in values), strict=True)
+        leaves, requires_grad, whole = (
+            (tuple(chain.from_iterable(field)) for field in fields) if values else ((), (), ())
+        )
+        return cls(leaves, spec, requires_grad, whole)
 
     def fresh(self) -> Any:
         """A copy that belongs to the caller alone. It is no leaf of the graph, so it may be changed in place."""
         storages: dict[int, torch.Tensor] = {}
+        users = Counter(leaf.untyped_storage().data_ptr() for leaf in self.leaves if isinstance(leaf, torch.Tensor))
 
-        def copy(leaf: Any, requires_grad: bool) -> Any:
+        def copy(leaf: Any, requires_grad: bool, whole: bool) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             source = leaf.detach().requires_grad_(requires_grad)
-            if not self.whole_storages or leaf.untyped_storage().nbytes() <= leaf.nbytes:
+            address, storage = leaf.untyped_storage().data_ptr(), leaf.untyped_storage()
+            if not whole or (storage.nbytes() <= leaf.nbytes and (users[address] == 1 or not address)):
                 return source.clone()
-            # A slice keeps all that it is cut from alive, as it does in training.
-            address = leaf.untyped_storage().data_ptr()
+            # A slice keeps all that it is cut from alive, as it does in training; what is one storage there is one here.
             if address not in storages:
-                size = leaf.untyped_storage().nbytes() // leaf.itemsize
-                storages[address] = torch.empty(size, dtype=leaf.dtype, device=leaf.device)
+                storages[address] = torch.empty(storage.nbytes(), dtype=torch.uint8, device=leaf.device)
             return _Placed.apply(source, storages[address])
 
         with torch.enable_grad():
-            copies = [copy(leaf, grad) for leaf, grad in zip(self.leaves, self.requires_grad, strict=True)]
+            copies = list(map(copy, self.leaves, self.requires_grad, self.whole_storages))
         return tree_unflatten(copies, self.spec)
 
     @property

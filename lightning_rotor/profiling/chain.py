@@ -17,18 +17,20 @@ from typing import Any, TypeAlias
 
 import torch
 
-from lightning_rotor.chain import Chain, StageCost
-from lightning_rotor.errors import ModelError, RotorWarning
+from lightning_rotor.chain import Chain, Skip, StageCost
+from lightning_rotor.errors import RotorWarning
 from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.options import autocast_enabled, run_stage
-from lightning_rotor.profiling.boundary import Boundary, storage_bytes, tensors_in
+from lightning_rotor.profiling.boundary import Boundary, tensors_in
 from lightning_rotor.profiling.meters import Meter, meter_for
-from lightning_rotor.profiling.stages import StageProfiler
+from lightning_rotor.profiling.stages import SkipGradient, StageEnds, StageMeasurement, StageProfiler
+from lightning_rotor.profiling.storages import merged, scout
 from lightning_rotor.recomputation import recomputed
-from lightning_rotor.sequential import Stage, is_plain_stock, merge
+from lightning_rotor.sequential import Stage, is_plain_stock, wiring_of
 from lightning_rotor.state import SegmentState, Statistic, state_of
 from lightning_rotor.tracing import GraphSlice
 from lightning_rotor.undisturbed import kept_attributes, lent_buffers, undisturbed
+from lightning_rotor.wiring import unpacked
 
 Progress: TypeAlias = Callable[[int, int], None]
 
@@ -79,124 +81,100 @@ def profile_chain(
     device = tensors_in(sample)[0].device
     meter = meter or meter_for(device)
     with undisturbed(device):
-        traits, groups = _scout(stages, sample, device)
-        merged = [merge(tuple(stages[index] for index in group)) for group in groups]
-        starts_in_place = traits[0].changes_input
-        costs: list[StageCost] = []
+        reads = wiring_of(stages).wire.reads
+        inputs = {number: Boundary.of(value) for number, value in zip(reads, unpacked(sample, len(reads)), strict=True)}
+        seen = scout(stages, inputs, device)
+        together = merged(stages, seen.groups)
+        numbered = {storage: (number, skip) for number, (storage, skip) in enumerate(seen.skips().items())}
+        wiring = wiring_of(together)
+        traits: list[dict[str, Any]] = []
         states: list[SegmentState] = []
         scratch: dict[tuple[torch.nn.Module, str], Statistic] = {}
-        known: dict[Any, StageCost] = {}
-        boundary = Boundary.of(sample)
-        for number, (stage, group) in enumerate(zip(merged, groups, strict=True)):
-            last = number == len(merged) - 1
+        known: dict[Any, StageMeasurement] = {}
+        measured: list[tuple[StageEnds, StageMeasurement]] = []
+        values = dict(inputs)
+        for number, (stage, group) in enumerate(zip(together, seen.groups, strict=True)):
+            last = number == len(together) - 1
+            boundary = Boundary.packed([values[read] for read in stage.reads])
+            ends = StageEnds.of(stage, number, seen, numbered)
             with kept_attributes(stage):
                 passed = _pass(stage, boundary, device)
                 states.append(state_of(stage, passed.updating, scratch))
-                draws_random = any(traits[index].draws_random for index in group) or may_draw(stage)
-                recomputable = passed.same_bits and not (number == 0 and starts_in_place)
-                key = (_identity(stage), boundary.signature, last, recomputable)
+                draws_random = any(seen.draws_random[index] for index in group) or may_draw(stage)
+                recomputable = passed.same_bits and not (number == 0 and seen.changes_input)
+                key = (_identity(stage), boundary.signature, ends.signature, last, recomputable)
                 if key not in known:
                     generators = GeneratorStates(device) if draws_random else None
-                    profiler = StageProfiler(stage, boundary, passed.output_bytes, meter, last, repeats, generators)
+                    profiler = StageProfiler(stage, boundary, ends, meter, last, repeats, generators)
                     with lent_buffers(stage):
                         known[key] = profiler.measure(recomputable=recomputable)
-            costs.append(
-                replace(
-                    known[key],
-                    name=stage.name,
-                    draws_random=draws_random,
-                    state_bytes=states[-1].remembered_bytes,
-                )
-            )
-            boundary = passed.output
+            measured.append((ends, known[key]))
+            traits.append({"draws_random": draws_random, "state_bytes": states[-1].remembered_bytes})
+            values.update(zip(stage.writes, passed.outputs, strict=True))
+            for dead in wiring.dead[number]:
+                del values[dead]
             if progress is not None:
-                progress(number + 1, len(merged))
+                progress(number + 1, len(together))
+        skips = _with_gradients([skip for _, skip in numbered.values()], measured)
+        costs = [
+            replace(_cost(number, measured, skips), name=stage.name, **traits[number])
+            for number, stage in enumerate(together)
+        ]
         _warn(costs)
-        _warn_of_structure(traits, merged)
+        _warn_of_structure(len(stages), together)
         chain = Chain(
             tuple(costs),
-            input_bytes=Boundary.of(sample).size_bytes,
+            input_bytes=sum(value.size_bytes for value in inputs.values()),
             rng_state_bytes=torch.get_rng_state().nbytes if device.type == "cpu" else 0,
             segment_seconds=_segment_seconds(device, meter),
             device=str(device),
+            skips=skips,
         )
-    return Profile(chain, tuple(merged), tuple(states))
+    return Profile(chain, together, tuple(states))
 
 
-@dataclass(frozen=True, slots=True)
-class _Traits:
-    """How a stage behaves, seen from its neighbours."""
+def _with_gradients(skips: Sequence[Skip], measured: Sequence[tuple[StageEnds, StageMeasurement]]) -> tuple[Skip, ...]:
+    """Skips with the gradients that their readers leave."""
+    return tuple(
+        replace(skip, gradient_bytes=tuple(_gradient(number, measured[use]).size_bytes for use in skip.uses))
+        for number, skip in enumerate(skips)
+    )
 
-    aliases_input: bool
-    hands_on: bool  # makes something new, but also returns what it was given
-    changes_input: bool
-    draws_random: bool
+
+def _gradient(skip: int, reader: tuple[StageEnds, StageMeasurement]) -> SkipGradient:
+    ends, measurement = reader
+    return measurement.skip_gradients.get(ends.skips.index(skip), SkipGradient(0, is_dense=True))
+
+
+def _cost(number: int, measured: Sequence[tuple[StageEnds, StageMeasurement]], skips: Sequence[Skip]) -> StageCost:
+    """The costs of a stage among these later readers, with skips by their numbers in the chain."""
+    ends, measurement = measured[number]
+    read = [skip for skip in ends.skips if number in skips[skip].uses]
+    # The reader whose gradients the stage finds and adds to is the next one.
+    later = [(skip, next((use for use in skips[skip].uses if use > number), None)) for skip in read]
+    dense = all(use is None or _gradient(skip, measured[use]).is_dense for skip, use in later)
+    cost = measurement.cost if dense else measurement.cost_apart
+    options = tuple(
+        replace(option, saved_skips=tuple(sorted(ends.skips[place] for place in option.saved_skips)))
+        for option in cost.options
+    )
+    return replace(cost, options=options)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Passed:
     """What one forward of a merged stage showed."""
 
-    output: Boundary
-    output_bytes: int
+    outputs: tuple[Boundary, ...]
     same_bits: bool
     updating: tuple[torch.nn.Module, ...]
-
-
-def _scout(stages: Sequence[Stage], sample: Any, device: torch.device) -> tuple[list[_Traits], list[list[int]]]:
-    """Run every stage once; return its traits, and which stages must stay together."""
-    traits: list[_Traits] = []
-    boundary = Boundary.of(sample)
-    for stage in stages:
-        with kept_attributes(stage), lent_buffers(stage):
-            value = boundary.fresh()
-            inputs = tensors_in(value)
-            versions = [tensor._version for tensor in inputs]
-            storages = {tensor.untyped_storage().data_ptr() for tensor in inputs if tensor.untyped_storage().nbytes()}
-            before = GeneratorStates(device)
-            output = run_stage(stage, value)
-            outputs = tensors_in(output)
-            if not outputs:
-                raise ModelError(
-                    f"stage {stage.name!r} returns {type(output).__name__}, which holds no tensor: expected a tensor, or tensors in tuples, "
-                    "lists or dicts"
-                )
-            aliases = [tensor.untyped_storage().data_ptr() in storages for tensor in outputs]
-            traits.append(
-                _Traits(
-                    aliases_input=any(aliases),
-                    hands_on=any(aliases) and not all(aliases),
-                    changes_input=versions != [tensor._version for tensor in inputs],
-                    draws_random=not before.equals(GeneratorStates(device)),
-                )
-            )
-            boundary = Boundary.of(output, whole_storages=True)
-            del value, inputs, output, outputs
-    return traits, _groups(traits)
-
-
-def _groups(traits: Sequence[_Traits]) -> list[list[int]]:
-    """Stages that must not be cut apart: a view and what it views, an operation in place and what it changes."""
-    groups: list[list[int]] = []
-    open_head = False  # the last group is nothing but views of the chain's input so far
-    for index, trait in enumerate(traits):
-        if groups and (trait.aliases_input or trait.changes_input or open_head):
-            groups[-1].append(index)
-            open_head = open_head and trait.aliases_input
-        else:
-            groups.append([index])
-            open_head = trait.aliases_input
-    return groups
 
 
 def _pass(stage: Stage, boundary: Boundary, device: torch.device) -> _Passed:
     """Run a stage; if it is not made of torch's own layers, run it again as a recomputation would, and compare the bits."""
     states = GeneratorStates(device)
     with kept_attributes(stage), lent_buffers(stage) as originals:
-        value = boundary.fresh()
-        storages = {tensor.untyped_storage().data_ptr() for tensor in tensors_in(value)}
-        output = run_stage(stage, value)
-        del value
+        output = run_stage(stage, boundary.fresh())
         updating = _updating(originals)
     outputs = tensors_in(output)
     same_bits = True
@@ -205,8 +183,8 @@ def _pass(stage: Stage, boundary: Boundary, device: torch.device) -> _Passed:
         with kept_attributes(stage), lent_buffers(stage):
             again = tensors_in(run_stage(stage, boundary.fresh()))
         same_bits = len(again) == len(outputs) and all(map(_same_bits, outputs, again))
-    fresh = [tensor for tensor in outputs if tensor.untyped_storage().data_ptr() not in storages]
-    return _Passed(Boundary.of(output, whole_storages=True), storage_bytes(fresh), same_bits, updating)
+    parts = unpacked(output, len(stage.writes))
+    return _Passed(tuple(Boundary.of(part, whole_storages=True) for part in parts), same_bits, updating)
 
 
 def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -271,7 +249,13 @@ def _identity(stage: Stage) -> tuple[Any, ...]:
             return tuple(plain(entry) for entry in value)
         return id(value) if value != {} and value != set() else "empty"
 
-    identity: list[Any] = []
+    places = {number: place for place, number in enumerate(dict.fromkeys((*stage.reads, *_numbers(stage))))}
+    identity: list[Any] = [
+        tuple(
+            (tuple(places[n] for n in wire.reads), tuple(places[n] for n in wire.writes)) for wire in stage.wiring.steps
+        ),
+        tuple(places[n] for n in stage.writes),
+    ]
     identity += [module.identity for module in stage.modules if isinstance(module, GraphSlice)]
     for name, module in stage.submodules():
         if isinstance(module, GraphSlice):
@@ -293,6 +277,10 @@ def _identity(stage: Stage) -> tuple[Any, ...]:
             )
         )
     return tuple(identity)
+
+
+def _numbers(stage: Stage) -> list[int]:
+    return [number for wire in stage.wiring.steps for number in (*wire.reads, *wire.writes)]
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -337,11 +325,11 @@ def _warn(costs: Sequence[StageCost]) -> None:
             )
 
 
-def _warn_of_structure(traits: Sequence[_Traits], merged: Sequence[Stage]) -> None:
-    if len(merged) == 1 < len(traits) and any(trait.hands_on for trait in traits):
+def _warn_of_structure(layers: int, merged: Sequence[Stage]) -> None:
+    if len(merged) == 1 < layers:
         warnings.warn(
-            f"all {len(traits)} layers were merged into one stage, so there is nothing to plan: each hands a tensor on that it was given "
-            "(a mask beside the activations, say), and what is handed on cannot be cut. Let the layers take it from somewhere else",
+            f"all {layers} layers were merged into one stage, so there is nothing to plan: the last of them change in place, or show as views, "
+            "what the first has made. Use operations that are not in place",
             RotorWarning,
             stacklevel=4,
         )

@@ -14,18 +14,19 @@ from lightning_rotor.options import run_stage
 from lightning_rotor.profiling.boundary import Boundary, tensors_in
 from lightning_rotor.profiling.chain import _same_bits
 from lightning_rotor.recomputation import recomputed
-from lightning_rotor.sequential import Stage
+from lightning_rotor.sequential import Stage, wiring_of
+from lightning_rotor.tracing import GraphCut
 from lightning_rotor.undisturbed import kept_attributes, lent_buffers, undisturbed
 
 
-def require_same(module: nn.Module, stages: Sequence[Stage], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def require_same(module: nn.Module, cut: GraphCut, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Check that stages give a module's outputs, buffers and random numbers. Nothing of the module changes.
 
     Saved tensors are dropped, so this takes no more memory than a forward without gradients.
 
     Args:
         module: The module.
-        stages: What it was cut into; the first takes the tuple of the call's tensors.
+        cut: What it was cut into, for calls like this one.
         args: Positional arguments of a call.
         kwargs: Keyword arguments.
     Raises:
@@ -33,7 +34,7 @@ def require_same(module: nn.Module, stages: Sequence[Stage], args: Sequence[Any]
     """
     boundary = Boundary.of((tuple(args), dict(kwargs)))
     constants = [
-        constant for stage in stages for piece in stage.modules for constant in getattr(piece, "constants", ())
+        constant for stage in cut.stages for piece in stage.modules for constant in getattr(piece, "constants", ())
     ]
     versions = [constant._version for constant in constants]
 
@@ -42,10 +43,9 @@ def require_same(module: nn.Module, stages: Sequence[Stage], args: Sequence[Any]
         return type(module).forward(module, *args, **kwargs)
 
     def staged() -> Any:
-        value: Any = tuple(tensors_in(boundary.fresh()))
-        for stage in stages:
-            value = run_stage(stage, value)
-        return value
+        return wiring_of(cut.stages).run(
+            cut.take(*boundary.fresh()), lambda index, value: run_stage(cut.stages[index], value)
+        )
 
     device = tensors_in((args, kwargs))[0].device
     whole = Stage(type(module).__name__, (module,))

@@ -8,19 +8,20 @@ saved tensor that needs it.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lightning_rotor.chain import Option, StageCost
+from lightning_rotor.chain import Option, Skip, StageCost
 from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.options import run_stage
 from lightning_rotor.profiling.boundary import Boundary, storage_bytes, tensors_in
 from lightning_rotor.profiling.meters import Meter, MeteredPhase
+from lightning_rotor.profiling.storages import Scouting, Storage
 from lightning_rotor.recomputation import recomputed
 from lightning_rotor.sequential import Stage
 
@@ -29,20 +30,118 @@ _ENOUGH_SECONDS = 0.5
 
 
 class _GradientSource(torch.autograd.Function):
-    """An empty tensor whose backward allocates the gradient of each input, as the backward of the stage behind would."""
+    """An empty tensor whose backward allocates the gradient of each input, as the backward of the stage behind would.
+
+    The last ``apart`` gradients are slices of something larger.
+    """
 
     @staticmethod
-    def forward(ctx: Any, *outputs: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, apart: int, *outputs: torch.Tensor) -> torch.Tensor:
         ctx.likes = [(tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in outputs]
+        ctx.apart = apart
         return torch.empty(0, device=outputs[0].device)  # nothing to count
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         # Ones, not empty: uninitialized memory may hold denormals, whose arithmetic is slow.
-        return tuple(
+        whole = len(ctx.likes) - ctx.apart
+        dense = [
             torch.empty_strided(shape, stride, dtype=dtype, device=device).fill_(1)
-            for shape, stride, dtype, device in ctx.likes
+            for shape, stride, dtype, device in ctx.likes[:whole]
+        ]
+        slices = [_slice_like(shape, dtype, device) for shape, _, dtype, device in ctx.likes[whole:]]
+        return None, *dense, *slices
+
+
+def _slice_like(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Ones that do not lie densely in their memory, though it is hardly larger."""
+    if not shape:
+        return torch.ones((), dtype=dtype, device=device)
+    rows = torch.ones(shape[0], shape[1:].numel() + 1, dtype=dtype, device=device)
+    return rows[:, :-1].unflatten(1, shape[1:]) if len(shape) > 1 else rows[:, 0]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageEnds:
+    """Which storages a stage takes and leaves behind, apart from its link.
+
+    Attributes:
+        skips: Numbers of the skips that it reads or makes. What is measured speaks of their places in here, so that it serves equal stages.
+        inputs: For each leaf of its input, the place of its skip, or None for the link.
+        outputs: For each leaf of its output likewise.
+        passed: For each leaf of its input, whether it is a skip that somebody reads later.
+        link_bytes: What it makes for the next stage alone, or for the caller.
+        made_bytes: Sizes of the skips that it makes.
+    """
+
+    skips: tuple[int, ...]
+    inputs: tuple[int | None, ...]
+    outputs: tuple[int | None, ...]
+    passed: tuple[bool, ...]
+    link_bytes: int
+    made_bytes: Mapping[int, int]
+
+    @classmethod
+    def of(cls, stage: Stage, number: int, seen: Scouting, numbered: Mapping[Storage, tuple[int, Skip]]) -> StageEnds:
+        """What is known of the stage with this number among the merged ones."""
+        group = seen.groups[number]
+        taken = [storage for read in stage.reads for storage in seen.storages[read]]
+        given = [storage for write in stage.writes for storage in seen.storages[write]]
+        own = dict.fromkeys(storage for storage in (*taken, *given) if storage is not None and storage in numbered)
+        places = {storage: place for place, storage in enumerate(own)}
+
+        def is_read_later(storage: Storage | None) -> bool:
+            if storage is None or storage not in numbered:
+                return False
+            _, skip = numbered[storage]
+            return skip.in_output or skip.last_use > number
+
+        made = {storage for storage in given if storage is not None and storage.born in group}
+        return cls(
+            tuple(numbered[storage][0] for storage in own),
+            tuple(None if storage is None else places.get(storage) for storage in taken),
+            tuple(None if storage is None else places.get(storage) for storage in given),
+            tuple(map(is_read_later, taken)),
+            sum(storage.size_bytes for storage in made if storage not in numbered),
+            {places[storage]: storage.size_bytes for storage in made if storage in numbered},
         )
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """Equal for stages that are alike in this."""
+        return self.inputs, self.outputs, self.passed, self.link_bytes, tuple(sorted(self.made_bytes.items()))
+
+    def lasting(self, leaves: Sequence[Any]) -> list[Any]:
+        """Those leaves of an input that are skips: somebody else holds them, too."""
+        return [leaf for leaf, place in zip(leaves, self.inputs, strict=True) if place is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class SkipGradient:
+    """What a reader of a skip leaves of its gradient.
+
+    Attributes:
+        size_bytes: Memory that it keeps alive, which may be more than its own: a slice of a larger gradient.
+        is_dense: It has its memory for itself, so that earlier readers can add to it in place.
+    """
+
+    size_bytes: int
+    is_dense: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StageMeasurement:
+    """Costs of a stage, and what it does to gradients of skips.
+
+    Attributes:
+        cost: Where later readers leave dense gradients.
+        cost_apart: Where they leave slices, so that the stage's own gradients cannot be added in place.
+        skip_gradients: By the place of the skip, see :class:`StageEnds`.
+    """
+
+    cost: StageCost
+    cost_apart: StageCost
+    skip_gradients: Mapping[int, SkipGradient]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +159,8 @@ class _KeepRun:
     backward_peak_bytes: int
     input_gradient_bytes: int
     parameter_gradient_bytes: int
+    saved_skips: tuple[int, ...]
+    skip_gradients: Mapping[int, SkipGradient]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,22 +186,24 @@ class StageProfiler:
     Attributes:
         stage: The stage.
         boundary: Its input.
-        output_bytes: New storage in its output.
+        ends: Storages that it takes and leaves behind.
         meter: Of the device.
         last: The stage ends the chain, so the caller holds its output during the whole backward.
         repeats: Timed runs, the median counts; fewer if they are so long that noise does not matter.
         generators: If the stage may draw random numbers: where every run starts, so that all runs take the same course.
+        gradients_apart: Gradients that later readers of a skip leave are slices, to which nothing can be added in place.
     """
 
     stage: Stage
     boundary: Boundary
-    output_bytes: int
+    ends: StageEnds
     meter: Meter
     last: bool
     repeats: int
     generators: GeneratorStates | None = None
+    gradients_apart: bool = False
 
-    def measure(self, *, recomputable: bool) -> StageCost:
+    def measure(self, *, recomputable: bool) -> StageMeasurement:
         """Bytes and seconds of the stage.
 
         Args:
@@ -108,12 +211,19 @@ class StageProfiler:
         """
         if self.meter.needs_warm_up:
             self._keep_run(hold_input=False, hold_output=False)
+        seconds = self._seconds()
+        cost, gradients = self._cost(seconds, recomputable=recomputable)
+        apart = cost
+        if any(self.ends.passed) and gradients:
+            apart, _ = replace(self, gradients_apart=True)._cost(seconds, recomputable=recomputable)
+        return StageMeasurement(cost, apart, gradients)
+
+    def _cost(self, seconds: _Seconds, *, recomputable: bool) -> tuple[StageCost, Mapping[int, SkipGradient]]:
         sizes = self._keep_run(hold_input=False, hold_output=False)
         alone = self._keep_run(hold_input=False, hold_output=True) if self.last else sizes
         # An input that the stage does not save is no business of its backward, whoever holds it.
         held = self._keep_run(hold_input=True, hold_output=self.last) if sizes.saved_input_bytes else alone
         segment = self._segment_run() if recomputable else _never_a_segment(sizes)
-        seconds = self._seconds()
         segment_peak = max(segment.recomputed_peak_bytes - sizes.saved_bytes - sizes.saved_output_bytes, 0)
         keep = Option(
             name="keep",
@@ -133,10 +243,11 @@ class StageProfiler:
             forward_seconds=seconds.forward,
             replay_seconds=seconds.replay,
             backward_seconds=seconds.backward,
+            saved_skips=sizes.saved_skips,
         )
-        return StageCost(
+        cost = StageCost(
             name=self.stage.name,
-            output_bytes=self.output_bytes,
+            output_bytes=self.ends.link_bytes,
             discard_peak_bytes=segment.discard_peak_bytes,
             # The discarded forward runs the same kernels. Timed for itself it may come out faster by chance, and then a plan
             # would recompute for nothing.
@@ -145,16 +256,19 @@ class StageProfiler:
             pinned_bytes=segment.pinned_bytes,
             recomputable=recomputable,
         )
+        return cost, sizes.skip_gradients
 
     def _keep_run(self, *, hold_input: bool, hold_output: bool) -> _KeepRun:
         saves = unpacks = 0
         in_backward = False  # a stage may differentiate in its own forward
+        saved: set[int] = set()
         self._rewind()
         with self.meter.recording() as recording:
 
             def pack(tensor: torch.Tensor) -> torch.Tensor:
                 nonlocal saves
                 saves += 1
+                saved.add(tensor.untyped_storage().data_ptr())
                 recording.mark("save")
                 return tensor
 
@@ -166,11 +280,13 @@ class StageProfiler:
                 return tensor
 
             value = self.boundary.fresh()
+            lasting = self.ends.lasting(tree_flatten(value)[0])
             recording.mark("forward")
             with saved_tensors_hooks(pack, unpack):
                 output = run_stage(self.stage, value)
+            saved_skips = self._saved_skips(value, output, saved)
             recording.mark("root")
-            ends = _BackwardEnds.of(self.stage, value, output)
+            ends = _BackwardEnds.of(self.stage, self.ends, value, output, apart=self.gradients_apart)
             recording.mark("drop input")
             if not hold_input:
                 del value
@@ -179,28 +295,41 @@ class StageProfiler:
                 del output
             recording.mark("backward")
             in_backward = True
-            input_gradients, parameter_gradients = ends.gradients()
+            gradients = ends.gradients()
             recording.mark("done")
         phases = _Phases(recording.phases)
         start, level = phases.first("forward").start_bytes, phases.first("backward").start_bytes
         # All in the meter's bytes: CUDA's allocator hands out more than a tensor asks for. The copy of the input came first.
-        saved_input = start - _freed(phases.first("drop input"))
-        saved_output = min(max(self.output_bytes - _freed(phases.first("drop output")), 0), self.output_bytes)
+        lasting_bytes = storage_bytes(lasting)
+        saved_input = max(start - lasting_bytes - _freed(phases.first("drop input")), 0)
+        link_bytes, made_bytes = self.ends.link_bytes, sum(self.ends.made_bytes.values())
+        saved_made = sum(self.ends.made_bytes.get(place, 0) for place in saved_skips)
+        kept = link_bytes + made_bytes - saved_made - _freed(phases.first("drop output"))
+        saved_output = min(max(kept, 0), link_bytes)
         before, after = phases.between("backward", "unpack" if unpacks else "done"), phases.between("unpack", "done")
         unpack_peak = _peak(before) - level
         return _KeepRun(
             forward_peak_bytes=_peak(phases.between("forward", "root")) - start,
             replay_peak_bytes=max(_peak(phases.until_last_save()) - start, 0),
-            saved_bytes=max(level - saved_input - saved_output, 0),
+            saved_bytes=max(level - lasting_bytes - saved_input - saved_output - saved_made, 0),
             saved_input_bytes=saved_input,
             saved_output_bytes=saved_output,
             saved_tensors=saves,
             unpack_peak_bytes=unpack_peak,
             unpack_bytes=max(before[-1].end_bytes - level, 0),
             backward_peak_bytes=max(_peak(after) - level, 0) if unpacks else unpack_peak,
-            input_gradient_bytes=storage_bytes(input_gradients),
-            parameter_gradient_bytes=parameter_gradients,
+            input_gradient_bytes=gradients.link_bytes,
+            parameter_gradient_bytes=gradients.parameter_bytes,
+            saved_skips=saved_skips,
+            skip_gradients=gradients.of_skips,
         )
+
+    def _saved_skips(self, value: Any, output: Any, saved: set[int]) -> tuple[int, ...]:
+        """Places of the skips among the saved storages."""
+        leaves = (*tree_flatten(value)[0], *tree_flatten(output)[0])
+        places = (*self.ends.inputs, *self.ends.outputs)
+        pairs = ((leaf, place) for leaf, place in zip(leaves, places, strict=True) if place is not None)
+        return tuple(sorted({place for leaf, place in pairs if leaf.untyped_storage().data_ptr() in saved}))
 
     def _rewind(self) -> None:
         if self.generators is not None:
@@ -224,16 +353,18 @@ class StageProfiler:
                     recording.mark("recomputed")
 
             leaves, spec = tree_flatten(self.boundary.fresh())
+            lasting = self.ends.lasting(leaves)
             recording.mark("forward")
             output = recomputed(function, *leaves, draws_random=False)
             recording.mark("root")
-            ends = _BackwardEnds.of(self.stage, leaves, output)
+            ends = _BackwardEnds.of(self.stage, self.ends, leaves, output, apart=self.gradients_apart)
             del output
             recording.mark("drop input")
             leaves.clear()
             recording.mark("backward")
             ends.gradients()
             recording.mark("done")
+            del lasting
         phases = _Phases(recording.phases)
         start, level = phases.first("forward").start_bytes, phases.first("backward").start_bytes
         after = phases.between("recomputed", "done")
@@ -252,7 +383,7 @@ class StageProfiler:
             start = self.meter.now()
             output = run_stage(self.stage, value)
             forward.append(self.meter.seconds_between(start, self.meter.now()))
-            ends = _BackwardEnds.of(self.stage, value, output)
+            ends = _BackwardEnds.of(self.stage, self.ends, value, output, apart=self.gradients_apart)
             del value, output
             start = self.meter.now()
             ends.gradients()
@@ -280,31 +411,66 @@ class _BackwardEnds:
     """Where a backward starts and what it computes, without holding the tensors in between."""
 
     def __init__(
-        self, root: torch.Tensor | None, inputs: list[GradientEdge], parameters: list[torch.nn.Parameter]
+        self,
+        root: torch.Tensor | None,
+        inputs: list[GradientEdge],
+        places: list[int | None],
+        parameters: list[torch.nn.Parameter],
     ) -> None:
         self._root = root
         self._inputs = inputs
+        self._places = places
         self._parameters = parameters
 
     @classmethod
-    def of(cls, stage: Stage, value: Any, output: Any) -> _BackwardEnds:
-        outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-        root = _GradientSource.apply(*outputs) if outputs else None
-        inputs = [get_gradient_edge(tensor) for tensor in tensors_in(value) if tensor.requires_grad]
-        return cls(root, inputs, [parameter for parameter in stage.parameters() if parameter.requires_grad])
+    def of(cls, stage: Stage, ends: StageEnds, value: Any, output: Any, *, apart: bool) -> _BackwardEnds:
+        leaves = tree_flatten(value)[0]
+        # Later readers of a skip have left its gradient; what the stage hands on itself gets it as an output.
+        handed_on = {id(tensor) for tensor in tensors_in(output)}
+        passed = [
+            leaf
+            for leaf, later in zip(leaves, ends.passed, strict=True)
+            if later and leaf.requires_grad and id(leaf) not in handed_on
+        ]
+        outputs = [*(tensor for tensor in tensors_in(output) if tensor.requires_grad), *passed]
+        root = _GradientSource.apply(len(passed) if apart else 0, *outputs) if outputs else None
+        learning = [
+            (leaf, place)
+            for leaf, place in zip(leaves, ends.inputs, strict=True)
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        ]
+        inputs = [get_gradient_edge(leaf) for leaf, _ in learning]
+        parameters = [parameter for parameter in stage.parameters() if parameter.requires_grad]
+        return cls(root, inputs, [place for _, place in learning], parameters)
 
-    def gradients(self) -> tuple[list[torch.Tensor], int]:
-        """Run the backward once; gradients of the inputs, and bytes of those of the parameters once they are accumulated."""
+    def gradients(self) -> _Gradients:
+        """Run the backward once."""
         root, self._root = self._root, None
         if root is None or not (self._inputs or self._parameters):
-            return [], 0
+            return _Gradients(0, {}, 0)
         # Not backward(): .grad and the hooks of gradient accumulation are the user's.
         ends: Any = [*self._inputs, *self._parameters]
         gradients: Sequence[torch.Tensor | None] = torch.autograd.grad(
             root, ends, torch.empty_like(root), allow_unused=True
         )
-        inputs = [gradient for gradient in gradients[: len(self._inputs)] if gradient is not None]
-        return inputs, sum(
+        by_storage: dict[int, int] = {}
+        of_skips: dict[int, SkipGradient] = {}
+        # What several share counts for the skip that was made first, whose gradient is needed longest.
+        pairs = [
+            (place, gradient) for place, gradient in zip(self._places, gradients, strict=False) if gradient is not None
+        ]
+        for place, gradient in sorted(
+            ((place, gradient) for place, gradient in pairs if place is not None), key=lambda pair: pair[0]
+        ):
+            size = gradient.untyped_storage().nbytes()
+            is_new = by_storage.setdefault(gradient.untyped_storage().data_ptr(), place) == place
+            of_skips[place] = SkipGradient(size if is_new else 0, size == gradient.nbytes)
+        link = [
+            gradient
+            for place, gradient in pairs
+            if place is None and gradient.untyped_storage().data_ptr() not in by_storage
+        ]
+        parameter_bytes = sum(
             # Accumulation copies a gradient that is no dense tensor of its own (an expanded one, say).
             parameter.nbytes
             if gradient.layout == torch.strided
@@ -312,6 +478,16 @@ class _BackwardEnds:
             for parameter, gradient in zip(self._parameters, gradients[len(self._inputs) :], strict=True)
             if gradient is not None
         )
+        return _Gradients(storage_bytes(link), of_skips, parameter_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Gradients:
+    """Bytes that a backward leaves: for its link, for skips by place, and for parameters once they are accumulated."""
+
+    link_bytes: int
+    of_skips: Mapping[int, SkipGradient]
+    parameter_bytes: int
 
 
 class _Phases:

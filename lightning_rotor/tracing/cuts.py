@@ -1,16 +1,7 @@
-"""Cutting a traced graph into stages.
-
-A cut is possible wherever one value alone is alive: everything behind it can be computed from that value. Sizes (``n = x.shape[0]``) may
-come along, they weigh nothing; parameters and buffers do not count, for every stage reads them where they are::
-
-    input ─ conv1 ─ bn1 ─ relu ─┬─ conv ─ bn ─ + ─ relu ─ flatten ─ fc
-          │       │     │       └────────────┘ │       │          │
-          cut     cut   cut       no cut here   cut     cut        cut
-"""
+"""A traced or recorded module as stages, and the calls for which it holds."""
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -23,15 +14,18 @@ from torch import fx, nn
 
 from lightning_rotor.errors import ModelError
 from lightning_rotor.generators import GeneratorStates
-from lightning_rotor.sequential import Stage
+from lightning_rotor.recomputation import recomputed
+from lightning_rotor.sequential import Stage, wiring_of
+from lightning_rotor.tracing.boundaries import sizes_of, stages_of
 from lightning_rotor.tracing.call import Call
 from lightning_rotor.tracing.guards import Guards
 from lightning_rotor.tracing.recorder import Recorder
 from lightning_rotor.tracing.repeats import first_difference
 from lightning_rotor.tracing.slices import GraphSlice
-from lightning_rotor.tracing.tracer import IN_PLACE, Tracer, ambient
+from lightning_rotor.tracing.tracer import Tracer, ambient
 from lightning_rotor.tracing.watch import Restorer, Settings, Watch
-from lightning_rotor.undisturbed import lent_buffers, undisturbed
+from lightning_rotor.undisturbed import kept_attributes, lent_buffers, undisturbed
+from lightning_rotor.wiring import packed
 
 _OPAQUE_INSTANCES = 2  # modules of one type that fail before the type counts as untraceable
 
@@ -41,7 +35,7 @@ class GraphCut:
     """A module as stages, for calls like the one that was traced.
 
     Attributes:
-        stages: The first takes the tuple of the call's tensors, the last returns what the module returns.
+        stages: The first values of the chain are the call's tensors, the last stage returns what the module returns.
         opaque: Modules that had to become one operation, by name, and why.
         way: ``"graph"`` if the forward ran on symbols, ``"recording"`` if it ran on the call's tensors.
         reasons: For each other way that was tried before, why it was not taken.
@@ -56,8 +50,8 @@ class GraphCut:
     _guards: Guards | None = None
     reasons: Mapping[str, str] = field(default_factory=dict)
 
-    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, ...] | None:
-        """The first stage's input for a call, or None if the trace does not hold for it.
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The chain's input for a call, or None if the trace does not hold for it.
 
         It does not if another argument that is no tensor differs, or if the module has changed in a way that its code could notice. A
         recording does not either if a tensor has another shape or type, or if its forward would read other values out of tensors.
@@ -65,7 +59,14 @@ class GraphCut:
         call = Call.of(self._module, args, kwargs)
         if _key(call, self.way) != self._key or not self._watch.holds():
             return None
-        return call.tensors if self._guards is None or self._guards.hold(call.tensors) else None
+        return self._take(call) if self._guards is None or self._guards.hold(call.tensors) else None
+
+    def take(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The chain's input for a call for which the trace is known to hold: the tensors that it reads."""
+        return self._take(Call.of(self._module, args, kwargs))
+
+    def _take(self, call: Call) -> Any:
+        return packed([call.tensors[number] for number in wiring_of(self.stages).wire.reads])
 
     def renewed_by(self, newer: GraphCut) -> bool:
         """Hold on under a newer trace's conditions if that trace runs the same operations on the same objects."""
@@ -144,9 +145,26 @@ def _cut(module: nn.Module, call: Call, make: type[Tracer | Recorder]) -> GraphC
     called = {str(node.target): names[str(node.target)] for node in graph.nodes if node.op == "call_module"}
     inside |= {below for leaf in called.values() for below in leaf.modules()}
     watched = [submodule for submodule in names.values() if submodule not in inside and not _is_torchs(submodule)]
-    stages = tuple(_slice(module, graph, tracer))
+    stages = tuple(stages_of(module, graph, tracer, _sizes(module, call, graph, tracer)))
     way, guards = ("recording", tracer.guards) if isinstance(tracer, Recorder) else ("graph", None)
     return GraphCut(stages, opaque, way, module, _key(call, way), Watch(module, watched), guards)
+
+
+def _sizes(module: nn.Module, call: Call, graph: fx.Graph, tracer: Tracer | Recorder) -> dict[fx.Node, int] | None:
+    """Bytes that the operations of a graph make; None if the graph does not run, which its checks will find, too."""
+    states, restorer = GeneratorStates(), Restorer(module.modules())
+    tensors = [tensor.detach().clone().requires_grad_(tensor.requires_grad).view_as(tensor) for tensor in call.tensors]
+    try:
+        with _lent(module, call), kept_attributes(Stage("", (module,))):
+            sizes: dict[fx.Node, int] = recomputed(lambda: sizes_of(module, graph, tracer, tensors), draws_random=False)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:
+        return None
+    finally:
+        restorer.restore()
+        states.restore()
+    return sizes
 
 
 def _key(call: Call, way: str) -> Any:
@@ -267,149 +285,3 @@ def _reason(error: Exception) -> str:
     frames = [frame for frame in extract_tb(error.__traceback__) if not any(part in frame.filename for part in ours)]
     text = str(error).partition("\n")[0] or type(error).__name__
     return f"{text} (in {frames[-1].filename}, line {frames[-1].lineno}: {frames[-1].line})" if frames else text
-
-
-# -------------------------------------------------------------------- cutting
-
-
-def _slice(module: nn.Module, graph: fx.Graph, tracer: Tracer | Recorder) -> list[Stage]:
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    body = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
-    (result,) = [node for node in graph.nodes if node.op == "output"]
-    if not body:
-        raise ModelError(f"the forward of {type(module).__name__} computes nothing: expected at least one operation")
-    cuts = _cuts(module, inputs, body, result)
-    stages: list[Stage] = []
-    names = _Names(module, body)
-    start, before, unpack = 0, inputs, True
-    for end, alive in [*cuts, (len(body), None)]:
-        nodes = body[start:end]
-        if alive is None:
-            outputs: Any = result.args[0]
-        else:
-            outputs = alive[0] if len(alive) == 1 else tuple(alive)
-        piece = GraphSlice(
-            before, nodes, outputs, root=module, owners=tracer.owners, constants=tracer.constants, unpack=unpack
-        )
-        stages.append(Stage(names.of(nodes), (piece,)))
-        if alive is not None:
-            start, before, unpack = end, alive, len(alive) > 1
-    return stages
-
-
-def _cuts(
-    module: nn.Module, inputs: Sequence[fx.Node], body: Sequence[fx.Node], result: fx.Node
-) -> list[tuple[int, list[fx.Node]]]:
-    """Where to cut: after how many operations, and what is alive there, the one value first."""
-    position = {node: index for index, node in enumerate(body)} | {result: len(body)}
-    last_use = {node: max((position[user] for user in node.users), default=-1) for node in (*inputs, *body)}
-    weightless = _weightless(body)
-    alive = dict.fromkeys(node for node in inputs if last_use[node] >= 0)
-    before: fx.Node | None = inputs[0] if len(inputs) == 1 else None
-    cuts: list[tuple[int, list[fx.Node]]] = []
-
-    def in_place(node: fx.Node) -> bool:
-        # Such a stage cannot start behind a cut. The profiler would see it and merge the two; this way they have one name.
-        target = module.get_submodule(str(node.target)) if node.op == "call_module" else node.target
-        return (
-            bool(getattr(target, "inplace", False))
-            or node.kwargs.get("inplace") is True
-            or target in (*IN_PLACE, operator.setitem)
-        )
-
-    for index, node in enumerate(body[:-1]):
-        for used in node.all_input_nodes:
-            if last_use.get(used) == index:
-                alive.pop(used, None)
-        if last_use[node] > index:
-            alive[node] = None
-        values = [value for value in alive if value not in weightless]
-        if (
-            len(values) == 1
-            and values[0] is not before
-            and values[0] not in inputs
-            and values[0].target not in _PIECES
-            and not in_place(body[index + 1])
-        ):
-            before = values[0]
-            cuts.append((index + 1, [*values, *(value for value in alive if value in weightless)]))
-    return cuts
-
-
-def _weightless(body: Sequence[fx.Node]) -> set[fx.Node]:
-    """Sizes, dtypes and devices, and what arithmetic makes of them."""
-    found: set[fx.Node] = set()
-    for node in body:
-        is_metadata = (node.op == "call_function" and node.target is getattr and node.args[1] in _METADATA) or (
-            node.op == "call_method" and node.target in ("size", "dim", "numel", "ndimension", "is_floating_point")
-        )
-        arithmetic = node.op == "call_function" and getattr(node.target, "__module__", "") in (
-            "_operator",
-            "math",
-            "builtins",
-        )
-        if is_metadata or (arithmetic and node.all_input_nodes and all(used in found for used in node.all_input_nodes)):
-            found.add(node)
-    return found
-
-
-# Several views of one storage: a stage that takes them cannot be measured alone, for a copy of each is another storage.
-_PIECES = (
-    "chunk",
-    "split",
-    "unbind",
-    "tensor_split",
-    "split_with_sizes",
-    torch.chunk,
-    torch.split,
-    torch.unbind,
-    torch.tensor_split,
-)
-_METADATA = ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "layout")
-
-
-class _Names:
-    """Names of stages in the user's terms."""
-
-    def __init__(self, module: nn.Module, body: Sequence[fx.Node]) -> None:
-        self._type = type(module).__name__
-        self._body = body
-        self._silent = _weightless(body)
-        self._taken: Counter[str] = Counter()
-
-    def of(self, nodes: Sequence[fx.Node]) -> str:
-        """The module that all of it is, or from where to where it goes."""
-        name = self._describe(nodes)
-        self._taken[name] += 1
-        return name if self._taken[name] == 1 else f"{name} ({self._taken[name]})"
-
-    def _describe(self, nodes: Sequence[fx.Node]) -> str:
-        quiet = (torch._assert, operator.getitem)
-        working = [node for node in nodes if node not in self._silent and node.target not in quiet] or list(nodes)
-        paths = [str(node.meta["module"]).split(".") for node in working]
-        common: list[str] = []
-        for parts in zip(*paths, strict=False):
-            if len(set(parts)) > 1:
-                break
-            common.append(parts[0])
-        prefix = ".".join(common)
-        if prefix and (
-            len(nodes) == len(self._body)
-            or not any(self._inside(node, prefix) for node in self._body if node not in nodes)
-        ):
-            return prefix
-        first, last = self._label(working[0]), self._label(working[-1])
-        return first if first == last else f"{first} … {last}"
-
-    @staticmethod
-    def _inside(node: fx.Node, prefix: str) -> bool:
-        path = str(node.meta["module"])
-        return path == prefix or path.startswith(f"{prefix}.")
-
-    @staticmethod
-    def _label(node: fx.Node) -> str:
-        path = str(node.meta["module"])
-        if node.op == "call_module":
-            return path
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-        return f"{path}.{name}" if path else str(name)

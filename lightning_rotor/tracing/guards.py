@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 
 from lightning_rotor.tracing.slices import GraphSlice
+from lightning_rotor.wiring import packed
 
 
 def spell_value(value: Any) -> Any:
@@ -49,7 +50,6 @@ class Guards:
             root=root,
             owners=owners,
             constants=constants,
-            unpack=True,
         )
         self._answers = [spell_value(list(answers))]
 
@@ -57,7 +57,7 @@ class Guards:
         """Whether a call with these tensors would see the same values."""
         try:
             with torch.no_grad():
-                found = self._asked(tuple(tensors))
+                found = self._asked(packed(tensors))
         except (RuntimeError, IndexError, ValueError):  # the forward itself will say it better
             return False
         return spell_value(found) in self._answers

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from lightning_rotor.tracing.tracer import CONSTANT, IN_PLACE
+from lightning_rotor.wiring import unpacked
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class GraphSlice(nn.Module):
     is let go after the last operation that reads it, as it would be in the user's code.
 
     Args:
-        inputs: Values at the cut before; a single one is the stage's input itself, several are a tuple.
+        inputs: Values that it takes; a single one is the stage's input itself, several are a tuple.
         nodes: Operations in order.
         outputs: What becomes of them: nodes in any nesting, for the last slice; a single node or a tuple otherwise.
         owners: Where parameters and buffers are.
@@ -56,10 +57,9 @@ class GraphSlice(nn.Module):
         root: nn.Module,
         owners: Mapping[str, tuple[nn.Module, str]],
         constants: Sequence[torch.Tensor],
-        unpack: bool,
     ) -> None:
         super().__init__()
-        self._inputs, self._unpack = len(inputs), unpack
+        self._inputs = len(inputs)
         self._reads: list[tuple[nn.Module, str]] = []
         self._constants: list[torch.Tensor] = []
         self._targets: dict[int, nn.Module] = {}
@@ -127,10 +127,7 @@ class GraphSlice(nn.Module):
     def __call__(self, value: Any) -> Any:
         """Run the operations."""
         values: list[Any] = [None] * self._size
-        if self._unpack:
-            values[: self._inputs] = value
-        else:
-            values[0] = value
+        values[: self._inputs] = unpacked(value, self._inputs)
         for place, step in enumerate(self._steps, self._inputs):
             match step.kind:
                 case "call_module" | "call_function":
@@ -224,7 +221,7 @@ class GraphSlice(nn.Module):
             args = step.args[:1] if step.target is torch._assert else step.args
             return step.kind, target, _spell(args), _spell(step.kwargs), step.frees
 
-        return self._inputs, self._unpack, tuple(map(spell, self._steps)), _spell(self._output)
+        return self._inputs, tuple(map(spell, self._steps)), _spell(self._output)
 
 
 def _nodes_in(*values: Any) -> list[fx.Node]:

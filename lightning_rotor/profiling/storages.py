@@ -1,0 +1,179 @@
+"""Which storages the values of a chain have: who makes each, who reads it, and which stages cannot be cut apart because of it.
+
+Values are followed by storage, not by name: a mask that a layer returns as it got it, or a view of an earlier activation, takes no memory
+of its own, but keeps alive what it shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+from lightning_rotor.chain import Skip
+from lightning_rotor.errors import ModelError
+from lightning_rotor.generators import GeneratorStates
+from lightning_rotor.options import run_stage
+from lightning_rotor.profiling.boundary import Boundary, tensors_in
+from lightning_rotor.sequential import Stage, merge, wiring_of
+from lightning_rotor.undisturbed import kept_attributes, lent_buffers
+from lightning_rotor.wiring import unpacked
+
+
+@dataclass(slots=True, eq=False)
+class Storage:
+    """Memory under some tensors.
+
+    Attributes:
+        born: Number of the stage that allocates it, -1 for the chain's input.
+        size_bytes: Its size.
+        requires_grad: A gradient flows through one of its tensors.
+        uses: Numbers of the stages that read it.
+        in_output: The chain returns it.
+    """
+
+    born: int
+    size_bytes: int
+    requires_grad: bool = False
+    uses: set[int] = field(default_factory=set)
+    in_output: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scouting:
+    """What one run of each stage showed.
+
+    Attributes:
+        storages: For each value, that of each of its leaves; None for what is no tensor.
+        draws_random: For each stage, whether it drew random numbers.
+        changes_input: Whether the chain's own input is changed in place.
+        groups: Stages that must stay together.
+    """
+
+    storages: dict[int, tuple[Storage | None, ...]]
+    draws_random: tuple[bool, ...]
+    changes_input: bool
+    groups: tuple[range, ...]
+
+    def skips(self) -> dict[Storage, Skip]:
+        """What outlives a link, in terms of the groups."""
+        group_of = {stage: number for number, group in enumerate(self.groups) for stage in group} | {-1: -1}
+        found: dict[Storage, Skip] = {}
+        for storage in dict.fromkeys(each for leaves in self.storages.values() for each in leaves if each is not None):
+            born = group_of[storage.born]
+            uses = tuple(sorted({group_of[use] for use in storage.uses} - {born}))
+            if uses and (uses != (born + 1,) or (storage.in_output and storage.size_bytes)):
+                found[storage] = Skip(
+                    born,
+                    uses,
+                    storage.size_bytes if born >= 0 else 0,
+                    (0,) * len(uses),  # measured later
+                    storage.in_output,
+                )
+        return found
+
+
+def scout(stages: Sequence[Stage], inputs: dict[int, Boundary], device: torch.device) -> Scouting:
+    """Run every stage once and follow the storages.
+
+    Raises:
+        ModelError: A stage returns no tensor.
+    """
+    wiring = wiring_of(stages)
+    values = dict(inputs)
+    storages = {number: _new_storages(-1, value) for number, value in inputs.items()}
+    draws: list[bool] = []
+    # Where stages can be cut apart: before the stage of that number.
+    cuts = set(range(len(stages) + 1))
+    changes_input = False
+    open_head = False  # nothing but views of the chain's input so far
+    for index, stage in enumerate(stages):
+        taken = [leaf for number in stage.reads for leaf in storages[number]]
+        for storage in taken:
+            if storage is not None:
+                storage.uses.add(index)
+        with kept_attributes(stage), lent_buffers(stage):
+            value = Boundary.packed([values[number] for number in stage.reads]).fresh()
+            leaves = tree_flatten(value)[0]
+            versions = [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in leaves]
+            before = GeneratorStates(device)
+            output = run_stage(stage, value)
+            draws.append(not before.equals(GeneratorStates(device)))
+            known = {
+                _address(leaf): storage for leaf, storage in zip(leaves, taken, strict=True) if storage is not None
+            }
+            made = unpacked(output, len(stage.writes))
+            if not tensors_in(made):
+                raise ModelError(
+                    f"stage {stage.name!r} returns {type(output).__name__}, which holds no tensor: expected a tensor, or tensors in tuples, "
+                    "lists or dicts"
+                )
+            for number, part in zip(stage.writes, made, strict=True):
+                values[number] = Boundary.of(part, whole_storages=True)
+                storages[number] = _storages_of(part, index, known)
+            changed = [
+                storage
+                for leaf, storage, version in zip(leaves, taken, versions, strict=True)
+                if storage is not None and leaf._version != version
+            ]
+            del value, leaves, output, made, known
+        results = [storage for number in stage.writes for storage in storages[number] if storage is not None]
+        old = [storage.born < index for storage in results]
+        if all(old) or open_head:
+            cuts.discard(index)
+        open_head = (index == 0 or open_head) and all(storage.born < 0 for storage in results)
+        for storage in changed:
+            changes_input = changes_input or storage.born < 0
+            cuts -= set(range(storage.born + 1, index + 1))
+        for number in wiring.dead[index]:
+            values.pop(number, None)
+    for number in stages[-1].writes:
+        for storage in storages[number]:
+            if storage is not None:
+                storage.in_output = True
+    starts = sorted(cuts | {0, len(stages)})
+    groups = tuple(range(start, end) for start, end in pairwise(starts))
+    return Scouting(storages, tuple(draws), changes_input, groups)
+
+
+def merged(stages: Sequence[Stage], groups: Sequence[range]) -> tuple[Stage, ...]:
+    """Stages with those of each group made one."""
+    needed = set(stages[-1].writes)
+    found: list[Stage] = []
+    for group in reversed(groups):
+        together = [stages[index] for index in group]
+        found.append(merge(together, frozenset(needed)))
+        needed.update(number for stage in together for number in stage.reads)
+    return tuple(reversed(found))
+
+
+def _address(leaf: torch.Tensor) -> int:
+    return leaf.untyped_storage().data_ptr()
+
+
+def _new_storages(born: int, value: Boundary) -> tuple[Storage | None, ...]:
+    found: dict[int, Storage] = {}
+    return tuple(
+        _storage(leaf, born, found, requires_grad) if isinstance(leaf, torch.Tensor) else None
+        for leaf, requires_grad in zip(value.leaves, value.requires_grad, strict=True)
+    )
+
+
+def _storages_of(value: object, born: int, known: dict[int, Storage]) -> tuple[Storage | None, ...]:
+    leaves: Iterable[object] = tree_flatten(value)[0]
+    return tuple(
+        _storage(leaf, born, known, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else None for leaf in leaves
+    )
+
+
+def _storage(leaf: torch.Tensor, born: int, known: dict[int, Storage], requires_grad: bool) -> Storage:
+    address = _address(leaf)
+    storage = known.get(address) if address else None
+    if storage is None:
+        storage = Storage(born, leaf.untyped_storage().nbytes())
+        known[address] = storage
+    storage.requires_grad = storage.requires_grad or requires_grad
+    return storage

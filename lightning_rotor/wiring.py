@@ -1,0 +1,73 @@
+r"""Which values a step takes and which it makes, by number, and what that means for several steps in a row.
+
+Values are numbered through a whole chain. A step (a stage, a module in it, a segment) takes one value as it is and several as a tuple, and
+gives back one or a tuple in the same way::
+
+    value 0 ──stage 0──► 1 ──stage 1──► 2 ──stage 2──► 4          stage 2 reads (2, 3)
+                              └───────► 3 ──────┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """Numbers of the values that a step takes, and of those that it makes."""
+
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Wiring:
+    """Steps in a row.
+
+    Attributes:
+        wire: What they take and make together.
+        steps: Each of them.
+        dead: For each step, the values that nobody needs once it is done. What the steps take together is the caller's and never among them.
+    """
+
+    wire: Wire
+    steps: tuple[Wire, ...]
+    dead: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, steps: Iterable[Wire], wanted: Collection[int]) -> Wiring:
+        """Wire steps up; ``wanted`` are the values that are needed afterwards, whoever makes them."""
+        steps = tuple(steps)
+        made = dict.fromkeys(number for step in steps for number in step.writes)
+        taken = dict.fromkeys(number for step in steps for number in step.reads if number not in made)
+        given = tuple(number for number in made if number in wanted)
+        last = {number: index for index, step in enumerate(steps) for number in (*step.writes, *step.reads)}
+        dead = tuple(
+            tuple(number for number, end in last.items() if end == index and number in made and number not in given)
+            for index in range(len(steps))
+        )
+        return cls(Wire(tuple(sorted(taken)), given), steps, dead)
+
+    def run(self, value: Any, call: Callable[[int, Any], Any]) -> Any:
+        """Run the steps; ``call`` runs one of them, by its place."""
+        values = dict(zip(self.wire.reads, unpacked(value, len(self.wire.reads)), strict=True))
+        del value
+        for index, (step, dead) in enumerate(zip(self.steps, self.dead, strict=True)):
+            made = call(index, packed([values[number] for number in step.reads]))
+            values.update(zip(step.writes, unpacked(made, len(step.writes)), strict=True))
+            del made
+            for number in dead:
+                del values[number]
+        return packed([values[number] for number in self.wire.writes])
+
+
+def packed(values: Sequence[Any]) -> Any:
+    """One value as it is, several as a tuple."""
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def unpacked(value: Any, count: int) -> Sequence[Any]:
+    """The other way round."""
+    return (value,) if count == 1 else value
