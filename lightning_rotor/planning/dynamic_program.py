@@ -109,8 +109,8 @@ class Table:
         self._discard_before = np.concatenate(([0.0], np.cumsum([stage.discard_seconds for stage in self._stages])))
         self._steps = [_steps(thresholds.discard[first], first) for first in range(n)]
         self._first_steps = [_steps(thresholds.first_discard[first], first) for first in range(n)]
-        # Segments from each stage on that remember the same amount of states.
-        self._remembering = [_steps(thresholds.remembered[first], first) for first in range(n)]
+        # Segments from each stage on that hold and hand on the same: where the next such run begins, and how much.
+        self._holding = [_runs(thresholds.held[first], thresholds.handed_on[first], first) for first in range(n)]
 
     @property
     def seconds(self) -> Seconds:
@@ -153,7 +153,7 @@ class Table:
         if first == 0:
             return ("held",)
         stage = self._stages[first]
-        remembering = bool(self._needs.remembered[first, first:].any())
+        remembering = bool(self._needs.held[first, first:].any())
         freeing = any(leaf.input_retained[0] < stage.input_slots for leaf in stage.leaves)
         apart = len(stage.leaves) > 1 or (self._refined and (remembering or freeing))
         return ("nested", "segment", "held") if apart else ("any",)
@@ -185,11 +185,8 @@ class Table:
     def _solve_interval(
         self, first: int, ending: Ending, workspace: Seconds, span: _Span, rest_span: _Span, *, is_longest: bool
     ) -> None:
-        # A sum is finite where both parts are, and changes where one of them does.
-        low, high = max(span.low, rest_span.low), max(span.high, rest_span.high)
-        splits = {
-            context: self._split(first, ending, context, workspace, (low, high)) for context in self._contexts[first]
-        }
+        spans = (span, rest_span)
+        splits = {context: self._split(first, ending, context, workspace, spans) for context in self._contexts[first]}
         if not is_longest:
             self._fill_rest(first, ending, splits)
             rest_span.cover(self._rest[ending][0][first])
@@ -204,21 +201,23 @@ class Table:
                 span.cover(bodies[last - first])
 
     def _split(
-        self, first: int, ending: Ending, context: Context, workspace: Seconds, span: tuple[int, int]
+        self, first: int, ending: Ending, context: Context, workspace: Seconds, spans: tuple[_Span, _Span]
     ) -> Seconds:
         """split(first, last): the best segment that starts at ``first`` and ends before ``last``."""
         last = ending.last
         split = np.full(self._size, math.inf, self._number)
         bodies = self._body[first][context]
-        groups = self._remembering[first]
-        for number, (begin, remembered) in enumerate(groups):
+        groups = self._holding[first]
+        for number, (begin, held, handed_on) in enumerate(groups):
             end = min(groups[number + 1][0] if number + 1 < len(groups) else last, last)
-            if remembered == 0:
-                self._reduce(bodies, first, begin, end, ending, workspace, span, split)
-            elif begin < end and remembered < self._size:
-                with_states = np.full(self._size, math.inf, self._number)
-                self._reduce(bodies, first, begin, end, ending, workspace, span, with_states)
-                np.minimum(split[remembered:], with_states[: self._size - remembered], out=split[remembered:])
+            if begin >= end or held + handed_on >= self._size:
+                continue
+            if held == handed_on == 0:
+                self._reduce(bodies, first, begin, end, ending, workspace, spans, split)
+            else:
+                found = np.full(self._size, math.inf, self._number)
+                self._reduce(bodies, first, begin, end, ending, workspace, spans, found, handed_on)
+                np.minimum(split[held:], found[: self._size - held], out=split[held:])
         if self._needs.segment_seconds and last < self._top:
             split += self._number(
                 self._needs.segment_seconds
@@ -233,10 +232,11 @@ class Table:
         end: int,
         ending: Ending,
         workspace: Seconds,
-        span: tuple[int, int],
+        spans: tuple[_Span, _Span],
         split: Seconds,
+        handed_on: int = 0,
     ) -> None:
-        """Minimum over the segments ``first..k`` with ``begin <= k < end``.
+        """Minimum over the segments ``first..k`` with ``begin <= k < end``; ``handed_on`` is what they take from the rest alone.
 
         The threshold of the discarded pass rises with ``k``. Between two steps of it the same segments are allowed, and one sum
         and one minimum do each block::
@@ -251,16 +251,19 @@ class Table:
         base = self._forward_base(first, ending)
         steps = self._first_steps[first] if ending.last == self._top else self._steps[first]
         rests = self._rest[ending][0]
-        low = max(steps[0][1] + base, span[0])
+        # A sum is finite where both parts are, and changes where one of them does.
+        span, rest_span = spans
+        finite, constant = max(span.low, rest_span.low + handed_on), max(span.high, rest_span.high + handed_on)
+        low = max(steps[0][1] + base, finite)
         for number in range(len(steps)):
             row_end, slot_end = steps[number + 1] if number + 1 < len(steps) else (end, self._size)
             row_end, slot_end = (end, self._size) if row_end >= end else (row_end, slot_end + base)
-            stop = min(slot_end, max(span[1], low) + 1, self._size)
+            stop = min(slot_end, max(constant, low) + 1, self._size)
             if begin < row_end and low < stop:
                 sums = workspace[: row_end - begin, : stop - low]
                 np.add(
                     bodies[begin - first : row_end - first, low:stop],
-                    rests[begin + 1 : row_end + 1, low:stop],
+                    rests[begin + 1 : row_end + 1, low - handed_on : stop - handed_on],
                     out=sums,
                 )
                 np.minimum.reduce(sums, axis=0, out=split[low:stop])
@@ -426,7 +429,7 @@ class Table:
             else:
                 yield Leaf(first, decision.leaf.option)
                 paid = decision.leaf.output_class
-            memory, first = decision.left, decision.end + 1
+            memory, first = decision.left if decision.rest_left is None else decision.rest_left, decision.end + 1
 
     def _decide(self, memory: int, first: int, ending: Ending, paid: Context | int) -> _Decision:
         """The best item that starts at ``first``."""
@@ -462,18 +465,20 @@ class Table:
         if first == last or memory < need:
             return _Decision(math.inf, None, first, memory, context)
         ends = np.arange(first, last)
-        left = memory - self._needs.remembered[first, first:last]
+        left = memory - self._needs.held[first, first:last]
+        rest_left = left - self._needs.handed_on[first, first:last]
         peaks = self._needs.first_discard if last == self._top else self._needs.discard
         needs = peaks[first, first:last] + self._forward_base(first, ending)
-        inside = np.maximum(left, 0)
         seconds = (
-            self._body[first][context][ends - first, inside].astype(np.float64)
-            + self._rest[ending][0][ends + 1, inside]
+            self._body[first][context][ends - first, np.maximum(left, 0)].astype(np.float64)
+            + self._rest[ending][0][ends + 1, np.maximum(rest_left, 0)]
         )
-        seconds[left < needs] = math.inf
+        seconds[(left < needs) | (rest_left < 0)] = math.inf
         best = int(np.argmin(seconds))
         again = self._needs.segment_seconds if last < self._top else 0.0
-        return _Decision(float(seconds[best]) + again, None, first + best, int(left[best]), context)
+        return _Decision(
+            float(seconds[best]) + again, None, first + best, int(left[best]), context, int(rest_left[best])
+        )
 
     def _bare_leaf(self, memory: int, first: int, last: int, context: Context) -> LeafCost | None:
         """The option under which ``last`` saves nothing, if the table's value comes from it."""
@@ -487,13 +492,17 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class _Decision:
-    """An item of a schedule: the leaf, or a segment if there is none; its last stage; the memory left for what follows."""
+    """An item of a schedule: the leaf, or a segment if there is none; its last stage; the memory left for its body and what follows.
+
+    ``rest_left`` is what is left for what follows if that is less.
+    """
 
     seconds: float
     leaf: LeafCost | None
     end: int
     left: int
     context: Context
+    rest_left: int | None = None
 
 
 def _blocks(rows: list[int], size: int, dtype: type[np.float32] | type[np.float64]) -> Iterator[Seconds]:
@@ -516,6 +525,12 @@ def _steps(sizes: npt.NDArray[np.int64], first: int) -> list[tuple[int, int]]:
     """Where something that grows with the last stage of a segment from ``first`` on rises: the stage, and the slots from there on."""
     rises = np.flatnonzero(np.diff(sizes[first:], prepend=-1))
     return [(first + int(rise), int(sizes[first + rise])) for rise in rises]
+
+
+def _runs(held: npt.NDArray[np.int64], handed_on: npt.NDArray[np.int64], first: int) -> list[tuple[int, int, int]]:
+    """Where one of two sizes changes with the last stage of a segment from ``first`` on: the stage, and both from there on."""
+    changes = (np.diff(held[first:], prepend=-1) != 0) | (np.diff(handed_on[first:], prepend=-1) != 0)
+    return [(first + int(at), int(held[first + at]), int(handed_on[first + at])) for at in np.flatnonzero(changes)]
 
 
 class _Span:

@@ -98,6 +98,8 @@ class Solver:
         # Somewhat further than it reaches, so that a larger budget is not worse off with the coarse table alone.
         if self._is_coarse and budget_bytes <= 1.5 * self._small_bytes:
             found.append(self._small.fastest(budget_bytes))
+        if self._keep_all.simulation.peak_bytes <= budget_bytes:
+            found.append(self._keep_all)
         if found[0] is None or found[0].simulation.peak_bytes <= self._all.lowest_bytes * (1 + _CLOSE):
             found += [self._smallest] if self._smallest.simulation.peak_bytes <= budget_bytes else []
         return min((each for each in found if each is not None), key=lambda each: each.by_seconds, default=None)
@@ -167,7 +169,8 @@ class Solver:
         table.solve()
         states = sum(stage.state_bytes for stage in self.chain)
         states += self.chain.rng_state_bytes if any(stage.draws_random for stage in self.chain) else 0
-        uncertain_bytes = 4 * states + (0 if exact else math.ceil(2 * unit))
+        skips = max((max(skip.size_bytes, *skip.gradient_bytes) for skip in self.chain.skips), default=0)
+        uncertain_bytes = 4 * states + skips + (0 if exact else math.ceil(2 * unit))
         return Staircase(
             self.chain, table, unit=unit, judge=self._judge, uncertain_bytes=uncertain_bytes, thorough=refined
         )
@@ -199,6 +202,7 @@ def _is_positive_integer(value: object) -> bool:
 def _sizes(chain: Chain) -> list[int]:
     """Every size that a simulation adds or subtracts."""
     sizes = [chain.rng_state_bytes]
+    sizes += [size for skip in chain.skips for size in (skip.size_bytes, *skip.gradient_bytes)]
     for stage in chain:
         sizes += [getattr(stage, size.name) for size in fields(StageCost) if size.name.endswith("_bytes")]
         for option in stage.options:

@@ -14,6 +14,11 @@ three kinds of moments exist, and at each of them most of what is alive depends 
 
 So these amounts are added to the thresholds here, and the program's ``m`` counts only what the schedule retains.
 
+A skip (:class:`lightning_rotor.chain.Skip`) is retained under one of two rules. If several stages read it, or the stage that makes it saves it,
+then from the item of the schedule that makes it on, until that item's own backward. Else, a single reader far away, by the item that
+holds the reader: a segment, or a leaf that saves it; before, the running forward holds it. Gradients of skips depend on the place in the
+step alone, so they count like those of parameters.
+
 Sizes become slots by rounding cumulative sums, not each size: the errors of neighbours cancel, and a run of kept stages is
 off by one slot at most. Thresholds are rounded to the nearest slot. Neither is safe, and neither needs to be: the simulator
 judges every schedule in bytes.
@@ -137,6 +142,8 @@ class Thresholds:
         discard: ``(n, n)`` slots: entry ``(i, k)`` is the peak of the discarded pass over ``i..k``, without the input of ``i``.
         first_discard: The same with what is pinned on the way, for the first forward.
         remembered: ``(n, n)`` slots: entry ``(i, k)`` is what a segment ``i..k`` remembers of generators and buffers.
+        held: The same and the skips that the segment holds because it reads them.
+        handed_on: ``(n, n)`` slots: entry ``(i, k)`` is what skips that a segment ``i..k`` makes take while what follows it runs.
         segment_seconds: Host time of one run of a segment.
     """
 
@@ -146,6 +153,8 @@ class Thresholds:
     discard: npt.NDArray[np.int64]
     first_discard: npt.NDArray[np.int64]
     remembered: npt.NDArray[np.int64]
+    held: npt.NDArray[np.int64]
+    handed_on: npt.NDArray[np.int64]
     segment_seconds: float
 
 
@@ -155,16 +164,63 @@ def thresholds_of(chain: Chain, *, unit: float, gradients_exist: bool = False, l
     ruler = _Ruler(chain, unit)
     backward_base = _backward_bases(chain, gradients_exist)
     pinned = [sum(stage.pinned_bytes for stage in chain.stages[:index]) for index in range(n)]
-    in_forward = lingering_bytes + np.array(pinned, np.int64)
+    skips = _Skips(chain)
+    in_forward = lingering_bytes + np.array(pinned, np.int64) + skips.in_forward
+    own_discards = np.zeros(n, np.int64)
+    states = _state_bytes(chain)
     return Thresholds(
         unit=unit,
-        stages=tuple(_stage_needs(chain, index, ruler, backward_base[index]) for index in range(n)),
+        stages=tuple(_stage_needs(chain, index, ruler, backward_base[index], skips) for index in range(n)),
         forward_base=tuple(ruler.slots(int(size)) for size in in_forward),
-        discard=_discard_peaks(chain, np.zeros(n, np.int64), unit),
-        first_discard=_discard_peaks(chain, in_forward, unit),
-        remembered=_remembered(chain, unit),
+        discard=_discard_peaks(chain, own_discards, skips, unit),
+        first_discard=_discard_peaks(chain, in_forward, skips, unit),
+        remembered=_in_slots(states, unit),
+        held=_in_slots(states + skips.held, unit),
+        handed_on=_in_slots(skips.handed_on, unit),
         segment_seconds=chain.segment_seconds,
     )
+
+
+class _Skips:
+    """Skips by the rule under which they are retained, see above."""
+
+    def __init__(self, chain: Chain) -> None:
+        n = len(chain)
+        self.in_forward = np.zeros(n, np.int64)  # by stage: what the running forward holds
+        self.held = np.zeros((n, n), np.int64)
+        self.handed_on = np.zeros((n, n), np.int64)
+        self.from_birth: set[int] = set()
+        self._births = np.zeros(n, np.int64)
+        self._spans: list[tuple[int, int, int]] = []
+        for number, skip in enumerate(chain.skips):
+            born, last, size = skip.born, skip.last_use, skip.size_bytes
+            if skip.in_output:
+                self.in_forward[born + 1 :] += size
+            elif born >= 0 and (len(skip.uses) > 1 or number in chain.stages[born].keep.saved_skips):
+                self.from_birth.add(number)
+                self._births[born] += size
+                self.handed_on[: born + 1, born:last] += size
+                self._spans.append((born, last, size))
+            elif born >= 0:
+                self.in_forward[born + 1 : last + 1] += size
+                self.held[born + 1 : last + 1, last:] += size
+
+    def retained(self, index: int, option: Option, chain: Chain) -> int:
+        """What a kept stage takes: the skips that it makes, and those that it alone reads and saves."""
+        saved = [
+            number
+            for number in option.saved_skips
+            if number not in self.from_birth and not chain.skips[number].in_output and chain.skips[number].born < index
+        ]
+        return int(self._births[index]) + sum(chain.skips[number].size_bytes for number in saved)
+
+    def carried(self, first: int) -> npt.NDArray[np.int64]:
+        """By stage from ``first`` on: what a discarded pass that starts there has made before and holds on to."""
+        carried = np.zeros(len(self.in_forward), np.int64)
+        for born, last, size in self._spans:
+            if born >= first:
+                carried[born + 1 : last + 1] += size
+        return carried[first:]
 
 
 class _Ruler:
@@ -189,13 +245,24 @@ class _Ruler:
         return self.slots(self._before[index + 1]) - self.slots(start)
 
 
-def _stage_needs(chain: Chain, index: int, ruler: _Ruler, base: int) -> StageNeeds:
+def _stage_needs(chain: Chain, index: int, ruler: _Ruler, base: int, skips: _Skips) -> StageNeeds:
     stage = chain.stages[index]
     size = _input_bytes(chain, index)
     saved_before = _classes(chain, index)
     saved_after = _classes(chain, index + 1)
     leaves = tuple(
-        _leaf_cost(number, option, index, size, saved_before, saved_after, ruler, base, is_last=index == len(chain) - 1)
+        _leaf_cost(
+            number,
+            option,
+            index,
+            size,
+            saved_before,
+            saved_after,
+            ruler,
+            base,
+            skip_bytes=skips.retained(index, option, chain),
+            is_last=index == len(chain) - 1,
+        )
         for number, option in enumerate(stage.options)
     )
     return StageNeeds(
@@ -232,10 +299,11 @@ def _leaf_cost(
     ruler: _Ruler,
     base: int,
     *,
+    skip_bytes: int,
     is_last: bool,
 ) -> LeafCost:
     # The output of the last stage is the caller's and part of the base already.
-    own = base + option.saved_bytes + (0 if is_last else option.saved_output_bytes)
+    own = base + option.saved_bytes + skip_bytes + (0 if is_last else option.saved_output_bytes)
     freed = size - min(size, option.saved_input_bytes)
 
     def backward_need(least_peak: int) -> BackwardNeed:
@@ -255,7 +323,7 @@ def _leaf_cost(
         last_seconds=option.replay_seconds + option.backward_seconds,
         backward_seconds=option.backward_seconds,
         saves=option.saved_tensors > 0,
-        retained=ruler.retained(index, option),
+        retained=ruler.retained(index, option) + ruler.slots(skip_bytes),
         output_class=saved_after.index(option.saved_output_bytes),
         input_retained=tuple(
             ruler.boundary(index, min(size, saved + option.saved_input_bytes)) for saved in saved_before
@@ -282,31 +350,47 @@ def _classes(chain: Chain, boundary: int) -> tuple[int, ...]:
 def _backward_bases(chain: Chain, gradients_exist: bool) -> list[int]:
     """By stage, what is alive at its backward whatever the schedule."""
     base = chain.stages[-1].output_bytes + sum(stage.pinned_bytes for stage in chain)
+    base += sum(skip.size_bytes for skip in chain.skips if skip.in_output)
     bases = []
-    for stage in reversed(chain.stages):
-        bases.append(base)
+    for index, stage in reversed([*enumerate(chain.stages)]):
+        bases.append(base + _bypassing_gradients(chain, index))
         base += 0 if gradients_exist else stage.keep.parameter_gradient_bytes
     return bases[::-1]
 
 
-def _discard_peaks(chain: Chain, pinned_before: npt.NDArray[np.int64], unit: float) -> npt.NDArray[np.int64]:
+def _bypassing_gradients(chain: Chain, index: int) -> int:
+    """Gradients of skips that are alive during the backward of a stage which neither makes nor reads them."""
+    return sum(
+        next(size for use, size in zip(skip.uses, skip.gradient_bytes, strict=True) if use > index)
+        for skip in chain.skips
+        if skip.born < index < skip.last_use and index not in skip.uses
+    )
+
+
+def _discard_peaks(
+    chain: Chain, pinned_before: npt.NDArray[np.int64], skips: _Skips, unit: float
+) -> npt.NDArray[np.int64]:
     n = len(chain)
     own = np.array([stage.discard_peak_bytes for stage in chain], np.int64) + pinned_before
     inputs = np.array([_input_bytes(chain, index) for index in range(n)], np.int64)
     peaks = np.zeros((n, n), np.int64)
     for first in range(n):
-        levels = own[first:] + inputs[first:]
+        levels = own[first:] + inputs[first:] + skips.carried(first)
         levels[0] = own[first]
         peaks[first, first:] = np.floor(np.maximum.accumulate(levels) / unit + 0.5)
     return peaks
 
 
-def _remembered(chain: Chain, unit: float) -> npt.NDArray[np.int64]:
+def _state_bytes(chain: Chain) -> npt.NDArray[np.int64]:
     n = len(chain)
     buffers = np.array([stage.state_bytes for stage in chain], np.int64)
     draws = np.array([stage.draws_random for stage in chain], bool)
     remembered = np.zeros((n, n), np.int64)
     for first in range(n):
         generators = chain.rng_state_bytes * np.logical_or.accumulate(draws[first:])
-        remembered[first, first:] = np.floor((np.cumsum(buffers[first:]) + generators) / unit + 0.5)
+        remembered[first, first:] = np.cumsum(buffers[first:]) + generators
     return remembered
+
+
+def _in_slots(sizes: npt.NDArray[np.int64], unit: float) -> npt.NDArray[np.int64]:
+    return np.floor(sizes / unit + 0.5).astype(np.int64)
