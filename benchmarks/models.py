@@ -152,8 +152,10 @@ def real_peak(net: Any, forward: Any) -> int:
     gc.collect()
     gc.disable()
     meter.start()
-    total(forward()).backward()
+    outputs = forward()  # held to the end, as training steps do
+    total(outputs).backward()
     trace = meter.stop()
+    del outputs
     gc.enable()
     return trace.peak_bytes
 

@@ -112,8 +112,8 @@ def _objection(module: nn.Module, cut: GraphCut) -> str | None:
     """Why another way might do better."""
     if len(cut.stages) < 2:
         return (
-            "there is no point between its operations where one value alone is alive, so it is a single stage. Name a submodule that is a "
-            "chain of layers"
+            "there is no point between its operations where little is alive, so it is a single stage. Name a submodule that is a chain of "
+            "layers"
         )
     opaque = {parameter for path in cut.opaque for parameter in module.get_submodule(path).parameters()}
     sizes = [(parameter.numel(), parameter in opaque) for parameter in module.parameters()]

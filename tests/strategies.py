@@ -131,7 +131,7 @@ def _option(name: str, index: int, before: int, shape: dict[str, int], *, saves_
         saves_nothing = True
     input_gradient = before if index else 0
     # The input dies when the backward has read it for the last time, which is after the input's gradient was made.
-    plain = output + input_gradient + temporary
+    plain = max(output + input_gradient + temporary, input_gradient + shape["parameters"])
     return Option(
         name=name,
         saved_bytes=internal,

@@ -293,7 +293,7 @@ def test_lazy_modules_must_be_initialized(batch: torch.Tensor) -> None:
         Checkpointable(nn.Sequential(nn.LazyLinear(4)), batch.flatten(1))
 
 
-def test_layers_that_hand_a_mask_on_cannot_be_planned_and_say_so() -> None:
+def test_layers_may_hand_a_mask_on() -> None:
     class Masked(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -303,9 +303,14 @@ def test_layers_that_hand_a_mask_on_cannot_be_planned_and_say_so() -> None:
             hidden, mask = value
             return self.linear(hidden) * mask, mask
 
-    net = Checkpointable(nn.Sequential(*(Masked() for _ in range(3))))
-    with pytest.warns(RotorWarning, match="all 3 layers were merged into one stage"):
-        net.measure((torch.randn(4, 8), torch.ones(4, 8)))
+    layers = nn.Sequential(*(Masked() for _ in range(4)))
+    value = (torch.randn(4, 8), torch.rand(4, 8, requires_grad=True))
+    expected = torch.autograd.grad(layers(value)[0].sum(), [value[1], *layers.parameters()])
+    net = Checkpointable(layers, value)
+    (mask,) = net.measure(value).skips
+    assert (mask.born, mask.uses, mask.size_bytes, mask.in_output) == (-1, (0, 1, 2, 3), 0, True)
+    assert net.compute_sequence(minimum_budget(net.chain).peak_bytes).recomputed  # type: ignore[arg-type]
+    assert all(map(torch.equal, expected, torch.autograd.grad(net(value)[0].sum(), [value[1], *layers.parameters()])))
 
 
 def test_a_limit_below_the_minimum_names_the_least_one(batch: torch.Tensor) -> None:
