@@ -164,8 +164,7 @@ class _Simulator:
             stops_here = phase == "recompute" and index == end
             match item:
                 case Leaf():
-                    self._record_leaf(item, phase, replay=stops_here)
-                    running |= self._hold_made(item.stage) if not stops_here else set()
+                    running |= self._record_leaf(item, phase, replay=stops_here)
                 case Segment():
                     self._hold(item.first)
                     self._hold_read(item)
@@ -177,7 +176,8 @@ class _Simulator:
         if phase == "recompute":
             self._live_bytes -= sum(self._skips.release(skip) for skip in running)
 
-    def _record_leaf(self, leaf: Leaf, phase: Phase, *, replay: bool) -> None:
+    def _record_leaf(self, leaf: Leaf, phase: Phase, *, replay: bool) -> set[int]:
+        """Run a stage so that its backward can follow; returns the skips that it makes, which whoever runs it now holds."""
         stage, option = leaf.stage, self._option(leaf)
         peak = option.replay_peak_bytes if replay else option.forward_peak_bytes
         level = self._touch(stage, peak)
@@ -187,11 +187,14 @@ class _Simulator:
         self._set_saved(stage, consumer=option.saved_input_bytes)
         self._set_saved(stage + 1, producer=option.saved_output_bytes)
         self._live_bytes += sum(self._skips.hold(skip) for skip in option.saved_skips)
+        made: set[int] = set()
         if not replay:
             self._hold(stage + 1)
+            made = self._hold_made(stage)
         self._events.append(
             Event(phase, stage, option.replay_seconds if replay else option.forward_seconds, level, self._live_bytes)
         )
+        return made
 
     def _discard(self, segment: Segment, phase: Phase) -> set[int]:
         """First pass of a segment. The caller's frame holds the segment's input until it returns, for nested segments too.

@@ -7,11 +7,12 @@ part of a forward, a backward holds at least the gradients that it reads and wri
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Literal, get_args
 
 from hypothesis import strategies as st
 
-from lightning_rotor.chain import Chain, Option, StageCost
+from lightning_rotor.chain import Chain, Option, Skip, StageCost
 from lightning_rotor.schedule import Item, Leaf, Schedule, Segment
 
 Kind = Literal["cnn", "transformer", "heterogeneous", "odd", "options"]
@@ -47,6 +48,48 @@ def random_chain(rng: random.Random, stages: int, kind: Kind, *, grain: int = 1,
         rng_state_bytes=grain * rng.choice((0, 1)) if kind == "odd" else 0,
         segment_seconds=rng.choice((0.0, 1e-5)),
     )
+
+
+def with_skips(rng: random.Random, chain: Chain) -> Chain:
+    """The chain with one to three skips, for chains of at least three stages; peaks grow by what the skips add to them."""
+    n = len(chain)
+    skips: list[Skip] = []
+    savers: list[set[int]] = []
+    for _ in range(rng.randint(1, 3)):
+        born = rng.randint(-1, n - 3)
+        uses = tuple(sorted(rng.sample(range(born + 1, n), rng.randint(1, min(3, n - born - 1)))))
+        uses = (n - 1,) if uses == (born + 1,) else uses
+        size = 0 if born < 0 else rng.randint(1, 64)
+        gradients = (rng.choice((0, size or 16)),) * len(uses)
+        skips.append(Skip(born, uses, size, gradients, in_output=uses[-1] == n - 1 and rng.random() < 0.1))
+        savers.append({stage for stage in (*uses, born) if rng.random() < 0.4})
+    stages = []
+    for index, stage in enumerate(chain):
+        made = sum(skip.size_bytes for skip in skips if skip.born == index)
+        more = sum(skip.gradient_bytes[0] for skip in skips if index in (skip.born, *skip.uses))
+        saved = tuple(number for number, stages_that_save in enumerate(savers) if index in stages_that_save)
+        options = tuple(
+            replace(
+                option,
+                saved_skips=saved,
+                saved_tensors=max(option.saved_tensors, len(saved)),
+                forward_peak_bytes=option.forward_peak_bytes + made,
+                replay_peak_bytes=option.replay_peak_bytes + made,
+                unpack_bytes=option.unpack_bytes + more,
+                **{name: getattr(option, name) + more for name in _BACKWARD_PEAKS},
+            )
+            for option in stage.options
+        )
+        stages.append(replace(stage, options=options, discard_peak_bytes=stage.discard_peak_bytes + made))
+    return replace(chain, stages=tuple(stages), skips=tuple(skips))
+
+
+_BACKWARD_PEAKS = (
+    "unpack_peak_bytes",
+    "backward_peak_bytes",
+    "backward_segment_peak_bytes",
+    "backward_held_peak_bytes",
+)
 
 
 def random_schedule(rng: random.Random, chain: Chain, *, segment_probability: float = 0.5) -> Schedule:

@@ -304,7 +304,7 @@ def test_layers_may_hand_a_mask_on() -> None:
             return self.linear(hidden) * mask, mask
 
     layers = nn.Sequential(*(Masked() for _ in range(4)))
-    value = (torch.randn(4, 8), torch.rand(4, 8, requires_grad=True))
+    value = (torch.randn(64, 8), torch.rand(64, 8, requires_grad=True))
     expected = torch.autograd.grad(layers(value)[0].sum(), [value[1], *layers.parameters()])
     net = Checkpointable(layers, value)
     (mask,) = net.measure(value).skips

@@ -23,6 +23,8 @@ from lightning_rotor.simulator import Simulation
 # number of stages is the second figure.
 _HOPEFUL = 16
 _HOPEFUL_STAGES = 512
+# With skips, so many of the smallest proposals are made smaller by edits.
+_DESCENTS = 6
 # Up to this many stages a proposal that is just too large gets two edits instead of one.
 _TWICE_EDITED_STAGES = 8
 
@@ -112,14 +114,21 @@ class Staircase:
 
     def smallest(self) -> Proposal | None:
         """The least peak: one of the lowest proposals, and which one only the simulator knows, or what edits make of it."""
-        lowest = [self[stair] for stair in range(self._hopeful_stair(0) + 1)]
-        least = min(lowest, key=lambda each: each.by_peak, default=None)
-        while least is not None and self._thorough:
-            better = min([least, *self._neighbours(least)], key=lambda each: each.by_peak)
-            if better is least:
+        # With skips the table is further from the truth, so the least may be anywhere.
+        hopeful = len(self) - 1 if self._thorough and self._chain.skips else self._hopeful_stair(0)
+        lowest = [self[stair] for stair in range(hopeful + 1)]
+        lowest.sort(key=lambda each: each.by_peak)
+        starts = lowest[: _DESCENTS if self._chain.skips else 1]
+        return min(map(self._descended, starts), key=lambda each: each.by_peak, default=None)
+
+    def _descended(self, proposal: Proposal) -> Proposal:
+        """What edits make of it, as long as it gets smaller."""
+        while self._thorough:
+            better = min([proposal, *self._neighbours(proposal)], key=lambda each: each.by_peak)
+            if better is proposal:
                 break
-            least = better
-        return least
+            proposal = better
+        return proposal
 
     def _hopeful_stair(self, budget_bytes: int) -> int:
         """The highest stair worth a try."""

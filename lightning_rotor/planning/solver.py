@@ -95,6 +95,8 @@ class Solver:
 
     def _fastest(self, budget_bytes: int) -> Proposal | None:
         found = [self._all.fastest(budget_bytes)]
+        if self.chain.skips:
+            found.append(self._all_by_readers.fastest(budget_bytes))
         # Somewhat further than it reaches, so that a larger budget is not worse off with the coarse table alone.
         if self._is_coarse and budget_bytes <= 1.5 * self._small_bytes:
             found.append(self._small.fastest(budget_bytes))
@@ -107,6 +109,8 @@ class Solver:
     @cached_property
     def _smallest(self) -> Proposal:
         found = [self._all.smallest(), self._small.smallest() if self._is_coarse else None, self._keep_all]
+        if self.chain.skips:
+            found.append(self._all_by_readers.smallest())
         return min((each for each in found if each is not None), key=lambda each: each.by_peak)
 
     def _refusal(self, budget_bytes: object) -> BudgetError:
@@ -144,6 +148,11 @@ class Solver:
         return self._solve(self._most_bytes)
 
     @cached_property
+    def _all_by_readers(self) -> Staircase:
+        """The same under another rule for skips; the simulator tells which of the two was right."""
+        return self._solve(self._most_bytes, readers_pay=True)
+
+    @cached_property
     def _small(self) -> Staircase:
         """For small budgets, of which a coarse table has only a few slots."""
         return self._solve(math.ceil(self._small_bytes))
@@ -156,12 +165,16 @@ class Solver:
     def _is_coarse(self) -> bool:
         return self._slots < _FINE_SLOTS and not self._is_exact(self._most_bytes)
 
-    def _solve(self, most_bytes: int) -> Staircase:
+    def _solve(self, most_bytes: int, *, readers_pay: bool = False) -> Staircase:
         """One table for budgets up to ``most_bytes``."""
         exact, refined = self._is_exact(most_bytes), len(self.chain) <= _REFINED_STAGES
         unit = float(self._divisor) if exact else most_bytes / self._slots
         thresholds = thresholds_of(
-            self.chain, unit=unit, gradients_exist=self._gradients_exist, lingering_bytes=self._lingering_bytes
+            self.chain,
+            unit=unit,
+            gradients_exist=self._gradients_exist,
+            lingering_bytes=self._lingering_bytes,
+            readers_pay=readers_pay,
         )
         # A little more than everything takes, for what rounds up.
         slots = math.ceil(most_bytes / unit) + len(self.chain) // 16 + 4

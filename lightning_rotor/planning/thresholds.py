@@ -158,13 +158,23 @@ class Thresholds:
     segment_seconds: float
 
 
-def thresholds_of(chain: Chain, *, unit: float, gradients_exist: bool = False, lingering_bytes: int = 0) -> Thresholds:
-    """Translate a chain into slots of ``unit`` bytes. Takes O(n²) for ``n`` stages."""
+def thresholds_of(
+    chain: Chain,
+    *,
+    unit: float,
+    gradients_exist: bool = False,
+    lingering_bytes: int = 0,
+    readers_pay: bool = False,
+) -> Thresholds:
+    """Translate a chain into slots of ``unit`` bytes. Takes O(n²) for ``n`` stages.
+
+    ``readers_pay`` retains every skip by its first reader: less than some schedules take, where the other rule is more than some do.
+    """
     n = len(chain)
     ruler = _Ruler(chain, unit)
     backward_base = _backward_bases(chain, gradients_exist)
     pinned = [sum(stage.pinned_bytes for stage in chain.stages[:index]) for index in range(n)]
-    skips = _Skips(chain)
+    skips = _Skips(chain, readers_pay=readers_pay)
     in_forward = lingering_bytes + np.array(pinned, np.int64) + skips.in_forward
     own_discards = np.zeros(n, np.int64)
     states = _state_bytes(chain)
@@ -184,7 +194,7 @@ def thresholds_of(chain: Chain, *, unit: float, gradients_exist: bool = False, l
 class _Skips:
     """Skips by the rule under which they are retained, see above."""
 
-    def __init__(self, chain: Chain) -> None:
+    def __init__(self, chain: Chain, *, readers_pay: bool) -> None:
         n = len(chain)
         self.in_forward = np.zeros(n, np.int64)  # by stage: what the running forward holds
         self.held = np.zeros((n, n), np.int64)
@@ -196,21 +206,26 @@ class _Skips:
             born, last, size = skip.born, skip.last_use, skip.size_bytes
             if skip.in_output:
                 self.in_forward[born + 1 :] += size
-            elif born >= 0 and (len(skip.uses) > 1 or number in chain.stages[born].keep.saved_skips):
+            elif (
+                born >= 0 and not readers_pay and (len(skip.uses) > 1 or number in chain.stages[born].keep.saved_skips)
+            ):
                 self.from_birth.add(number)
                 self._births[born] += size
                 self.handed_on[: born + 1, born:last] += size
                 self._spans.append((born, last, size))
             elif born >= 0:
-                self.in_forward[born + 1 : last + 1] += size
-                self.held[born + 1 : last + 1, last:] += size
+                first = skip.uses[0]
+                self.in_forward[born + 1 : first + 1] += size
+                self.held[born + 1 : first + 1, first:] += size
 
     def retained(self, index: int, option: Option, chain: Chain) -> int:
         """What a kept stage takes: the skips that it makes, and those that it alone reads and saves."""
         saved = [
             number
             for number in option.saved_skips
-            if number not in self.from_birth and not chain.skips[number].in_output and chain.skips[number].born < index
+            if number not in self.from_birth
+            and not chain.skips[number].in_output
+            and chain.skips[number].uses[0] == index
         ]
         return int(self._births[index]) + sum(chain.skips[number].size_bytes for number in saved)
 
