@@ -7,6 +7,7 @@ can see: no wrapper, the same class, repr, parameters and state_dict keys.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -40,6 +41,13 @@ from lightning_rotor.recomputation import is_recomputing
 from lightning_rotor.sequential import is_plain_stock
 from lightning_rotor.tracing import GraphCut
 from lightning_rotor.units import format_bytes
+
+_log = logging.getLogger(__name__)
+_WAYS = {
+    "sequential": "as an nn.Sequential",
+    "graph": "along its torch.fx graph",
+    "recording": "along a recording of its forward",
+}
 
 _KEY = "_lightning_rotor"
 _MAX_PLANS = 16
@@ -277,6 +285,13 @@ class PlannedForward:
         if cut not in self._cuts:
             if isinstance(cut, GraphCut):
                 require_same(self._module, cut, args, kwargs)
+            _log.info(
+                "%s becomes %d stages %s%s",
+                type(self._module).__name__,
+                len(cut.stages),
+                _WAYS[cut.way],
+                "".join(f"; not {_WAYS[way]}: {reason}" for way, reason in getattr(cut, "reasons", {}).items()),
+            )
             self._take(cut)
         value = cut.bind(args, kwargs)
         if value is None:
