@@ -213,7 +213,7 @@ def markdown(rows: dict[str, Any]) -> str:
         "# torchvision's classification models, unchanged",
         "",
         f"{len(good)} of {len(rows)} become a chain; {equal} of these give the bits of the plain model under every plan tried (least memory, the",
-        f"middle, no recomputation). The allocator's peak exceeds the simulated one by {excess} bytes at most (the loss). Batch of {BATCH}, CPU,",
+        f"middle, no recomputation). The allocator's peak exceeds the simulated one by {excess:,} bytes at most. Batch of {BATCH}, CPU,",
         "one thread; peaks count activations and their gradients; times are measured against the plain step, median of three in turns on a busy",
         "machine. Made by `benchmarks/models.py`.",
         "",
