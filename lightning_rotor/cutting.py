@@ -1,6 +1,7 @@
-"""The first way that turns a module into a chain: a plain ``nn.Sequential`` is cut between its members, anything else along its graph.
+"""The way that turns a module into a chain: an ``nn.Sequential`` of layers is cut between them, anything else along its graph.
 
 The graph is traced on symbols, and then holds for inputs of any size. Code that symbols cannot run is recorded on the call's own tensors.
+An ``nn.Sequential`` of blocks is cut along its graph as well, so that a plan can choose inside the blocks; between them if it has none.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ class Cut(Protocol):
     def stages(self) -> tuple[Stage, ...]:
         """The stages, in order."""
 
+    @property
+    def reasons(self) -> Mapping[str, str]:
+        """For each other way that was tried, why it was not taken."""
+
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The first stage's input for a call, or None if the stages do not speak of this call or of the module as it is now."""
 
@@ -41,6 +46,7 @@ class SequentialCut:
     way: ClassVar[str] = "sequential"
 
     def __init__(self, module: nn.Module) -> None:
+        self.reasons: Mapping[str, str] = {}
         self._module = module
         self._stages = sequential_stages(module)
 
@@ -81,28 +87,37 @@ def sequentialize(
     """
     check_module(module)
     reasons: dict[str, str] = {}
+    best: SequentialCut | GraphCut | None = None
     try:
-        return SequentialCut(module)
+        best = SequentialCut(module)
+        blocks = [stage.name for stage in best.stages if _has_layers(stage)]
+        if not blocks:
+            return best
+        reasons["sequential"] = f"there are several layers in {blocks[0]!r}, between which a graph can be cut"
     except ModelError as error:
         reasons["sequential"] = str(error)
-    best: GraphCut | None = None
     for way, find in (("graph", cut_graph), ("recording", cut_recording)):
         try:
             cut = find(module, args, kwargs)
         except ModelError as error:
             reasons[way] = str(error)
             continue
-        cut.reasons = dict(reasons)
         if best is None or len(cut.stages) > len(best.stages):
             best = cut
         objection = _objection(module, cut)
         if objection is None:
             break
         reasons[way] = objection
-    if best is None or len(best.stages) < 2:
+    if best is None or (len(best.stages) < 2 and isinstance(best, GraphCut)):
         tried = ". ".join(f"{_SPELLED[way]}: {reason}" for way, reason in reasons.items())
         raise ModelError(f"{type(module).__name__} cannot be planned. {tried}")
+    best.reasons = {way: reason for way, reason in reasons.items() if way != best.way}
     return best
+
+
+def _has_layers(stage: Stage) -> bool:
+    """Whether a stage is more than one layer. Attention holds its projection, but runs as one function."""
+    return any(module._modules and not isinstance(module, nn.MultiheadAttention) for module in stage.modules)
 
 
 _SPELLED = {"sequential": "As an nn.Sequential", "graph": "As a graph", "recording": "As a recording"}

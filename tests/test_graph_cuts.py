@@ -136,9 +136,24 @@ def test_models_of_torchvision(name: str, stages: int) -> None:
 
 def test_equal_blocks_are_recognised() -> None:
     cut = cut_graph(torchvision.models.resnet101(), (torch.randn(IMAGES),))
-    stages = {stage.name: stage for stage in cut.stages}
-    assert _identity(stages["layer3.1"]) == _identity(stages["layer3.22"]) != _identity(stages["layer3.0"])
-    assert list(stages)[:3] == ["conv1", "bn1 … relu", "maxpool"]
+
+    def identities(block: str) -> list[Any]:
+        return [_identity(stage) for stage in cut.stages if stage.name.startswith(f"{block}.")]
+
+    assert identities("layer3.1") == identities("layer3.22") != identities("layer3.0")
+    assert [stage.name for stage in cut.stages][:3] == ["conv1", "bn1 … relu", "maxpool"]
+
+
+def test_cuts_are_between_any_two_operations_that_save_something() -> None:
+    cut = cut_graph(torchvision.models.resnet101(), (torch.randn(IMAGES),))
+    assert [stage.name for stage in cut.stages if stage.name.startswith("layer3.1.")] == [
+        "layer3.1.conv1",
+        "layer3.1.bn1 … layer3.1.relu",
+        "layer3.1.conv2",
+        "layer3.1.bn2 … layer3.1.relu",
+        "layer3.1.conv3",
+        "layer3.1.bn3 … layer3.1.relu",
+    ]
 
 
 class Block(nn.Module):

@@ -1,26 +1,31 @@
 r"""Where to cut a graph into stages.
 
-A cut is cheapest where one value alone is alive: everything behind it can be computed from that value. Sizes (``n = x.shape[0]``) may
-come along, they weigh nothing; parameters and buffers do not count, for every stage reads them where they are::
+A plan chooses between cuts alone: what is behind one can be recomputed without what is before it. So there should be a cut between any
+two operations that save something for the backward. In a transformer's block that is what a planner needs to drop the cheap outputs and
+keep the dear ones, in a residual network what it needs to keep a convolution's output and recompute its normalization::
 
-    input ─ conv1 ─ bn1 ─ relu ─┬─ conv ─ bn ─ + ─ relu ─ flatten ─ fc
-          │       │     │       └────────────┘ │       │          │
-          cut     cut   cut       no cut here   cut     cut        cut
+    x ─┬─ norm ─ qkv ─ attention ─ proj ─ + ─┬─ norm ─ fc1 ─ gelu ─ fc2 ─ + ─
+       │      cut   cut         cut      │   cut     cut   cut    cut     │   cut
+       └─────────────────────────────────┘   └────────────────────────────┘
 
-Where such places are far apart (dense blocks, branches, a mask beside the activations, skips from one end of a U-Net to the other), several
-values are alive at all of them. A cut there is worth its bytes if what it adds to hold is little against what the stages on both sides
-compute: see :func:`_worthwhile`.
+Between two such operations the cut is where the least is alive, so additions and views belong to what is before them: a boundary of two
+tensors would be of no use there. What else is alive at a cut (the shortcut x, a mask) is carried along, see :class:`lightning_rotor.chain.Skip`.
+Parameters and buffers are none of it, for every stage reads them where they are.
 """
 
 from __future__ import annotations
 
+import heapq
 import operator
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, count, pairwise
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten
 
 from lightning_rotor.errors import ModelError
@@ -30,9 +35,27 @@ from lightning_rotor.tracing.slices import GraphSlice
 from lightning_rotor.tracing.tracer import IN_PLACE, Tracer
 from lightning_rotor.wiring import Wire, Wiring, packed
 
+# The time of planning grows with the cube of the stages, and the least of several hundred matter little.
+MOST_STAGES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Memory that one operation takes.
+
+    Attributes:
+        made_bytes: New storages in what it returns.
+        saved_bytes: Storages that autograd saves for its backward, parameters and buffers not among them.
+        storages: Sizes of the storages under what it returns, new or not, by a number for each.
+    """
+
+    made_bytes: int
+    saved_bytes: int
+    storages: Mapping[int, int]
+
 
 def stages_of(
-    module: nn.Module, graph: fx.Graph, tracer: Tracer | Recorder, sizes: Mapping[fx.Node, int] | None = None
+    module: nn.Module, graph: fx.Graph, tracer: Tracer | Recorder, footprints: Mapping[fx.Node, Footprint] | None = None
 ) -> list[Stage]:
     """Cut a graph into stages.
 
@@ -40,20 +63,19 @@ def stages_of(
         module: What it was traced from.
         graph: Its operations.
         tracer: What traced it.
-        sizes: Bytes of new memory in what each operation returns; without them only places where one value is alive are cut.
+        footprints: What each operation takes; without them only places where one value is alive are cut.
     Raises:
         ModelError: There are no operations.
     """
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    body = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
+    inputs, body = _parts(graph)
     (result,) = [node for node in graph.nodes if node.op == "output"]
     if not body:
         raise ModelError(f"the forward of {type(module).__name__} computes nothing: expected at least one operation")
     lives = _Lives(module, inputs, body, result)
-    single = lives.single_cuts()
-    cuts = single if sizes is None else sorted({*single, *lives.further_cuts(single, sizes)})
+    cuts = lives.single_cuts() if footprints is None else lives.cuts(footprints)
     names = _Names(module, body)
-    number = {node: index for index, node in enumerate((*inputs, *body))}
+    values = (*inputs, *body)
+    number = {node: index for index, node in enumerate(values)}
     stages: list[Stage] = []
     for start, end in zip((0, *cuts), (*cuts, len(body)), strict=True):
         nodes, is_last = body[start:end], end == len(body)
@@ -61,18 +83,26 @@ def stages_of(
         read = [node for step in nodes for node in step.all_input_nodes] + (result.all_input_nodes if is_last else [])
         reads = sorted({number[node] for node in read if node in number and node not in inside})
         outputs = [node for node in nodes if lives.last_use[node] >= end]
-        before = [(*inputs, *body)[index] for index in reads]
-        given = result.args[0] if is_last else outputs[0] if len(outputs) == 1 else tuple(outputs)
-        piece = GraphSlice(before, nodes, given, root=module, owners=tracer.owners, constants=tracer.constants)
-        writes = (len(number),) if is_last else tuple(number[node] for node in outputs)
+        given = result.args[0] if is_last else packed(outputs)
+        piece = GraphSlice(
+            [values[index] for index in reads],
+            nodes,
+            given,
+            root=module,
+            owners=tracer.owners,
+            constants=tracer.constants,
+        )
+        writes = (len(values),) if is_last else tuple(number[node] for node in outputs)
         stages.append(Stage(names.of(nodes), (piece,), Wiring.of([Wire(tuple(reads), writes)], writes)))
     return stages
 
 
-def sizes_of(
+def footprints_of(
     module: nn.Module, graph: fx.Graph, tracer: Tracer | Recorder, tensors: Sequence[torch.Tensor]
-) -> dict[fx.Node, int]:
-    """Run a graph, one operation after the other; bytes of new memory in what each of them returns.
+) -> dict[fx.Node, Footprint]:
+    """Run a graph, one operation after the other, and see what each of them makes and saves.
+
+    What is saved is let go at once, so this takes no more memory than a forward without gradients.
 
     Args:
         module: What it was traced from; the run updates its buffers and generators.
@@ -80,30 +110,61 @@ def sizes_of(
         tracer: What traced it.
         tensors: Of the call.
     """
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    body = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
+    inputs, body = _parts(graph)
     last_use = {used: index for index, node in enumerate(body) for used in node.all_input_nodes}
     values: dict[fx.Node, Any] = dict(zip(inputs, tensors, strict=True))
-    sizes: dict[fx.Node, int] = {}
+    # What somebody holds anyway.
+    lasting = {_address(tensor) for tensor in (*module.parameters(), *module.buffers(), *tracer.constants, *tensors)}
+    numbers = count()
+    numbered: dict[fx.Node, dict[int, int]] = {}  # by address, while the value is alive
+    found: dict[fx.Node, Footprint] = {}
     for index, node in enumerate(body):
         reads = [used for used in node.all_input_nodes if used.op != "get_attr"]
         step = GraphSlice(reads, [node], node, root=module, owners=tracer.owners, constants=tracer.constants)
-        taken = [values[used] for used in reads]
-        values[node] = step(packed(taken))
-        old = {tensor.untyped_storage().data_ptr() for tensor in _tensors((taken, list(step.direct_tensors())))}
-        storages = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in _tensors(values[node])
-        }
-        sizes[node] = sum(size for address, size in storages.items() if address not in old)
-        del taken
+        values[node], saved = _run_and_watch(step, packed([values[used] for used in reads]))
+        old = {address: number for used in reads for address, number in numbered.get(used, {}).items()}
+        made = {address: size for address, size in _storages(_tensors(values[node])).items() if address not in lasting}
+        numbered[node] = {address: old[address] if address in old else next(numbers) for address in made}
+        found[node] = Footprint(
+            made_bytes=sum(size for address, size in made.items() if address not in old),
+            saved_bytes=sum(size for address, size in saved.items() if address not in lasting),
+            storages={numbered[node][address]: size for address, size in made.items()},
+        )
         for used in (*reads, node):
             if last_use.get(used, -1) <= index:
                 values.pop(used, None)
-    return sizes
+                numbered.pop(used, None)
+    return found
+
+
+def _run_and_watch(step: GraphSlice, value: Any) -> tuple[Any, dict[int, int]]:
+    """What an operation returns, and the storages that it saves, which are dropped."""
+    saved: dict[int, int] = {}
+    with saved_tensors_hooks(lambda tensor: saved.update(_storages([tensor])), _never_unpacked):
+        return step(value), saved
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Sizes by address."""
+    return {_address(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+
+
+def _parts(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The inputs of a graph and its operations."""
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    return inputs, [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _never_unpacked(_: None) -> torch.Tensor:
+    raise AssertionError("nobody differentiates this run")
 
 
 class _Lives:
@@ -111,14 +172,13 @@ class _Lives:
 
     def __init__(self, module: nn.Module, inputs: Sequence[fx.Node], body: Sequence[fx.Node], result: fx.Node) -> None:
         self._module = module
-        self._inputs = inputs
         self._body = body
         position = {node: index for index, node in enumerate(body)} | {result: len(body)}
         self.last_use = {node: max((position[user] for user in node.users), default=-1) for node in (*inputs, *body)}
         self._weightless = _weightless(body)
-        # By the number of operations that have run: the values that are read later, inputs included.
+        # By the number of operations that have run: what is read later. The chain's inputs are not among it, the caller holds them anyway.
         self._alive: list[list[fx.Node]] = []
-        alive = dict.fromkeys(node for node in inputs if self.last_use[node] >= 0)
+        alive: dict[fx.Node, None] = {}
         for index, node in enumerate(body):
             self._alive.append(list(alive))
             for used in node.all_input_nodes:
@@ -139,42 +199,28 @@ class _Lives:
                 cuts.append(place)
         return cuts
 
-    def further_cuts(self, cuts: Sequence[int], sizes: Mapping[fx.Node, int]) -> list[int]:
-        """Cuts between those, where several values are alive."""
-        found: list[int] = []
-        coarse = _COARSE * sum(sizes.get(node, 0) for node in self._body)
-        for start, end in zip((0, *cuts), (*cuts, len(self._body)), strict=True):
-            if sum(sizes.get(node, 0) for node in self._body[start:end]) > coarse:
-                found += self._worthwhile(start, end, sizes)
-        return found
+    def cuts(self, footprints: Mapping[fx.Node, Footprint]) -> list[int]:
+        """After how many operations to cut: once between any two that save something, where the least is alive."""
+        saving = [index for index, node in enumerate(self._body) if footprints[node].saved_bytes]
+        held = [self._held_bytes(place, footprints) for place in range(len(self._body))]
+        cuts = set(self.single_cuts())
+        for index, following in pairwise(saving):
+            places = [place for place in range(index + 1, following + 1) if self._is_possible(place)]
+            if places:
+                cuts.add(min(places, key=held.__getitem__))
+        return _thinned(
+            sorted(cuts), [footprints[node].made_bytes + footprints[node].saved_bytes for node in self._body]
+        )
 
-    def _worthwhile(self, start: int, end: int, sizes: Mapping[fx.Node, int]) -> list[int]:
-        """Places where less is alive than around them, and little against what is computed on either side.
-
-        To recompute a stage instead of keeping it, one holds what it reads: the cut pays if that is less than what its operations return.
-        What was alive at the cut before is held anyway.
-        """
-        held = [sum(sizes.get(node, 0) for node in self._values(place)) for place in range(start, end + 1)]
-        total = [0]
-        for node in self._body[start:end]:
-            total.append(total[-1] + sizes.get(node, 0))
-        found: list[int] = []
-        before = start
-        for place in range(start + 1, end):
-            here = place - start
-            is_least = held[here] <= held[here - 1] and held[here] < held[here + 1]
-            if not is_least or not self._is_possible(place):
-                continue
-            old = set(self._values(before))
-            new = sum(sizes.get(node, 0) for node in self._values(place) if node not in old)
-            if _GAIN * new <= total[here] - total[before - start] and _GAIN * new <= total[-1] - total[here]:
-                found.append(place)
-                before = place
-        return found
+    def _held_bytes(self, place: int, footprints: Mapping[fx.Node, Footprint]) -> int:
+        storages: dict[int, int] = {}
+        for node in self._values(place):
+            storages.update(footprints[node].storages)
+        return sum(storages.values())
 
     def _values(self, place: int) -> list[fx.Node]:
-        """What weighs something: the caller holds the chain's inputs anyway."""
-        return [node for node in self._alive[place] if node not in self._weightless and node not in self._inputs]
+        """What weighs something."""
+        return [node for node in self._alive[place] if node not in self._weightless]
 
     def _is_possible(self, place: int) -> bool:
         return (
@@ -194,10 +240,38 @@ class _Lives:
         )
 
 
-# A stretch without a cut is worth a closer look if it returns more than this part of what all operations return.
-_COARSE = 1 / 4
-# By how much the operations on either side of a cut must outweigh what it adds to hold.
-_GAIN = 2
+def _thinned(cuts: Sequence[int], weights: Sequence[int]) -> list[int]:
+    """The cuts that matter: the lightest stage joins its lighter neighbour, as long as it weighs next to nothing or there are too many.
+
+    Args:
+        cuts: Rising places.
+        weights: Bytes that each operation makes and saves.
+    """
+    sums = [0, *accumulate(weights)]
+    left = {end: start for start, end in pairwise((0, *cuts, len(weights)))}
+    right = {start: end for end, start in left.items()}
+    lightest = [(sums[end] - sums[start], start, end) for end, start in left.items()]
+    heapq.heapify(lightest)
+    while len(right) > 1:
+        weight, start, end = heapq.heappop(lightest)
+        if right.get(start) != end:
+            continue  # it has joined another since
+        if len(right) <= MOST_STAGES and weight >= sums[-1] / _NOTHING:
+            break
+        before, after = left.get(start), right.get(end)
+        if after is None or (before is not None and sums[start] - sums[before] <= sums[after] - sums[end]):
+            del right[start]
+            start = left.pop(start)
+        else:
+            del left[end]
+            end = right.pop(end)
+        left[end], right[start] = start, end
+        heapq.heappush(lightest, (sums[end] - sums[start], start, end))
+    return sorted(right)[1:]
+
+
+# A stage that weighs less than this part of all is not worth a cut.
+_NOTHING = 4096
 
 
 def _weightless(body: Sequence[fx.Node]) -> set[fx.Node]:
@@ -229,7 +303,36 @@ _PIECES = (
     torch.unbind,
     torch.tensor_split,
 )
+# Not what a stage is named after.
+_VIEWS = {
+    "chunk",
+    "contiguous",
+    "expand",
+    "flatten",
+    "getitem",
+    "narrow",
+    "permute",
+    "reshape",
+    "select",
+    "split",
+    "split_with_sizes",
+    "squeeze",
+    "swapaxes",
+    "t",
+    "tensor_split",
+    "transpose",
+    "unbind",
+    "unflatten",
+    "unsqueeze",
+    "view",
+}
 _METADATA = ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "layout")
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether an operation only shows its input in another way; a few of these copy if they must."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return node.op != "call_module" and name in _VIEWS
 
 
 class _Names:
@@ -248,8 +351,8 @@ class _Names:
         return name if self._taken[name] == 1 else f"{name} ({self._taken[name]})"
 
     def _describe(self, nodes: Sequence[fx.Node]) -> str:
-        quiet = (torch._assert, operator.getitem)
-        working = [node for node in nodes if node not in self._silent and node.target not in quiet] or list(nodes)
+        audible = [node for node in nodes if node not in self._silent and node.target is not torch._assert]
+        working = [node for node in audible if not _is_view(node)] or audible or list(nodes)
         paths = [str(node.meta["module"]).split(".") for node in working]
         common: list[str] = []
         for parts in zip(*paths, strict=False):

@@ -14,9 +14,8 @@ from torch import fx, nn
 
 from lightning_rotor.errors import ModelError
 from lightning_rotor.generators import GeneratorStates
-from lightning_rotor.recomputation import recomputed
 from lightning_rotor.sequential import Stage, wiring_of
-from lightning_rotor.tracing.boundaries import sizes_of, stages_of
+from lightning_rotor.tracing.boundaries import Footprint, footprints_of, stages_of
 from lightning_rotor.tracing.call import Call
 from lightning_rotor.tracing.guards import Guards
 from lightning_rotor.tracing.recorder import Recorder
@@ -38,7 +37,7 @@ class GraphCut:
         stages: The first values of the chain are the call's tensors, the last stage returns what the module returns.
         opaque: Modules that had to become one operation, by name, and why.
         way: ``"graph"`` if the forward ran on symbols, ``"recording"`` if it ran on the call's tensors.
-        reasons: For each other way that was tried before, why it was not taken.
+        reasons: For each other way that was tried, why it was not taken.
     """
 
     stages: tuple[Stage, ...]
@@ -145,18 +144,20 @@ def _cut(module: nn.Module, call: Call, make: type[Tracer | Recorder]) -> GraphC
     called = {str(node.target): names[str(node.target)] for node in graph.nodes if node.op == "call_module"}
     inside |= {below for leaf in called.values() for below in leaf.modules()}
     watched = [submodule for submodule in names.values() if submodule not in inside and not _is_torchs(submodule)]
-    stages = tuple(stages_of(module, graph, tracer, _sizes(module, call, graph, tracer)))
+    stages = tuple(stages_of(module, graph, tracer, _footprints(module, call, graph, tracer)))
     way, guards = ("recording", tracer.guards) if isinstance(tracer, Recorder) else ("graph", None)
     return GraphCut(stages, opaque, way, module, _key(call, way), Watch(module, watched), guards)
 
 
-def _sizes(module: nn.Module, call: Call, graph: fx.Graph, tracer: Tracer | Recorder) -> dict[fx.Node, int] | None:
-    """Bytes that the operations of a graph make; None if the graph does not run, which its checks will find, too."""
+def _footprints(
+    module: nn.Module, call: Call, graph: fx.Graph, tracer: Tracer | Recorder
+) -> dict[fx.Node, Footprint] | None:
+    """What the operations of a graph make and save; None if the graph does not run, which its checks will find, too."""
     states, restorer = GeneratorStates(), Restorer(module.modules())
     tensors = [tensor.detach().clone().requires_grad_(tensor.requires_grad).view_as(tensor) for tensor in call.tensors]
     try:
         with _lent(module, call), kept_attributes(Stage("", (module,))):
-            sizes: dict[fx.Node, int] = recomputed(lambda: sizes_of(module, graph, tracer, tensors), draws_random=False)
+            return footprints_of(module, graph, tracer, tensors)
     except torch.OutOfMemoryError:
         raise
     except Exception:
@@ -164,7 +165,6 @@ def _sizes(module: nn.Module, call: Call, graph: fx.Graph, tracer: Tracer | Reco
     finally:
         restorer.restore()
         states.restore()
-    return sizes
 
 
 def _key(call: Call, way: str) -> Any:

@@ -37,11 +37,11 @@ from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.tracing.call import PLAIN, Call
 from lightning_rotor.tracing.guards import Guards, ancestors, spell_value
 from lightning_rotor.tracing.operations import METADATA, REFUSED, is_assignment, is_torchs, name_of, spell
-from lightning_rotor.tracing.tracer import CONSTANT, UntraceableError, ambient, is_opaque, tensor_slots
+from lightning_rotor.tracing.tracer import BLOCKS, CONSTANT, UntraceableError, ambient, is_opaque, tensor_slots
 from lightning_rotor.tracing.values import Values, version_of
 from lightning_rotor.tracing.witness import Witness
 
-_CONTAINERS = (nn.Sequential, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
+_CONTAINERS = (nn.Sequential, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder, *BLOCKS)
 _RANDOM = "random numbers, as when a block is skipped at random"
 
 

@@ -102,7 +102,9 @@ class Tracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whether a module is one operation."""
-        return is_opaque(m, self._opaque, self._opaque_types) or super().is_leaf_module(m, module_qualified_name)
+        return is_opaque(m, self._opaque, self._opaque_types) or (
+            type(m) not in BLOCKS and super().is_leaf_module(m, module_qualified_name)
+        )
 
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -177,6 +179,10 @@ class Tracer(fx.Tracer):
 
 
 # -------------------------------------------------------------------- modules
+
+
+BLOCKS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+"""Modules of torch that are several layers, so that one wants to choose between these."""
 
 
 def is_opaque(module: nn.Module, opaque: set[nn.Module], opaque_types: set[type]) -> bool:
