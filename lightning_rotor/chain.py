@@ -70,6 +70,8 @@ class Option:
         replay_seconds: Recorded forward up to the last saved tensor.
         backward_seconds: Backward, without any recomputation.
         saved_skips: Skips that autograd saves for this stage: numbers in :attr:`Chain.skips`.
+        saved_state_bytes: Buffers among ``StageCost.state_bytes`` that autograd saves (the index of a lookup, say). A plain forward saves
+            the module's own, at no cost; a recomputation works on copies, which stay until the backward.
     """
 
     name: str
@@ -90,6 +92,7 @@ class Option:
     replay_seconds: float
     backward_seconds: float
     saved_skips: tuple[int, ...] = ()
+    saved_state_bytes: int = 0
 
     def __post_init__(self) -> None:
         _check_costs(self)

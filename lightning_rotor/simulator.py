@@ -132,6 +132,7 @@ class _Simulator:
         self._saved_by_consumer = [0] * (n + 1)
         self._live_bytes = 0  # everything, kept up to date by the methods below
         self._gradient_bytes = 0  # the part of it that is the gradient of the boundary where the backward stands
+        self._saved_state_bytes = [0] * n  # copies of buffers that a recomputation has worked on and saved
         self._unused_state_bytes = 0  # remembered by nested segments during the running recomputation
         self._segment_seconds = 0.0
         self._skips = _Skips(chain)
@@ -269,7 +270,8 @@ class _Simulator:
         if not pending:
             peak = max(peak, option.unpack_peak_bytes)
         level = self._touch(stage, peak)
-        self._add(-option.saved_bytes)
+        self._add(-option.saved_bytes - self._saved_state_bytes[stage])
+        self._saved_state_bytes[stage] = 0
         self._set_saved(stage, consumer=0)
         self._set_saved(stage + 1, producer=0)
         self._live_bytes -= sum(self._skips.release(skip) for skip in option.saved_skips)
@@ -287,6 +289,10 @@ class _Simulator:
         self._record(segment.items, "recompute")
         self._add(-aside - self._unused_state_bytes)
         self._unused_state_bytes = 0
+        for item in segment.items:
+            if isinstance(item, Leaf):  # those that were not recomputed save nothing
+                self._saved_state_bytes[item.stage] = self._option(item).saved_state_bytes
+                self._add(self._saved_state_bytes[item.stage])
 
     # ---------------------------------------------------------------- accounting
 

@@ -152,7 +152,7 @@ def _stage(
     saves_nothing = odd and rng.random() < 0.15
     keep = _option("keep", index, before, shape, saves_nothing=saves_nothing)
     options = (keep, _selective(rng, index, before, shape, keep)) if two_options else (keep,)
-    return StageCost(
+    cost = StageCost(
         name=f"stage{index}",
         output_bytes=shape["output"],
         discard_peak_bytes=shape["output"] + max(shape["temporary"], shape["internal"] // 2),
@@ -163,6 +163,9 @@ def _stage(
         state_bytes=grain * rng.choice((0, 0, 1)) if odd else 0,
         recomputable=not (odd and rng.random() < 0.07),
     )
+    if index % 2 and keep.saved_tensors:  # it reads its buffers through an operation that saves them
+        options = tuple(replace(option, saved_state_bytes=cost.state_bytes) for option in options)
+    return replace(cost, options=options)
 
 
 def _option(name: str, index: int, before: int, shape: dict[str, int], *, saves_nothing: bool = False) -> Option:

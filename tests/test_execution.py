@@ -63,6 +63,31 @@ def test_keep_all_peak_is_exact(dense_case: Case) -> None:
     assert 0 <= kept.peak_bytes - simulated <= LOSS_BYTES
 
 
+class Lookup(nn.Module):
+    """A learned bias that is looked up by place, as in attention within windows (Swin). Autograd saves the index, a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # So large that the peak is in the backward, where its gradient appears.
+        self.table, self.linear = nn.Parameter(torch.randn(512, 32)), nn.Linear(32, 32)
+        self.register_buffer("index", torch.arange(256) * 2)
+        self.register_buffer("unsaved", torch.ones(32))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        bias = self.table[self.index]
+        return torch.tanh(self.linear(input) + bias + self.unsaved)
+
+
+@pytest.mark.parametrize("schedule", ["0-3", "0 (1-2) 3", "(0-2) 3", "((0-1) 2) 3", "(0 (1) 2) 3", "(0) (1) (2) 3"])
+def test_buffers_that_autograd_saves_are_copies_in_a_recomputation(schedule: str) -> None:
+    case = Case(nn.Sequential(*(Lookup() for _ in range(4))), torch.randn(256, 32))
+    profile = profile_of(case.net, case.batch)
+    assert [stage.keep.saved_state_bytes for stage in profile.chain] == [256 * 8] * 4
+    state = {key: value.clone() for key, value in case.net.state_dict().items()}
+    peak = training_step(case, executor(profile, schedule), state).peak_bytes
+    assert 0 <= peak - simulate(profile.chain, Schedule.parse(schedule)).peak_bytes <= LOSS_BYTES
+
+
 @pytest.fixture
 def dense_case() -> Case:
     net = nn.Sequential(

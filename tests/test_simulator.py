@@ -171,6 +171,17 @@ def test_segment_that_draws_remembers_the_generators_and_sets_them_aside() -> No
     assert extra == [3, 3, 3, 3, 6, 6, 3, 3]
 
 
+def test_copies_of_buffers_that_a_recomputation_saves_stay_until_the_backward() -> None:
+    saves = replace(STAGE, state_bytes=5, options=(replace(KEEP, saved_state_bytes=3),))
+    plain, chain = simulate(THREE, Schedule.parse("(0-1) 2")), chain_of(saves, saves, STAGE)
+    saving = simulate(chain, Schedule.parse("(0-1) 2"))
+    extra = [right.peak_bytes - left.peak_bytes for left, right in zip(plain.events, saving.events, strict=True)]
+    # Both stages' buffers are remembered; lent as well while 0 and 1 are recomputed; then the part that 1 and 0 save is left.
+    assert extra == [10, 10, 10, 10, 20, 20, 10 + 6, 10 + 3]
+    kept = simulate(chain, Schedule.keep_all(3))
+    assert timeline(kept) == timeline(simulate(THREE, Schedule.keep_all(3)))
+
+
 def test_every_run_of_a_segment_takes_its_host_time() -> None:
     chain = chain_of(STAGE, STAGE, STAGE, segment_seconds=0.5)
     for text, runs in (("0-2", 0), ("(0-1) 2", 1), ("(0) (1) 2", 2), ("((0) 1) 2", 3)):

@@ -31,6 +31,7 @@ finds them again, in O(n) per item of the schedule.
 Optimal among all schedule trees when the unit divides every size, up to approximations which the simulator judges afterwards:
 
 * States that nested segments remember (of generators, of buffers) count only from when their parent is recomputed.
+* Copies of buffers that a recomputation saves count only in the backward that started it.
 * A discarded pass over nested segments holds their inputs, which can matter only where a later gradient is larger than an
   earlier one.
 * Segments nested more than twice cost more host time than counted.

@@ -321,9 +321,9 @@ def _leaf_cost(
     own = base + option.saved_bytes + skip_bytes + (0 if is_last else option.saved_output_bytes)
     freed = size - min(size, option.saved_input_bytes)
 
-    def backward_need(least_peak: int) -> BackwardNeed:
+    def backward_need(least_peak: int, state_bytes: int = 0) -> BackwardNeed:
         plain, segment, held = (
-            own + max(peak, least_peak)
+            own + state_bytes + max(peak, least_peak)
             for peak in (
                 option.backward_peak_bytes,
                 option.backward_segment_peak_bytes,
@@ -346,7 +346,7 @@ def _leaf_cost(
         forward=ruler.slots(option.forward_peak_bytes),
         replay=ruler.slots(option.replay_peak_bytes),
         backward=backward_need(option.unpack_peak_bytes),
-        last_backward=backward_need(0),
+        last_backward=backward_need(0, option.saved_state_bytes),
         bare=ruler.slots(base + max(option.backward_peak_bytes, option.unpack_peak_bytes)),
     )
 

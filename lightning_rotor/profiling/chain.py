@@ -105,7 +105,8 @@ def profile_chain(
                 key = (_identity(stage), boundary.signature, ends.signature, last, recomputable)
                 if key not in known:
                     generators = GeneratorStates(device) if draws_random else None
-                    profiler = StageProfiler(stage, boundary, ends, meter, last, repeats, generators)
+                    remembered = states[-1].remembered
+                    profiler = StageProfiler(stage, boundary, ends, meter, last, repeats, remembered, generators)
                     with lent_buffers(stage):
                         known[key] = profiler.measure(recomputable=recomputable)
             measured.append((ends, known[key]))

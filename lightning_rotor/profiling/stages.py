@@ -160,6 +160,7 @@ class _KeepRun:
     input_gradient_bytes: int
     parameter_gradient_bytes: int
     saved_skips: tuple[int, ...]
+    saved_state_bytes: int
     skip_gradients: Mapping[int, SkipGradient]
 
 
@@ -190,6 +191,7 @@ class StageProfiler:
         meter: Of the device.
         last: The stage ends the chain, so the caller holds its output during the whole backward.
         repeats: Timed runs, the median counts; fewer if they are so long that noise does not matter.
+        remembered: Modules whose buffers a recomputation works on copies of.
         generators: If the stage may draw random numbers: where every run starts, so that all runs take the same course.
         gradients_apart: Gradients that later readers of a skip leave are slices, to which nothing can be added in place.
     """
@@ -200,6 +202,7 @@ class StageProfiler:
     meter: Meter
     last: bool
     repeats: int
+    remembered: tuple[torch.nn.Module, ...] = ()
     generators: GeneratorStates | None = None
     gradients_apart: bool = False
 
@@ -244,6 +247,7 @@ class StageProfiler:
             replay_seconds=seconds.replay,
             backward_seconds=seconds.backward,
             saved_skips=sizes.saved_skips,
+            saved_state_bytes=sizes.saved_state_bytes,
         )
         cost = StageCost(
             name=self.stage.name,
@@ -262,6 +266,7 @@ class StageProfiler:
         saves = unpacks = 0
         in_backward = False  # a stage may differentiate in its own forward
         saved: set[int] = set()
+        buffers = [buffer for module in self.remembered for buffer in module._buffers.values() if buffer is not None]
         self._rewind()
         with self.meter.recording() as recording:
 
@@ -321,6 +326,7 @@ class StageProfiler:
             input_gradient_bytes=gradients.link_bytes,
             parameter_gradient_bytes=gradients.parameter_bytes,
             saved_skips=saved_skips,
+            saved_state_bytes=storage_bytes(each for each in buffers if each.untyped_storage().data_ptr() in saved),
             skip_gradients=gradients.of_skips,
         )
 
