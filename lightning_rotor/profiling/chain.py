@@ -102,10 +102,10 @@ def profile_chain(
                 states.append(state_of(stage, passed.updating, scratch))
                 draws_random = any(seen.draws_random[index] for index in group) or may_draw(stage)
                 recomputable = passed.same_bits and not (number == 0 and seen.changes_input)
-                key = (_identity(stage), boundary.signature, ends.signature, last, recomputable)
+                remembered = states[-1].remembered
+                key = (_identity(stage), boundary.signature, ends.signature, last, recomputable, len(remembered))
                 if key not in known:
                     generators = GeneratorStates(device) if draws_random else None
-                    remembered = states[-1].remembered
                     profiler = StageProfiler(stage, boundary, ends, meter, last, repeats, remembered, generators)
                     with lent_buffers(stage):
                         known[key] = profiler.measure(recomputable=recomputable)
