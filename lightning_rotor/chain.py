@@ -46,6 +46,25 @@ from lightning_rotor.errors import ScheduleError
 
 
 @dataclass(frozen=True, slots=True)
+class BackwardPeaks:
+    """Peaks of one backward from its first saved tensor on, by who holds the stage's input meanwhile.
+
+    Attributes:
+        plain_bytes: Nobody but the stage.
+        segment_bytes: The enclosing segment, until the stage's last saved tensor is gone.
+        held_bytes: Somebody else throughout.
+    """
+
+    plain_bytes: int
+    segment_bytes: int
+    held_bytes: int
+
+    def __post_init__(self) -> None:
+        if min(self.plain_bytes, self.segment_bytes, self.held_bytes) < 0:
+            raise ScheduleError(f"{self}: sizes count bytes and are never negative")
+
+
+@dataclass(frozen=True, slots=True)
 class Option:
     """One way to run a stage so that it can be differentiated: what it holds until its backward, and what that costs.
 
@@ -72,6 +91,8 @@ class Option:
         saved_skips: Skips that autograd saves for this stage: numbers in :attr:`Chain.skips`.
         saved_state_bytes: Buffers among ``StageCost.state_bytes`` that autograd saves (the index of a lookup, say). A plain forward saves
             the module's own, at no cost; a recomputation works on copies, which stay until the backward.
+        accumulating: Peaks of the backward where parameters already have gradients, so that each new one is added to its own and freed at
+            once. None if they are those of a backward whose gradients pile up.
     """
 
     name: str
@@ -93,9 +114,16 @@ class Option:
     backward_seconds: float
     saved_skips: tuple[int, ...] = ()
     saved_state_bytes: int = 0
+    accumulating: BackwardPeaks | None = None
 
     def __post_init__(self) -> None:
         _check_costs(self)
+
+    def backward_peaks(self, *, gradients_exist: bool) -> BackwardPeaks:
+        """Peaks of the backward, where parameters have gradients already or where they do not."""
+        if gradients_exist and self.accumulating is not None:
+            return self.accumulating
+        return BackwardPeaks(self.backward_peak_bytes, self.backward_segment_peak_bytes, self.backward_held_peak_bytes)
 
 
 @dataclass(frozen=True, slots=True)

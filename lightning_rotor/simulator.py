@@ -261,12 +261,13 @@ class _Simulator:
                     self._release(segment.first)
                     self._give_up_read(segment)
             self._add(-self._gradient_bytes)
+        peaks = option.backward_peaks(gradients_exist=self._gradients_exist)
         if stage == 0 or self._saved_by_producer[stage]:
-            peak = option.backward_held_peak_bytes
+            peak = peaks.held_bytes
         elif self._holders[stage]:
-            peak = option.backward_segment_peak_bytes
+            peak = peaks.segment_bytes
         else:
-            peak = option.backward_peak_bytes
+            peak = peaks.plain_bytes
         if not pending:
             peak = max(peak, option.unpack_peak_bytes)
         level = self._touch(stage, peak)

@@ -112,13 +112,15 @@ class StepResult:
     peak_bytes: int
 
 
-def training_step(case: Case, forward: Callable[[Any], Any], state: dict[str, torch.Tensor]) -> StepResult:
-    """One forward and backward from a given state of the model and a fixed seed."""
+def training_step(
+    case: Case, forward: Callable[[Any], Any], state: dict[str, torch.Tensor], *, gradients_exist: bool = False
+) -> StepResult:
+    """One forward and backward from a given state of the model and a fixed seed; gradients start at zero, or are made."""
     with torch.no_grad():
         for key, value in case.net.state_dict().items():
             value.copy_(state[key])
     for parameter in case.net.parameters():
-        parameter.grad = None
+        parameter.grad = torch.zeros_like(parameter) if gradients_exist and parameter.requires_grad else None
     case.batch.grad = None
     torch.manual_seed(7)
     weights = torch.rand(1)

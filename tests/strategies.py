@@ -7,12 +7,12 @@ part of a forward, a backward holds at least the gradients that it reads and wri
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Literal, get_args
 
 from hypothesis import strategies as st
 
-from lightning_rotor.chain import Chain, Option, Skip, StageCost
+from lightning_rotor.chain import BackwardPeaks, Chain, Option, Skip, StageCost
 from lightning_rotor.schedule import Item, Leaf, Schedule, Segment
 
 Kind = Literal["cnn", "transformer", "heterogeneous", "odd", "options"]
@@ -77,6 +77,9 @@ def with_skips(rng: random.Random, chain: Chain) -> Chain:
                 replay_peak_bytes=option.replay_peak_bytes + made,
                 unpack_bytes=option.unpack_bytes + more,
                 **{name: getattr(option, name) + more for name in _BACKWARD_PEAKS},
+                accumulating=BackwardPeaks(
+                    *(peak + more for peak in astuple(option.backward_peaks(gradients_exist=True)))
+                ),
             )
             for option in stage.options
         )
@@ -177,7 +180,8 @@ def _option(name: str, index: int, before: int, shape: dict[str, int], *, saves_
         saves_nothing = True
     input_gradient = before if index else 0
     # The input dies when the backward has read it for the last time, which is after the input's gradient was made.
-    plain = max(output + input_gradient + temporary, input_gradient + shape["parameters"])
+    accumulating = max(output + input_gradient + temporary, input_gradient)
+    plain = max(accumulating, input_gradient + shape["parameters"])
     return Option(
         name=name,
         saved_bytes=internal,
@@ -198,6 +202,9 @@ def _option(name: str, index: int, before: int, shape: dict[str, int], *, saves_
         forward_seconds=seconds,
         replay_seconds=0.0 if saves_nothing else seconds * shape["replayed"] / 100,
         backward_seconds=seconds * 2,
+        accumulating=BackwardPeaks(
+            accumulating, accumulating + min(saves_input, temporary) // 2, accumulating + min(saves_input, temporary)
+        ),
     )
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import KINDS, random_chain, random_schedule
 
-from lightning_rotor.chain import Chain, Option, StageCost
+from lightning_rotor.chain import BackwardPeaks, Chain, Option, StageCost
 from lightning_rotor.errors import ScheduleError
 from lightning_rotor.schedule import Leaf, Schedule, Segment
 from lightning_rotor.simulator import Simulation, check_schedule, simulate
@@ -41,7 +42,7 @@ def chain_of(*stages: StageCost, **settings: float) -> Chain:
     return Chain(tuple(replace(stage, name=f"stage{index}") for index, stage in enumerate(stages)), **settings)  # type: ignore[arg-type]
 
 
-def with_keep(**costs: float) -> StageCost:
+def with_keep(**costs: Any) -> StageCost:
     return replace(STAGE, options=(replace(KEEP, **costs),))
 
 
@@ -123,13 +124,18 @@ def test_boundary_that_nobody_saves_is_gone_when_the_forward_has_passed() -> Non
 )
 def test_backward_peak_depends_on_who_holds_the_input(text: str, saved_before: bool, level: int) -> None:
     first = with_keep(saved_output_bytes=10 if saved_before else 0)
-    probe = with_keep(backward_peak_bytes=120, backward_segment_peak_bytes=130, backward_held_peak_bytes=140)
+    probe = with_keep(
+        backward_peak_bytes=120,
+        backward_segment_peak_bytes=130,
+        backward_held_peak_bytes=140,
+        accumulating=BackwardPeaks(plain_bytes=70, segment_bytes=80, held_bytes=90),
+    )
     schedule = Schedule.parse(text)
-    simulation = simulate(chain_of(first, probe, *[STAGE] * (len(schedule) - 2)), schedule)
+    chain = chain_of(first, probe, *[STAGE] * (len(schedule) - 2))
     # Alive besides: the output, what stage 0 saved, boundary 1, and what stage 1 saved.
-    assert [event.peak_bytes for event in simulation.events if event.phase == "backward" and event.stage == 1] == [
-        level
-    ]
+    for gradients_exist, less in ((False, 0), (True, 50)):
+        events = simulate(chain, schedule, gradients_exist=gradients_exist).events
+        assert [event.peak_bytes + less for event in events if (event.phase, event.stage) == ("backward", 1)] == [level]
 
 
 def test_stage_that_saves_nothing_is_not_recomputed_at_the_end_of_a_segment() -> None:

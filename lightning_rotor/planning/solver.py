@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import fields
+from dataclasses import astuple, fields
 from functools import cached_property
 
 from lightning_rotor.chain import Chain, Option, StageCost
@@ -220,4 +220,5 @@ def _sizes(chain: Chain) -> list[int]:
         sizes += [getattr(stage, size.name) for size in fields(StageCost) if size.name.endswith("_bytes")]
         for option in stage.options:
             sizes += [getattr(option, size.name) for size in fields(Option) if size.name.endswith("_bytes")]
+            sizes += astuple(option.backward_peaks(gradients_exist=True))
     return sizes

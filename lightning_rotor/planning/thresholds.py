@@ -32,7 +32,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import numpy.typing as npt
 
-from lightning_rotor.chain import Chain, Option, StageCost
+from lightning_rotor.chain import BackwardPeaks, Chain, Option, StageCost
 
 NEVER = 1 << 60
 """Slot that no table has: the decision is not allowed."""
@@ -180,7 +180,10 @@ def thresholds_of(
     states = _state_bytes(chain)
     return Thresholds(
         unit=unit,
-        stages=tuple(_stage_needs(chain, index, ruler, backward_base[index], skips) for index in range(n)),
+        stages=tuple(
+            _stage_needs(chain, index, ruler, backward_base[index], skips, gradients_exist=gradients_exist)
+            for index in range(n)
+        ),
         forward_base=tuple(ruler.slots(int(size)) for size in in_forward),
         discard=_discard_peaks(chain, own_discards, skips, unit),
         first_discard=_discard_peaks(chain, in_forward, skips, unit),
@@ -260,7 +263,9 @@ class _Ruler:
         return self.slots(self._before[index + 1]) - self.slots(start)
 
 
-def _stage_needs(chain: Chain, index: int, ruler: _Ruler, base: int, skips: _Skips) -> StageNeeds:
+def _stage_needs(
+    chain: Chain, index: int, ruler: _Ruler, base: int, skips: _Skips, *, gradients_exist: bool
+) -> StageNeeds:
     stage = chain.stages[index]
     size = _input_bytes(chain, index)
     saved_before = _classes(chain, index)
@@ -269,6 +274,7 @@ def _stage_needs(chain: Chain, index: int, ruler: _Ruler, base: int, skips: _Ski
         _leaf_cost(
             number,
             option,
+            option.backward_peaks(gradients_exist=gradients_exist),
             index,
             size,
             saved_before,
@@ -307,6 +313,7 @@ def _endings(
 def _leaf_cost(
     number: int,
     option: Option,
+    peaks: BackwardPeaks,
     index: int,
     size: int,
     saved_before: tuple[int, ...],
@@ -324,11 +331,7 @@ def _leaf_cost(
     def backward_need(least_peak: int, state_bytes: int = 0) -> BackwardNeed:
         plain, segment, held = (
             own + state_bytes + max(peak, least_peak)
-            for peak in (
-                option.backward_peak_bytes,
-                option.backward_segment_peak_bytes,
-                option.backward_held_peak_bytes,
-            )
+            for peak in (peaks.plain_bytes, peaks.segment_bytes, peaks.held_bytes)
         )
         return BackwardNeed(*(ruler.slots(need) for need in (plain, max(plain - freed, 0), segment, held)))
 
@@ -347,7 +350,7 @@ def _leaf_cost(
         replay=ruler.slots(option.replay_peak_bytes),
         backward=backward_need(option.unpack_peak_bytes),
         last_backward=backward_need(0, option.saved_state_bytes),
-        bare=ruler.slots(base + max(option.backward_peak_bytes, option.unpack_peak_bytes)),
+        bare=ruler.slots(base + max(peaks.plain_bytes, option.unpack_peak_bytes)),
     )
 
 

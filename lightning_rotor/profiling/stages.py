@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from lightning_rotor.sequential import Stage
 
 # Long enough for the noise of a busy machine to even out within one run.
 _ENOUGH_SECONDS = 0.5
+# Parameters' gradients below this part of a backward's peak may count as piling up though they do not; measuring takes time, too.
+_NEGLIGIBLE = 1 / 256
 
 
 class _GradientSource(torch.autograd.Function):
@@ -194,6 +197,7 @@ class StageProfiler:
         remembered: Modules whose buffers a recomputation works on copies of.
         generators: If the stage may draw random numbers: where every run starts, so that all runs take the same course.
         gradients_apart: Gradients that later readers of a skip leave are slices, to which nothing can be added in place.
+        gradients_exist: Parameters' gradients are given up as soon as they are there, as where autograd adds them to existing ones.
     """
 
     stage: Stage
@@ -205,6 +209,7 @@ class StageProfiler:
     remembered: tuple[torch.nn.Module, ...] = ()
     generators: GeneratorStates | None = None
     gradients_apart: bool = False
+    gradients_exist: bool = False
 
     def measure(self, *, recomputable: bool) -> StageMeasurement:
         """Bytes and seconds of the stage.
@@ -215,11 +220,20 @@ class StageProfiler:
         if self.meter.needs_warm_up:
             self._keep_run(hold_input=False, hold_output=False)
         seconds = self._seconds()
-        cost, gradients = self._cost(seconds, recomputable=recomputable)
+        cost, gradients = self._both_costs(seconds, recomputable=recomputable)
         apart = cost
         if any(self.ends.passed) and gradients:
-            apart, _ = replace(self, gradients_apart=True)._cost(seconds, recomputable=recomputable)
+            apart = replace(self, gradients_apart=True)._both_costs(seconds, recomputable=recomputable)[0]
         return StageMeasurement(cost, apart, gradients)
+
+    def _both_costs(self, seconds: _Seconds, *, recomputable: bool) -> tuple[StageCost, Mapping[int, SkipGradient]]:
+        """Costs where parameters have no gradients yet, with the peaks of a backward where they have."""
+        cost, gradients = self._cost(seconds, recomputable=recomputable)
+        if cost.keep.parameter_gradient_bytes <= _NEGLIGIBLE * cost.keep.backward_held_peak_bytes:
+            return cost, gradients
+        again, _ = replace(self, gradients_exist=True)._cost(seconds, recomputable=recomputable)
+        keep = replace(cost.keep, accumulating=again.keep.backward_peaks(gradients_exist=False))
+        return replace(cost, options=(keep,)), gradients
 
     def _cost(self, seconds: _Seconds, *, recomputable: bool) -> tuple[StageCost, Mapping[int, SkipGradient]]:
         sizes = self._keep_run(hold_input=False, hold_output=False)
@@ -291,7 +305,7 @@ class StageProfiler:
                 output = run_stage(self.stage, value)
             saved_skips = self._saved_skips(value, output, saved)
             recording.mark("root")
-            ends = _BackwardEnds.of(self.stage, self.ends, value, output, apart=self.gradients_apart)
+            ends = self._ends(value, output)
             recording.mark("drop input")
             if not hold_input:
                 del value
@@ -337,6 +351,11 @@ class StageProfiler:
         pairs = ((leaf, place) for leaf, place in zip(leaves, places, strict=True) if place is not None)
         return tuple(sorted({place for leaf, place in pairs if leaf.untyped_storage().data_ptr() in saved}))
 
+    def _ends(self, value: Any, output: Any) -> _BackwardEnds:
+        return _BackwardEnds.of(
+            self.stage, self.ends, value, output, apart=self.gradients_apart, gradients_exist=self.gradients_exist
+        )
+
     def _rewind(self) -> None:
         if self.generators is not None:
             self.generators.restore()
@@ -363,7 +382,7 @@ class StageProfiler:
             recording.mark("forward")
             output = recomputed(function, *leaves, draws_random=False)
             recording.mark("root")
-            ends = _BackwardEnds.of(self.stage, self.ends, leaves, output, apart=self.gradients_apart)
+            ends = self._ends(leaves, output)
             del output
             recording.mark("drop input")
             leaves.clear()
@@ -422,14 +441,19 @@ class _BackwardEnds:
         inputs: list[GradientEdge],
         places: list[int | None],
         parameters: list[torch.nn.Parameter],
+        *,
+        gradients_exist: bool,
     ) -> None:
         self._root = root
         self._inputs = inputs
         self._places = places
         self._parameters = parameters
+        self._given_up = parameters if gradients_exist else []
 
     @classmethod
-    def of(cls, stage: Stage, ends: StageEnds, value: Any, output: Any, *, apart: bool) -> _BackwardEnds:
+    def of(
+        cls, stage: Stage, ends: StageEnds, value: Any, output: Any, *, apart: bool, gradients_exist: bool = False
+    ) -> _BackwardEnds:
         leaves = tree_flatten(value)[0]
         # Later readers of a skip have left its gradient; what the stage hands on itself gets it as an output.
         handed_on = {id(tensor) for tensor in tensors_in(output)}
@@ -447,7 +471,7 @@ class _BackwardEnds:
         ]
         inputs = [get_gradient_edge(leaf) for leaf, _ in learning]
         parameters = [parameter for parameter in stage.parameters() if parameter.requires_grad]
-        return cls(root, inputs, [place for _, place in learning], parameters)
+        return cls(root, inputs, [place for _, place in learning], parameters, gradients_exist=gradients_exist)
 
     def gradients(self) -> _Gradients:
         """Run the backward once."""
@@ -456,9 +480,14 @@ class _BackwardEnds:
             return _Gradients(0, {}, 0)
         # Not backward(): .grad and the hooks of gradient accumulation are the user's.
         ends: Any = [*self._inputs, *self._parameters]
-        gradients: Sequence[torch.Tensor | None] = torch.autograd.grad(
-            root, ends, torch.empty_like(root), allow_unused=True
-        )
+        hooks = [parameter.register_hook(partial(_instead, parameter)) for parameter in self._given_up]
+        try:
+            gradients: Sequence[torch.Tensor | None] = torch.autograd.grad(
+                root, ends, torch.empty_like(root), allow_unused=True
+            )
+        finally:
+            for hook in hooks:
+                hook.remove()
         by_storage: dict[int, int] = {}
         of_skips: dict[int, SkipGradient] = {}
         # What several share counts for the skip that was made first, whose gradient is needed longest.
@@ -534,3 +563,8 @@ def _freed(phase: MeteredPhase) -> int:
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
+
+
+def _instead(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
+    """Something that looks like the gradient and takes no memory."""
+    return parameter.detach() if gradient.layout == torch.strided else None
