@@ -1,0 +1,365 @@
+"""Memory against time: this package beside what people use today, on the same models in the same run.
+
+    python benchmarks/frontier.py                       all workloads; those with a result are skipped
+    python benchmarks/frontier.py gpt8 unet             some of them
+    python benchmarks/frontier.py --again gpt8          although there is a result
+    python benchmarks/frontier.py --device cuda         on a GPU, with batch sizes that fill more of it
+    python benchmarks/frontier.py --methods ours block  some of the methods only
+
+Both axes are ratios to plain eager PyTorch. The peak is the allocator's in one step that makes all gradients anew, above what is allocated
+before it (weights and inputs). Times are taken in turns: every method once, then again; a method's ratio is the median over the rounds of
+its time by eager's in the same round. This package is asked for the peak that each other method has reached, and for a few in between.
+
+=================  ============================================================================================
+method             what it is
+=================  ============================================================================================
+ours               ``Checkpointable(module, sample, mem_limit=...)``, eager
+block              ``torch.utils.checkpoint`` around every block
+sequential         ``checkpoint_sequential``: k segments of blocks, the last of them plain
+selective          checkpoint around every block with a hand-written policy that saves matrix products and convolutions
+compile            ``torch.compile`` of the whole model under ``activation_memory_budget``
+compile-block      the same for each block
+=================  ============================================================================================
+
+One process a workload, one thread on the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+RESULTS = Path(__file__).parent / "results"
+BUDGETS = (1.0, 0.7, 0.5, 0.3, 0.1, 0.0)
+METHODS = ("block", "sequential", "selective", "compile-block", "compile", "ours")
+BETWEEN = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)  # peaks that ours is asked for in any case
+
+
+def main() -> None:
+    """Run what is asked for, one subprocess each, and write the results after each."""
+    from frontier_workloads import WORKLOADS
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workloads", nargs="*", choices=[*WORKLOADS, []], help="all by default")
+    parser.add_argument("--again", action="store_true", help="run workloads that have a result as well")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
+    parser.add_argument("--rounds", type=int, default=7, help="timed rounds")
+    parser.add_argument("--limit", type=float, default=3600, help="seconds for one workload")
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(measure(options.workloads[0], options.device, options.methods, options.rounds)))
+        return
+    table = RESULTS / f"frontier_{options.device}.json"
+    rows: dict[str, Any] = json.loads(table.read_text()) if table.exists() else {}
+    for name in options.workloads or WORKLOADS:
+        if name in rows and not options.again:
+            continue
+        command = [sys.executable, __file__, "--one", name, "--device", options.device]
+        command += ["--rounds", str(options.rounds), "--methods", *options.methods]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        done = subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, text=True, timeout=options.limit, check=True
+        )
+        rows[name] = json.loads(done.stdout.splitlines()[-1])
+        table.write_text(json.dumps(rows, indent=1) + "\n")
+        report(rows, options.device)
+
+
+# -------------------------------------------------------------------- measuring
+
+
+def measure(name: str, device: str, methods: Sequence[str], rounds: int) -> dict[str, Any]:
+    """All methods on one workload."""
+    import torch
+    from frontier_workloads import WORKLOADS
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    workload = WORKLOADS[name](device)
+    plain = partial(workload.net, *workload.inputs)
+    points = [Point("eager", "", plain)]
+    expected = gradients(workload, plain)
+    points[0].measure(workload, expected)
+    base = points[0].peak_bytes
+    for method in methods:
+        if method != "ours":
+            for point in others(method, workload):
+                print(f"{name} {method} {point.setting}", file=sys.stderr, flush=True)
+                point.measure(workload, expected)
+                points.append(point)
+    if "ours" in methods:
+        wanted = {round(point.peak_bytes / base, 3) for point in points[1:] if point.peak_bytes} | set(BETWEEN)
+        points += ours(workload, base, sorted(wanted), expected)
+    working = [point for point in points if not point.failed]
+    seconds: dict[Point, list[float]] = {point: [] for point in working}
+    for _ in range(rounds):
+        for point in working:
+            seconds[point].append(point.time(workload))
+    eager = seconds[points[0]]
+    for point in working:
+        point.time_ratio = statistics.median(one / other for one, other in zip(seconds[point], eager, strict=True))
+    return {
+        "device": device if device == "cpu" else torch.cuda.get_device_name(),
+        "machine": f"{platform.processor() or platform.machine()}, load {os.getloadavg()[0]:.1f}",
+        "torch": torch.__version__,
+        "eager_peak_bytes": base,
+        "eager_seconds": round(statistics.median(eager), 4),
+        "rounds": rounds,
+        "points": [point.row(base) for point in points],
+    }
+
+
+class Point:
+    """A method under one setting.
+
+    Args:
+        method: Its name.
+        setting: What tells it from others of the method.
+        forward: Returns the output; what has to be attached to the model first is in ``context``.
+        context: Makes a context in which the model runs by the method.
+    """
+
+    def __init__(self, method: str, setting: str, forward: Callable[[], Any], context: Any = None) -> None:
+        self.method, self.setting, self.forward = method, setting, forward
+        self.context = context or _nothing
+        self.peak_bytes = 0
+        self.time_ratio = 0.0
+        self.same_bits = False
+        self.failed = ""
+
+    def measure(self, workload: Any, expected: list[Any]) -> None:
+        """The allocator's peak, and whether the gradients are eager's."""
+        import torch
+
+        try:
+            with self.context():
+                for _ in range(2):  # compiles
+                    received = gradients(workload, self.forward)
+                self.same_bits = all(map(torch.equal, expected, received))
+                del received
+                self.peak_bytes = peak_of_step(workload, self.forward)
+        except Exception as error:
+            self.failed = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:200]
+
+    def time(self, workload: Any) -> float:
+        """Seconds of one step."""
+        import torch
+
+        with self.context():
+            workload.net.zero_grad()
+            gc.collect()
+            synchronize = torch.cuda.synchronize if workload.device == "cuda" else _nothing_to_wait_for
+            synchronize()
+            start = time.perf_counter()
+            workload.loss(self.forward()).backward()
+            synchronize()
+            return time.perf_counter() - start
+
+    def row(self, base: int) -> dict[str, Any]:
+        """For the results."""
+        if self.failed:
+            return {"method": self.method, "setting": self.setting, "failed": self.failed}
+        return {
+            "method": self.method,
+            "setting": self.setting,
+            "peak": round(self.peak_bytes / base, 4),
+            "time": round(self.time_ratio, 4),
+            "same_bits": self.same_bits,
+        }
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def _nothing_to_wait_for() -> None:
+    pass
+
+
+def gradients(workload: Any, forward: Callable[[], Any]) -> list[Any]:
+    """Of one step from the same state of the generators."""
+    import torch
+
+    workload.net.zero_grad()
+    torch.manual_seed(1)
+    workload.loss(forward()).backward()
+    found = [parameter.grad.clone() for parameter in workload.net.parameters() if parameter.grad is not None]
+    workload.net.zero_grad()
+    return found
+
+
+def peak_of_step(workload: Any, forward: Callable[[], Any]) -> int:
+    """The allocator's peak above what is there before the step."""
+    import torch
+
+    from lightning_rotor.profiling import StepMeter
+
+    workload.net.zero_grad()
+    meter = StepMeter(torch.device(workload.device))
+    gc.collect()
+    gc.disable()
+    meter.start()
+    workload.loss(forward()).backward()
+    trace = meter.stop()
+    gc.enable()
+    return trace.peak_bytes
+
+
+# -------------------------------------------------------------------- methods
+
+
+def ours(workload: Any, base: int, ratios: Sequence[float], expected: list[Any]) -> list[Point]:
+    """This package at the peaks that others have reached, and in between."""
+    from lightning_rotor import BudgetError, Checkpointable
+
+    net = Checkpointable(workload.net, workload.inputs, show_progress=False)
+    points: dict[str, Point] = {}
+    for ratio in ratios:
+        try:
+            plan = net.compute_sequence(int(base * ratio))
+        except BudgetError:
+            continue
+        if str(plan.schedule) in points:
+            continue
+        point = Point("ours", f"{ratio:.3f}", partial(net, *workload.inputs), partial(_planned, net, plan))
+        print(f"{workload.device} ours {ratio}", file=sys.stderr, flush=True)
+        point.measure(workload, expected)
+        points[str(plan.schedule)] = point
+    return list(points.values())
+
+
+@contextmanager
+def _planned(net: Any, plan: Any) -> Iterator[None]:
+    if net.plan is not plan:
+        net.compute_sequence(plan.budget_bytes)
+    yield
+
+
+def others(method: str, workload: Any) -> Iterator[Point]:
+    """The points of a method that is not ours."""
+    import torch
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+    plain = partial(workload.net, *workload.inputs)
+    if method == "block":
+        wrap = partial(partial, checkpoint, use_reentrant=False)
+        yield Point(method, "", plain, partial(wrapped, workload.blocks, lambda _, forward: _calling(wrap, forward)))
+    elif method == "selective":
+        contexts = partial(create_selective_checkpoint_contexts, _policy)
+        wrap = partial(partial, checkpoint, use_reentrant=False, context_fn=contexts)
+        yield Point(method, "", plain, partial(wrapped, workload.blocks, lambda _, forward: _calling(wrap, forward)))
+    elif method == "sequential" and workload.in_a_row:
+        for count in segment_counts(len(workload.blocks)):
+            yield Point(method, f"{count} segments", plain, partial(segmented, workload.blocks, count))
+    elif method in ("compile", "compile-block"):
+        for budget in BUDGETS:
+            torch._dynamo.reset()
+            with torch._functorch.config.patch(activation_memory_budget=budget):
+                if method == "compile":
+                    compiled = torch.compile(workload.net)
+                    yield Point(method, f"budget {budget}", partial(compiled, *workload.inputs))
+                else:
+                    forwards = {block: torch.compile(block.forward) for block in workload.blocks}
+                    context = partial(wrapped, workload.blocks, lambda block, _, forwards=forwards: forwards[block])
+                    yield Point(method, f"budget {budget}", plain, context)
+
+
+def _calling(wrap: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
+    return wrap(forward)
+
+
+def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Any:
+    import torch
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    aten = torch.ops.aten
+    dear = (
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten.baddbmm.default,
+        aten.convolution.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+    )
+    return CheckpointPolicy.MUST_SAVE if operation in dear else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def segment_counts(blocks: int) -> list[int]:
+    """Every number of segments that makes a difference."""
+    return list(range(2, blocks + 1)) if blocks <= 10 else sorted({2, 3, 4, 6, 8, blocks // 2, blocks})
+
+
+@contextmanager
+def wrapped(blocks: Sequence[Any], wrap: Callable[[Any, Any], Any]) -> Iterator[None]:
+    """Context in which the forward of each block is another one."""
+    for block in blocks:
+        block.forward = wrap(block, block.forward)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            del block.forward
+
+
+@contextmanager
+def segmented(blocks: Sequence[Any], count: int) -> Iterator[None]:
+    """``checkpoint_sequential`` for blocks that a model calls one after the other: the first block of a segment runs all of it."""
+    from torch.utils.checkpoint import checkpoint
+
+    size = len(blocks) // count
+    last = size * (count - 1)
+
+    def run(forwards: Sequence[Any], value: Any) -> Any:
+        for forward in forwards:
+            value = forward(value)
+        return value
+
+    def through(value: Any) -> Any:
+        return value
+
+    forwards = [block.forward for block in blocks]
+    try:
+        for start in range(0, last, size):
+            inside = partial(run, forwards[start : start + size])
+            blocks[start].forward = partial(checkpoint, inside, use_reentrant=False)
+            for block in blocks[start + 1 : start + size]:
+                block.forward = through
+        yield
+    finally:
+        for block in blocks[:last]:
+            del block.forward
+
+
+# -------------------------------------------------------------------- results
+
+
+def report(rows: dict[str, Any], device: str) -> None:
+    """The table and the picture."""
+    from frontier_report import picture, table
+
+    (RESULTS / f"frontier_{device}.md").write_text(table(rows))
+    picture(rows, RESULTS / f"frontier_{device}.png")
+
+
+if __name__ == "__main__":
+    main()

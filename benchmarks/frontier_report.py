@@ -1,0 +1,118 @@
+"""The table and the picture of :mod:`frontier`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+TITLES = {
+    "gpt8": "GPT, 8 blocks",
+    "gpt24": "GPT, 24 blocks",
+    "resnet101": "ResNet-101",
+    "densenet121": "DenseNet-121",
+    "vgg19": "VGG-19",
+    "uneven": "uneven convolutions",
+    "unet": "U-Net",
+    "vit": "ViT",
+}
+NAMES = {
+    "ours": "lightning-rotor",
+    "block": "checkpoint every block",
+    "sequential": "checkpoint_sequential",
+    "selective": "selective checkpoint",
+    "compile-block": "compile per block, budgets",
+    "compile": "compile whole, budgets",
+}
+# Paul Tol's bright scheme, and a shape for those who see no colours.
+STYLES = {
+    "ours": ("#222222", "o"),
+    "block": ("#EE6677", "D"),
+    "sequential": ("#CCBB44", "s"),
+    "selective": ("#AA3377", "P"),
+    "compile-block": ("#4477AA", "^"),
+    "compile": ("#66CCEE", "v"),
+}
+NOISE = 0.02
+
+
+def table(rows: dict[str, Any]) -> str:
+    """Every point, and whether ours is as fast at that peak."""
+    first = next(iter(rows.values()))
+    lines = [
+        "# Memory against time",
+        "",
+        f"{first['device']}, {first['machine']}; torch {first['torch']}; `python benchmarks/frontier.py`; {first['rounds']} interleaved rounds.",
+        "Peak and time are ratios to plain eager. *Ours*: the fastest of our points whose peak is at most that of the row; **slower** where it",
+        f"takes more than {NOISE:.0%} more of eager's time than the row does. Bits: gradients equal eager's to the bit.",
+    ]
+    for name, row in rows.items():
+        points = [point for point in row["points"] if "failed" not in point]
+        lines += [
+            "",
+            f"## {TITLES[name]}",
+            "",
+            f"Eager: {row['eager_peak_bytes'] / 1e6:.0f} MB above weights and input, {row['eager_seconds']:.2f} s a step.",
+            "",
+            "| method | setting | peak | time | bits | ours at that peak | |",
+            "|---|---|--:|--:|:-:|--:|---|",
+        ]
+        mine = [point for point in points if point["method"] in ("ours", "eager")]
+        for point in points:
+            best = min((each["time"] for each in mine if each["peak"] <= point["peak"] + 5e-4), default=None)
+            verdict = ""
+            if point["method"] not in ("ours", "eager"):
+                verdict = "none fits" if best is None else "**slower**" if best > point["time"] + NOISE else ""
+            same = "yes" if point["same_bits"] else "no"
+            ours = "" if best is None or point["method"] in ("ours", "eager") else f"{best:.3f}"
+            method = NAMES.get(point["method"], point["method"])
+            lines.append(
+                f"| {method} | {point['setting']} | {point['peak']:.3f} | {point['time']:.3f} | {same} | {ours} | {verdict} |"
+            )
+        for point in row["points"]:
+            if "failed" in point:
+                lines.append(f"| {NAMES[point['method']]} | {point['setting']} | | | | | failed: {point['failed']} |")
+    return "\n".join([*lines, ""])
+
+
+def picture(rows: dict[str, Any], path: Path) -> None:
+    """Peak against time, a panel for each workload."""
+    import matplotlib.pyplot as plt
+
+    count = len(rows)
+    wide = min(count, 4)
+    figure, axes = plt.subplots(-(-count // wide), wide, figsize=(3.1 * wide, 2.9 * -(-count // wide)), squeeze=False)
+    for panel in axes.flat[count:]:
+        panel.set_axis_off()
+    for panel, (name, row) in zip(axes.flat, rows.items(), strict=False):
+        for method, (colour, marker) in reversed(STYLES.items()):
+            points = sorted(
+                (point["peak"], point["time"])
+                for point in row["points"]
+                if point["method"] == method and "failed" not in point
+            )
+            if points:
+                panel.plot(
+                    *zip(*points, strict=True),
+                    marker + ("-" if method == "ours" else ""),
+                    color=colour,
+                    markersize=4,
+                    linewidth=1.2,
+                    label=NAMES[method],
+                )
+        panel.plot(1, 1, "*", color="#222222", markersize=9, label="plain eager")
+        panel.set_title(TITLES[name], fontsize=9)
+        panel.set_xlim(left=0)
+        panel.grid(alpha=0.25, linewidth=0.5)
+        panel.tick_params(labelsize=7)
+    for panel in axes[-1]:
+        panel.set_xlabel("peak / eager's peak", fontsize=8)
+    for panel in axes[:, 0]:
+        panel.set_ylabel("time / eager's time", fontsize=8)
+    known: dict[str, Any] = {}
+    for panel in axes.flat[:count]:
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
+            known.setdefault(label, handle)
+    figure.legend(known.values(), known.keys(), loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    figure.set_layout_engine("constrained")
+    figure.savefig(path, dpi=170)
+    plt.close(figure)
