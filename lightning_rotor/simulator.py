@@ -166,8 +166,9 @@ class _Simulator:
                 case Leaf():
                     running |= self._record_leaf(item, phase, replay=stops_here)
                 case Segment():
-                    self._hold(item.first)
-                    self._hold_read(item)
+                    if _saves(self._chain, item):
+                        self._hold(item.first)
+                        self._hold_read(item)
                     if not stops_here:
                         running |= self._discard(item, phase)
             if item.first != start:
@@ -220,7 +221,15 @@ class _Simulator:
             if item.first != segment.first:
                 self._release(item.first)
             self._release_read(running, item)
+        if not _saves(self._chain, segment):
+            self._forget_states(segment, phase)
         return running
+
+    def _forget_states(self, segment: Segment, phase: Phase) -> None:
+        """A segment that saves nothing is forgotten as soon as it has run: it holds neither states nor its input."""
+        self._add(-self._state_bytes(segment))
+        if phase == "recompute":
+            self._unused_state_bytes -= self._state_bytes(segment)
 
     # ---------------------------------------------------------------- backward
 
@@ -241,10 +250,11 @@ class _Simulator:
                     child = items[index]
                     recomputed = isinstance(child, Segment) and _last_saving(self._chain, child.items) >= 0
                     self._backward(child, (*pending, item) if index == end else (), held=index < end and not recomputed)
-                if held:
+                if held and end >= 0:
                     self._release(item.first)
                     self._give_up_read(item)
-                self._add(-self._state_bytes(item))
+                if end >= 0:
+                    self._add(-self._state_bytes(item))
 
     def _backward_leaf(self, leaf: Leaf, pending: tuple[Segment, ...]) -> None:
         stage, option = leaf.stage, self._option(leaf)
@@ -409,6 +419,10 @@ class _Skips:
             skip = self._all[number]
             self._gradient_bytes[number] = skip.gradient_bytes[skip.uses.index(stage)]
         return sum(self._gradient_bytes[skip] for skip in self._read[stage]) - self._slices_bytes
+
+
+def _saves(chain: Chain, segment: Segment) -> bool:
+    return _last_saving(chain, segment.items) >= 0
 
 
 def _last_saving(chain: Chain, items: tuple[Item, ...]) -> int:
