@@ -21,13 +21,14 @@ from lightning_rotor.chain import Chain, Skip, StageCost
 from lightning_rotor.errors import RotorWarning
 from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.options import autocast_enabled, run_stage
-from lightning_rotor.profiling.boundary import Boundary, tensors_in
+from lightning_rotor.profiling.boundary import Boundary
 from lightning_rotor.profiling.meters import Meter, meter_for
 from lightning_rotor.profiling.stages import SkipGradient, StageEnds, StageMeasurement, StageProfiler
 from lightning_rotor.profiling.storages import merged, scout
 from lightning_rotor.recomputation import recomputed
 from lightning_rotor.sequential import Stage, is_plain_stock, wiring_of
 from lightning_rotor.state import SegmentState, Statistic, state_of
+from lightning_rotor.tensors import same_bits, tensors_in
 from lightning_rotor.tracing import GraphSlice
 from lightning_rotor.undisturbed import kept_attributes, lent_buffers, undisturbed
 from lightning_rotor.wiring import unpacked
@@ -177,21 +178,14 @@ def _pass(stage: Stage, boundary: Boundary, device: torch.device) -> _Passed:
         output = run_stage(stage, boundary.fresh())
         updating = _updating(originals)
     outputs = tensors_in(output)
-    same_bits = True
+    repeatable = True
     if not is_stock(stage):
         states.restore()
         with kept_attributes(stage), lent_buffers(stage):
             again = tensors_in(run_stage(stage, boundary.fresh()))
-        same_bits = len(again) == len(outputs) and all(map(_same_bits, outputs, again))
+        repeatable = len(again) == len(outputs) and all(map(same_bits, outputs, again))
     parts = unpacked(output, len(stage.writes))
-    return _Passed(tuple(Boundary.of(part, whole_storages=True) for part in parts), same_bits, updating)
-
-
-def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    if left.shape != right.shape or left.dtype != right.dtype:
-        return False
-    # A NaN equals no NaN, so where both are one, the values are compared as "same".
-    return bool(((left == right) | ((left != left) & (right != right))).all())
+    return _Passed(tuple(Boundary.of(part, whole_storages=True) for part in parts), repeatable, updating)
 
 
 # -------------------------------------------------------------------- what stages show about themselves
@@ -205,7 +199,7 @@ def _updating(originals: Sequence[tuple[torch.nn.Module, str, torch.Tensor]]) ->
     return tuple(
         module
         for module, name, original in originals
-        if (current := module._buffers[name]) is None or not _same_bits(current, original)
+        if (current := module._buffers[name]) is None or not same_bits(current, original)
     )
 
 

@@ -19,11 +19,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from lightning_rotor.chain import Option, Skip, StageCost
 from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.options import run_stage
-from lightning_rotor.profiling.boundary import Boundary, storage_bytes, tensors_in
+from lightning_rotor.profiling.boundary import Boundary
 from lightning_rotor.profiling.meters import Meter, MeteredPhase
 from lightning_rotor.profiling.storages import Scouting, Storage
 from lightning_rotor.recomputation import recomputed
 from lightning_rotor.sequential import Stage
+from lightning_rotor.tensors import requested_bytes, tensors_in
 
 # Long enough for the noise of a busy machine to even out within one run.
 _ENOUGH_SECONDS = 0.5
@@ -300,7 +301,7 @@ class StageProfiler:
         phases = _Phases(recording.phases)
         start, level = phases.first("forward").start_bytes, phases.first("backward").start_bytes
         # All in the meter's bytes: CUDA's allocator hands out more than a tensor asks for. The copy of the input came first.
-        lasting_bytes = storage_bytes(lasting)
+        lasting_bytes = requested_bytes(lasting)
         saved_input = max(start - lasting_bytes - _freed(phases.first("drop input")), 0)
         link_bytes, made_bytes = self.ends.link_bytes, sum(self.ends.made_bytes.values())
         saved_made = sum(self.ends.made_bytes.get(place, 0) for place in saved_skips)
@@ -400,7 +401,7 @@ class StageProfiler:
             times.append(self.meter.now())
             return tensor
 
-        with saved_tensors_hooks(pack, _same):
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
             run_stage(self.stage, value)
         last_save = self.meter.seconds_between(times[0], times[-1])
         total = self.meter.seconds_between(times[0], self.meter.now())
@@ -474,11 +475,11 @@ class _BackwardEnds:
             # Accumulation copies a gradient that is no dense tensor of its own (an expanded one, say).
             parameter.nbytes
             if gradient.layout == torch.strided
-            else storage_bytes([gradient._indices(), gradient._values()])
+            else requested_bytes([gradient._indices(), gradient._values()])
             for parameter, gradient in zip(self._parameters, gradients[len(self._inputs) :], strict=True)
             if gradient is not None
         )
-        return _Gradients(storage_bytes(link), of_skips, parameter_bytes)
+        return _Gradients(requested_bytes(link), of_skips, parameter_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -524,7 +525,3 @@ def _peak(phases: Sequence[MeteredPhase]) -> int:
 
 def _freed(phase: MeteredPhase) -> int:
     return phase.start_bytes - phase.end_bytes
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor

@@ -17,8 +17,9 @@ from lightning_rotor.chain import Skip
 from lightning_rotor.errors import ModelError
 from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.options import run_stage
-from lightning_rotor.profiling.boundary import Boundary, tensors_in
+from lightning_rotor.profiling.boundary import Boundary
 from lightning_rotor.sequential import Stage, merge, wiring_of
+from lightning_rotor.tensors import tensors_in
 from lightning_rotor.undisturbed import kept_attributes, lent_buffers
 from lightning_rotor.wiring import unpacked
 
