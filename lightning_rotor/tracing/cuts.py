@@ -48,6 +48,10 @@ class GraphCut:
     _watch: Watch
     _guards: Guards | None = None
     reasons: Mapping[str, str] = field(default_factory=dict)
+    _reads: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._reads = wiring_of(self.stages).wire.reads
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The chain's input for a call, or None if the trace does not hold for it.
@@ -65,7 +69,7 @@ class GraphCut:
         return self._take(Call.of(self._module, args, kwargs))
 
     def _take(self, call: Call) -> Any:
-        return packed([call.tensors[number] for number in wiring_of(self.stages).wire.reads])
+        return packed([call.tensors[number] for number in self._reads])
 
     def renewed_by(self, newer: GraphCut) -> bool:
         """Hold on under a newer trace's conditions if that trace runs the same operations on the same objects."""
