@@ -10,7 +10,7 @@ Nothing is changed: generators are set back, buffers are lent (the stages write 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -24,7 +24,7 @@ from lightning_rotor.options import autocast_enabled, run_stage
 from lightning_rotor.profiling.boundary import Boundary
 from lightning_rotor.profiling.meters import Meter, meter_for
 from lightning_rotor.profiling.stages import SkipGradient, StageEnds, StageMeasurement, StageProfiler
-from lightning_rotor.profiling.storages import merged, scout
+from lightning_rotor.profiling.storages import UnmeasuredSkip, merged, scout
 from lightning_rotor.recomputation import recomputed
 from lightning_rotor.sequential import Stage, is_plain_stock, wiring_of
 from lightning_rotor.state import SegmentState, Statistic, state_of
@@ -116,7 +116,7 @@ def profile_chain(
                 del values[dead]
             if progress is not None:
                 progress(number + 1, len(together))
-        skips = _with_gradients([skip for _, skip in numbered.values()], measured)
+        skips = _measured((skip for _, skip in numbered.values()), measured)
         costs = [
             replace(_cost(number, measured, skips), name=stage.name, **traits[number])
             for number, stage in enumerate(together)
@@ -134,10 +134,12 @@ def profile_chain(
     return Profile(chain, together, tuple(states))
 
 
-def _with_gradients(skips: Sequence[Skip], measured: Sequence[tuple[StageEnds, StageMeasurement]]) -> tuple[Skip, ...]:
+def _measured(
+    skips: Iterable[UnmeasuredSkip], measured: Sequence[tuple[StageEnds, StageMeasurement]]
+) -> tuple[Skip, ...]:
     """Skips with the gradients that their readers leave."""
     return tuple(
-        replace(skip, gradient_bytes=tuple(_gradient(number, measured[use]).size_bytes for use in skip.uses))
+        skip.measured(_gradient(number, measured[use]).size_bytes for use in skip.uses)
         for number, skip in enumerate(skips)
     )
 

@@ -16,12 +16,12 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lightning_rotor.chain import Option, Skip, StageCost
+from lightning_rotor.chain import Option, StageCost
 from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.options import run_stage
 from lightning_rotor.profiling.boundary import Boundary
 from lightning_rotor.profiling.meters import Meter, MeteredPhase
-from lightning_rotor.profiling.storages import Scouting, Storage
+from lightning_rotor.profiling.storages import Scouting, Storage, UnmeasuredSkip
 from lightning_rotor.recomputation import recomputed
 from lightning_rotor.sequential import Stage
 from lightning_rotor.tensors import requested_bytes, tensors_in
@@ -83,7 +83,9 @@ class StageEnds:
     made_bytes: Mapping[int, int]
 
     @classmethod
-    def of(cls, stage: Stage, number: int, seen: Scouting, numbered: Mapping[Storage, tuple[int, Skip]]) -> StageEnds:
+    def of(
+        cls, stage: Stage, number: int, seen: Scouting, numbered: Mapping[Storage, tuple[int, UnmeasuredSkip]]
+    ) -> StageEnds:
         """What is known of the stage with this number among the merged ones."""
         group = seen.groups[number]
         taken = [storage for read in stage.reads for storage in seen.storages[read]]
@@ -95,7 +97,7 @@ class StageEnds:
             if storage is None or storage not in numbered:
                 return False
             _, skip = numbered[storage]
-            return skip.in_output or skip.last_use > number
+            return skip.is_needed_after(number)
 
         made = {storage for storage in given if storage is not None and storage.born in group}
         return cls(
