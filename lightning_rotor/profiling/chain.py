@@ -26,7 +26,7 @@ from lightning_rotor.profiling.meters import Meter, meter_for
 from lightning_rotor.profiling.stages import SkipGradient, StageEnds, StageMeasurement, StageProfiler
 from lightning_rotor.profiling.storages import UnmeasuredSkip, merged, scout
 from lightning_rotor.recomputation import recomputed
-from lightning_rotor.sequential import Stage, is_plain_stock, wiring_of
+from lightning_rotor.sequential import HOOKS, Stage, is_plain_stock, wiring_of
 from lightning_rotor.state import SegmentState, Statistic, state_of
 from lightning_rotor.tensors import same_bits, tensors_in
 from lightning_rotor.tracing import GraphSlice
@@ -257,7 +257,7 @@ def _identity(stage: Stage) -> tuple[Any, ...]:
         if isinstance(module, GraphSlice):
             continue
         attributes = {key: plain(value) for key, value in module.__dict__.items() if key not in _STRUCTURE}
-        hooks = [tuple(map(id, getattr(module, key).values())) for key in _HOOKS]
+        hooks = [tuple(map(id, getattr(module, key).values())) for key in HOOKS]
         tensors = [
             (key, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
             for key, tensor in (*module._parameters.items(), *module._buffers.items())
@@ -279,8 +279,7 @@ def _numbers(stage: Stage) -> list[int]:
     return [number for wire in stage.wiring.steps for number in (*wire.reads, *wire.writes)]
 
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_STRUCTURE = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *_HOOKS} | {
+_STRUCTURE = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *HOOKS} | {
     key for key in torch.nn.Module().__dict__ if key.endswith("hooks") or "hooks_" in key or key.startswith("_backward")
 }
 

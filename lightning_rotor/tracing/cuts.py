@@ -18,6 +18,7 @@ from lightning_rotor.sequential import Stage, wiring_of
 from lightning_rotor.tracing.boundaries import Footprint, footprints_of, stages_of
 from lightning_rotor.tracing.call import Call
 from lightning_rotor.tracing.guards import Guards
+from lightning_rotor.tracing.modules import is_torchs_module
 from lightning_rotor.tracing.recorder import Recorder
 from lightning_rotor.tracing.repeats import first_difference
 from lightning_rotor.tracing.slices import GraphSlice
@@ -144,10 +145,10 @@ def cut_recording(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
 def _cut(module: nn.Module, call: Call, make: type[Tracer | Recorder]) -> GraphCut:
     graph, tracer, opaque = _trace(module, call, make)
     names = dict(module.named_modules())
-    inside = {submodule for leaf in tracer.leaves for submodule in leaf.modules()}
+    inside = {submodule for leaf in tracer.calls.leaves for submodule in leaf.modules()}
     called = {str(node.target): names[str(node.target)] for node in graph.nodes if node.op == "call_module"}
     inside |= {below for leaf in called.values() for below in leaf.modules()}
-    watched = [submodule for submodule in names.values() if submodule not in inside and not _is_torchs(submodule)]
+    watched = [submodule for submodule in names.values() if submodule not in inside and not _is_torchs_layer(submodule)]
     stages = tuple(stages_of(module, graph, tracer, _footprints(module, call, graph, tracer)))
     way, guards = ("recording", tracer.guards) if isinstance(tracer, Recorder) else ("graph", None)
     return GraphCut(stages, opaque, way, module, _key(call, way), Watch(module, watched), guards)
@@ -176,8 +177,8 @@ def _key(call: Call, way: str) -> Any:
     return call.key, ambient()[:-1], call.signature if way == "recording" else None
 
 
-def _is_torchs(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.nn.") and not module._modules
+def _is_torchs_layer(module: nn.Module) -> bool:
+    return is_torchs_module(module) and not module._modules
 
 
 # -------------------------------------------------------------------- tracing
@@ -208,7 +209,7 @@ def _trace(
             # Models of transformers note in their configuration which loss they compute, once.
             may_settle = False
             continue
-        while culprit is not module and (culprit in opaque or culprit in tracer.leaves):
+        while culprit is not module and (culprit in opaque or culprit in tracer.calls.leaves):
             culprit = module.get_submodule(paths[culprit].rpartition(".")[0])
         if culprit is module or not paths[culprit]:
             settings.restore()
@@ -244,10 +245,10 @@ def _attempt(module: nn.Module, call: Call, tracer: Tracer | Recorder) -> _Attem
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            return _Attempt(None, tracer.culprit or module, _reason(error))
+            return _Attempt(None, tracer.calls.culprit or module, _reason(error))
         finally:
             # Leaves have run for real, and will in every call.
-            besides = {below for leaf in tracer.leaves for below in leaf.modules()} if records else set()
+            besides = {below for leaf in tracer.calls.leaves for below in leaf.modules()} if records else set()
             changed = watch.changed(besides)
             restorer.restore()
             remaining = watch.changed(besides)
@@ -269,7 +270,7 @@ def _repeated(module: nn.Module, call: Call, attempt: _Attempt, first: Recorder,
     suspects = [module.get_submodule(path) for path in sorted(paths, key=lambda path: -path.count("."))]
     return _Attempt(
         None,
-        next((suspect for suspect in suspects if suspect not in first.leaves), suspects[0]),
+        next((suspect for suspect in suspects if suspect not in first.calls.leaves), suspects[0]),
         "it does something else each time that it runs on the same input (it asks a clock, a counter outside of modules, or a random generator "
         "of its own)",
     )

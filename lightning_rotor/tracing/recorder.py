@@ -36,8 +36,16 @@ from lightning_rotor.errors import ExecutionError
 from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.tracing.call import PLAIN, Call
 from lightning_rotor.tracing.guards import Guards, ancestors, spell_value
+from lightning_rotor.tracing.modules import (
+    BLOCKS,
+    ModuleCalls,
+    UntraceableError,
+    hides_code,
+    is_torchs_module,
+    tensor_slots,
+)
 from lightning_rotor.tracing.operations import METADATA, REFUSED, is_assignment, is_torchs, name_of, spell
-from lightning_rotor.tracing.tracer import BLOCKS, CONSTANT, UntraceableError, ambient, is_opaque, tensor_slots
+from lightning_rotor.tracing.tracer import CONSTANT, ambient
 from lightning_rotor.tracing.values import Values, version_of
 from lightning_rotor.tracing.witness import Witness
 
@@ -51,24 +59,19 @@ class Recorder:
     Attributes:
         constants: Tensors that the forward made out of nothing, in the order of their ``get_attr`` nodes.
         owners: For each name of a ``get_attr`` node, the module that has the tensor and its name there.
-        leaves: Modules that became one operation.
-        culprit: The innermost module whose forward could not be recorded.
+        calls: Which modules became one operation, and which one's forward could not be recorded.
         guards: What the recording takes for granted about the values of inputs; None if nothing.
     """
 
     def __init__(self, root: nn.Module, call: Call, opaque: set[nn.Module], opaque_types: set[type]) -> None:
         self.constants: list[torch.Tensor] = []
         self.owners: dict[str, tuple[nn.Module, str]] = {}
-        self.leaves: set[nn.Module] = set()
-        self.culprit: nn.Module | None = None
+        self.calls = ModuleCalls(root, opaque, opaque_types)
         self.guards: Guards | None = None
         self._root, self._call = root, call
-        self._opaque, self._opaque_types = opaque, opaque_types
-        self._paths = {module: path for path, module in root.named_modules()}
         self._named: dict[int, tuple[torch.Tensor, str]] = {}
         self._reads: dict[str, fx.Node] = {}
         self._graph = fx.Graph()
-        self._stack = [""]
         self._values = Values()
         self._impure: dict[fx.Node, str] = {}
         self._seen: list[tuple[fx.Node, Any]] = []
@@ -144,40 +147,26 @@ class Recorder:
     def _call_module(
         self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        path = self._paths.get(module)
-        if path is None and not self._witness.was_there(module):
-            return call(
-                module, *args, **kwargs
-            )  # ``nn.CrossEntropyLoss()(logits, labels)``: it is made anew in each call
-        if path is None:
-            raise UntraceableError(
-                f"{type(module).__name__} is called but is no submodule, so its parameters are hidden"
-            )
+        if module not in self.calls and not self._witness.was_there(module):
+            # ``nn.CrossEntropyLoss()(logits, labels)``: it is made anew in each call
+            return call(module, *args, **kwargs)
+        path = self.calls.path_of(module)
         self._require_ambient()
-        self._stack.append(path)
-        try:
+        with self.calls.inside(module):
             if self._is_leaf(module):
-                self.leaves.add(module)
+                self.calls.leaves.add(module)
                 return self._run_leaf(path, module, call, args, kwargs)
             output = call(module, *args, **kwargs)
             self._require_same_generators()
             return output
-        except Exception:
-            if self.culprit is None and module not in self.leaves:
-                self.culprit = module
-            raise
-        finally:
-            self._stack.pop()
 
     def _is_leaf(self, module: nn.Module) -> bool:
-        return is_opaque(module, self._opaque, self._opaque_types) or (
-            _is_torchs(module) and type(module) not in _CONTAINERS
-        )
+        return self.calls.is_opaque(module) or (is_torchs_module(module) and type(module) not in _CONTAINERS)
 
     def _run_leaf(
         self, path: str, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        known = _is_torchs(module) and not is_opaque(module, set(), set())
+        known = is_torchs_module(module) and not hides_code(module)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             return call(module, *args, **kwargs)
@@ -325,7 +314,7 @@ class Recorder:
     def _node(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
         name = target if isinstance(target, str) else getattr(target, "__name__", "operation")
         node = self._graph.create_node(kind, target, args, kwargs, str(name).replace(".", "_"))
-        node.meta["module"] = self._stack[-1]
+        node.meta["module"] = self.calls.path
         for used in node.all_input_nodes:
             if used in self._impure:
                 self._impure[node] = self._impure[used]
@@ -493,10 +482,6 @@ def _appearance(output: Any) -> Any:
 
 def _label(node: fx.Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-
-
-def _is_torchs(module: nn.Module) -> bool:
-    return type(module).__module__.startswith(("torch.nn.", "torch.ao.nn."))
 
 
 def _is_plain(value: Any) -> bool:
