@@ -22,8 +22,10 @@ from lightning_rotor.errors import RotorWarning
 from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.options import autocast_enabled, run_stage
 from lightning_rotor.profiling.boundary import Boundary
+from lightning_rotor.profiling.ends import StageEnds
+from lightning_rotor.profiling.gradients import SkipGradient
 from lightning_rotor.profiling.meters import Meter, meter_for
-from lightning_rotor.profiling.stages import SkipGradient, StageEnds, StageMeasurement, StageProfiler
+from lightning_rotor.profiling.stages import StageMeasurement, StageProfiler
 from lightning_rotor.profiling.storages import UnmeasuredSkip, merged, scout
 from lightning_rotor.recomputation import recomputed
 from lightning_rotor.sequential import HOOKS, Stage, is_plain_stock, wiring_of
