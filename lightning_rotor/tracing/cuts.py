@@ -18,7 +18,6 @@ from lightning_rotor.sequential import Stage, wiring_of
 from lightning_rotor.tracing.boundaries import Footprint, footprints_of, stages_of
 from lightning_rotor.tracing.call import Call
 from lightning_rotor.tracing.guards import Guards
-from lightning_rotor.tracing.modules import is_torchs_module
 from lightning_rotor.tracing.recorder import Recorder
 from lightning_rotor.tracing.repeats import first_difference
 from lightning_rotor.tracing.slices import GraphSlice
@@ -148,7 +147,7 @@ def _cut(module: nn.Module, call: Call, make: type[Tracer | Recorder]) -> GraphC
     inside = {submodule for leaf in tracer.calls.leaves for submodule in leaf.modules()}
     called = {str(node.target): names[str(node.target)] for node in graph.nodes if node.op == "call_module"}
     inside |= {below for leaf in called.values() for below in leaf.modules()}
-    watched = [submodule for submodule in names.values() if submodule not in inside and not _is_torchs_layer(submodule)]
+    watched = [submodule for submodule in names.values() if submodule not in inside]
     stages = tuple(stages_of(module, graph, tracer, _footprints(module, call, graph, tracer)))
     way, guards = ("recording", tracer.guards) if isinstance(tracer, Recorder) else ("graph", None)
     return GraphCut(stages, opaque, way, module, _key(call, way), Watch(module, watched), guards)
@@ -175,10 +174,6 @@ def _footprints(
 def _key(call: Call, way: str) -> Any:
     # Code may ask whether autocast is on. Hooks on saved tensors are nobody's business but autograd's.
     return call.key, ambient()[:-1], call.signature if way == "recording" else None
-
-
-def _is_torchs_layer(module: nn.Module) -> bool:
-    return is_torchs_module(module) and not module._modules
 
 
 # -------------------------------------------------------------------- tracing
