@@ -93,11 +93,6 @@ def wiring_of(stages: Sequence[Stage]) -> Wiring:
     return Wiring.of((stage.wiring.wire for stage in stages), stages[-1].writes)
 
 
-def run_in_order(stages: Sequence[Stage], value: Any) -> Any:
-    """Run a chain plainly."""
-    return wiring_of(stages).run(value, lambda index, value: stages[index](value))
-
-
 def sequential_stages(module: nn.Module) -> tuple[Stage, ...]:
     """Stages of an ``nn.Sequential``, nested ones flattened.
 

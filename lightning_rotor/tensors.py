@@ -26,8 +26,10 @@ def requested_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two tensors on one device have the same shape, dtype and values; a NaN is the same as another."""
-    if left.shape != right.shape or left.dtype != right.dtype:
+    """Whether two tensors have the same shape, dtype, device and values; a NaN is the same as another."""
+    if left is right:
+        return True
+    if (left.shape, left.dtype, left.device) != (right.shape, right.dtype, right.device):
         return False
     # A NaN equals no NaN, so where both are one, the values are compared as "same".
     return bool(((left == right) | ((left != left) & (right != right))).all())

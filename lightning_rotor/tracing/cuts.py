@@ -15,6 +15,7 @@ from torch import fx, nn
 from lightning_rotor.errors import ModelError
 from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.sequential import Stage, wiring_of
+from lightning_rotor.tensors import same_bits
 from lightning_rotor.tracing.boundaries import Footprint, footprints_of, stages_of
 from lightning_rotor.tracing.call import Call
 from lightning_rotor.tracing.guards import Guards
@@ -78,7 +79,7 @@ class GraphCut:
         for mine, theirs in zip(self.slices, newer.slices, strict=True):
             if mine.called_modules != theirs.called_modules or mine.reads != theirs.reads:
                 return False
-            if not all(_equal(*pair) for pair in zip(mine.constants, theirs.constants, strict=False)):
+            if not all(same_bits(*pair) for pair in zip(mine.constants, theirs.constants, strict=False)):
                 return False
             if mine.operations != theirs.operations:
                 return False
@@ -97,15 +98,6 @@ class GraphCut:
     def slices(self) -> tuple[GraphSlice, ...]:
         """What the stages run."""
         return tuple(module for stage in self.stages for module in stage.modules if isinstance(module, GraphSlice))
-
-
-def _equal(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return (
-        left.shape == right.shape
-        and left.dtype == right.dtype
-        and left.device == right.device
-        and torch.equal(left, right)
-    )
 
 
 def cut_graph(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> GraphCut:
