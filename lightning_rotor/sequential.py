@@ -14,6 +14,9 @@ from torch import nn
 from lightning_rotor.errors import ModelError
 from lightning_rotor.wiring import Wire, Wiring
 
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Attributes in which a module keeps the hooks around its forward and backward."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stage:
@@ -90,11 +93,6 @@ def wiring_of(stages: Sequence[Stage]) -> Wiring:
     return Wiring.of((stage.wiring.wire for stage in stages), stages[-1].writes)
 
 
-def run_in_order(stages: Sequence[Stage], value: Any) -> Any:
-    """Run a chain plainly."""
-    return wiring_of(stages).run(value, lambda index, value: stages[index](value))
-
-
 def sequential_stages(module: nn.Module) -> tuple[Stage, ...]:
     """Stages of an ``nn.Sequential``, nested ones flattened.
 
@@ -131,6 +129,11 @@ def is_plain_stock(module: nn.Module) -> bool:
     )
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks of its own, or a forward that is not its class's."""
+    return any(getattr(module, name) for name in HOOKS) or "forward" in module.__dict__
+
+
 def _flatten(module: nn.Sequential, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     # Not named_children: it lists a module that appears twice (a shared activation) only once.
     members: Mapping[str, nn.Module | None] = module._modules
@@ -138,7 +141,8 @@ def _flatten(module: nn.Sequential, prefix: str) -> Iterator[tuple[str, nn.Modul
         if child is None:
             continue
         full_name = f"{prefix}.{name}" if prefix else name
-        if isinstance(child, nn.Sequential) and _runs_members_in_a_row(child) and not _has_hooks(child):
+        # Hooks on a container fire when the container is called, which the flat chain never does.
+        if isinstance(child, nn.Sequential) and _runs_members_in_a_row(child) and not has_hooks(child):
             yield from _flatten(child, full_name)
         else:
             yield full_name, child
@@ -146,9 +150,3 @@ def _flatten(module: nn.Sequential, prefix: str) -> Iterator[tuple[str, nn.Modul
 
 def _runs_members_in_a_row(module: nn.Sequential) -> bool:
     return type(module).forward is nn.Sequential.forward and type(module).__call__ is nn.Module.__call__
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    """Hooks on a container fire when the container is called, which the flat chain never does."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, name) for name in hooks) or "forward" in module.__dict__

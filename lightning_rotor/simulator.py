@@ -20,12 +20,12 @@ Not counted: the chain's input (the caller has it anyway), parameters, buffers, 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from lightning_rotor.chain import Chain, Option
 from lightning_rotor.errors import ScheduleError
+from lightning_rotor.liveness import Boundaries, Skips
 from lightning_rotor.schedule import Item, Leaf, Schedule, Segment, leaves
 
 Phase: TypeAlias = Literal["forward", "recompute", "backward"]
@@ -119,23 +119,18 @@ def check_schedule(chain: Chain, schedule: Schedule) -> None:
 class _Simulator:
     def __init__(self, chain: Chain, schedule: Schedule, gradients_exist: bool, lingering_bytes: int) -> None:
         check_schedule(chain, schedule)
-        n = len(chain)
         self._chain = chain
         self._schedule = schedule
         self._gradients_exist = gradients_exist
         self._lingering_bytes = lingering_bytes
         self._stateful = chain.rng_state_bytes > 0 or any(stage.state_bytes for stage in chain)
-        # The chain's input is held by the caller and counts nothing.
-        self._boundary_bytes = [0, *(stage.output_bytes for stage in chain)]
-        self._holders = [1] + [0] * n
-        self._saved_by_producer = [0] * (n + 1)
-        self._saved_by_consumer = [0] * (n + 1)
+        self._boundaries = Boundaries(chain)
         self._live_bytes = 0  # everything, kept up to date by the methods below
         self._gradient_bytes = 0  # the part of it that is the gradient of the boundary where the backward stands
-        self._saved_state_bytes = [0] * n  # copies of buffers that a recomputation has worked on and saved
+        self._saved_state_bytes = [0] * len(chain)  # copies of buffers that a recomputation has worked on and saved
         self._unused_state_bytes = 0  # remembered by nested segments during the running recomputation
         self._segment_seconds = 0.0
-        self._skips = _Skips(chain)
+        self._skips = Skips(chain)
         self._events: list[Event] = []
         self._peak_bytes = 0
         self._peak_stage = 0
@@ -272,9 +267,9 @@ class _Simulator:
                     self._give_up_read(segment)
             self._add(-self._gradient_bytes)
         peaks = option.backward_peaks(gradients_exist=self._gradients_exist)
-        if stage == 0 or self._saved_by_producer[stage]:
+        if stage == 0 or self._boundaries.is_saved_by_producer(stage):
             peak = peaks.held_bytes
-        elif self._holders[stage]:
+        elif self._boundaries.is_held(stage):
             peak = peaks.segment_bytes
         else:
             peak = peaks.plain_bytes
@@ -318,31 +313,14 @@ class _Simulator:
         draws = any(stage.draws_random for stage in stages)
         return sum(stage.state_bytes for stage in stages) + (self._chain.rng_state_bytes if draws else 0)
 
-    def _boundary_live(self, boundary: int) -> int:
-        size = self._boundary_bytes[boundary]
-        return (
-            size
-            if self._holders[boundary]
-            else min(size, self._saved_by_producer[boundary] + self._saved_by_consumer[boundary])
-        )
-
     def _hold(self, boundary: int) -> None:
-        before = self._boundary_live(boundary)
-        self._holders[boundary] += 1
-        self._live_bytes += self._boundary_live(boundary) - before
+        self._live_bytes += self._boundaries.hold(boundary)
 
     def _release(self, boundary: int) -> None:
-        before = self._boundary_live(boundary)
-        self._holders[boundary] -= 1
-        self._live_bytes += self._boundary_live(boundary) - before
+        self._live_bytes -= self._boundaries.release(boundary)
 
     def _set_saved(self, boundary: int, *, producer: int | None = None, consumer: int | None = None) -> None:
-        before = self._boundary_live(boundary)
-        if producer is not None:
-            self._saved_by_producer[boundary] = producer
-        if consumer is not None:
-            self._saved_by_consumer[boundary] = consumer
-        self._live_bytes += self._boundary_live(boundary) - before
+        self._live_bytes += self._boundaries.save(boundary, producer=producer, consumer=consumer)
 
     def _hold_made(self, stage: int) -> set[int]:
         """The running forward takes what a stage has made besides its link."""
@@ -371,61 +349,6 @@ class _Simulator:
         if level > self._peak_bytes:
             self._peak_bytes, self._peak_stage = level, stage
         return level
-
-
-class _Skips:
-    """Who holds the skips of a chain, and which of their gradients are alive."""
-
-    def __init__(self, chain: Chain) -> None:
-        self._all = chain.skips
-        self._holders = [0] * len(self._all)
-        self._gradient_bytes = [0] * len(self._all)
-        self._slices_bytes = 0
-        self.made: list[list[int]] = [[] for _ in chain]
-        self._read: list[list[int]] = [[] for _ in chain]
-        self.last_use: list[float] = []
-        for number, skip in enumerate(self._all):
-            self.last_use.append(math.inf if skip.in_output else skip.last_use)
-            if skip.born >= 0:
-                self.made[skip.born].append(number)
-            for stage in skip.uses:
-                self._read[stage].append(number)
-
-    def hold(self, skip: int) -> int:
-        """One holder more; returns the bytes that this brings to life."""
-        self._holders[skip] += 1
-        return self._all[skip].size_bytes if self._holders[skip] == 1 else 0
-
-    def release(self, skip: int) -> int:
-        """One holder less; returns the bytes that this frees."""
-        self._holders[skip] -= 1
-        return self._all[skip].size_bytes if self._holders[skip] == 0 else 0
-
-    def read_by(self, segment: Segment) -> set[int]:
-        """What a segment reads of what was made before it."""
-        if not self._all:
-            return set()
-        stages = range(segment.first, segment.last + 1)
-        return {skip for stage in stages for skip in self._read[stage] if self._all[skip].born < segment.first}
-
-    def take_gradients(self, stage: int) -> int:
-        """Bytes of gradients that exist when the stage's backward begins, and that its own peaks count."""
-        ending = (*self.made[stage], *self._read[stage])
-        alive = sum(self._gradient_bytes[skip] for skip in ending)
-        # Those that are slices hold more than themselves until the stage has read or replaced them.
-        own = sum(self._all[skip].size_bytes or self._gradient_bytes[skip] for skip in ending)
-        counted = min(alive, own)
-        self._slices_bytes = alive - counted
-        for skip in ending:
-            self._gradient_bytes[skip] = 0
-        return counted
-
-    def leave_gradients(self, stage: int) -> int:
-        """Bytes of gradients for skips that the stage read, which it leaves behind, less what dies with those that it found."""
-        for number in self._read[stage]:
-            skip = self._all[number]
-            self._gradient_bytes[number] = skip.gradient_bytes[skip.uses.index(stage)]
-        return sum(self._gradient_bytes[skip] for skip in self._read[stage]) - self._slices_bytes
 
 
 def _saves(chain: Chain, segment: Segment) -> bool:

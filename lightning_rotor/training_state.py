@@ -90,7 +90,7 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer, device: torch.device
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    state = list(tensors_in(list(optimizer.state.values())))
+    state = list(walk_tensors(list(optimizer.state.values())))
     return _sum(_storages(state), device, without=set(_storages([*parameters, *gradients])))
 
 
@@ -122,17 +122,17 @@ def is_on(device: torch.device, wanted: torch.device | str | None) -> bool:
     return wanted in (device, torch.device(device.type))
 
 
-def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """The tensors in nested dictionaries, lists, tuples and sets."""
+def walk_tensors(value: object) -> Iterator[torch.Tensor]:
+    """The tensors in nested mappings of any kind, lists, tuples and sets: whatever an optimizer may keep its state in."""
     match value:
         case torch.Tensor():
             yield value
         case Mapping():
             for item in value.values():
-                yield from tensors_in(item)
+                yield from walk_tensors(item)
         case list() | tuple() | set() | frozenset():
             for item in value:
-                yield from tensors_in(item)
+                yield from walk_tensors(item)
 
 
 def storages_of(tensor: Any) -> Iterator[torch.UntypedStorage]:

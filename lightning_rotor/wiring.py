@@ -39,16 +39,16 @@ class Wiring:
     @classmethod
     def of(cls, steps: Iterable[Wire], wanted: Collection[int]) -> Wiring:
         """Wire steps up; ``wanted`` are the values that are needed afterwards, whoever makes them."""
-        steps = tuple(steps)
+        steps, wanted = tuple(steps), set(wanted)
         made = dict.fromkeys(number for step in steps for number in step.writes)
         taken = dict.fromkeys(number for step in steps for number in step.reads if number not in made)
-        given = tuple(number for number in made if number in wanted)
+        given = dict.fromkeys(number for number in made if number in wanted)
         last = {number: index for index, step in enumerate(steps) for number in (*step.writes, *step.reads)}
-        dead = tuple(
-            tuple(number for number, end in last.items() if end == index and number in made and number not in given)
-            for index in range(len(steps))
-        )
-        return cls(Wire(tuple(sorted(taken)), given), steps, dead)
+        dead: list[list[int]] = [[] for _ in steps]
+        for number in made:
+            if number not in given:
+                dead[last[number]].append(number)
+        return cls(Wire(tuple(sorted(taken)), tuple(given)), steps, tuple(map(tuple, dead)))
 
     def run(self, value: Any, call: Callable[[int, Any], Any]) -> Any:
         """Run the steps; ``call`` runs one of them, by its place."""

@@ -375,6 +375,23 @@ def test_what_changes_after_tracing_is_followed() -> None:
     assert planned.plan is before
 
 
+def test_settings_of_a_layer_that_the_forward_reads_but_does_not_call_are_watched() -> None:
+    class Attending(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop = nn.Dropout(0.5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(F.dropout(x, self.drop.p if self.training else 0.0))
+
+    net, x = Attending(), torch.randn(X)
+    planned = Checkpointable(net, x, "1GiB")
+    net.drop.p = 0.0
+    assert torch.equal(planned(x), net(x))
+    net.drop.p = 1.0
+    assert torch.equal(planned(x), net(x))
+
+
 def test_modes_are_watched() -> None:
     class Dropping(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "wiring": (),
     "chain": ("units",),
     "schedule": ("units",),
-    "simulator": ("chain", "schedule"),
+    "liveness": ("chain", "schedule"),
+    "simulator": ("liveness",),
     "planning": ("simulator",),
     "sequential": ("units", "wiring"),
     "invertible": ("units",),
@@ -36,9 +37,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "training_state": ("units",),
     "optimizer_prediction": ("training_state",),
     "generators": (),
+    "tensors": (),
     "options": ("sequential", "invertible"),
     "undisturbed": ("options", "recomputation"),
-    "tracing": ("undisturbed",),
+    "tracing": ("undisturbed", "tensors"),
     "cutting": ("tracing",),
     "profiling": ("undisturbed", "chain", "tracing"),
     "execution": ("options", "recomputation", "simulator"),
@@ -51,7 +53,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "strategies": ("checkpointable", "pipeline"),
 }
 WITH_LIGHTNING = {"callbacks", "strategies"}
-WITHOUT_TORCH = {"errors", "units", "chain", "schedule", "simulator", "planning"}
+WITHOUT_TORCH = {"errors", "units", "chain", "schedule", "liveness", "simulator", "planning"}
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics"}
 
 MODULES = sorted(PACKAGE.rglob("*.py"))

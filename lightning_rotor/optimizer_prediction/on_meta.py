@@ -18,7 +18,7 @@ from lightning_rotor.optimizer_prediction.dry_step import (
     use_plain_kernels,
 )
 from lightning_rotor.optimizer_prediction.state_prediction import StatePrediction
-from lightning_rotor.training_state import block_bytes, is_on, storages_of, tensors_in
+from lightning_rotor.training_state import block_bytes, is_on, storages_of, walk_tensors
 
 _CPU = torch.device("cpu")
 # Where torch picks its multi-tensor implementations by itself.
@@ -85,7 +85,7 @@ class _Clone:
         counted |= {storage._cdata for p in self.homes if p.grad is not None for storage in storages_of(p.grad)}
         size_bytes = 0
         for key, state in self.optimizer.state.items():
-            for tensor in tensors_in(state):
+            for tensor in walk_tensors(state):
                 for storage in storages_of(tensor):
                     home = self._home(key, storage)
                     if storage._cdata not in counted and is_on(home, device):
@@ -151,7 +151,7 @@ class _AllocationCount(_ValuesReadAsOne):
         self._home = next(iter(clone.homes.values()), _CPU)
         self._known: dict[int, weakref.ref[torch.UntypedStorage] | torch.UntypedStorage] = {}
         existing = [*clone.homes, *(p.grad for p in clone.homes if p.grad is not None)]
-        for tensor in (*existing, *tensors_in(list(clone.optimizer.state.values()))):
+        for tensor in (*existing, *walk_tensors(list(clone.optimizer.state.values()))):
             for storage in storages_of(tensor):
                 self._known[storage._cdata] = storage
 
@@ -159,7 +159,7 @@ class _AllocationCount(_ValuesReadAsOne):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        for tensor in tensors_in(result):
+        for tensor in walk_tensors(result):
             for storage in storages_of(tensor):
                 # On a GPU, scalars on the CPU are not the device's concern.
                 if storage.device.type == "meta" or self._home.type == "cpu":

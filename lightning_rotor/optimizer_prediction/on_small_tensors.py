@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_rotor.optimizer_prediction.dry_step import StandIns, copy_optimizer, take_step, use_plain_kernels
 from lightning_rotor.optimizer_prediction.state_prediction import StatePrediction
-from lightning_rotor.training_state import block_bytes, is_on, tensors_in
+from lightning_rotor.training_state import block_bytes, is_on, walk_tensors
 
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
 
@@ -69,7 +69,7 @@ def state_on_small_tensors(
     size_bytes = 0
     for parameter in parameters:
         if is_on(parameter.device, device):
-            for tensor in tensors_in(clone.state.get(small[parameter].tensor, {})):
+            for tensor in walk_tensors(clone.state.get(small[parameter].tensor, {})):
                 elements = small[parameter].scaled(tensor.numel())
                 size_bytes += block_bytes(elements * tensor.element_size(), parameter.device)
     # Existing state is not scaled down, so it may have come about in another way.

@@ -10,7 +10,7 @@ Nothing is changed: generators are set back, buffers are lent (the stages write 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -21,13 +21,16 @@ from lightning_rotor.chain import Chain, Skip, StageCost
 from lightning_rotor.errors import RotorWarning
 from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.options import autocast_enabled, run_stage
-from lightning_rotor.profiling.boundary import Boundary, tensors_in
+from lightning_rotor.profiling.boundary import Boundary
+from lightning_rotor.profiling.ends import StageEnds
+from lightning_rotor.profiling.gradients import SkipGradient
 from lightning_rotor.profiling.meters import Meter, meter_for
-from lightning_rotor.profiling.stages import SkipGradient, StageEnds, StageMeasurement, StageProfiler
-from lightning_rotor.profiling.storages import merged, scout
+from lightning_rotor.profiling.stages import StageMeasurement, StageProfiler
+from lightning_rotor.profiling.storages import UnmeasuredSkip, merged, scout
 from lightning_rotor.recomputation import recomputed
-from lightning_rotor.sequential import Stage, is_plain_stock, wiring_of
+from lightning_rotor.sequential import HOOKS, Stage, is_plain_stock, wiring_of
 from lightning_rotor.state import SegmentState, Statistic, state_of
+from lightning_rotor.tensors import same_bits, tensors_in
 from lightning_rotor.tracing import GraphSlice
 from lightning_rotor.undisturbed import kept_attributes, lent_buffers, undisturbed
 from lightning_rotor.wiring import unpacked
@@ -116,7 +119,7 @@ def profile_chain(
                 del values[dead]
             if progress is not None:
                 progress(number + 1, len(together))
-        skips = _with_gradients([skip for _, skip in numbered.values()], measured)
+        skips = _measured((skip for _, skip in numbered.values()), measured)
         costs = [
             replace(_cost(number, measured, skips), name=stage.name, **traits[number])
             for number, stage in enumerate(together)
@@ -134,10 +137,12 @@ def profile_chain(
     return Profile(chain, together, tuple(states))
 
 
-def _with_gradients(skips: Sequence[Skip], measured: Sequence[tuple[StageEnds, StageMeasurement]]) -> tuple[Skip, ...]:
+def _measured(
+    skips: Iterable[UnmeasuredSkip], measured: Sequence[tuple[StageEnds, StageMeasurement]]
+) -> tuple[Skip, ...]:
     """Skips with the gradients that their readers leave."""
     return tuple(
-        replace(skip, gradient_bytes=tuple(_gradient(number, measured[use]).size_bytes for use in skip.uses))
+        skip.measured(_gradient(number, measured[use]).size_bytes for use in skip.uses)
         for number, skip in enumerate(skips)
     )
 
@@ -178,21 +183,14 @@ def _pass(stage: Stage, boundary: Boundary, device: torch.device) -> _Passed:
         output = run_stage(stage, boundary.fresh())
         updating = _updating(originals)
     outputs = tensors_in(output)
-    same_bits = True
+    repeatable = True
     if not is_stock(stage):
         states.restore()
         with kept_attributes(stage), lent_buffers(stage):
             again = tensors_in(run_stage(stage, boundary.fresh()))
-        same_bits = len(again) == len(outputs) and all(map(_same_bits, outputs, again))
+        repeatable = len(again) == len(outputs) and all(map(same_bits, outputs, again))
     parts = unpacked(output, len(stage.writes))
-    return _Passed(tuple(Boundary.of(part, whole_storages=True) for part in parts), same_bits, updating)
-
-
-def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    if left.shape != right.shape or left.dtype != right.dtype:
-        return False
-    # A NaN equals no NaN, so where both are one, the values are compared as "same".
-    return bool(((left == right) | ((left != left) & (right != right))).all())
+    return _Passed(tuple(Boundary.of(part, whole_storages=True) for part in parts), repeatable, updating)
 
 
 # -------------------------------------------------------------------- what stages show about themselves
@@ -206,7 +204,7 @@ def _updating(originals: Sequence[tuple[torch.nn.Module, str, torch.Tensor]]) ->
     return tuple(
         module
         for module, name, original in originals
-        if (current := module._buffers[name]) is None or not _same_bits(current, original)
+        if (current := module._buffers[name]) is None or not same_bits(current, original)
     )
 
 
@@ -262,7 +260,7 @@ def _identity(stage: Stage) -> tuple[Any, ...]:
         if isinstance(module, GraphSlice):
             continue
         attributes = {key: plain(value) for key, value in module.__dict__.items() if key not in _STRUCTURE}
-        hooks = [tuple(map(id, getattr(module, key).values())) for key in _HOOKS]
+        hooks = [tuple(map(id, getattr(module, key).values())) for key in HOOKS]
         tensors = [
             (key, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
             for key, tensor in (*module._parameters.items(), *module._buffers.items())
@@ -284,8 +282,7 @@ def _numbers(stage: Stage) -> list[int]:
     return [number for wire in stage.wiring.steps for number in (*wire.reads, *wire.writes)]
 
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_STRUCTURE = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *_HOOKS} | {
+_STRUCTURE = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *HOOKS} | {
     key for key in torch.nn.Module().__dict__ if key.endswith("hooks") or "hooks_" in key or key.startswith("_backward")
 }
 

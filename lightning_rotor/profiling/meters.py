@@ -42,6 +42,11 @@ class MeteredPhase:
     peak_bytes: int
     end_bytes: int
 
+    @property
+    def freed_bytes(self) -> int:
+        """By how much the level fell from its start to its end."""
+        return self.start_bytes - self.end_bytes
+
 
 class Recording(Protocol):
     """A measurement in progress."""

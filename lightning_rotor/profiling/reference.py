@@ -11,10 +11,10 @@ from torch import nn
 from lightning_rotor.errors import ModelError
 from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.options import run_stage
-from lightning_rotor.profiling.boundary import Boundary, tensors_in
-from lightning_rotor.profiling.chain import _same_bits
+from lightning_rotor.profiling.boundary import Boundary
 from lightning_rotor.recomputation import recomputed
 from lightning_rotor.sequential import Stage, wiring_of
+from lightning_rotor.tensors import same_bits, tensors_in
 from lightning_rotor.tracing import GraphCut
 from lightning_rotor.undisturbed import kept_attributes, lent_buffers, undisturbed
 
@@ -81,7 +81,7 @@ def _difference(left: Any, right: Any) -> str | None:
         return "the outputs are nested differently"
     for mine, theirs in zip(expected.leaves, received.leaves, strict=True):
         same = (
-            _same_bits(mine, theirs)
+            same_bits(mine, theirs)
             if isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor)
             else mine == theirs
         )
@@ -89,7 +89,7 @@ def _difference(left: Any, right: Any) -> str | None:
             return "the outputs differ"
     if expected.requires_grad != received.requires_grad:
         return "other outputs require a gradient"
-    if len(buffers) != len(other_buffers) or not all(map(_same_bits, buffers, other_buffers)):
+    if len(buffers) != len(other_buffers) or not all(map(same_bits, buffers, other_buffers)):
         return "buffers are updated differently"
     if not states.equals(other_states):
         return "other random numbers are drawn"

@@ -9,16 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_leaves
 
 from lightning_rotor.chain import Skip
 from lightning_rotor.errors import ModelError
 from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.options import run_stage
-from lightning_rotor.profiling.boundary import Boundary, tensors_in
+from lightning_rotor.profiling.boundary import Boundary
 from lightning_rotor.sequential import Stage, merge, wiring_of
+from lightning_rotor.tensors import tensors_in
 from lightning_rotor.undisturbed import kept_attributes, lent_buffers
 from lightning_rotor.wiring import unpacked
 
@@ -30,16 +32,32 @@ class Storage:
     Attributes:
         born: Number of the stage that allocates it, -1 for the chain's input.
         size_bytes: Its size.
-        requires_grad: A gradient flows through one of its tensors.
         uses: Numbers of the stages that read it.
         in_output: The chain returns it.
     """
 
     born: int
     size_bytes: int
-    requires_grad: bool = False
     uses: set[int] = field(default_factory=set)
     in_output: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class UnmeasuredSkip:
+    """A :class:`~lightning_rotor.chain.Skip` as far as it is known before its readers' backwards have run."""
+
+    born: int
+    uses: tuple[int, ...]
+    size_bytes: int
+    in_output: bool
+
+    def is_needed_after(self, stage: int) -> bool:
+        """Whether a later stage, or the caller, reads it."""
+        return self.in_output or self.uses[-1] > stage
+
+    def measured(self, gradient_bytes: Iterable[int]) -> Skip:
+        """The skip, with what each of its readers leaves of its gradient."""
+        return Skip(self.born, self.uses, self.size_bytes, tuple(gradient_bytes), self.in_output)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,21 +76,16 @@ class Scouting:
     changes_input: bool
     groups: tuple[range, ...]
 
-    def skips(self) -> dict[Storage, Skip]:
+    def skips(self) -> dict[Storage, UnmeasuredSkip]:
         """What outlives a link, in terms of the groups."""
         group_of = {stage: number for number, group in enumerate(self.groups) for stage in group} | {-1: -1}
-        found: dict[Storage, Skip] = {}
+        found: dict[Storage, UnmeasuredSkip] = {}
         for storage in dict.fromkeys(each for leaves in self.storages.values() for each in leaves if each is not None):
             born = group_of[storage.born]
             uses = tuple(sorted({group_of[use] for use in storage.uses} - {born}))
             if uses and (uses != (born + 1,) or (storage.in_output and storage.size_bytes)):
-                found[storage] = Skip(
-                    born,
-                    uses,
-                    storage.size_bytes if born >= 0 else 0,
-                    (0,) * len(uses),  # measured later
-                    storage.in_output,
-                )
+                size_bytes = storage.size_bytes if born >= 0 else 0
+                found[storage] = UnmeasuredSkip(born, uses, size_bytes, storage.in_output)
         return found
 
 
@@ -84,7 +97,7 @@ def scout(stages: Sequence[Stage], inputs: dict[int, Boundary], device: torch.de
     """
     wiring = wiring_of(stages)
     values = dict(inputs)
-    storages = {number: _new_storages(-1, value) for number, value in inputs.items()}
+    storages = {number: _storages_of(value.leaves, -1, {}) for number, value in inputs.items()}
     draws: list[bool] = []
     # Where stages can be cut apart: before the stage of that number.
     cuts = set(range(len(stages) + 1))
@@ -97,7 +110,7 @@ def scout(stages: Sequence[Stage], inputs: dict[int, Boundary], device: torch.de
                 storage.uses.add(index)
         with kept_attributes(stage), lent_buffers(stage):
             value = Boundary.packed([values[number] for number in stage.reads]).fresh()
-            leaves = tree_flatten(value)[0]
+            leaves = tree_leaves(value)
             versions = [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in leaves]
             before = GeneratorStates(device)
             output = run_stage(stage, value)
@@ -113,7 +126,7 @@ def scout(stages: Sequence[Stage], inputs: dict[int, Boundary], device: torch.de
                 )
             for number, part in zip(stage.writes, made, strict=True):
                 values[number] = Boundary.of(part, whole_storages=True)
-                storages[number] = _storages_of(part, index, known)
+                storages[number] = _storages_of(tree_leaves(part), index, known)
             changed = [
                 storage
                 for leaf, storage, version in zip(leaves, taken, versions, strict=True)
@@ -154,26 +167,14 @@ def _address(leaf: torch.Tensor) -> int:
     return leaf.untyped_storage().data_ptr()
 
 
-def _new_storages(born: int, value: Boundary) -> tuple[Storage | None, ...]:
-    found: dict[int, Storage] = {}
-    return tuple(
-        _storage(leaf, born, found, requires_grad) if isinstance(leaf, torch.Tensor) else None
-        for leaf, requires_grad in zip(value.leaves, value.requires_grad, strict=True)
-    )
+def _storages_of(leaves: Iterable[Any], born: int, known: dict[int, Storage]) -> tuple[Storage | None, ...]:
+    return tuple(_storage(leaf, born, known) if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
 
 
-def _storages_of(value: object, born: int, known: dict[int, Storage]) -> tuple[Storage | None, ...]:
-    leaves: Iterable[object] = tree_flatten(value)[0]
-    return tuple(
-        _storage(leaf, born, known, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else None for leaf in leaves
-    )
-
-
-def _storage(leaf: torch.Tensor, born: int, known: dict[int, Storage], requires_grad: bool) -> Storage:
+def _storage(leaf: torch.Tensor, born: int, known: dict[int, Storage]) -> Storage:
     address = _address(leaf)
     storage = known.get(address) if address else None
     if storage is None:
         storage = Storage(born, leaf.untyped_storage().nbytes())
         known[address] = storage
-    storage.requires_grad = storage.requires_grad or requires_grad
     return storage

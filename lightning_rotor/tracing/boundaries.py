@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_flatten
 
 from lightning_rotor.errors import ModelError
 from lightning_rotor.sequential import Stage
+from lightning_rotor.tensors import tensors_in
 from lightning_rotor.tracing.recorder import Recorder
 from lightning_rotor.tracing.slices import GraphSlice
 from lightning_rotor.tracing.tracer import IN_PLACE, Tracer
@@ -123,7 +123,9 @@ def footprints_of(
         step = GraphSlice(reads, [node], node, root=module, owners=tracer.owners, constants=tracer.constants)
         values[node], saved = _run_and_watch(step, packed([values[used] for used in reads]))
         old = {address: number for used in reads for address, number in numbered.get(used, {}).items()}
-        made = {address: size for address, size in _storages(_tensors(values[node])).items() if address not in lasting}
+        made = {
+            address: size for address, size in _storages(tensors_in(values[node])).items() if address not in lasting
+        }
         numbered[node] = {address: old[address] if address in old else next(numbers) for address in made}
         found[node] = Footprint(
             made_bytes=sum(size for address, size in made.items() if address not in old),
@@ -153,10 +155,6 @@ def _parts(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node]]:
     """The inputs of a graph and its operations."""
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     return inputs, [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)]
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -15,6 +15,7 @@ from torch import fx, nn
 from lightning_rotor.errors import ModelError
 from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.sequential import Stage, wiring_of
+from lightning_rotor.tensors import same_bits
 from lightning_rotor.tracing.boundaries import Footprint, footprints_of, stages_of
 from lightning_rotor.tracing.call import Call
 from lightning_rotor.tracing.guards import Guards
@@ -48,6 +49,10 @@ class GraphCut:
     _watch: Watch
     _guards: Guards | None = None
     reasons: Mapping[str, str] = field(default_factory=dict)
+    _reads: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._reads = wiring_of(self.stages).wire.reads
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The chain's input for a call, or None if the trace does not hold for it.
@@ -65,7 +70,7 @@ class GraphCut:
         return self._take(Call.of(self._module, args, kwargs))
 
     def _take(self, call: Call) -> Any:
-        return packed([call.tensors[number] for number in wiring_of(self.stages).wire.reads])
+        return packed([call.tensors[number] for number in self._reads])
 
     def renewed_by(self, newer: GraphCut) -> bool:
         """Hold on under a newer trace's conditions if that trace runs the same operations on the same objects."""
@@ -74,7 +79,7 @@ class GraphCut:
         for mine, theirs in zip(self.slices, newer.slices, strict=True):
             if mine.called_modules != theirs.called_modules or mine.reads != theirs.reads:
                 return False
-            if not all(_equal(*pair) for pair in zip(mine.constants, theirs.constants, strict=False)):
+            if not all(same_bits(*pair) for pair in zip(mine.constants, theirs.constants, strict=False)):
                 return False
             if mine.operations != theirs.operations:
                 return False
@@ -93,15 +98,6 @@ class GraphCut:
     def slices(self) -> tuple[GraphSlice, ...]:
         """What the stages run."""
         return tuple(module for stage in self.stages for module in stage.modules if isinstance(module, GraphSlice))
-
-
-def _equal(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return (
-        left.shape == right.shape
-        and left.dtype == right.dtype
-        and left.device == right.device
-        and torch.equal(left, right)
-    )
 
 
 def cut_graph(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> GraphCut:
@@ -140,10 +136,10 @@ def cut_recording(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
 def _cut(module: nn.Module, call: Call, make: type[Tracer | Recorder]) -> GraphCut:
     graph, tracer, opaque = _trace(module, call, make)
     names = dict(module.named_modules())
-    inside = {submodule for leaf in tracer.leaves for submodule in leaf.modules()}
+    inside = {submodule for leaf in tracer.calls.leaves for submodule in leaf.modules()}
     called = {str(node.target): names[str(node.target)] for node in graph.nodes if node.op == "call_module"}
     inside |= {below for leaf in called.values() for below in leaf.modules()}
-    watched = [submodule for submodule in names.values() if submodule not in inside and not _is_torchs(submodule)]
+    watched = [submodule for submodule in names.values() if submodule not in inside]
     stages = tuple(stages_of(module, graph, tracer, _footprints(module, call, graph, tracer)))
     way, guards = ("recording", tracer.guards) if isinstance(tracer, Recorder) else ("graph", None)
     return GraphCut(stages, opaque, way, module, _key(call, way), Watch(module, watched), guards)
@@ -170,10 +166,6 @@ def _footprints(
 def _key(call: Call, way: str) -> Any:
     # Code may ask whether autocast is on. Hooks on saved tensors are nobody's business but autograd's.
     return call.key, ambient()[:-1], call.signature if way == "recording" else None
-
-
-def _is_torchs(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.nn.") and not module._modules
 
 
 # -------------------------------------------------------------------- tracing
@@ -204,7 +196,7 @@ def _trace(
             # Models of transformers note in their configuration which loss they compute, once.
             may_settle = False
             continue
-        while culprit is not module and (culprit in opaque or culprit in tracer.leaves):
+        while culprit is not module and (culprit in opaque or culprit in tracer.calls.leaves):
             culprit = module.get_submodule(paths[culprit].rpartition(".")[0])
         if culprit is module or not paths[culprit]:
             settings.restore()
@@ -240,10 +232,10 @@ def _attempt(module: nn.Module, call: Call, tracer: Tracer | Recorder) -> _Attem
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            return _Attempt(None, tracer.culprit or module, _reason(error))
+            return _Attempt(None, tracer.calls.culprit or module, _reason(error))
         finally:
             # Leaves have run for real, and will in every call.
-            besides = {below for leaf in tracer.leaves for below in leaf.modules()} if records else set()
+            besides = {below for leaf in tracer.calls.leaves for below in leaf.modules()} if records else set()
             changed = watch.changed(besides)
             restorer.restore()
             remaining = watch.changed(besides)
@@ -265,7 +257,7 @@ def _repeated(module: nn.Module, call: Call, attempt: _Attempt, first: Recorder,
     suspects = [module.get_submodule(path) for path in sorted(paths, key=lambda path: -path.count("."))]
     return _Attempt(
         None,
-        next((suspect for suspect in suspects if suspect not in first.leaves), suspects[0]),
+        next((suspect for suspect in suspects if suspect not in first.calls.leaves), suspects[0]),
         "it does something else each time that it runs on the same input (it asks a clock, a counter outside of modules, or a random generator "
         "of its own)",
     )

@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils._pytree import tree_flatten
 
+from lightning_rotor.errors import ExecutionError
+from lightning_rotor.tracing.call import PLAIN
 from lightning_rotor.tracing.slices import GraphSlice
 from lightning_rotor.wiring import packed
 
@@ -81,3 +84,33 @@ def ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
             found.add(node)
             pending.extend(node.all_input_nodes)
     return found
+
+
+# -------------------------------------------------------------------- at every call
+
+
+def require_as_recorded(output: Any, appearance: Any) -> None:
+    """Check that code which a recording runs as it is returns what the code after it was recorded for.
+
+    Raises:
+        ExecutionError: Another shape, type or number.
+    """
+    received = appearance_of(output)
+    if received != appearance:
+        raise ExecutionError(
+            f"a submodule returned {received[1]} where its recording has {appearance[1]}: expected shapes and plain values that depend on the "
+            "shapes of the inputs alone. Plan the submodules instead, by name"
+        )
+
+
+def appearance_of(output: Any) -> Any:
+    """Shapes, types and plain values in what a module returned."""
+    leaves, spec = tree_flatten(output)
+    return str(spec), tuple(
+        ("tensor", tuple(leaf.shape), str(leaf.dtype), str(leaf.device))
+        if isinstance(leaf, torch.Tensor)
+        else spell_value(leaf)
+        if isinstance(leaf, PLAIN)
+        else type(leaf).__name__
+        for leaf in leaves
+    )

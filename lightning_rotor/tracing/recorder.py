@@ -18,28 +18,27 @@ Whatever it could not hold is an error; the module whose forward it happened in 
 
 from __future__ import annotations
 
-import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from types import FunctionType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
-from lightning_rotor.errors import ExecutionError
 from lightning_rotor.generators import GeneratorStates
-from lightning_rotor.tracing.call import PLAIN, Call
-from lightning_rotor.tracing.guards import Guards, ancestors, spell_value
+from lightning_rotor.tensors import tensors_in
+from lightning_rotor.tracing.call import Call
+from lightning_rotor.tracing.guards import Guards, ancestors, appearance_of, require_as_recorded
+from lightning_rotor.tracing.modules import BLOCKS, ModuleCalls, UntraceableError, hides_code, is_torchs_module
 from lightning_rotor.tracing.operations import METADATA, REFUSED, is_assignment, is_torchs, name_of, spell
-from lightning_rotor.tracing.tracer import BLOCKS, CONSTANT, UntraceableError, ambient, is_opaque, tensor_slots
-from lightning_rotor.tracing.values import Values, version_of
+from lightning_rotor.tracing.tracer import ambient
+from lightning_rotor.tracing.values import version_of
 from lightning_rotor.tracing.witness import Witness
+from lightning_rotor.tracing.writer import GraphWriter, is_constant
 
 _CONTAINERS = (nn.Sequential, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder, *BLOCKS)
 _RANDOM = "random numbers, as when a block is skipped at random"
@@ -49,40 +48,34 @@ class Recorder:
     """Records one call of a module.
 
     Attributes:
-        constants: Tensors that the forward made out of nothing, in the order of their ``get_attr`` nodes.
-        owners: For each name of a ``get_attr`` node, the module that has the tensor and its name there.
-        leaves: Modules that became one operation.
-        culprit: The innermost module whose forward could not be recorded.
+        calls: Which modules became one operation, and which one's forward could not be recorded.
         guards: What the recording takes for granted about the values of inputs; None if nothing.
     """
 
     def __init__(self, root: nn.Module, call: Call, opaque: set[nn.Module], opaque_types: set[type]) -> None:
-        self.constants: list[torch.Tensor] = []
-        self.owners: dict[str, tuple[nn.Module, str]] = {}
-        self.leaves: set[nn.Module] = set()
-        self.culprit: nn.Module | None = None
+        self.calls = ModuleCalls(root, opaque, opaque_types)
         self.guards: Guards | None = None
         self._root, self._call = root, call
-        self._opaque, self._opaque_types = opaque, opaque_types
-        self._paths = {module: path for path, module in root.named_modules()}
-        self._named: dict[int, tuple[torch.Tensor, str]] = {}
-        self._reads: dict[str, fx.Node] = {}
-        self._graph = fx.Graph()
-        self._stack = [""]
-        self._values = Values()
-        self._impure: dict[fx.Node, str] = {}
         self._seen: list[tuple[fx.Node, Any]] = []
         self._witness = Witness()
+        self._writer = GraphWriter(self.calls, self._witness)
         self._mode = _Mode(self)
         self._thread = threading.get_ident()
 
+    @property
+    def constants(self) -> list[torch.Tensor]:
+        """Tensors that the forward made out of nothing, in the order of their ``get_attr`` nodes."""
+        return self._writer.constants
+
+    @property
+    def owners(self) -> dict[str, tuple[nn.Module, str]]:
+        """For each name of a ``get_attr`` node, the module that has the tensor and its name there."""
+        return self._writer.owners
+
     def record(self, root: nn.Module) -> fx.Graph:
         """Run the root's forward on copies of the call's tensors, and return what it did."""
-        self.owners, self._named = tensor_slots(root)
         copies = _copies(self._call.tensors)
-        inputs = [self._node("placeholder", f"input_{index}", (), {}) for index in range(len(copies))]
-        for tensor, node in reversed(list(zip(copies, inputs, strict=True))):
-            self._values.put(tensor, node)
+        inputs = self._writer.begin(root, copies)
         args, kwargs = self._call.with_tensors(copies)
         del copies
         with saved_tensors_hooks(_dropped, _gone), self._listening():
@@ -90,9 +83,9 @@ class Recorder:
             output = type(root).forward(root, *args, **kwargs)
             self._require_same_generators()
             with self._aside():
-                self._node("output", "output", (self._encode_output(output),), {})
+                self._writer.node("output", "output", (self._writer.encode_output(output),), {})
         self._settle_guards(inputs)
-        return self._graph
+        return self._writer.graph
 
     @contextmanager
     def _listening(self) -> Iterator[None]:
@@ -144,40 +137,26 @@ class Recorder:
     def _call_module(
         self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        path = self._paths.get(module)
-        if path is None and not self._witness.was_there(module):
-            return call(
-                module, *args, **kwargs
-            )  # ``nn.CrossEntropyLoss()(logits, labels)``: it is made anew in each call
-        if path is None:
-            raise UntraceableError(
-                f"{type(module).__name__} is called but is no submodule, so its parameters are hidden"
-            )
+        if module not in self.calls and not self._witness.was_there(module):
+            # ``nn.CrossEntropyLoss()(logits, labels)``: it is made anew in each call
+            return call(module, *args, **kwargs)
+        path = self.calls.path_of(module)
         self._require_ambient()
-        self._stack.append(path)
-        try:
+        with self.calls.inside(module):
             if self._is_leaf(module):
-                self.leaves.add(module)
+                self.calls.leaves.add(module)
                 return self._run_leaf(path, module, call, args, kwargs)
             output = call(module, *args, **kwargs)
             self._require_same_generators()
             return output
-        except Exception:
-            if self.culprit is None and module not in self.leaves:
-                self.culprit = module
-            raise
-        finally:
-            self._stack.pop()
 
     def _is_leaf(self, module: nn.Module) -> bool:
-        return is_opaque(module, self._opaque, self._opaque_types) or (
-            _is_torchs(module) and type(module) not in _CONTAINERS
-        )
+        return self.calls.is_opaque(module) or (is_torchs_module(module) and type(module) not in _CONTAINERS)
 
     def _run_leaf(
         self, path: str, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        known = _is_torchs(module) and not is_opaque(module, set(), set())
+        known = is_torchs_module(module) and not hides_code(module)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             return call(module, *args, **kwargs)
@@ -224,30 +203,30 @@ class Recorder:
         with self._aside():
             if torch._C._functorch.peek_interpreter_stack() is not None:
                 raise UntraceableError("it computes under a transform of torch.func (vmap, grad)")
-            read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            read = tensors_in((args, kwargs))
             if read or kind == "call_module":
                 self._require_ambient()
-                encoded = self._encode(args, exact=bool(own_code)), self._encode(kwargs, exact=bool(own_code))
+                encoded = self._writer.encode((args, kwargs), exact=bool(own_code))
             versions = [version_of(tensor) for tensor in read]
             self._require_same_generators()
             witness.random = witness.reads_values = False
             result = run(*args, **kwargs)
             if not read and kind != "call_module":
-                if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
+                if not tensors_in(result):
                     return result  # torch.set_grad_enabled and the like
                 self._require_ambient()
-                encoded = self._encode(args, exact=bool(own_code)), self._encode(kwargs, exact=bool(own_code))
-            node = self._node(kind, target, *encoded)
+                encoded = self._writer.encode((args, kwargs), exact=bool(own_code))
+            node = self._writer.node(kind, target, *encoded)
             if own_code or witness.random:
                 self._states = GeneratorStates()
-                self._impure.setdefault(node, own_code or _RANDOM)
+                self._writer.mark_impure(node, own_code or _RANDOM)
             for tensor, version in zip(read, versions, strict=True):
                 if version_of(tensor) != version:
-                    self._note_change(tensor)
+                    self._writer.note_change(tensor)
             if kind == "call_module":
                 if not known:
-                    self._node("call_function", require_as_recorded, (node, _appearance(result)), {})
-                return self._unpack(result, node, read, fresh_objects=not known)
+                    self._writer.node("call_function", require_as_recorded, (node, appearance_of(result)), {})
+                return self._writer.unpack(result, node, read, fresh_objects=not known)
             return self._result_of(result, node, read)
 
     def _result_of(self, result: Any, node: fx.Node, read: Sequence[torch.Tensor]) -> Any:
@@ -262,141 +241,18 @@ class Recorder:
         if tensors:
             if others:
                 raise UntraceableError(f"{_label(node)} returns tensors and values together")
-            output = self._unpack(result, node, read)
+            output = self._writer.unpack(result, node, read)
             if self._witness.reads_values:
-                shapes = [self._node("call_function", getattr, (self._known(leaf), "shape"), {}) for leaf in tensors]
+                shapes = [
+                    self._writer.node("call_function", getattr, (self._writer.node_of(leaf), "shape"), {})
+                    for leaf in tensors
+                ]
                 for shape, tensor in zip(shapes, tensors, strict=True):
                     self._guard(shape, tensor.shape, f"the size of what {_label(node)} returns")
             return output
         if others:
             self._guard(node, result, f"{_label(node)} of a tensor")
         return result
-
-    def _note_change(self, tensor: torch.Tensor) -> None:
-        node = self._known(tensor)
-        if node.op == "get_attr" and str(node.target).startswith(CONSTANT):
-            raise UntraceableError("it changes a tensor in place that it has made itself without any input")
-        self._values.mark_changed(tensor)
-
-    def _unpack(self, value: Any, node: fx.Node, read: Sequence[torch.Tensor], *, fresh_objects: bool = False) -> Any:
-        """Give every tensor in an operation's result a node.
-
-        Args:
-            value: The result.
-            node: The operation.
-            read: Tensors that it read.
-            fresh_objects: Hand out another object for a tensor that was handed in: at another call it may be a new one.
-        """
-        if isinstance(value, torch.Tensor):
-            is_named = self._named.get(id(value), (None,))[0] is value
-            if fresh_objects and (is_named or any(value is tensor for tensor in read)):
-                value = value.view_as(value)
-            elif is_named:
-                return value  # a buffer that was changed in place: every stage reads it where it is
-            self._values.put(value, node, read)
-            return value
-        if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value)):
-            return value
-        entries: Sequence[tuple[Any, Any]]
-        if isinstance(value, (tuple, list)):
-            entries = list(enumerate(value))
-        elif type(value) is dict:
-            entries = list(value.items())
-        else:
-            leaves, spec = tree_flatten(value)
-            flat = self._node("call_function", tree_leaves, (node,), {})
-            seen = self._unpack(leaves, flat, read, fresh_objects=fresh_objects)
-            return value if seen is leaves else tree_unflatten(seen, spec)
-        unpacked = {}
-        for key, entry in entries:
-            if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(entry)):
-                piece = self._node("call_function", operator.getitem, (node, key), {})
-                unpacked[key] = self._unpack(entry, piece, read, fresh_objects=fresh_objects)
-            else:
-                unpacked[key] = entry
-        if all(unpacked[key] is entry for key, entry in entries):
-            return value
-        if type(value) is dict:
-            return unpacked
-        return type(value)(*unpacked.values()) if hasattr(value, "_fields") else type(value)(unpacked.values())
-
-    # ---------------------------------------------------------------- nodes
-
-    def _node(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-        name = target if isinstance(target, str) else getattr(target, "__name__", "operation")
-        node = self._graph.create_node(kind, target, args, kwargs, str(name).replace(".", "_"))
-        node.meta["module"] = self._stack[-1]
-        for used in node.all_input_nodes:
-            if used in self._impure:
-                self._impure[node] = self._impure[used]
-        return node
-
-    def _known(self, tensor: torch.Tensor) -> fx.Node:
-        """The node of a tensor that an operation reads."""
-        owned, name = self._named.get(id(tensor), (None, ""))
-        if owned is not tensor:
-            node = self._values.node_of(tensor)
-            if node is not None:
-                return node
-            if not self._witness.is_constant(tensor):
-                raise UntraceableError(
-                    "it reads a tensor that was made where no recording sees it (kept by a module from its forward, shared with NumPy, or made "
-                    "by code in C++)"
-                )
-            if tensor.requires_grad:
-                raise UntraceableError("it computes with parameters that it keeps elsewhere than in attributes")
-            name = f"{CONSTANT}{len(self.constants)}"
-            self.constants.append(tensor)
-            self._named[id(tensor)] = tensor, name
-        if name not in self._reads:
-            self._reads[name] = self._node("get_attr", name, (), {})
-            if tensor.requires_grad:
-                self._impure[self._reads[name]] = f"the parameter {name!r}, which learns"
-            self._values.put(tensor, self._reads[name])
-        return self._reads[name]
-
-    def _encode(self, value: Any, *, exact: bool = False) -> Any:
-        """Arguments with nodes in the place of tensors.
-
-        Args:
-            value: Tensors and plain values in any nesting.
-            exact: A ``torch.Size``, which fx takes for a tuple, stays one. torch's own operations take both.
-        """
-        kind = type(value)
-        if isinstance(value, torch.Tensor):
-            return self._known(value)
-        if kind in (tuple, list):
-            return kind(self._encode(entry, exact=exact) for entry in value)
-        if kind is dict:
-            return {key: self._encode(entry, exact=exact) for key, entry in value.items()}
-        if kind is slice:
-            return slice(self._encode(value.start), self._encode(value.stop), self._encode(value.step))
-        if isinstance(value, nn.Module):
-            raise UntraceableError(
-                f"it hands the module {kind.__name__} to a function, where its parameters are hidden"
-            )
-        if kind is torch.Size and exact:
-            return self._node("call_function", torch.Size, (tuple(value),), {})
-        if _is_plain(value):
-            return value
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return self._node("call_function", kind, tuple(self._encode(entry, exact=exact) for entry in value), {})
-        leaves, spec = tree_flatten(value)
-        if len(leaves) == 1 and leaves[0] is value:
-            raise UntraceableError(
-                f"it hands {kind.__name__} to an operation, which may hold tensors or be another one next time"
-            )
-        return self._node("call_function", tree_unflatten, (self._encode(leaves, exact=exact), _interned(spec)), {})
-
-    def _encode_output(self, output: Any) -> Any:
-        for leaf in tree_leaves(output):
-            if not isinstance(leaf, torch.Tensor) and not _is_plain(leaf):
-                raise UntraceableError(
-                    f"it returns {type(leaf).__name__}, which may hold tensors where nobody can see them: return tensors and plain values, or "
-                    "tuples, lists and dicts of them (call a model of transformers with use_cache=False; register other containers with "
-                    "torch.utils._pytree)"
-                )
-        return self._encode(output, exact=True)
 
     # ---------------------------------------------------------------- what must not differ at another call
 
@@ -416,17 +272,13 @@ class Recorder:
 
     def _guard(self, node: fx.Node, value: Any, what: str) -> None:
         """Remember a value that the code saw, if it can be computed from a call's inputs alone."""
-        if node in self._impure:
-            raise UntraceableError(f"its course depends on {what}, which depends on {self._impure[node]}")
-        above = ancestors([node])
-        if any(self._values.has_changed(ancestor) for ancestor in above):
-            raise UntraceableError(f"its course depends on {what}, which was changed in place before")
+        self._writer.require_computable(node, what)
         self._seen.append((node, value))
 
     def _settle_guards(self, inputs: Sequence[fx.Node]) -> None:
         """Take what only guards need out of the graph."""
         asked = [node for node, _ in self._seen]
-        if any(node.op == "placeholder" or not self._is_constant_read(node) for node in _sources(asked)):
+        if not all(is_constant(node) for node in _sources(asked)):
             self.guards = Guards(
                 inputs,
                 asked,
@@ -435,15 +287,7 @@ class Recorder:
                 owners=self.owners,
                 constants=self.constants,
             )
-        needed = ancestors(asked)
-        for node in reversed(list(self._graph.nodes)):
-            pure = node in needed or node.target is operator.getitem or node.op == "get_attr"
-            if pure and not node.users and node.op not in ("placeholder", "output"):
-                self._graph.erase_node(node)
-
-    @staticmethod
-    def _is_constant_read(node: fx.Node) -> bool:
-        return node.op == "get_attr" and str(node.target).startswith(CONSTANT)
+        self._writer.erase(asked)
 
 
 class _Mode(TorchFunctionMode):
@@ -459,35 +303,6 @@ class _Mode(TorchFunctionMode):
         return self._recorder.operate(func, args, kwargs or {})
 
 
-# -------------------------------------------------------------------- at every call
-
-
-def require_as_recorded(output: Any, appearance: Any) -> None:
-    """Check that code which a recording runs as it is returns what the code after it was recorded for.
-
-    Raises:
-        ExecutionError: Another shape, type or number.
-    """
-    received = _appearance(output)
-    if received != appearance:
-        raise ExecutionError(
-            f"a submodule returned {received[1]} where its recording has {appearance[1]}: expected shapes and plain values that depend on the "
-            "shapes of the inputs alone. Plan the submodules instead, by name"
-        )
-
-
-def _appearance(output: Any) -> Any:
-    leaves, spec = tree_flatten(output)
-    return str(spec), tuple(
-        ("tensor", tuple(leaf.shape), str(leaf.dtype), str(leaf.device))
-        if isinstance(leaf, torch.Tensor)
-        else spell_value(leaf)
-        if isinstance(leaf, PLAIN)
-        else type(leaf).__name__
-        for leaf in leaves
-    )
-
-
 # -------------------------------------------------------------------- small things
 
 
@@ -495,32 +310,8 @@ def _label(node: fx.Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
 
 
-def _is_torchs(module: nn.Module) -> bool:
-    return type(module).__module__.startswith(("torch.nn.", "torch.ao.nn."))
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether an argument is the same whenever the code runs, and holds no tensor."""
-    if isinstance(value, FunctionType):
-        return not value.__closure__
-    return isinstance(value, (*PLAIN, np.generic, np.ndarray))
-
-
 def _sources(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     return [node for node in ancestors(nodes) if node.op in ("placeholder", "get_attr")]
-
-
-_SPECS: dict[str, list[TreeSpec]] = {}
-
-
-def _interned(spec: TreeSpec) -> TreeSpec:
-    """One object for equal structures, so that two recordings of the same code have equal operations."""
-    known = _SPECS.setdefault(repr(spec), [])
-    for other in known:
-        if other == spec:
-            return other
-    known.append(spec)
-    return spec
 
 
 def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

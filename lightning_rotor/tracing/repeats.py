@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import fx
 
+from lightning_rotor.tensors import same_bits
 from lightning_rotor.tracing.guards import spell_value
 from lightning_rotor.tracing.tracer import CONSTANT
 
@@ -44,11 +45,7 @@ def _same_constants(node: fx.Node, constants: tuple[Sequence[torch.Tensor], Sequ
     if node.op != "get_attr" or not str(node.target).startswith(CONSTANT):
         return True
     index = int(str(node.target)[len(CONSTANT) :])
-    return _equal(constants[0][index], constants[1][index])
-
-
-def _equal(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return left is right or (left.shape == right.shape and left.dtype == right.dtype and torch.equal(left, right))
+    return same_bits(constants[0][index], constants[1][index])
 
 
 def _spell(node: fx.Node, places: dict[fx.Node, int]) -> Any:

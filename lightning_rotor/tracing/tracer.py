@@ -14,17 +14,12 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.nn.modules import module as nn_module
 
 from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.tracing.call import Call
-from lightning_rotor.tracing.watch import has_hooks
+from lightning_rotor.tracing.modules import BLOCKS, ModuleCalls, UntraceableError, tensor_slots
 
 CONSTANT = "_lightning_rotor_constant_"
-
-
-class UntraceableError(Exception):
-    """The code of a module does what a trace cannot hold."""
 
 
 class _Value(fx.Proxy):
@@ -55,8 +50,7 @@ class Tracer(fx.Tracer):
     Attributes:
         constants: Tensors that the forward made out of nothing, in the order of their ``get_attr`` nodes.
         owners: For each name of a ``get_attr`` node, the module that has the tensor and its name there.
-        leaves: Modules that became one operation.
-        culprit: The innermost module whose forward could not be traced.
+        calls: Which modules became one operation, and which one's forward could not be traced.
     """
 
     proxy_buffer_attributes = True
@@ -64,15 +58,10 @@ class Tracer(fx.Tracer):
     def __init__(self, root: nn.Module, call: Call, opaque: set[nn.Module], opaque_types: set[type]) -> None:
         super().__init__()
         self.constants: list[torch.Tensor] = []
-        self.leaves: set[nn.Module] = set()
-        self.culprit: nn.Module | None = None
+        self.calls = ModuleCalls(root, opaque, opaque_types)
         self._call = call
-        self._opaque = opaque
-        self._opaque_types = opaque_types
-        self._paths = {module: path for path, module in root.named_modules()}
         self.owners, named = tensor_slots(root)
         self._tensor_names = {address: name for address, (_, name) in named.items()}
-        self._stack = [""]
         self._ambient = ambient()
 
     def record(self, root: nn.Module) -> fx.Graph:
@@ -102,33 +91,22 @@ class Tracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whether a module is one operation."""
-        return is_opaque(m, self._opaque, self._opaque_types) or (
-            type(m) not in BLOCKS and super().is_leaf_module(m, module_qualified_name)
-        )
+        return self.calls.is_opaque(m) or (type(m) not in BLOCKS and super().is_leaf_module(m, module_qualified_name))
 
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Record a call, or trace through it and see that it draws nothing."""
-        path = self._paths.get(m)
-        if path is None:
-            raise UntraceableError(f"{type(m).__name__} is called but is no submodule, so its parameters are hidden")
-        self._stack.append(path)
-        try:
+        path = self.calls.path_of(m)
+        with self.calls.inside(m):
             if self.is_leaf_module(m, path):
-                self.leaves.add(m)
+                self.calls.leaves.add(m)
                 return self.create_proxy("call_module", path, args, kwargs)
             before = GeneratorStates()
             output = forward(*args, **kwargs)
             if not before.equals(GeneratorStates()):
                 raise UntraceableError("it draws random numbers that do not depend on its input")
             return output
-        except Exception:
-            if self.culprit is None and m not in self.leaves:
-                self.culprit = m
-            raise
-        finally:
-            self._stack.pop()
 
     def create_node(
         self,
@@ -145,7 +123,7 @@ class Tracer(fx.Tracer):
                 "it computes inside of a context (no_grad, autocast, torch's checkpoint), which a trace would lose"
             )
         node = super().create_node(kind, target, args, kwargs, name, type_expr)
-        node.meta["module"] = self._stack[-1]
+        node.meta["module"] = self.calls.path
         return node
 
     def create_arg(self, a: Any) -> Any:
@@ -176,42 +154,6 @@ class Tracer(fx.Tracer):
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         """Parameters and buffers are values of the graph, read anew by every stage."""
         return self._module_getattr(attr, attr_val, parameter_proxy_cache)
-
-
-# -------------------------------------------------------------------- modules
-
-
-BLOCKS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-"""Modules of torch that are several layers, so that one wants to choose between these."""
-
-
-def is_opaque(module: nn.Module, opaque: set[nn.Module], opaque_types: set[type]) -> bool:
-    """Whether a module was found to be untraceable, or calling it does more than its code says."""
-    return (
-        module in opaque
-        or type(module) in opaque_types
-        or has_hooks(module)
-        or "parametrizations" in module._modules
-        or isinstance(module, torch.jit.ScriptModule)
-        or type(module).__name__ == "OptimizedModule"
-        or bool(nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks)
-    )
-
-
-def tensor_slots(
-    root: nn.Module,
-) -> tuple[dict[str, tuple[nn.Module, str]], dict[int, tuple[torch.Tensor, str]]]:
-    """Parameters, buffers and tensors in attributes: by name who has them, and by address the tensor and its first name."""
-    owners: dict[str, tuple[nn.Module, str]] = {}
-    names: dict[int, tuple[torch.Tensor, str]] = {}
-    for path, module in root.named_modules():
-        plain = {key: value for key, value in module.__dict__.items() if isinstance(value, torch.Tensor)}
-        for key, tensor in (*module._parameters.items(), *module._buffers.items(), *plain.items()):
-            if tensor is not None:
-                name = f"{path}.{key}" if path else key
-                owners[name] = (module, key)
-                names.setdefault(id(tensor), (tensor, name))
-    return owners, names
 
 
 # -------------------------------------------------------------------- what surrounds an operation

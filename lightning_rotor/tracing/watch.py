@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_rotor.tracing.modules import has_own_call
+
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _STRUCTURE = (set(nn.Module().__dict__) - {"training"}) | {"_lightning_rotor", "forward"}
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LONG = 1000
 
 
@@ -35,15 +36,6 @@ class _Same:
 
     def __hash__(self) -> int:
         return id(self.value)
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether calling the module does more than its class's forward."""
-    return (
-        any(getattr(module, name) for name in _HOOKS)
-        or "forward" in module.__dict__
-        or getattr(module, "_compiled_call_impl", None) is not None
-    )
 
 
 class Watch:
@@ -87,7 +79,7 @@ class Watch:
         }
         return (
             type(module),
-            module is self._root or has_hooks(module),
+            module is self._root or has_own_call(module),
             attributes,
             {key: _Same(child) for key, child in module._modules.items()},
             *(

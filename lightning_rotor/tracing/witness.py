@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_rotor.tracing.tracer import UntraceableError
+from lightning_rotor.tracing.modules import UntraceableError
 
 
 class Witness(TorchDispatchMode):

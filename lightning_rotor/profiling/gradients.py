@@ -1,0 +1,169 @@
+"""Running the backward of one stage as the chain would: what it is given, and what it leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import tree_flatten
+
+from lightning_rotor.profiling.ends import StageEnds
+from lightning_rotor.sequential import Stage
+from lightning_rotor.tensors import requested_bytes, tensors_in
+
+
+@dataclass(frozen=True, slots=True)
+class SkipGradient:
+    """What a reader of a skip leaves of its gradient.
+
+    Attributes:
+        size_bytes: Memory that it keeps alive, which may be more than its own: a slice of a larger gradient.
+        is_dense: It has its memory for itself, so that earlier readers can add to it in place.
+    """
+
+    size_bytes: int
+    is_dense: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """Bytes that a backward leaves: for its link, for skips by place, and for parameters once they are accumulated."""
+
+    link_bytes: int
+    of_skips: Mapping[int, SkipGradient]
+    parameter_bytes: int
+
+
+class StageBackward:
+    """The backward of one run of a stage: where it starts and what it computes, without holding the tensors in between."""
+
+    def __init__(
+        self,
+        root: torch.Tensor | None,
+        inputs: list[GradientEdge],
+        places: list[int | None],
+        parameters: list[torch.nn.Parameter],
+        *,
+        gradients_exist: bool,
+    ) -> None:
+        self._root = root
+        self._inputs = inputs
+        self._places = places
+        self._parameters = parameters
+        self._given_up = parameters if gradients_exist else []
+
+    @classmethod
+    def of(
+        cls, stage: Stage, ends: StageEnds, value: Any, output: Any, *, apart: bool, gradients_exist: bool = False
+    ) -> StageBackward:
+        """Prepare the backward of a stage that has just run.
+
+        Args:
+            stage: The stage.
+            ends: Storages that it takes and leaves behind.
+            value: Its input.
+            output: Its output.
+            apart: Gradients that later readers of its skips leave are slices.
+            gradients_exist: Each parameter's gradient is added to one that is there and freed at once, rather than staying.
+        """
+        leaves = tree_flatten(value)[0]
+        # Later readers of a skip have left its gradient; what the stage hands on itself gets it as an output.
+        handed_on = {id(tensor) for tensor in tensors_in(output)}
+        passed = [
+            leaf
+            for leaf, later in zip(leaves, ends.passed, strict=True)
+            if later and leaf.requires_grad and id(leaf) not in handed_on
+        ]
+        outputs = [*(tensor for tensor in tensors_in(output) if tensor.requires_grad), *passed]
+        root = _GradientSource.apply(len(passed) if apart else 0, *outputs) if outputs else None
+        learning = [
+            (leaf, place)
+            for leaf, place in zip(leaves, ends.inputs, strict=True)
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        ]
+        inputs = [get_gradient_edge(leaf) for leaf, _ in learning]
+        parameters = [parameter for parameter in stage.parameters() if parameter.requires_grad]
+        return cls(root, inputs, [place for _, place in learning], parameters, gradients_exist=gradients_exist)
+
+    def gradients(self) -> Gradients:
+        """Run the backward once."""
+        root, self._root = self._root, None
+        if root is None or not (self._inputs or self._parameters):
+            return Gradients(0, {}, 0)
+        # Not backward(): .grad and the hooks of gradient accumulation are the user's.
+        ends: Any = [*self._inputs, *self._parameters]
+        hooks = [parameter.register_hook(partial(_instead, parameter)) for parameter in self._given_up]
+        try:
+            gradients: Sequence[torch.Tensor | None] = torch.autograd.grad(
+                root, ends, torch.empty_like(root), allow_unused=True
+            )
+        finally:
+            for hook in hooks:
+                hook.remove()
+        by_storage: dict[int, int] = {}
+        of_skips: dict[int, SkipGradient] = {}
+        # What several share counts for the skip that was made first, whose gradient is needed longest.
+        pairs = [
+            (place, gradient) for place, gradient in zip(self._places, gradients, strict=False) if gradient is not None
+        ]
+        for place, gradient in sorted(
+            ((place, gradient) for place, gradient in pairs if place is not None), key=lambda pair: pair[0]
+        ):
+            size = gradient.untyped_storage().nbytes()
+            is_new = by_storage.setdefault(gradient.untyped_storage().data_ptr(), place) == place
+            of_skips[place] = SkipGradient(size if is_new else 0, size == gradient.nbytes)
+        link = [
+            gradient
+            for place, gradient in pairs
+            if place is None and gradient.untyped_storage().data_ptr() not in by_storage
+        ]
+        parameter_bytes = sum(
+            # Accumulation copies a gradient that is no dense tensor of its own (an expanded one, say).
+            parameter.nbytes
+            if gradient.layout == torch.strided
+            else requested_bytes([gradient._indices(), gradient._values()])
+            for parameter, gradient in zip(self._parameters, gradients[len(self._inputs) :], strict=True)
+            if gradient is not None
+        )
+        return Gradients(requested_bytes(link), of_skips, parameter_bytes)
+
+
+class _GradientSource(torch.autograd.Function):
+    """An empty tensor whose backward allocates the gradient of each input, as the backward of the stage behind would.
+
+    The last ``apart`` gradients are slices of something larger.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, apart: int, *outputs: torch.Tensor) -> torch.Tensor:
+        ctx.likes = [(tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in outputs]
+        ctx.apart = apart
+        return torch.empty(0, device=outputs[0].device)  # nothing to count
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        # Ones, not empty: uninitialized memory may hold denormals, whose arithmetic is slow.
+        whole = len(ctx.likes) - ctx.apart
+        dense = [
+            torch.empty_strided(shape, stride, dtype=dtype, device=device).fill_(1)
+            for shape, stride, dtype, device in ctx.likes[:whole]
+        ]
+        slices = [_slice_like(shape, dtype, device) for shape, _, dtype, device in ctx.likes[whole:]]
+        return None, *dense, *slices
+
+
+def _slice_like(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Ones that do not lie densely in their memory, though it is hardly larger."""
+    if not shape:
+        return torch.ones((), dtype=dtype, device=device)
+    rows = torch.ones(shape[0], shape[1:].numel() + 1, dtype=dtype, device=device)
+    return rows[:, :-1].unflatten(1, shape[1:]) if len(shape) > 1 else rows[:, 0]
+
+
+def _instead(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
+    """Something that looks like the gradient and takes no memory."""
+    return parameter.detach() if gradient.layout == torch.strided else None

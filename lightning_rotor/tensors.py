@@ -1,0 +1,35 @@
+"""Tensors in what user code takes and gives, and the memory under them as torch asked for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in a nesting that torch's pytree knows (tuples, lists, dicts, registered containers), in order.
+
+    :func:`~lightning_rotor.training_state.walk_tensors` looks into any mapping and into sets as well.
+    """
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def requested_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the distinct storages under some dense tensors, before the allocator rounds them up.
+
+    :func:`~lightning_rotor.training_state.storage_bytes` counts what the allocator hands out, and sparse tensors too.
+    """
+    return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two tensors have the same shape, dtype, device and values; a NaN is the same as another."""
+    if left is right:
+        return True
+    if (left.shape, left.dtype, left.device) != (right.shape, right.dtype, right.device):
+        return False
+    # A NaN equals no NaN, so where both are one, the values are compared as "same".
+    return bool(((left == right) | ((left != left) & (right != right))).all())

@@ -1,0 +1,116 @@
+"""The modules that a trace goes through: whose forward is running, which become one operation, where their tensors are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.nn.modules import module as nn_module
+
+from lightning_rotor.sequential import has_hooks
+
+BLOCKS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+"""Modules of torch that are several layers, so that one wants to choose between these."""
+
+
+class UntraceableError(Exception):
+    """The code of a module does what a trace cannot hold."""
+
+
+class ModuleCalls:
+    """Follows the calls of submodules while a module is traced.
+
+    Args:
+        root: The module.
+        opaque: Modules whose code was found to be untraceable.
+        opaque_types: Types of which the same is taken for granted.
+
+    Attributes:
+        leaves: Modules that became one operation.
+        culprit: The innermost module whose forward could not be traced.
+    """
+
+    def __init__(self, root: nn.Module, opaque: set[nn.Module], opaque_types: set[type]) -> None:
+        self.leaves: set[nn.Module] = set()
+        self.culprit: nn.Module | None = None
+        self._opaque = opaque
+        self._opaque_types = opaque_types
+        self._paths: dict[nn.Module, str] = {module: path for path, module in root.named_modules()}
+        self._running = [""]
+
+    @property
+    def path(self) -> str:
+        """Where the module is whose forward is running; empty for the root."""
+        return self._running[-1]
+
+    def __contains__(self, module: nn.Module) -> bool:
+        return module in self._paths
+
+    def is_opaque(self, module: nn.Module) -> bool:
+        """Whether a module was found to be untraceable, or calling it does more than its code says."""
+        return module in self._opaque or type(module) in self._opaque_types or hides_code(module)
+
+    def path_of(self, module: nn.Module) -> str:
+        """Where a module is that is called.
+
+        Raises:
+            UntraceableError: It is no submodule.
+        """
+        path = self._paths.get(module)
+        if path is None:
+            raise UntraceableError(
+                f"{type(module).__name__} is called but is no submodule, so its parameters are hidden"
+            )
+        return path
+
+    @contextmanager
+    def inside(self, module: nn.Module) -> Iterator[None]:
+        """Context of a submodule's call."""
+        self._running.append(self._paths[module])
+        try:
+            yield
+        except Exception:
+            if self.culprit is None and module not in self.leaves:
+                self.culprit = module
+            raise
+        finally:
+            self._running.pop()
+
+
+def has_own_call(module: nn.Module) -> bool:
+    """Whether calling the module does more than its class's forward."""
+    return has_hooks(module) or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def hides_code(module: nn.Module) -> bool:
+    """Whether calling a module does more than its code says, or its code is not Python's."""
+    return (
+        has_own_call(module)
+        or "parametrizations" in module._modules
+        or isinstance(module, torch.jit.ScriptModule)
+        or type(module).__name__ == "OptimizedModule"
+        or bool(nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks)
+    )
+
+
+def is_torchs_module(module: nn.Module) -> bool:
+    """Whether a module's class is torch's own."""
+    return type(module).__module__.startswith(("torch.nn.", "torch.ao.nn."))
+
+
+def tensor_slots(
+    root: nn.Module,
+) -> tuple[dict[str, tuple[nn.Module, str]], dict[int, tuple[torch.Tensor, str]]]:
+    """Parameters, buffers and tensors in attributes: by name who has them, and by address the tensor and its first name."""
+    owners: dict[str, tuple[nn.Module, str]] = {}
+    names: dict[int, tuple[torch.Tensor, str]] = {}
+    for path, module in root.named_modules():
+        plain = {key: value for key, value in module.__dict__.items() if isinstance(value, torch.Tensor)}
+        for key, tensor in (*module._parameters.items(), *module._buffers.items(), *plain.items()):
+            if tensor is not None:
+                name = f"{path}.{key}" if path else key
+                owners[name] = (module, key)
+                names.setdefault(id(tensor), (tensor, name))
+    return owners, names
