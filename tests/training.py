@@ -94,10 +94,10 @@ def tight_limit(
     batch_size: int = 8,
     module: str | None = None,
 ) -> int:
-    """A limit hardly above the least that works."""
+    """A limit hardly above the least that works; the loss takes a little that nobody knows of before the first step."""
     with pytest.raises(BudgetError, match="Raise mem_limit") as caught:
         train(make, tensors, folder, callback=RotorCallback("10KiB", module, show_table=False), batch_size=batch_size)
-    return int(1.03 * caught.value.minimum_bytes)
+    return int(1.1 * caught.value.minimum_bytes)
 
 
 def assert_same_training(plain: Run, planned: Run) -> None:
