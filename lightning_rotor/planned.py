@@ -21,7 +21,7 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.nn.parameter import UninitializedParameter
 
-from lightning_rotor.cutting import SequentialCut, check_module, sequentialize
+from lightning_rotor.cutting import WAYS, SequentialCut, check_module, sequentialize
 from lightning_rotor.errors import (
     BudgetError,
     ExecutionError,
@@ -43,11 +43,6 @@ from lightning_rotor.tracing import GraphCut
 from lightning_rotor.units import format_bytes
 
 _log = logging.getLogger(__name__)
-_WAYS = {
-    "sequential": "as an nn.Sequential",
-    "graph": "along its torch.fx graph",
-    "recording": "along a recording of its forward",
-}
 
 _KEY = "_lightning_rotor"
 _MAX_PLANS = 16
@@ -289,8 +284,8 @@ class PlannedForward:
                 "%s becomes %d stages %s%s",
                 type(self._module).__name__,
                 len(cut.stages),
-                _WAYS[cut.way],
-                "".join(f"; not {_WAYS[way]}: {reason}" for way, reason in getattr(cut, "reasons", {}).items()),
+                WAYS[cut.way],
+                "".join(f"; not {WAYS[way]}: {reason}" for way, reason in getattr(cut, "reasons", {}).items()),
             )
             self._take(cut)
         value = cut.bind(args, kwargs)
