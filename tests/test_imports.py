@@ -48,8 +48,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "compute": ("fake_copy", "recomputation"),
     "target": ("compute", "cutting"),
     "planned": ("planning", "profiling", "execution", "cutting"),
+    "attaching": ("planned",),
     "training_memory": ("planned", "devices", "optimizer_prediction"),
-    "checkpointable": ("planned", "report", "devices"),
+    "checkpointable": ("attaching", "report", "devices"),
     "callbacks": ("checkpointable", "training_memory", "target"),
     "strategies": ("checkpointable", "pipeline"),
 }

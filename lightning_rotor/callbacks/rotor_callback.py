@@ -12,9 +12,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from rich.console import Console
 
+from lightning_rotor.attaching import attach, detach
 from lightning_rotor.callbacks.dry_step import compute_of_training_step
 from lightning_rotor.errors import BudgetError, ModelError, ProfilingError, RotorWarning
-from lightning_rotor.planned import Allowance, PlannedForward, attach, detach
+from lightning_rotor.planned import Allowance, PlannedForward
 from lightning_rotor.planning import Plan
 from lightning_rotor.profiling import Profile, StepMeter
 from lightning_rotor.profiling.boundary import tensors_in
