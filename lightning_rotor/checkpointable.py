@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_rotor.attaching import attached
 from lightning_rotor.chain import Chain
 from lightning_rotor.devices import resolve_limit
-from lightning_rotor.planned import Allowance, PlannedForward, attached
+from lightning_rotor.planned import Allowance, PlannedForward
 from lightning_rotor.planning import Plan
 from lightning_rotor.profiling import Profile
 from lightning_rotor.units import MemoryLimit, parse_limit

@@ -16,6 +16,13 @@ from lightning_rotor.errors import ModelError
 from lightning_rotor.sequential import Stage, sequential_stages
 from lightning_rotor.tracing import GraphCut, cut_graph, cut_recording
 
+WAYS = {
+    "sequential": "as an nn.Sequential",
+    "graph": "as a graph",
+    "recording": "as a recording",
+}
+"""How messages spell the ways to a chain."""
+
 
 class Cut(Protocol):
     """A module as stages, for calls like the one that it was cut for."""
@@ -109,7 +116,7 @@ def sequentialize(
             break
         reasons[way] = objection
     if best is None or (len(best.stages) < 2 and isinstance(best, GraphCut)):
-        tried = ". ".join(f"{_SPELLED[way]}: {reason}" for way, reason in reasons.items())
+        tried = ". ".join(f"{WAYS[way][0].upper()}{WAYS[way][1:]}: {reason}" for way, reason in reasons.items())
         raise ModelError(f"{type(module).__name__} cannot be planned. {tried}")
     best.reasons = {way: reason for way, reason in reasons.items() if way != best.way}
     return best
@@ -118,9 +125,6 @@ def sequentialize(
 def _has_layers(stage: Stage) -> bool:
     """Whether a stage is more than one layer. Attention holds its projection, but runs as one function."""
     return any(module._modules and not isinstance(module, nn.MultiheadAttention) for module in stage.modules)
-
-
-_SPELLED = {"sequential": "As an nn.Sequential", "graph": "As a graph", "recording": "As a recording"}
 
 
 def _objection(module: nn.Module, cut: GraphCut) -> str | None:

@@ -1,8 +1,7 @@
 """A forward that measures and plans itself on its first training call, and from that very call on runs inside its budget.
 
 :class:`PlannedForward` is what :class:`~lightning_rotor.checkpointable.Checkpointable` and the Lightning callback have in common; they
-differ in where the budget comes from. :func:`attach` puts one in the place of a module's ``forward`` without changing anything that a user
-can see: no wrapper, the same class, repr, parameters and state_dict keys.
+differ in where the budget comes from. :mod:`lightning_rotor.attaching` puts one in the place of a module's ``forward``.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -21,10 +19,9 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.nn.parameter import UninitializedParameter
 
-from lightning_rotor.cutting import SequentialCut, check_module, sequentialize
+from lightning_rotor.cutting import WAYS, SequentialCut, check_module, sequentialize
 from lightning_rotor.errors import (
     BudgetError,
-    ExecutionError,
     ModelError,
     ProfilingError,
     RotorWarning,
@@ -32,6 +29,7 @@ from lightning_rotor.errors import (
     UnitError,
 )
 from lightning_rotor.execution import Executor
+from lightning_rotor.execution.second_backward import guard_second_backward
 from lightning_rotor.planning import Plan, plan
 from lightning_rotor.profiling import Profile, profile_chain
 from lightning_rotor.profiling.boundary import tensors_in
@@ -43,13 +41,7 @@ from lightning_rotor.tracing import GraphCut
 from lightning_rotor.units import format_bytes
 
 _log = logging.getLogger(__name__)
-_WAYS = {
-    "sequential": "as an nn.Sequential",
-    "graph": "along its torch.fx graph",
-    "recording": "along a recording of its forward",
-}
 
-_KEY = "_lightning_rotor"
 _MAX_PLANS = 16
 _MAX_CUTS = 8
 _MANY_CUTS = 12
@@ -161,6 +153,11 @@ class PlannedForward:
         return _inactive, ()
 
     @property
+    def active(self) -> bool:
+        """Whether it plans: a copy does not."""
+        return self._active
+
+    @property
     def plan(self) -> Plan | None:
         """The plan of the input signature used last, or None."""
         return self._latest().plan if self._prepared else None
@@ -241,7 +238,7 @@ class PlannedForward:
         prepared = self._prepare(cut, value)
         assert prepared.executor is not None
         output = prepared.executor(value)
-        _guard_second_backward(output, value)
+        guard_second_backward(output, value)
         return output
 
     # ---------------------------------------------------------------- planning
@@ -289,8 +286,8 @@ class PlannedForward:
                 "%s becomes %d stages %s%s",
                 type(self._module).__name__,
                 len(cut.stages),
-                _WAYS[cut.way],
-                "".join(f"; not {_WAYS[way]}: {reason}" for way, reason in getattr(cut, "reasons", {}).items()),
+                WAYS[cut.way],
+                "".join(f"; not {WAYS[way]}: {reason}" for way, reason in getattr(cut, "reasons", {}).items()),
             )
             self._take(cut)
         value = cut.bind(args, kwargs)
@@ -435,49 +432,6 @@ def _inactive() -> PlannedForward:
     return planned
 
 
-# -------------------------------------------------------------------- in the place of a module's forward
-
-
-def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Stands in for ``type(self).forward``.
-
-    A bound method in the instance's ``__dict__``, and named like the one it replaces: ``copy`` and ``pickle`` then bind it to the copy,
-    which a closure or a wrapper would not survive.
-    """
-    return self.__dict__[_KEY](self, args, kwargs)
-
-
-def attach(module: nn.Module, planned: PlannedForward) -> None:
-    """Run a module through a planned forward from now on.
-
-    Raises:
-        ModelError: Somebody has already replaced the module's ``forward``.
-    """
-    leftover = module.__dict__.get(_KEY)
-    if "forward" in module.__dict__ and not (isinstance(leftover, PlannedForward) and not leftover._active):
-        raise ModelError(
-            f"the forward of this {type(module).__name__} has been replaced already: expected a module that only one callback or patch works on"
-        )
-    module.__dict__[_KEY] = planned
-    module.__dict__["forward"] = MethodType(forward, module)
-
-
-def detach(module: nn.Module) -> None:
-    """Undo :func:`attach`. Does nothing if it was undone before."""
-    if module.__dict__.pop(_KEY, None) is not None:
-        module.__dict__.pop("forward", None)
-
-
-@contextmanager
-def attached(module: nn.Module, planned: PlannedForward) -> Iterator[None]:
-    """:func:`attach` for one call."""
-    attach(module, planned)
-    try:
-        yield
-    finally:
-        detach(module)
-
-
 # -------------------------------------------------------------------- checks
 
 
@@ -504,28 +458,3 @@ def _require_tensors(value: Any) -> None:
         raise SampleError(
             f"the input is {type(value).__name__} and holds no tensor: expected a tensor, or tensors in tuples, lists or dicts"
         )
-
-
-def _guard_second_backward(output: Any, value: Any) -> None:
-    """Turn torch's error about a freed graph into one that names the remedy."""
-    given = {id(tensor.grad_fn) for tensor in tensors_in(value)}
-    for tensor in tensors_in(output):
-        # What is handed through belongs to the caller's graph.
-        if tensor.grad_fn is not None and id(tensor.grad_fn) not in given:
-            tensor.grad_fn.register_prehook(_once_unless_retained())
-
-
-def _once_unless_retained() -> Callable[[Any], None]:
-    finished: list[int] = []
-
-    def check(_: Any) -> None:
-        task = torch._C._current_graph_task_id()
-        if finished and finished[0] != task:
-            raise ExecutionError(
-                "backward ran a second time through a graph whose saved tensors are freed: expected one backward per forward. "
-                "Call backward(retain_graph=True) the first time, or run the forward again"
-            )
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
-            finished[:] = [task]
-
-    return check

@@ -362,12 +362,18 @@ def test_modules_by_name(tmp_path: Path) -> None:
     assert whole.plan.chain.names[-1] == "head.2"
 
 
-def test_a_model_without_sequential_says_what_is_supported(tmp_path: Path) -> None:
+def test_a_model_without_anything_to_plan_says_what_is_supported(tmp_path: Path) -> None:
     class Flat(Net):
         def __init__(self) -> None:
             super().__init__()
             self.body = nn.Flatten()
             self.head = nn.Linear(3 * 16 * 16, 10)
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            raise AssertionError
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return self.head(self.body(batch[0])).square().mean()
 
     with pytest.raises(ModelError, match="holds no submodule with several layers"):
         fit([RotorCallback()], tmp_path, model=Flat())

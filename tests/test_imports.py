@@ -46,10 +46,14 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "execution": ("options", "recomputation", "simulator"),
     "report": ("planning",),
     "pipeline": ("planning", "profiling", "execution"),
+    "fake_copy": (),
+    "compute": ("fake_copy", "recomputation"),
+    "target": ("compute", "cutting"),
     "planned": ("planning", "profiling", "execution", "cutting"),
+    "attaching": ("planned",),
     "training_memory": ("planned", "devices", "optimizer_prediction"),
-    "checkpointable": ("planned", "report", "devices"),
-    "callbacks": ("checkpointable", "training_memory"),
+    "checkpointable": ("attaching", "report", "devices"),
+    "callbacks": ("checkpointable", "training_memory", "target"),
     "strategies": ("checkpointable", "pipeline"),
 }
 WITH_LIGHTNING = {"callbacks", "strategies"}

@@ -8,20 +8,21 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.profilers import PyTorchProfiler
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from rich.console import Console
-from torch import nn
 
-from lightning_rotor.cutting import check_module
+from lightning_rotor.attaching import attach, detach
+from lightning_rotor.callbacks.dry_step import compute_of_training_step
 from lightning_rotor.errors import BudgetError, ModelError, ProfilingError, RotorWarning
-from lightning_rotor.planned import Allowance, PlannedForward, attach, detach
+from lightning_rotor.planned import Allowance, PlannedForward
 from lightning_rotor.planning import Plan
 from lightning_rotor.profiling import Profile, StepMeter
 from lightning_rotor.profiling.boundary import tensors_in
 from lightning_rotor.report import plan_table
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
+from lightning_rotor.target import Target, TargetSearch, named_target
 from lightning_rotor.training_memory import ResidentMemory, allocated_bytes, process_limit_bytes
 from lightning_rotor.training_state import existing_gradient_bytes
 from lightning_rotor.units import format_bytes, parse_limit
@@ -42,13 +43,16 @@ class RotorCallback(pl.Callback):
         mem_limit: What the whole training process may use on the device: parameters, gradients, optimizer state, the batch and activations.
             Bytes, ``"20GiB"``, ``"10GB"``, a fraction of the device such as ``0.8`` or ``"80%"``, or None for what is free.
         module: Dotted name of the submodule to plan, such as ``"model.layers"``; ``""`` is the LightningModule itself. By default the
-            child with the most trainable parameters, or inside of it, if its forward cannot be traced, the child of which that holds.
+            submodule with most of the compute of a training step, among those that can be a chain: the FLOPs of the first batch's step are
+            counted in a dry run without values, or failing that (the log says why) trainable parameters. It is the LightningModule itself
+            if its forward reaches much more than any submodule.
         slots: Resolution of the planner: more finds better schedules in long chains, and takes longer.
         show_table: Print a table of the plan after the first step.
         progress_bar: Show overhead and measured peak in the progress bar.
     Raises:
         UnitError: ``mem_limit`` is not positive, or cannot be read.
-        ModelError: In ``setup``: no such module, or none that is supported. In the first training batch: it cannot be cut into stages.
+        ModelError: In ``setup``: no such module, or none that is supported. In the first training batch: it cannot be cut into stages, or
+            ``training_step`` calls none that can.
         BudgetError: In the first training batch: no schedule fits; says the least limit that would.
     Example:
         >>> trainer = L.Trainer(callbacks=[RotorCallback(mem_limit="2GiB")])  # doctest: +SKIP
@@ -72,14 +76,15 @@ class RotorCallback(pl.Callback):
         self._slots = slots
         self._show_table = show_table
         self._progress_bar = progress_bar
-        self._target: nn.Module | None = None
-        self._target_name = ""
+        self._search: TargetSearch | None = None
+        self._target: Target | None = None
         self._planned: PlannedForward | None = None
         self._trainer: pl.Trainer | None = None
         self._model: pl.LightningModule | None = None
         self._reset()
 
     def _reset(self) -> None:
+        self._choice_due = self._left_out_due = False
         self._plan: Plan | None = None
         self._batch: list[torch.Tensor] = []
         self._in_step = False
@@ -134,7 +139,9 @@ class RotorCallback(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Note the batch, and measure the step if a plan is new."""
+        """Choose what to plan at the first batch, and measure the step if a plan is new."""
+        if self._choice_due:
+            self._choose(batch, batch_idx)
         self._batch = tensors_in(batch)
         self._in_step = True
         if self._steps_to_measure > 0:
@@ -186,41 +193,66 @@ class RotorCallback(pl.Callback):
     # ---------------------------------------------------------------- attaching
 
     def _attach(self, trainer: pl.Trainer, model: pl.LightningModule) -> None:
-        name, target = _find_target(model, self._module_name)
+        """What has most of the compute shows in the first batch. That a tuner may never bring here, so there is a first guess."""
         self._trainer, self._model = trainer, model
-        self._attach_to(name, target)
+        if self._module_name is not None:
+            self._attach_to(named_target(model, self._module_name))
+            return
+        self._search = TargetSearch(model, may_be_whole=is_overridden("forward", model))
+        self._choice_due = self._left_out_due = True
+        self._attach_to(self._search.best())
 
-    def _attach_to(self, name: str, target: nn.Module) -> None:
-        planned = PlannedForward(
-            target,
-            self._allowance,
-            slots=self._slots,
-            on_measure=self._drop_meter,
-            on_plan=self._on_plan,
-            on_unsupported=self._descend if self._module_name is None else None,
-        )
-        attach(target, planned)
-        self._target, self._target_name, self._planned = target, name, planned
-        rank_zero_info(
-            f"RotorCallback plans {repr(name) if name else 'the LightningModule itself'} ({type(target).__name__}, "
-            f"{trainable_parameters(target):,} trainable parameters)"
-        )
+    def _choose(self, batch: Any, batch_idx: int) -> None:
+        assert self._search is not None
+        assert self._trainer is not None
+        assert self._model is not None
+        self._choice_due = False
+        try:
+            self._search.use(compute_of_training_step(self._trainer, self._model, batch, batch_idx))
+        except ProfilingError as error:
+            self._search.do_without(str(error))
+        self._attach_to(self._search.best())
 
     def _descend(self, error: ModelError) -> None:
-        """From inside the first forward: the target turned out to be no chain, so try its largest part, which is about to be called."""
+        """From inside the first forward: the target turned out to be no chain, so try the next."""
+        assert self._search is not None
         assert self._target is not None
-        found = _largest_part(self._target, self._target_name)
+        self._search.refuse(self._target)
+        found = self._search.best()
         if found is None:
             raise error
-        rank_zero_info(f"RotorCallback cannot plan {self._target_name!r} as a whole. {error}")
-        detach(self._target)
-        self._attach_to(*found)
+        _log.info("RotorCallback cannot plan %s: %s", self._target.place, error)
+        self._attach_to(found)
+
+    def _attach_to(self, target: Target | None) -> None:
+        if target is None:
+            raise ModelError(
+                f"{type(self._model).__name__} holds no submodule with several layers and trainable parameters that its training_step calls: "
+                "expected one. Put the layers that take most of the memory into an nn.Sequential or a module of their own, and call that"
+            )
+        if self._target is None or self._target.module is not target.module:
+            if self._target is not None:
+                detach(self._target.module)
+            self._target, self._plan = None, None
+            self._planned = PlannedForward(
+                target.module,
+                self._allowance,
+                slots=self._slots,
+                on_measure=self._drop_meter,
+                on_plan=self._on_plan,
+                on_unsupported=self._descend if self._search is not None else None,
+            )
+            attach(target.module, self._planned)
+        self._target = target
+        if not (self._trainer is None or self._trainer.global_rank):
+            level = logging.DEBUG if self._choice_due else logging.INFO
+            _log.log(level, "RotorCallback plans %s. RotorCallback(module=...) names another", target)
 
     def _detach(self) -> None:
         self._drop_meter()
         if self._target is not None:
-            detach(self._target)
-        self._target = self._planned = self._trainer = self._model = None
+            detach(self._target.module)
+        self._target = self._search = self._planned = self._trainer = self._model = None
         self._batch = []
 
     # ---------------------------------------------------------------- planning
@@ -231,7 +263,7 @@ class RotorCallback(pl.Callback):
         assert self._trainer is not None
         device = torch.device(profile.chain.device)
         optimizers = self._trainer.optimizers
-        self._resident = ResidentMemory.of(self._model, self._target, optimizers, self._batch, device)
+        self._resident = ResidentMemory.of(self._model, self._target.module, optimizers, self._batch, device)
         self._limit_bytes = process_limit_bytes(self._limit, self._model, optimizers, self._batch, device)
         return self._current_allowance()
 
@@ -254,6 +286,8 @@ class RotorCallback(pl.Callback):
         self._plan = plan
         self._steps_to_measure = _MEASURED_STEPS
         self._table_due = self._show_table
+        if self._left_out_due:
+            self._tell_what_is_left_out()
         if self._meter is None and self._in_step:
             self._start_meter()  # from inside the first forward: what comes is the first step under the plan
 
@@ -319,6 +353,14 @@ class RotorCallback(pl.Callback):
 
     # ---------------------------------------------------------------- telling
 
+    def _tell_what_is_left_out(self) -> None:
+        assert self._search is not None
+        assert self._target is not None
+        self._left_out_due = False
+        message = self._search.what_is_left_out(self._target)
+        if message is not None:
+            rank_zero_warn(f"RotorCallback {message}", category=RotorWarning)
+
     def _metrics(self) -> dict[str, float]:
         assert self._plan is not None
         assert self.predicted_peak_bytes is not None
@@ -361,63 +403,6 @@ class RotorCallback(pl.Callback):
             reserved_bytes=self._reserved_bytes(),
             plain_peak_bytes=self._reserved_bytes() + keep_all.peak_bytes,
             measured_peak_bytes=self._measured_peak_bytes,
+            extra_rows=[("Planned module", str(self._target))],
         )
         Console().print(table)
-
-
-def _find_target(model: nn.Module, name: str | None) -> tuple[str, nn.Module]:
-    """The submodule to plan, and its dotted name.
-
-    Raises:
-        ModelError: It does not exist, or there is none.
-    """
-    if name is not None:
-        try:
-            target = model.get_submodule(name)
-        except AttributeError:
-            listed = ", ".join(repr(candidate) for candidate in _parts(model)) or "none"
-            raise ModelError(
-                f"{type(model).__name__} has no submodule {name!r}: expected a dotted name. Submodules that can be planned: {listed}"
-            ) from None
-        check_module(target)
-        return name, target
-    found = _largest_part(model, "")
-    if found is None:
-        raise ModelError(
-            f"{type(model).__name__} holds no submodule with several layers and trainable parameters: expected one that its forward calls. Put "
-            "the layers that take most of the memory into an nn.Sequential or a module of their own"
-        )
-    return found
-
-
-def _largest_part(module: nn.Module, name: str) -> tuple[str, nn.Module] | None:
-    """The child with the most trainable parameters that may be a chain, or failing that what is in it."""
-    children = sorted(module.named_children(), key=lambda child: trainable_parameters(child[1]), reverse=True)
-    for key, child in children:
-        path = f"{name}.{key}" if name else key
-        if trainable_parameters(child):
-            found = (path, child) if _may_be_planned(child) else _largest_part(child, path)
-            if found is not None:
-                return found
-    return None
-
-
-def _parts(model: nn.Module) -> list[str]:
-    """Children that may be chains; of containers without a forward, theirs."""
-    found: list[str] = []
-    for key, child in model.named_children():
-        found += [key] if _may_be_planned(child) else [f"{key}.{deeper}" for deeper in _parts(child)]
-    return found
-
-
-def _may_be_planned(module: nn.Module) -> bool:
-    try:
-        check_module(module)
-    except ModelError:
-        return False
-    return True
-
-
-def trainable_parameters(module: nn.Module) -> int:
-    """Number of parameters that learn."""
-    return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)

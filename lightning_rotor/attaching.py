@@ -1,0 +1,58 @@
+"""A :class:`~lightning_rotor.planned.PlannedForward` in the place of a module's ``forward``.
+
+Nothing that a user can see changes: no wrapper, the same class, repr, parameters and state_dict keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from lightning_rotor.errors import ModelError
+from lightning_rotor.planned import PlannedForward
+
+_KEY = "_lightning_rotor"
+
+
+def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Stands in for ``type(self).forward``.
+
+    A bound method in the instance's ``__dict__``, and named like the one it replaces: ``copy`` and ``pickle`` then bind it to the copy,
+    which a closure or a wrapper would not survive.
+    """
+    return self.__dict__[_KEY](self, args, kwargs)
+
+
+def attach(module: nn.Module, planned: PlannedForward) -> None:
+    """Run a module through a planned forward from now on.
+
+    Raises:
+        ModelError: Somebody has already replaced the module's ``forward``.
+    """
+    leftover = module.__dict__.get(_KEY)
+    if "forward" in module.__dict__ and not (isinstance(leftover, PlannedForward) and not leftover.active):
+        raise ModelError(
+            f"the forward of this {type(module).__name__} has been replaced already: expected a module that only one callback or patch works on"
+        )
+    module.__dict__[_KEY] = planned
+    module.__dict__["forward"] = MethodType(forward, module)
+
+
+def detach(module: nn.Module) -> None:
+    """Undo :func:`attach`. Does nothing if it was undone before."""
+    if module.__dict__.pop(_KEY, None) is not None:
+        module.__dict__.pop("forward", None)
+
+
+@contextmanager
+def attached(module: nn.Module, planned: PlannedForward) -> Iterator[None]:
+    """:func:`attach` for one call."""
+    attach(module, planned)
+    try:
+        yield
+    finally:
+        detach(module)

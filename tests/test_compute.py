@@ -1,0 +1,166 @@
+"""The FLOPs of a step by submodule, and that counting them leaves no trace."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_rotor import ProfilingError, is_recomputing
+from lightning_rotor.compute import measure_compute
+from lightning_rotor.generators import GeneratorStates
+
+
+def test_small_numbers_by_hand():
+    net = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
+    found = measure_compute(net, torch.ones(3, 8), lambda copy, batch: copy(batch).sum())
+    first, relu, second = 2 * 3 * 8 * 4, 3 * 4, 2 * 3 * 4 * 2
+    assert found.plannable == {"0": first, "1": relu, "2": second, "": first + relu + second}
+    assert found.total == first + relu + second + 1
+    assert found.share("2") == second / found.total
+    assert found.share("no such module") == 0
+
+
+@pytest.mark.parametrize("arch", ["resnet18", "vit_b_16", "swin_t"])
+def test_it_agrees_with_torchs_counter(arch):
+    torch.manual_seed(0)
+    net, images = torchvision.models.get_model(arch), torch.randn(1, 3, 224, 224)
+    found = measure_compute(net, images, lambda copy, batch: copy(batch))
+    with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        net(images)
+    # What else a layer does, one FLOP for each element, is not in torch's number.
+    assert counter.get_total_flops() <= found.plannable[""] <= 1.05 * counter.get_total_flops()
+
+
+def test_recurrent_layers_count():
+    for layer in (nn.LSTM(64, 64, 2), nn.GRU(64, 64, 2)):
+        found = measure_compute(layer, torch.randn(5, 3, 64), lambda copy, batch: copy(batch))
+        weights = sum(parameter.numel() for parameter in layer.parameters())
+        assert 2 * 15 * 0.9 * weights < found.total < 2 * 15 * 1.2 * weights
+
+
+class Restless(nn.Module):
+    """Changes everything that a forward can reach."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(), nn.Flatten(), nn.LazyLinear(2))
+        self.layers(torch.ones(1, 3, 6, 6))
+        self.history = []
+        self.calls = 0
+
+    def forward(self, images):
+        self.calls += 1
+        self.history.append(images)
+        random.random(), np.random.rand(), torch.rand(3)  # noqa: NPY002
+        return self.layers(images)
+
+
+def test_it_leaves_no_trace(capsys):
+    net, images = Restless(), torch.randn(2, 3, 6, 6)
+    seen = []
+    net.layers.register_forward_hook(lambda *_: seen.append(1))
+    before = {key: value.clone() for key, value in net.state_dict().items()}
+    names, generators, history = dict(net.__dict__), GeneratorStates(), list(net.history)
+    flags = []
+
+    def step(copy, images):
+        flags.append(is_recomputing())
+        warnings.warn("of the step", UserWarning, stacklevel=1)  # would be an error in this suite
+        print("of the step", copy(images).sum())  # noqa: T201
+        copy(images).sum().backward()
+        with torch.no_grad():
+            images.zero_()
+            for parameter in copy.parameters():
+                parameter.zero_()
+
+    found = measure_compute(net, images, step)
+    assert found.plannable["layers.0"] == 2 * 2 * (2 * 4 * 16 * 27)  # two calls, no backward
+    assert flags == [True]
+    assert not is_recomputing()
+    assert images.count_nonzero() == images.numel()
+    assert all(torch.equal(value, before[key]) for key, value in net.state_dict().items())
+    assert all(parameter.grad is None for parameter in net.parameters())
+    assert net.__dict__.keys() == names.keys()
+    assert all(net.__dict__[name] is value for name, value in names.items())
+    assert net.history == history == []
+    assert (net.calls, seen, capsys.readouterr().out) == (0, [], "")
+    assert generators.equals(GeneratorStates())
+
+
+def test_no_copy_stays_alive():
+    # What looks for all tensors, as a recording does, must not find those without storage.
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    for step in (lambda copy, batch: copy(batch).sum().backward(), lambda copy, batch: copy(batch).unique()):
+        with contextlib.suppress(ProfilingError):
+            measure_compute(layer, torch.ones(2, 4, 16), step)
+        assert not [thing for thing in gc.get_objects() if FakeTensor in type(thing).__mro__]
+
+
+def test_only_forwards_that_a_plan_could_run_are_plannable():
+    net = nn.ModuleDict({name: nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for name in ("a", "b", "c", "d")})
+    net["b"].eval()
+    net["c"].requires_grad_(False)
+
+    def step(copy, batch):
+        with torch.no_grad():
+            target = copy["d"](batch)
+        return (copy["a"](batch) + copy["b"](batch) + copy["c"](batch) - target).sum()
+
+    found = measure_compute(net, torch.ones(2, 4), step)
+    assert found.share("a") > 0.2
+    assert not {"b", "c", "d"} & found.plannable.keys()
+    with_gradients = measure_compute(net, torch.ones(2, 4, requires_grad=True), step)
+    assert with_gradients.share("c") > 0.2  # it has no parameters that learn, but activations that are kept
+
+
+def test_a_forward_called_by_its_name_counts_and_a_recursive_one_counts_once():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4, bias=False)
+
+        def forward(self, x, depth=2):
+            return self.layer.forward(x if depth == 0 else self(x, depth - 1))
+
+    net = Twice()
+    found = measure_compute(net, torch.ones(1, 4), lambda copy, batch: copy(batch))
+    assert found.plannable == {"layer": 3 * 32, "": 3 * 32}
+
+
+def test_values_are_taken_as_one_and_masks_as_true():
+    def step(copy, batch):
+        loss = copy(batch)
+        if loss.sum() > 0 and loss.mean().item() == 1:
+            loss = loss[loss > 0].reshape(3, 4) + torch.masked_select(loss, loss > 0).reshape(3, 4)
+        loss[batch[:, 0] > 0] = 0
+        assert (batch > 0).nonzero().shape == (24, 2)
+        return copy(loss @ torch.ones(4, 8)).sum()
+
+    found = measure_compute(nn.Linear(8, 4), torch.ones(3, 8), step)
+    assert found.assumed_values == 5
+    assert found.plannable == {"": 2 * 192}
+
+
+def test_a_step_that_needs_values_says_so():
+    net = nn.Linear(8, 4)
+    with pytest.raises(ProfilingError, match=r"its dry run fails with DynamicOutputShapeException: .*unique"):
+        measure_compute(net, torch.ones(3, 8), lambda copy, batch: copy(batch).unique())
+
+    def waits(copy, batch):
+        while copy(batch).sum().item() > 0.5:
+            pass
+
+    with pytest.raises(ProfilingError, match="asks for values more than 1000 times"):
+        measure_compute(net, torch.ones(3, 8), waits)
+    with pytest.raises(ProfilingError, match="its dry run computes nothing"):
+        measure_compute(net, torch.ones(3, 8), lambda copy, batch: None)

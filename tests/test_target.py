@@ -1,0 +1,420 @@
+"""What RotorCallback plans when nobody names a module: real Trainers, models whose parameters and compute are in different places."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+import torchmetrics
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_rotor import ModelError, RotorCallback, RotorWarning
+from tests.test_callback import Recorder, assert_equal_runs, fit, least_limit, seeded
+
+
+def convolutions(first: int = 3, width: int = 12, depth: int = 3) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for _ in range(depth):
+        layers += [nn.Conv2d(first, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(), nn.Dropout(0.1)]
+        first = width
+    return nn.Sequential(*layers)
+
+
+class Base(L.LightningModule):
+    """Images to classes; what is computed is up to the children."""
+
+    def loss(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.loss(*batch)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        raise AssertionError("no batch is validated here")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class Trunk(Base):
+    """A trunk with most of the compute beside a table with nearly all parameters, looked up through a module of several layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Sequential(nn.Embedding(50_000, 12), nn.LayerNorm(12), nn.Dropout(0.1))
+        self.trunk = convolutions()
+        self.head = nn.Linear(12, 10)
+
+    def features(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.trunk(images).mean((2, 3)) + self.table(labels)
+
+    def loss(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(self.features(images, labels)).float(), labels)
+
+
+class RareHead(Trunk):
+    """A huge head that only every third step uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rare = nn.Sequential(nn.Linear(12, 2000), nn.ReLU(), nn.Linear(2000, 10))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss + (self.rare(self.features(*batch)).square().mean() if batch_idx % 3 == 2 else 0)
+
+
+class Restless(Trunk):
+    """Does in its step what steps do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=12)
+        self.all = torchmetrics.MetricCollection([torchmetrics.Precision("multiclass", num_classes=12)])
+        self.register_buffer("steps", torch.zeros(()))
+        self.outputs: list[torch.Tensor] = []
+        self.offset = 0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.epoch_of_batch = self.current_epoch
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        images, labels = batch
+        images = images + 0.1 * torch.randn_like(images) * float(torch.rand(()))
+        features = self.features(images, labels)
+        loss = nn.functional.cross_entropy(self.head(features).float(), labels, reduction="none")
+        if loss.mean().item() > 100 * (1 + self.trainer.max_epochs + self.epoch_of_batch):
+            raise AssertionError("diverged")
+        loss = loss[labels > 0].mean()
+        self.log("accuracy", self.accuracy(features, labels), prog_bar=True)
+        self.log_dict(self.all(features, labels))
+        self.log_dict({"loss": loss, "lr": self.trainer.optimizers[0].param_groups[0]["lr"]})
+        self.steps += 1
+        self.offset += 1
+        self.outputs.append(loss.detach())
+        self.trainer.callback_metrics.get("nothing")
+        assert self.global_step == batch_idx
+        assert int(self.steps) in (1, self.offset)  # 1 is what values are taken for in the dry run
+        if self.logger is not None:
+            self.logger.experiment.add_scalar("loss", loss)
+        return loss
+
+
+class Manual(Trunk):
+    """Two optimizers by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        schedulers = self.lr_schedulers()
+        for optimizer in (first, second):
+            self.toggle_optimizer(optimizer)
+            loss = super().training_step(batch, batch_idx)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            self.clip_gradients(optimizer, gradient_clip_val=1.0)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+        schedulers.step()
+
+    def configure_optimizers(self) -> Any:
+        body = torch.optim.SGD([*self.trunk.parameters(), *self.head.parameters()], lr=0.1)
+        return [body, torch.optim.SGD(self.table.parameters(), lr=0.1)], [torch.optim.lr_scheduler.StepLR(body, 1)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision"),
+    [(Trunk, "32-true"), (Trunk, "bf16-mixed"), (RareHead, "32-true"), (Restless, "32-true"), (Manual, "32-true")],
+)
+def test_the_submodule_with_most_of_the_compute_is_planned(
+    tmp_path: Path, kind: type[Trunk], precision: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "lightning_rotor")
+    least = least_limit(tmp_path, model=seeded(kind, {}), precision=precision)
+    left, right = Recorder(measured=(2,)), Recorder()
+    plain = fit([left], tmp_path, model=seeded(kind, {}), precision=precision)
+    caplog.clear()
+    share = 0.8 if kind is Manual else 0.5  # by hand, the graphs of two losses may be alive at once
+    callback = RotorCallback(mem_limit=int(least + share * (left.peaks[2] - least)), show_table=False)
+    planned = fit([callback, right], tmp_path, model=seeded(kind, {}), precision=precision)
+    assert callback.plan is not None
+    assert callback.plan.recomputed
+    assert callback.plan.chain.names[0].startswith("0")
+    assert len(callback.plan.chain) > 6
+    chosen = [r.getMessage() for r in caplog.records if "plans 'trunk' (Sequential)" in r.getMessage()]
+    assert len(chosen) == 1
+    assert re.search(r": (9\d|100) % of the FLOPs of a training step's forward", chosen[0])
+    assert "RotorCallback(module=...)" in chosen[0]
+    assert_equal_runs(plain, planned, left, right)
+    if kind is Restless:
+        assert planned[1].offset == len(planned[1].outputs) == 4
+        assert "forward" not in planned[1].trunk.__dict__
+        assert "log" not in planned[1].__dict__
+
+
+def test_a_frozen_network_in_the_loss_is_planned_if_gradients_flow_through_it(tmp_path: Path) -> None:
+    class Perceptual(Base):
+        """What the frozen network keeps for the backward is most of what there is."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 3, 1))
+            self.judge = convolutions(width=16, depth=4).requires_grad_(False)
+            self.teacher = convolutions(width=32, depth=4).requires_grad_(False)
+
+        def loss(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                wanted, taught = self.judge(images), self.teacher(images).mean()
+            return (self.judge(self.generator(images)) - wanted - taught).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.generator.parameters(), lr=0.1)
+
+    least = least_limit(tmp_path, model=seeded(Perceptual, {}))
+    left, right = Recorder(measured=(2,)), Recorder()
+    plain = fit([left], tmp_path, model=seeded(Perceptual, {}))
+    callback = RotorCallback(mem_limit=(least + left.peaks[2]) // 2, show_table=False)
+    planned = fit([callback, right], tmp_path, model=seeded(Perceptual, {}))
+    assert callback.plan is not None
+    assert callback.plan.recomputed
+    assert len(callback.plan.chain) > 8  # the judge: not the generator, and not the teacher, which keeps nothing
+    assert_equal_runs(plain, planned, left, right)
+
+
+def test_if_the_step_cannot_run_dry_parameters_decide_and_the_log_says_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Unique(Trunk):
+        def loss(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return super().loss(images, labels) * len(labels.unique())
+
+    caplog.set_level(logging.INFO, "lightning_rotor")
+    callback = RotorCallback(show_table=False)
+    fit([callback], tmp_path, model=Unique())
+    assert callback.plan is not None
+    assert len(callback.plan.chain) == 3
+    (message,) = {r.getMessage() for r in caplog.records if "dry run" in r.getMessage()}
+    assert "plans 'table' (Sequential): 600,024 trainable parameters" in message
+    assert "DynamicOutputShapeException: aten._unique2" in message
+
+
+def test_what_can_be_no_chain_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Opaque(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Conv2d(3, 32, 7, padding=3)
+            self.seen = 0
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            self.seen += 1  # neither a trace nor a recording would do that
+            return self.layer(images).mean((2, 3))[:, :12]
+
+    class Both(Trunk):
+        def __init__(self) -> None:
+            super().__init__()
+            self.opaque = Opaque()
+
+        def features(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return self.opaque(images) + super().features(images, labels)
+
+    caplog.set_level(logging.INFO, "lightning_rotor")
+    left, right = Recorder(), Recorder()
+    plain = fit([left], tmp_path, model=seeded(Both, {}))
+    callback = RotorCallback(mem_limit="1GiB", show_table=False)
+    with pytest.warns(
+        RotorWarning,
+        match=r"plans 'trunk' alone.*not planned.*'opaque' \(\d+ %\).*'opaque' could not be planned as a whole",
+    ):
+        planned = fit([callback, right], tmp_path, model=seeded(Both, {}))
+    messages = [record.getMessage() for record in caplog.records]
+    assert any("cannot plan 'opaque'" in message and "changes attributes" in message for message in messages)
+    assert callback.plan is not None
+    assert len(callback.plan.chain) > 6
+    assert planned[1].opaque.seen == 4
+    assert_equal_runs(plain, planned, left, right)
+
+
+def test_layers_of_the_lightning_module_itself(tmp_path: Path) -> None:
+    class Tutorial(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 10, 3)
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(images).relu()).tanh().mean((2, 3))
+
+        def loss(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return nn.functional.cross_entropy(self(images), labels)
+
+    left, right = Recorder(), Recorder()
+    plain = fit([left], tmp_path, model=seeded(Tutorial, {}))
+    callback = RotorCallback(mem_limit="1GiB", show_table=False)
+    planned = fit([callback, right], tmp_path, model=seeded(Tutorial, {}))
+    assert callback.plan is not None
+    assert len(callback.plan.chain) >= 3
+    assert_equal_runs(plain, planned, left, right)
+
+    class Unused(Tutorial):
+        def loss(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(images)).mean()
+
+    with pytest.raises(ModelError, match="that its training_step calls"):
+        fit([RotorCallback(show_table=False)], tmp_path, model=Unused())
+
+
+def test_layers_made_in_configure_model_are_weighed_too(tmp_path: Path) -> None:
+    class Late(Trunk):
+        def __init__(self) -> None:
+            super().__init__()
+            del self.trunk
+
+        def configure_model(self) -> None:
+            if not hasattr(self, "trunk"):
+                self.trunk = convolutions()
+
+    callback = RotorCallback(show_table=False)
+    fit([callback], tmp_path, model=Late())
+    assert callback.plan is not None
+    assert len(callback.plan.chain) > 6
+
+
+# ---------------------------------------------------------------- several chains
+
+
+def bottlenecks(inner: int = 16) -> nn.Sequential:
+    """Wide in the middle of each block, so that a recomputation has something to save between its ends."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 4, 1)]
+    for _ in range(3):
+        layers += [
+            nn.Conv2d(4, inner, 3, padding=1),
+            nn.BatchNorm2d(inner),
+            nn.Tanh(),
+            nn.Dropout(0.1),
+            nn.Conv2d(inner, 4, 1),
+        ]
+    return nn.Sequential(*layers)
+
+
+class Towers(nn.Module):
+    """Two towers that meet at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = bottlenecks(), bottlenecks(14)
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.cat([self.left(images).mean((2, 3)), self.right(-images).mean((2, 3))], 1))
+
+
+class Apart(Base):
+    """The same towers, called by training_step itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = bottlenecks(), bottlenecks(14)
+        self.head = nn.Linear(8, 10)
+
+    def loss(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(Towers.forward(self, images).float(), labels)  # type: ignore[arg-type]
+
+
+class Together(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = Towers()
+
+    def loss(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.towers(images).float(), labels)
+
+
+class OwnForward(Apart):
+    """The towers are children, and the LightningModule's forward calls both."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return Towers.forward(self, images)  # type: ignore[arg-type]
+
+    def loss(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self(images).float(), labels)
+
+
+class Sentences(Dataset[Any]):
+    """Numbers to translate, of different lengths."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        source = torch.randint(1, 30, (24,), generator=generator)
+        target = torch.randint(1, 30, (17,), generator=generator)
+        return source, target, torch.arange(24) >= 10 + index % 14
+
+
+class Translator(Base):
+    """An encoder-decoder of torch, with a causal mask and padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(30, 32), nn.Linear(32, 30)
+        self.transformer = nn.Transformer(32, 4, 3, 3, 64, dropout=0.1, batch_first=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        source, target, padding = batch
+        causal = nn.Transformer.generate_square_subsequent_mask(16)
+        output = self.transformer(
+            self.embedding(source),
+            self.embedding(target[:, :-1]),
+            tgt_mask=causal,
+            src_key_padding_mask=padding,
+            memory_key_padding_mask=padding,
+        )
+        loss = nn.functional.cross_entropy(self.head(output).flatten(0, 1), target[:, 1:].flatten())
+        self.log("loss", loss)
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+@pytest.mark.parametrize("kind", [Together, OwnForward, Translator])
+def test_several_towers_in_one_forward_are_one_chain(tmp_path: Path, kind: type[Base]) -> None:
+    options: dict[str, Any] = {}
+    if kind is Translator:
+        options["data"] = DataLoader(Sentences(), 16)
+    start = Recorder(measured=(2,))
+    plain = fit([start], tmp_path, model=seeded(kind, {}), **options)
+    least = least_limit(tmp_path, model=seeded(kind, {}), **options)
+    assert least < 0.8 * start.peaks[2]
+    limit = int(1.03 * least)
+    callback, right = RotorCallback(mem_limit=limit, show_table=False), Recorder()
+    planned = fit([callback, right], tmp_path, model=seeded(kind, {}), **options)
+    assert callback.plan is not None
+    assert callback.measured_peak_bytes is not None
+    assert callback.measured_peak_bytes <= limit
+    assert callback.plan.recomputed
+    stages = " ".join(callback.plan.chain.names)
+    first, second = ("encoder", "decoder") if kind is Translator else ("left", "right")
+    assert first in stages
+    assert second in stages
+    assert_equal_runs(plain, planned, start, right)
+
+
+def test_what_is_not_planned_is_said_once_with_its_share_and_the_remedy(tmp_path: Path) -> None:
+    with pytest.warns(RotorWarning) as caught:
+        fit([RotorCallback(mem_limit="1GiB", show_table=False)], tmp_path, model=Apart(), epochs=2)
+    (message,) = (str(warning.message) for warning in caught if warning.category is RotorWarning)
+    assert message.startswith("RotorCallback plans 'left' alone, 5")
+    assert "not planned, and kept as without a limit: 'right' (4" in message
+    assert "let one nn.Module call them all in its forward" in message
+    assert "'head'" not in message
+    fit([RotorCallback(mem_limit="1GiB", module="left", show_table=False)], tmp_path, model=Apart())  # no warning
