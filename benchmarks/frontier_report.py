@@ -14,6 +14,10 @@ TITLES = {
     "uneven": "uneven convolutions",
     "unet": "U-Net",
     "vit": "ViT",
+    "gpt2": "GPT-2 (Hugging Face)",
+    "regnet": "RegNetX-32",
+    "mixer": "MLP-Mixer",
+    "transformer": "nn.Transformer",
 }
 NAMES = {
     "ours": "lightning-rotor",

@@ -240,6 +240,59 @@ def _vit(device: str) -> Workload:
     return _vision(net, net.encoder.layers, (8, 3, 96, 96) if device == "cpu" else (128, 3, 224, 224), device)
 
 
+class Causal(nn.Module):
+    """Hugging Face's GPT-2, tokens to logits."""
+
+    def __init__(self, layers: int, width: int, heads: int, length: int) -> None:
+        super().__init__()
+        import transformers
+
+        config = transformers.GPT2Config(
+            vocab_size=1000,
+            bos_token_id=0,
+            eos_token_id=0,
+            n_positions=length,
+            n_embd=width,
+            n_layer=layers,
+            n_head=heads,
+            use_cache=False,
+        )
+        self.model = transformers.GPT2LMHeadModel(config)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """(batch, length) to (batch, length, tokens)."""
+        return self.model(tokens).logits
+
+
+def _gpt2(device: str) -> Workload:
+    batch, length, layers, width, heads = (4, 128, 6, 192, 6) if device == "cpu" else (32, 1024, 12, 768, 12)
+    net = Causal(layers, width, heads, length).to(device)
+    return _workload(net, (torch.randint(0, 1000, (batch, length), device=device),), net.model.transformer.h)
+
+
+def _regnet(device: str) -> Workload:
+    net = torchvision.models.regnet_x_32gf(num_classes=10)
+    blocks = [module for module in net.modules() if type(module).__name__ == "ResBottleneckBlock"]
+    return _vision(net, blocks, (2, 3, 96, 96) if device == "cpu" else (64, 3, 224, 224), device)
+
+
+def _mixer(device: str) -> Workload:
+    from timm.models.mlp_mixer import MlpMixer
+
+    if device == "cpu":
+        net = MlpMixer(img_size=96, patch_size=8, num_blocks=6, embed_dim=192, num_classes=10)
+        return _vision(net, net.blocks, (8, 3, 96, 96), device)
+    net = MlpMixer(patch_size=16, num_blocks=12, embed_dim=768)
+    return _vision(net, net.blocks, (128, 3, 224, 224), device)
+
+
+def _transformer(device: str) -> Workload:
+    batch, length, width = (8, 96, 128) if device == "cpu" else (32, 512, 1024)
+    net = nn.Transformer(width, 4, 3, 3, 4 * width, batch_first=True).to(device)
+    pair = (torch.randn(batch, length, width, device=device), torch.randn(batch, length, width, device=device))
+    return _workload(net, pair, [*net.encoder.layers, *net.decoder.layers], in_a_row=False)
+
+
 WORKLOADS: dict[str, Callable[[str], Workload]] = {
     "gpt8": partial(_gpt, 8),
     "gpt24": partial(_gpt, 24),
@@ -249,5 +302,10 @@ WORKLOADS: dict[str, Callable[[str], Workload]] = {
     "uneven": _uneven,
     "unet": _unet,
     "vit": _vit,
+    # The others of Rockmate's README.
+    "gpt2": _gpt2,
+    "regnet": _regnet,
+    "mixer": _mixer,
+    "transformer": _transformer,
 }
 """By name, from the name of a device."""

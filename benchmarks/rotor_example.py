@@ -2,8 +2,9 @@
 
     python benchmarks/rotor_example.py
 
-rotor documents a peak of 843 MB without recomputation and a plan for 700 MB (700 MiB in its code), on its own cut of the model. Here the model is torchvision's,
-unchanged. Peaks are the allocator's above weights and images, parameters' gradients included; times are medians of steps taken in turns.
+rotor documents a peak of 843 MB without recomputation and a plan for 700 MB (700 MiB in its code), on its own cut of the model. Here the model
+is torchvision's, unchanged. Peaks are the allocator's above weights and images, parameters' gradients included; times are medians of steps
+taken in turns.
 """
 
 from __future__ import annotations
