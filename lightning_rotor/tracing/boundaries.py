@@ -206,7 +206,7 @@ class _Lives:
             places = [place for place in range(index + 1, following + 1) if self._is_possible(place)]
             if places:
                 cuts.add(min(places, key=held.__getitem__))
-        return _thinned(
+        return thinned(
             sorted(cuts), [footprints[node].made_bytes + footprints[node].saved_bytes for node in self._body]
         )
 
@@ -238,7 +238,7 @@ class _Lives:
         )
 
 
-def _thinned(cuts: Sequence[int], weights: Sequence[int]) -> list[int]:
+def thinned(cuts: Sequence[int], weights: Sequence[int]) -> list[int]:
     """The cuts that matter: the lightest stage joins its lighter neighbour, as long as it weighs next to nothing or there are too many.
 
     Args:
