@@ -72,6 +72,7 @@ def test_the_table_says_what_a_plan_costs():
         "Peak without recomputation": "72.0 MiB",
         "Peak with the plan": format_bytes(plan.peak_bytes),
         "Recompute overhead": "25.0 % of the step",
+        "Gap to the optimum": "at most 13.3 % of the step",
         "Recomputed stages": "6 of 8",
         "Planning": "12.3 ms",
         "Schedule": "(0-2) (3-5) 6-7",

@@ -3,17 +3,20 @@
 Chain ──► thresholds ──► dynamic program ──► proposals ──► simulator ──► Plan
           (slots)        (one table for      (schedule     (bytes; the
                          every budget)       trees)        judge)
+                                                             │
+                                 lower bound for whatever else an execution could do ──► its gap
 """
 
 from __future__ import annotations
 
 from lightning_rotor.chain import Chain
 from lightning_rotor.planning.baselines import baselines
+from lightning_rotor.planning.bounds import lower_bound_seconds
 from lightning_rotor.planning.plan import Plan
 from lightning_rotor.planning.proposals import Proposal
 from lightning_rotor.planning.solver import DEFAULT_SLOTS, Solver, fine_slots
 
-__all__ = ["Plan", "Proposal", "Solver", "baselines", "fine_slots", "minimum_budget", "plan"]
+__all__ = ["Plan", "Proposal", "Solver", "baselines", "fine_slots", "lower_bound_seconds", "minimum_budget", "plan"]
 
 
 def plan(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_rotor.chain import Chain
+from lightning_rotor.planning.bounds import lower_bound_seconds
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import Simulation
 from lightning_rotor.units import format_bytes, format_seconds
@@ -20,6 +21,8 @@ class Plan:
         budget_bytes: What was allowed.
         simulation: Peak and duration, step by step.
         solve_seconds: Time spent on finding it. Plans from one solver share the table; the first one pays for it.
+        gradients_exist: For what it was made, see :func:`lightning_rotor.planning.plan`.
+        lingering_bytes: For what it was made, see :func:`lightning_rotor.planning.plan`.
     """
 
     chain: Chain
@@ -27,6 +30,8 @@ class Plan:
     budget_bytes: int
     simulation: Simulation
     solve_seconds: float
+    gradients_exist: bool = False
+    lingering_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -42,6 +47,21 @@ class Plan:
     def overhead(self) -> float:
         """Time beyond plain training as a fraction of it: 0.25 is 25 % slower."""
         return self.simulation.overhead
+
+    @property
+    def lower_bound_seconds(self) -> float:
+        """Least duration of any execution within the budget, as far as is proven. Found when first asked for: see :mod:`.bounds`."""
+        return lower_bound_seconds(
+            self.chain,
+            self.budget_bytes,
+            gradients_exist=self.gradients_exist,
+            lingering_bytes=self.lingering_bytes,
+        )
+
+    @property
+    def gap(self) -> float:
+        """The part of the plan's duration that some other execution might save: at 0.01 none is more than 1 % faster."""
+        return 1 - self.lower_bound_seconds / self.seconds if self.seconds > 0 else 0.0
 
     @property
     def recomputed(self) -> tuple[int, ...]:

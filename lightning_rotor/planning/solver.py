@@ -80,14 +80,24 @@ class Solver:
         found = self._fastest(budget_bytes) if _is_positive_integer(budget_bytes) else None
         if found is None:
             raise self._refusal(budget_bytes)
-        return Plan(self.chain, found.schedule, budget_bytes, found.simulation, time.perf_counter() - start)
+        return self._plan(found, budget_bytes, time.perf_counter() - start)
 
     def minimum(self) -> Plan:
         """The plan with the least simulated peak, which is also its budget."""
         start = time.perf_counter()
         least = self._smallest
-        seconds = time.perf_counter() - start
-        return Plan(self.chain, least.schedule, least.simulation.peak_bytes, least.simulation, seconds)
+        return self._plan(least, least.simulation.peak_bytes, time.perf_counter() - start)
+
+    def _plan(self, found: Proposal, budget_bytes: int, seconds: float) -> Plan:
+        return Plan(
+            self.chain,
+            found.schedule,
+            budget_bytes,
+            found.simulation,
+            seconds,
+            gradients_exist=self._gradients_exist,
+            lingering_bytes=self._lingering_bytes,
+        )
 
     def proposals(self) -> tuple[Proposal, ...]:
         """Every schedule of the table, by rising peak: the curve of memory against time, and some points above it."""

@@ -1,0 +1,278 @@
+r"""How fast any execution of a step could be at all: a proven lower bound on its seconds for a budget, to hold a plan against.
+
+A planner of schedule trees cannot say how much better something else would be. This bound can: it holds for *every* execution that
+fits the budget, in which any stage may run again at any time from its input, sets of saved tensors and boundaries may be dropped at any
+time, and each stage may use any of its options. Bytes and seconds are those that the simulator counts (:mod:`lightning_rotor.chain`).
+
+**What is looked at.** Only moments at which backwards finish. When that of stage ``t`` does, memory holds at least
+
+* what is alive whatever was done: output, pinned tensors, gradients of the parameters behind ``t``, of skips that pass ``t`` by;
+* the set of stage ``t`` and the peak of its backward, which counts both gradients;
+* the *kept* sets: those of stages before ``t`` that are there and will not be made again;
+* the *held* boundaries: those that are there in whatever way and from which something will run again.
+
+The other stages before ``t`` are *absent*: each will run again, to make its set. Take a longest run ``c..l`` of absent stages
+with no held boundary inside, a *gap*::
+
+               kept      gap c..l              kept          t
+            ──────────┬───────────────────┬────────────┬─────────┄┄┄  boundaries c+1 .. l are not there, so before the backward
+      boundary c: held, or made again     :            :  backward    of l every stage of the gap runs again, one after the other;
+        by the kept stages before it      boundary l+1    finishes    then, when the backward of l finishes, the same question
+                                                                      arises for c..l-1
+
+**What it costs.** ``gap(c, l)`` is the least that runs and backwards of the stages ``c..l`` take from the moment on::
+
+    gap(c, l) = Σ first(i) for c ≤ i < l  +  replay and backward of l
+                + the least, over all that fits beside the backward of l, of
+                      kept stages i among c..l-1:     both(i) - first(i) + backward(i)
+                      the gaps c'..l' between them:   gap(c', l')
+                      outputs of stages i for a gap:  first(i)
+
+    first(i)    a run that gives the output: discarding or recording, what is faster
+    both(i)     output and set: recording, or first(i) and a replay if that is faster
+
+The least over all that fits is a 0-1 knapsack along the chain, one table per ``c`` for all ``l``. The whole step is ``gap(0, n - 1)``,
+whose last stage gives its output too.
+
+**Why it holds.** Take any execution that fits, and a gap ``c..l`` at some moment.
+
+1. Every stage of it will make its set, and boundaries ``c+1 .. l`` are not there. So before ``l`` makes its set, each of ``c..l-1`` runs for its
+   output: ``Σ first(i)`` and a replay of ``l``.
+2. When the backward of ``l`` finishes, each of ``c..l-1`` is kept or absent anew. One that is kept has given output and set since:
+   ``both(i)``. The absent ones form gaps, which take ``gap(c', l')`` from then on, by induction.
+3. A gap whose first boundary is not held gets it from the stage before, a kept one that must run once more for its output, which takes an input
+   that is held or comes from the stage before in turn. What ends a gap can give its output as well: ``both`` instead of a replay.
+4. What fits is counted in the simulator's bytes, each boundary once: whole if it is held, else as far as the sets before and behind it save
+   it. What is left out only adds to it.
+5. Stages in different gaps are different, and the seconds of different stages add up.
+
+The same holds at the backward of any ``t`` in ``c..l`` instead of ``l``, and for the step at the first run of any ``t``, where what lingers
+counts; stages from ``t`` on then take ``both`` at least. The largest of all these is taken. Sizes are rounded down to slots, room for them up.
+
+**What it leaves out**, and so may be too low by: what one gap holds while another one runs again, peaks of reruns, host time of segments,
+states that they remember, and that a gap needs the skips which its stages read, so the bound of chains with many skips is loose. Saved
+skips count, divided among the stages that may save them.
+
+``n`` stages and ``S`` slots: O(n³ S) time, O(n² S) memory. Long gaps are cut in two and the costs of the parts added, which is less.
+
+Knapsacks over one moment alone, and the linear relaxation of Checkmate's program (Jain et al., arXiv:1910.02653), which sees all moments at once
+but fractions of tensors, are looser: ``benchmarks/oracle.py`` compares. The recursion is that of rotor (Beaumont et al., hal-02352969) turned
+around: there gaps share what memory is left and the result is a schedule, here each has all of it and the result is a bound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_rotor.chain import Chain
+from lightning_rotor.planning.least_costs import LeastStage, LeastWay, least_stages
+
+Seconds: TypeAlias = npt.NDArray[np.float64]
+_Key: TypeAlias = tuple[int, Literal["no", "kept", "gap"]]
+"""A boundary that is not held: the part of it that the stage before saves, and whether that stage makes it again. If it does as the end of
+a gap, the next gap must not begin there: the two would be one."""
+
+# Sums for the gaps: a matter of 0.1 s. Slots: as many as that allows; for long chains shorter gaps rather than fewer slots.
+_SUMS = 5e7
+_MOST_SLOTS = 4000
+_LEAST_SLOTS = 500
+# Sums of the same durations in another order differ by less.
+_ROUNDING = 1e-12
+
+
+def lower_bound_seconds(
+    chain: Chain, budget_bytes: int, *, gradients_exist: bool = False, lingering_bytes: int = 0
+) -> float:
+    """Seconds that every execution within a budget takes at least.
+
+    Takes about 0.2 s for 50 stages. The last results are remembered.
+
+    Args:
+        chain: Costs of ``n`` stages. An option without saved tensors saves no bytes.
+        budget_bytes: As for :func:`lightning_rotor.planning.plan`.
+        gradients_exist: As for :func:`lightning_rotor.simulator.simulate`.
+        lingering_bytes: As for :func:`lightning_rotor.simulator.simulate`.
+    Returns:
+        A bound that is never above the seconds of a schedule whose simulated peak fits; infinite if it proves that none fits.
+    """
+    return _lower_bound_seconds(chain, budget_bytes, gradients_exist, lingering_bytes)
+
+
+@lru_cache(maxsize=32)
+def _lower_bound_seconds(chain: Chain, budget_bytes: int, gradients_exist: bool, lingering_bytes: int) -> float:
+    stages = least_stages(chain, budget_bytes, gradients_exist=gradients_exist, lingering_bytes=lingering_bytes)
+    n = len(stages)
+    reach = min(n, max(int(math.sqrt(2 * _SUMS / (_LEAST_SLOTS * n))), 2))
+    slots = max(min(int(2 * _SUMS / (n * reach**2)), _MOST_SLOTS), _LEAST_SLOTS)
+    gaps = _Gaps(n)
+    if n > 2:
+        _Knapsacks(stages, gaps, budget_bytes, slots=slots, starts=range(1, n - 1), reach=reach).solve()
+        gaps.extend(reach)
+    whole = _Knapsacks(stages, gaps, budget_bytes, slots=_MOST_SLOTS, starts=range(1), reach=n).solve()
+    return whole * (1 - _ROUNDING)
+
+
+class _Gaps:
+    """Least seconds of every gap; infinite for what can be none."""
+
+    def __init__(self, stages: int) -> None:
+        self.seconds: Seconds = np.full((stages, stages), math.inf)
+
+    def extend(self, reach: int) -> None:
+        """Gaps of more than ``reach`` stages take at least what their parts take."""
+        n = len(self.seconds)
+        for first in reversed(range(n - reach)):
+            cut = first + reach
+            self.seconds[first, cut:] = self.seconds[first, cut - 1] + self.seconds[cut, cut:]
+
+
+class _Knapsacks:
+    """For some first stages ``c``, the least seconds of the stages before ``t`` by the memory that is kept and held, for every ``t``.
+
+    A row of each array belongs to one ``c``, a column to an amount of memory in slots.
+
+    Args:
+        stages: Their costs.
+        gaps: Those that start at one of ``starts`` are filled in, the later ones must be there.
+        budget_bytes: More than that is never kept.
+        slots: Amounts of memory that are told apart.
+        starts: The first stages, consecutive.
+        reach: Stages of the longest gap.
+    """
+
+    def __init__(
+        self, stages: list[LeastStage], gaps: _Gaps, budget_bytes: int, *, slots: int, starts: range, reach: int
+    ) -> None:
+        self._stages = stages
+        self._gaps = gaps.seconds
+        self._unit = max(budget_bytes / slots, 1.0)
+        self._size = int(budget_bytes / self._unit) + 2
+        self._starts = starts
+        self._reach = reach
+        self._sources: dict[int, Seconds] = {}  # by stage: everything before it settled and its input there for a gap
+        self._best = np.zeros(len(starts))  # the largest bound of all moments so far, without first runs
+        self._first = np.zeros(len(starts))  # first runs so far
+        self._unbroken = np.ones(len(starts), bool)  # every stage so far can be part of a gap
+
+    def solve(self) -> float:
+        """Fill in the gaps; returns what the stages from the first start on take when their first runs are those of the step."""
+        states: dict[_Key, Seconds] = {}
+        forward = 0.0  # like the best of all moments, when stages run for the first time
+        for index in range(self._starts.start, len(self._stages)):
+            rows = self._rows(index)
+            if index in self._starts:
+                states.setdefault((0, "kept"), self._nothing())[rows.stop - 1] = 0.0
+            forward = max(forward, self._forward_moment(index, states)) + self._stages[index].kept_seconds
+            self._moment(index, rows, states)
+            states = self._next(index, rows, states)
+        return float(max(forward, self._best[0]) + self._first[0])
+
+    def _rows(self, index: int) -> slice:
+        """Starts that can reach a stage."""
+        begin = max(index - self._reach + 1, self._starts.start)
+        return slice(begin - self._starts.start, min(index + 1, self._starts.stop) - self._starts.start)
+
+    def _nothing(self) -> Seconds:
+        return np.full((len(self._starts), self._size), math.inf)
+
+    # ---------------------------------------------------------------- moments
+
+    def _moment(self, index: int, rows: slice, states: dict[_Key, Seconds]) -> None:
+        """The backward of a stage finishes: gaps that end here, and the best of all moments."""
+        stage = self._stages[index]
+        kept = self._least(stage, rows, states, lambda way: way.kept_seconds)
+        first, best = self._first[rows], self._best[rows]
+        if stage.recomputable:
+            ends = self._least(stage, rows, states, lambda way: way.last_seconds if way.saves else math.inf)
+            last = min(way.last_seconds for way in stage.ways)
+            found = first + np.maximum(ends, best + last)
+            if not all(way.saves for way in stage.ways):
+                # Nothing runs for a stage that saves nothing: the gap ends before it.
+                before = self._gaps[self._starts.start :, index - 1][rows] if index else np.zeros_like(found)
+                free = min(way.last_seconds for way in stage.ways if not way.saves)
+                before = np.where(np.arange(len(before)) == index - self._starts.start - rows.start, 0.0, before)
+                found = np.minimum(found, before + free)
+            found[~self._unbroken[rows]] = math.inf
+            self._gaps[self._starts.start :][rows, index] = found
+        else:
+            self._unbroken[rows] = False
+        best = np.maximum(best + stage.kept_seconds, kept)
+        self._best[rows] = best
+        self._first[rows] = first + stage.first_seconds
+
+    def _least(
+        self, stage: LeastStage, rows: slice, states: dict[_Key, Seconds], seconds: Callable[[LeastWay], float]
+    ) -> Seconds:
+        """By row, the least for everything before the stage that fits beside its backward, and for the stage."""
+        least = np.full(rows.stop - rows.start, math.inf)
+        for way in stage.ways:
+            for (saved, _), before in states.items():
+                room = stage.room_bytes - way.moment_bytes(stage.input_bytes, saved)
+                if room >= 0:
+                    np.minimum(least, before[rows, self._column(room)] + seconds(way), out=least)
+        return least
+
+    def _forward_moment(self, index: int, states: dict[_Key, Seconds]) -> float:
+        """The least for everything from the first start on that fits beside the first run of a stage, its input held."""
+        stage = self._stages[index]
+        room = stage.forward_room_bytes - stage.input_bytes
+        return min(float(before[0, self._column(room)]) for before in states.values()) if room >= 0 else math.inf
+
+    def _column(self, room_bytes: int) -> int:
+        return min(math.ceil(room_bytes / self._unit), self._size - 1)
+
+    # ---------------------------------------------------------------- from one boundary to the next
+
+    def _next(self, index: int, rows: slice, states: dict[_Key, Seconds]) -> dict[_Key, Seconds]:
+        """A stage is kept, or a gap ends with it."""
+        stage = self._stages[index]
+        held = self._nothing()
+        for before in states.values():
+            self._put(held, before, rows, stage.input_bytes, 0.0)
+        source = held.copy()
+        for (saved, again), before in states.items():
+            if again == "kept":
+                self._put(source, before, rows, saved, 0.0)
+        self._sources[index] = source
+        self._sources.pop(index - self._reach, None)
+        after: dict[_Key, Seconds] = {}
+        for way in stage.ways:
+            lost = after.setdefault((way.output_bytes, "no"), self._nothing())
+            made = after.setdefault((way.output_bytes, "kept"), self._nothing())
+            both = [(True, held, 0)]
+            for (saved, again), before in states.items():
+                both.append((again != "no", before, min(stage.input_bytes, saved + way.input_bytes)))
+            for available, before, input_bytes in both:
+                size = way.set_bytes + input_bytes
+                self._put(lost, before, rows, size, way.kept_seconds)
+                if available and stage.recomputable:
+                    self._put(made, before, rows, size, way.kept_seconds + stage.first_seconds)
+        if stage.recomputable:
+            gap = self._after_gaps(index)
+            lost = after.setdefault((0, "no"), self._nothing())
+            np.minimum(lost, gap, out=lost)
+            after[0, "gap"] = gap + stage.output_seconds
+        return after
+
+    def _after_gaps(self, last: int) -> Seconds:
+        """Everything up to a stage with which a gap ends."""
+        least = self._nothing()
+        for first, source in self._sources.items():
+            seconds = self._gaps[first, last]
+            if seconds < math.inf:
+                rows = slice(self._rows(last).start, self._rows(first).stop)
+                np.minimum(least[rows], source[rows] + seconds, out=least[rows])
+        return least
+
+    def _put(self, into: Seconds, before: Seconds, rows: slice, size_bytes: int, seconds: float) -> None:
+        """The least of what is there and of ``before`` with something more that takes memory and time."""
+        slots = int(size_bytes / self._unit)
+        if slots < self._size:
+            target = into[rows, slots:]
+            np.minimum(target, before[rows, : self._size - slots] + seconds, out=target)
