@@ -14,6 +14,7 @@ from strategies import KINDS, Kind, chains, random_chain
 from lightning_rotor.chain import Chain, Option, StageCost
 from lightning_rotor.errors import BudgetError, RotorError
 from lightning_rotor.planning import Solver, baselines, fine_slots, minimum_budget, plan
+from lightning_rotor.planning.edits import edits
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
 
@@ -133,7 +134,7 @@ def test_order_of_computation_does_not_matter(monkeypatch: pytest.MonkeyPatch, c
     chain = random_chain(random.Random(2), 50, "odd", grain=4099)
     budget_bytes = simulate(chain, Schedule.keep_all(50)).peak_bytes // 2
     found = Solver(chain, slots=150).plan(budget_bytes)
-    monkeypatch.setattr("lightning_rotor.planning.dynamic_program._COLUMNS", columns)
+    monkeypatch.setattr("lightning_rotor.planning.dynamic_program._ROWS", columns)
     assert Solver(chain, slots=150).plan(budget_bytes).schedule == found.schedule
 
 
@@ -146,6 +147,28 @@ def test_stages_that_differ_in_a_second_option_use_it_where_it_pays() -> None:
     assert found.schedule.recomputed == ()
     assert str(found.schedule).count(":1") == 1
     assert found.overhead == pytest.approx(0.1 / 18)
+
+
+def test_edits_switch_to_the_options_that_save_the_next_less_and_more() -> None:
+    chain = uniform_chain(2)
+    options = tuple(replace(chain.stages[0].keep, name=str(size), saved_bytes=size) for size in (500, 100, 900, 300))
+    chain = replace(chain, stages=(replace(chain.stages[0], options=options), chain.stages[1]))
+    switched = {str(edited) for edited in edits(Schedule.parse("0:3 1"), chain)}
+    assert switched == {"0:1 1", "0-1", "(0:3) 1"}
+
+
+def test_many_options_of_a_short_chain_do_not_make_a_plan_long() -> None:
+    chain = uniform_chain(20)
+    sizes = range(1000, 0, -100)
+    options = tuple(
+        replace(chain.stages[0].keep, saved_bytes=size, backward_seconds=2.1 - size / 10000) for size in sizes
+    )
+    chain = replace(chain, stages=tuple(replace(stage, options=options) for stage in chain))
+    solver = Solver(chain, slots=500)
+    keep_all = solver.plan(10**9)
+    found = solver.plan(keep_all.peak_bytes * 2 // 3)
+    assert ":" in str(found.schedule)
+    assert solver.simulations < 100
 
 
 def test_stage_that_must_not_be_recomputed_is_kept() -> None:

@@ -9,6 +9,8 @@ Chain ──► thresholds ──► dynamic program ──► proposals ──�
 
 from __future__ import annotations
 
+import torch
+
 from lightning_rotor.chain import Chain
 from lightning_rotor.planning.baselines import baselines
 from lightning_rotor.planning.bounds import lower_bound_seconds
@@ -26,6 +28,7 @@ def plan(
     slots: int = DEFAULT_SLOTS,
     gradients_exist: bool = False,
     lingering_bytes: int = 0,
+    device: torch.device | str | None = None,
 ) -> Plan:
     """Plan the fastest schedule that fits a memory budget.
 
@@ -38,6 +41,7 @@ def plan(
         slots: Memory levels that the program tells apart, at least. Short chains get more for the same time.
         gradients_exist: Parameters already have gradients, so that the backward adds none.
         lingering_bytes: Held during the forward and freed before the backward, see :func:`lightning_rotor.simulator.simulate`.
+        device: Where torch does the bulk of the work, such as ``"cuda"``, for long chains. By default NumPy does it, on all cores up to four.
     Returns:
         A plan whose simulated peak is at most ``budget_bytes``.
     Raises:
@@ -47,18 +51,26 @@ def plan(
     Source:
         Beaumont et al., "Optimal checkpointing for heterogeneous chains", hal-02352969.
     """
-    return _solver(chain, slots, gradients_exist, lingering_bytes).plan(budget_bytes)
+    return _solver(chain, slots, gradients_exist, lingering_bytes, device).plan(budget_bytes)
 
 
 def minimum_budget(
-    chain: Chain, *, slots: int = DEFAULT_SLOTS, gradients_exist: bool = False, lingering_bytes: int = 0
+    chain: Chain,
+    *,
+    slots: int = DEFAULT_SLOTS,
+    gradients_exist: bool = False,
+    lingering_bytes: int = 0,
+    device: torch.device | str | None = None,
 ) -> Plan:
     """Plan with the least simulated peak; its ``budget_bytes`` is that peak.
 
     Arguments as for :func:`plan`.
     """
-    return _solver(chain, slots, gradients_exist, lingering_bytes).minimum()
+    return _solver(chain, slots, gradients_exist, lingering_bytes, device).minimum()
 
 
-def _solver(chain: Chain, slots: int, gradients_exist: bool, lingering_bytes: int) -> Solver:
-    return Solver(chain, slots=slots, gradients_exist=gradients_exist, lingering_bytes=lingering_bytes).refined()
+def _solver(
+    chain: Chain, slots: int, gradients_exist: bool, lingering_bytes: int, device: torch.device | str | None
+) -> Solver:
+    solver = Solver(chain, slots=slots, gradients_exist=gradients_exist, lingering_bytes=lingering_bytes, device=device)
+    return solver.refined()

@@ -8,7 +8,7 @@ Each edit changes one place::
     shrink    (0-2) 3         →  (0-1) 2-3
     wrap      0-3             →  0 (1-2) 3
     unwrap    0 (1-2) 3       →  0 1 2 3
-    switch    0 1 2           →  0 1:1 2
+    switch    0 1 2           →  0 1:1 2     (to the option that saves the next less or more)
 """
 
 from __future__ import annotations
@@ -42,11 +42,22 @@ def _edited(items: tuple[Item, ...], chain: Chain) -> Iterator[tuple[Item, ...]]
                     case (Leaf(stage) as leaf, *rest) if rest and chain.stages[stage].recomputable:
                         yield (*before, Segment((*inside, leaf)), *rest)
             case Leaf(stage, option):
-                others = (other for other in range(len(chain.stages[stage].options)) if other != option)
-                yield from ((*before, Leaf(stage, other), *after) for other in others)
+                yield from ((*before, Leaf(stage, other), *after) for other in _next_options(chain, stage, option))
                 for length in range(1, _LONGEST_WRAP + 1):
                     wrapped, behind = items[index : index + length], items[index + length :]
                     if behind and all(
                         isinstance(each, Leaf) and chain.stages[each.stage].recomputable for each in wrapped
                     ):
                         yield (*before, Segment(wrapped), *behind)
+
+
+def _next_options(chain: Chain, stage: int, option: int) -> list[int]:
+    """The options that save the next less and the next more."""
+    options = chain.stages[stage].options
+    saved = [
+        (each.saved_bytes + each.saved_input_bytes + each.saved_output_bytes, number)
+        for number, each in enumerate(options)
+    ]
+    ranks = [number for _, number in sorted(saved)]
+    at = ranks.index(option)
+    return ranks[max(at - 1, 0) : at] + ranks[at + 1 : at + 2]

@@ -16,6 +16,7 @@ import numpy as np
 from lightning_rotor.chain import Chain
 from lightning_rotor.planning.dynamic_program import Table
 from lightning_rotor.planning.edits import edits
+from lightning_rotor.planning.extraction import Extraction
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import Simulation
 
@@ -71,6 +72,7 @@ class Staircase:
     ) -> None:
         self._chain = chain
         self._table = table
+        self._extraction = Extraction(table)
         self._unit = unit
         self._judge = judge
         self._uncertain_bytes = uncertain_bytes if thorough else 0
@@ -92,7 +94,7 @@ class Staircase:
         if not 0 <= stair < len(self._stairs):
             raise IndexError(f"stair {stair} of {len(self._stairs)}")
         if stair not in self._proposals:
-            self._proposals[stair] = self._judge(self._table.schedule(self._stairs[stair]))
+            self._proposals[stair] = self._judge(self._extraction.schedule(self._stairs[stair]))
         return self._proposals[stair]
 
     def fastest(self, budget_bytes: int) -> Proposal | None:

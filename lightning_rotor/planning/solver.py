@@ -7,12 +7,15 @@ import time
 from dataclasses import astuple, fields
 from functools import cached_property
 
+import torch
+
 from lightning_rotor.chain import Chain, Option, StageCost
 from lightning_rotor.errors import BudgetError
 from lightning_rotor.planning.dynamic_program import Table
 from lightning_rotor.planning.plan import Plan
 from lightning_rotor.planning.proposals import Proposal, Staircase
-from lightning_rotor.planning.thresholds import thresholds_of
+from lightning_rotor.planning.sharing import aligned_unit
+from lightning_rotor.planning.thresholds import retains_from_birth, thresholds_of
 from lightning_rotor.schedule import Leaf, Schedule
 from lightning_rotor.simulator import simulate
 from lightning_rotor.units import format_bytes
@@ -24,6 +27,8 @@ _CHEAP_SUMS = 1e8
 _CHEAP_NUMBERS = 8e6
 # Up to so many stages a chain gets a refined table.
 _REFINED_STAGES = 40
+# Up to so many ways to keep a stage, over all stages, schedules are edited: there are as many edits of each.
+_EDITED_OPTIONS = 80
 # A table with fewer slots than this is coarse, and gets a second one for small budgets: up to so many times its least memory.
 _FINE_SLOTS = 2000
 _SMALL = 2.0
@@ -48,10 +53,17 @@ class Solver:
         slots: Memory levels between nothing and what keeping every stage takes.
         gradients_exist: See :func:`lightning_rotor.planning.plan`.
         lingering_bytes: See :func:`lightning_rotor.planning.plan`.
+        device: See :func:`lightning_rotor.planning.plan`.
     """
 
     def __init__(
-        self, chain: Chain, *, slots: int = DEFAULT_SLOTS, gradients_exist: bool = False, lingering_bytes: int = 0
+        self,
+        chain: Chain,
+        *,
+        slots: int = DEFAULT_SLOTS,
+        gradients_exist: bool = False,
+        lingering_bytes: int = 0,
+        device: torch.device | str | None = None,
     ) -> None:
         if not _is_positive_integer(slots):
             raise ValueError(f"slots is {slots!r}: expected a positive integer, such as {DEFAULT_SLOTS}")
@@ -59,7 +71,13 @@ class Solver:
         self._slots = slots
         self._gradients_exist = gradients_exist
         self._lingering_bytes = lingering_bytes
-        self._judged: dict[Schedule, Proposal] = {}
+        self._device = device
+        self._judge = _Judge(chain, gradients_exist, lingering_bytes)
+
+    @property
+    def simulations(self) -> int:
+        """Schedules that have been judged so far."""
+        return len(self._judge)
 
     def refined(self) -> Solver:
         """The same with as many slots as cost next to nothing, see :func:`fine_slots`."""
@@ -68,6 +86,7 @@ class Solver:
             slots=fine_slots(len(self.chain), self._slots),
             gradients_exist=self._gradients_exist,
             lingering_bytes=self._lingering_bytes,
+            device=self._device,
         )
 
     def plan(self, budget_bytes: int) -> Plan:
@@ -105,7 +124,7 @@ class Solver:
 
     def _fastest(self, budget_bytes: int) -> Proposal | None:
         found = [self._all.fastest(budget_bytes)]
-        if self.chain.skips:
+        if self._retains_from_birth:
             found.append(self._all_by_readers.fastest(budget_bytes))
         # Somewhat further than it reaches, so that a larger budget is not worse off with the coarse table alone.
         if self._is_coarse and budget_bytes <= 1.5 * self._small_bytes:
@@ -119,7 +138,7 @@ class Solver:
     @cached_property
     def _smallest(self) -> Proposal:
         found = [self._all.smallest(), self._small.smallest() if self._is_coarse else None, self._keep_all]
-        if self.chain.skips:
+        if self._retains_from_birth:
             found.append(self._all_by_readers.smallest())
         return min((each for each in found if each is not None), key=lambda each: each.by_peak)
 
@@ -158,6 +177,11 @@ class Solver:
         return self._solve(self._most_bytes)
 
     @cached_property
+    def _retains_from_birth(self) -> bool:
+        """The two rules for skips are not the same."""
+        return retains_from_birth(self.chain)
+
+    @cached_property
     def _all_by_readers(self) -> Staircase:
         """The same under another rule for skips; the simulator tells which of the two was right."""
         return self._solve(self._most_bytes, readers_pay=True)
@@ -178,7 +202,7 @@ class Solver:
     def _solve(self, most_bytes: int, *, readers_pay: bool = False) -> Staircase:
         """One table for budgets up to ``most_bytes``."""
         exact, refined = self._is_exact(most_bytes), len(self.chain) <= _REFINED_STAGES
-        unit = float(self._divisor) if exact else most_bytes / self._slots
+        unit = float(self._divisor) if exact else aligned_unit(self.chain, most_bytes / self._slots)
         thresholds = thresholds_of(
             self.chain,
             unit=unit,
@@ -188,14 +212,15 @@ class Solver:
         )
         # A little more than everything takes, for what rounds up.
         slots = math.ceil(most_bytes / unit) + len(self.chain) // 16 + 4
-        table = Table(thresholds, slots=slots, refined=refined)
+        table = Table(thresholds, slots=slots, refined=refined, device=self._device)
         table.solve()
         states = sum(stage.state_bytes for stage in self.chain)
         states += self.chain.rng_state_bytes if any(stage.draws_random for stage in self.chain) else 0
         skips = max((max(skip.size_bytes, *skip.gradient_bytes) for skip in self.chain.skips), default=0)
         uncertain_bytes = 4 * states + skips + (0 if exact else math.ceil(2 * unit))
+        thorough = refined and sum(len(stage.options) for stage in self.chain) <= _EDITED_OPTIONS
         return Staircase(
-            self.chain, table, unit=unit, judge=self._judge, uncertain_bytes=uncertain_bytes, thorough=refined
+            self.chain, table, unit=unit, judge=self._judge, uncertain_bytes=uncertain_bytes, thorough=thorough
         )
 
     def _is_exact(self, most_bytes: int) -> bool:
@@ -206,16 +231,26 @@ class Solver:
     def _divisor(self) -> int:
         return math.gcd(*_sizes(self.chain), self._lingering_bytes)
 
-    def _judge(self, schedule: Schedule) -> Proposal:
-        if schedule not in self._judged:
-            self._judged[schedule] = self._simulate(schedule)
-        return self._judged[schedule]
 
-    def _simulate(self, schedule: Schedule) -> Proposal:
-        simulation = simulate(
-            self.chain, schedule, gradients_exist=self._gradients_exist, lingering_bytes=self._lingering_bytes
-        )
-        return Proposal(schedule, simulation)
+class _Judge:
+    """Simulates schedules, each of them once. Shared by a solver and its tables, none of which needs to know the solver."""
+
+    def __init__(self, chain: Chain, gradients_exist: bool, lingering_bytes: int) -> None:
+        self._chain = chain
+        self._gradients_exist = gradients_exist
+        self._lingering_bytes = lingering_bytes
+        self._judged: dict[Schedule, Proposal] = {}
+
+    def __len__(self) -> int:
+        return len(self._judged)
+
+    def __call__(self, schedule: Schedule) -> Proposal:
+        if schedule not in self._judged:
+            simulation = simulate(
+                self._chain, schedule, gradients_exist=self._gradients_exist, lingering_bytes=self._lingering_bytes
+            )
+            self._judged[schedule] = Proposal(schedule, simulation)
+        return self._judged[schedule]
 
 
 def _is_positive_integer(value: object) -> bool:

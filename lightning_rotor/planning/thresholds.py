@@ -194,6 +194,11 @@ def thresholds_of(
     )
 
 
+def retains_from_birth(chain: Chain) -> bool:
+    """Whether any skip falls under the first of the two rules; else ``readers_pay`` changes nothing."""
+    return bool(_Skips(chain, readers_pay=False).from_birth)
+
+
 class _Skips:
     """Skips by the rule under which they are retained, see above."""
 

@@ -1,0 +1,175 @@
+"""The fast table against the same recurrences in plain loops, and what makes it fast."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import KINDS, random_chain, with_skips
+from table_reference import solve_by_loops
+
+from lightning_rotor.chain import Chain
+from lightning_rotor.planning import minimum_budget, plan
+from lightning_rotor.planning.dynamic_program import Table
+from lightning_rotor.planning.extraction import Extraction
+from lightning_rotor.planning.sharing import aligned_unit, first_twins
+from lightning_rotor.planning.thresholds import Thresholds, thresholds_of
+from lightning_rotor.schedule import Schedule
+from lightning_rotor.simulator import simulate
+
+
+def in_slots(chain: Chain, slots: int, *, aligned: bool = False, **step: bool | int) -> tuple[Thresholds, int]:
+    """The chain in so many slots or a few more, and how many."""
+    most_bytes = max(simulate(chain, Schedule.keep_all(len(chain))).peak_bytes, 1)
+    unit = aligned_unit(chain, most_bytes / slots) if aligned else most_bytes / slots
+    return thresholds_of(chain, unit=unit, **step), int(most_bytes / unit) + 6  # type: ignore[arg-type]
+
+
+def solved(thresholds: Thresholds, slots: int, *, refined: bool, shared: bool = True) -> Table:
+    table = Table(thresholds, slots=slots, refined=refined, shared=shared)
+    table.solve()
+    return table
+
+
+@st.composite
+def any_chains(draw: st.DrawFn, *, repeats: int = 1) -> Chain:
+    """Chains of all kinds, with up to six options' worth of choice, with and without skips, made of one block ``repeats`` times."""
+    rng = draw(st.randoms(use_true_random=False))
+    stages = draw(st.integers(1, 10 if repeats == 1 else 4))
+    chain = random_chain(
+        rng, stages * (repeats + 1), draw(st.sampled_from(KINDS)), grain=rng.choice((1, 997)), most_options=9
+    )
+    block = chain.stages[stages:]
+    if repeats > 1:
+        block = block[:stages]
+        repeated = (replace(block[index % stages], name=f"stage{index}") for index in range(stages * repeats))
+        chain = replace(chain, stages=tuple(repeated))
+    else:
+        chain = replace(chain, stages=chain.stages[:stages])
+    return with_skips(rng, chain) if len(chain) >= 3 and draw(st.booleans()) else chain
+
+
+@settings(max_examples=150, deadline=None)
+@given(any_chains(), st.sampled_from((30, 150, 600)), st.booleans(), st.booleans(), st.booleans())
+def test_table_equals_the_plain_loops(
+    chain: Chain, slots: int, refined: bool, gradients_exist: bool, readers_pay: bool
+) -> None:
+    thresholds, slots = in_slots(
+        chain, slots, gradients_exist=gradients_exist, readers_pay=readers_pay, lingering_bytes=slots
+    )
+    expected = solve_by_loops(thresholds, slots=slots, refined=refined).seconds
+    found = solved(thresholds, slots, refined=refined).seconds
+    np.testing.assert_allclose(found, expected, rtol=1e-12 if refined else 1e-6)
+    assert (np.diff(found[np.isfinite(found)]) <= 0).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(any_chains(), st.booleans(), st.booleans())
+def test_torch_fills_the_same_table(chain: Chain, refined: bool, readers_pay: bool) -> None:
+    thresholds, slots = in_slots(chain, 200, readers_pay=readers_pay)
+    table = Table(thresholds, slots=slots, refined=refined, device="cpu")
+    table.solve()
+    np.testing.assert_array_equal(table.seconds, solved(thresholds, slots, refined=refined).seconds)
+
+
+def test_a_plan_may_be_made_by_torch() -> None:
+    chain = with_skips(random.Random(1), random_chain(random.Random(2), 30, "options", grain=4099))
+    budget_bytes = simulate(chain, Schedule.keep_all(30)).peak_bytes * 2 // 3
+    by_torch = plan(chain, budget_bytes, slots=100, device="cpu")
+    assert by_torch.schedule == plan(chain, budget_bytes, slots=100).schedule
+    assert minimum_budget(chain, device="cpu").peak_bytes == minimum_budget(chain).peak_bytes
+
+
+@pytest.mark.gpu
+def test_an_accelerator_fills_the_same_table() -> None:
+    chain = with_skips(random.Random(1), random_chain(random.Random(2), 120, "options", grain=4099, most_options=60))
+    thresholds, slots = in_slots(chain, 500)
+    table = Table(thresholds, slots=slots, refined=False, device="cuda")
+    table.solve()
+    np.testing.assert_array_equal(table.seconds, solved(thresholds, slots, refined=False).seconds)
+
+
+@settings(max_examples=60, deadline=None)
+@given(any_chains(), st.booleans())
+def test_schedules_that_are_read_from_the_table_take_the_seconds_that_it_says(chain: Chain, refined: bool) -> None:
+    chain = replace(chain, segment_seconds=0.0)  # of segments nested twice the table knows one pass less
+    thresholds, slots = in_slots(chain, 150)
+    table = solved(thresholds, slots, refined=refined)
+    extraction = Extraction(table)
+    for memory in np.flatnonzero(np.isfinite(table.seconds))[::9].tolist():
+        seconds = simulate(chain, extraction.schedule(memory)).seconds
+        assert seconds == pytest.approx(float(table.seconds[memory]), rel=1e-5)
+
+
+@settings(max_examples=80, deadline=None)
+@given(any_chains(repeats=4), st.booleans(), st.booleans(), st.booleans())
+def test_identical_stages_are_planned_once_with_the_same_result(
+    chain: Chain, refined: bool, gradients_exist: bool, readers_pay: bool
+) -> None:
+    thresholds, slots = in_slots(chain, 200, aligned=True, gradients_exist=gradients_exist, readers_pay=readers_pay)
+    shared, apart = solved(thresholds, slots, refined=refined), solved(thresholds, slots, refined=refined, shared=False)
+    np.testing.assert_allclose(shared.seconds, apart.seconds, rtol=1e-12 if refined else 1e-6)
+    np.testing.assert_allclose(
+        shared.seconds,
+        solve_by_loops(thresholds, slots=slots, refined=refined).seconds,
+        rtol=1e-12 if refined else 1e-6,
+    )
+
+
+def periodic_chain(repeats: int) -> Chain:
+    block = random_chain(random.Random(4), 6, "heterogeneous", grain=4099).stages[1:]
+    return Chain(tuple(replace(block[index % 5], name=f"stage{index}") for index in range(5 * repeats)))
+
+
+def test_most_intervals_of_a_periodic_chain_are_copies_where_gradients_exist() -> None:
+    chain = periodic_chain(12)
+    thresholds, slots = in_slots(chain, 300, aligned=True, gradients_exist=True)
+    table = Table(thresholds, slots=slots, refined=False)
+    twins = first_twins(table.decisions)
+    assert twins is not None
+    copies = np.count_nonzero(twins != np.arange(60))
+    assert copies > 0.75 * 60 * 61 / 2  # all but the first of each kind, and those that touch an end of the chain
+    length, first = 7, 33
+    assert twins[length, first] == first % 5
+    assert twins[length, 35] == 5  # stage 0 is different: its input is the caller's
+
+
+def test_chain_without_identical_stages_has_no_copies() -> None:
+    chain = random_chain(random.Random(5), 30, "heterogeneous")
+    thresholds, slots = in_slots(chain, 100)
+    assert first_twins(Table(thresholds, slots=slots, refined=False).decisions) is None
+    assert aligned_unit(chain, 12.5) == 12.5
+
+
+def test_unit_is_a_whole_part_of_what_a_period_retains() -> None:
+    chain = periodic_chain(12)
+    period = sum(stage.output_bytes + stage.keep.saved_bytes for stage in chain.stages[5:10])
+    unit = aligned_unit(chain, period / 7.3)
+    assert period / unit == pytest.approx(8)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("rows", [1, 3, 100])
+def test_order_of_computation_does_not_matter(monkeypatch: pytest.MonkeyPatch, threads: int, rows: int) -> None:
+    chain = with_skips(random.Random(1), random_chain(random.Random(2), 50, "odd", grain=4099))
+    thresholds, slots = in_slots(chain, 150)
+    expected = solved(thresholds, slots, refined=True)
+    monkeypatch.setattr("lightning_rotor.planning.dynamic_program._ROWS", rows)
+    monkeypatch.setattr("lightning_rotor.planning.dynamic_program._cores", lambda: threads)
+    found = solved(thresholds, slots, refined=True)
+    np.testing.assert_array_equal(found.seconds, expected.seconds)
+    memory = int(np.flatnonzero(np.isfinite(found.seconds))[3])
+    assert Extraction(found).schedule(memory) == Extraction(expected).schedule(memory)
+
+
+def test_an_error_in_one_thread_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    thresholds, slots = in_slots(random_chain(random.Random(3), 80, "cnn", grain=4099), 50)
+    table = Table(thresholds, slots=slots, refined=False)
+    monkeypatch.setattr("lightning_rotor.planning.dynamic_program._cores", lambda: 3)
+    monkeypatch.setattr(table.storage, "put_bodies", None)
+    with pytest.raises(TypeError, match="not callable"):
+        table.solve()
