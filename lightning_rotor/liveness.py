@@ -91,6 +91,9 @@ class Skips:
     def take_gradients(self, stage: int) -> int:
         """Bytes of gradients that exist when the stage's backward begins, and that its own peaks count."""
         ending = (*self.made[stage], *self._read[stage])
+        if not ending:
+            self._slices_bytes = 0
+            return 0
         alive = sum(self._gradient_bytes[skip] for skip in ending)
         # Those that are slices hold more than themselves until the stage has read or replaced them.
         own = sum(self._all[skip].size_bytes or self._gradient_bytes[skip] for skip in ending)
@@ -102,6 +105,8 @@ class Skips:
 
     def leave_gradients(self, stage: int) -> int:
         """Bytes of gradients for skips that the stage read, which it leaves behind, less what dies with those that it found."""
+        if not self._read[stage]:
+            return -self._slices_bytes
         for number in self._read[stage]:
             skip = self._all[number]
             self._gradient_bytes[number] = skip.gradient_bytes[skip.uses.index(stage)]

@@ -131,6 +131,7 @@ class _Simulator:
         self._unused_state_bytes = 0  # remembered by nested segments during the running recomputation
         self._segment_seconds = 0.0
         self._skips = Skips(chain)
+        self._outermost = {id(item) for item in schedule.items}
         self._events: list[Event] = []
         self._peak_bytes = 0
         self._peak_stage = 0
@@ -183,7 +184,8 @@ class _Simulator:
             self._add(self._chain.stages[stage].pinned_bytes)  # until the graph dies, after the step
         self._set_saved(stage, consumer=option.saved_input_bytes)
         self._set_saved(stage + 1, producer=option.saved_output_bytes)
-        self._live_bytes += sum(self._skips.hold(skip) for skip in option.saved_skips)
+        for skip in option.saved_skips:
+            self._live_bytes += self._skips.hold(skip)
         made: set[int] = set()
         if not replay:
             self._hold(stage + 1)
@@ -261,7 +263,7 @@ class _Simulator:
             self._add(self._gradient_bytes)
             for segment in pending:
                 self._recompute(segment)
-                if segment not in self._schedule.items:
+                if id(segment) not in self._outermost:
                     # A nested segment has its input from the recomputation around it, which hands each tensor out once.
                     self._release(segment.first)
                     self._give_up_read(segment)
@@ -280,7 +282,8 @@ class _Simulator:
         self._saved_state_bytes[stage] = 0
         self._set_saved(stage, consumer=0)
         self._set_saved(stage + 1, producer=0)
-        self._live_bytes -= sum(self._skips.release(skip) for skip in option.saved_skips)
+        for skip in option.saved_skips:
+            self._live_bytes -= self._skips.release(skip)
         self._gradient_bytes = option.input_gradient_bytes
         self._add(self._gradient_bytes + self._skips.leave_gradients(stage))
         if not self._gradients_exist:
@@ -330,6 +333,8 @@ class _Simulator:
 
     def _release_read(self, running: set[int], item: Item) -> None:
         """The running forward lets go of what nobody reads any more."""
+        if not running:
+            return
         for skip in [skip for skip in running if self._skips.last_use[skip] <= item.last]:
             running.remove(skip)
             self._live_bytes -= self._skips.release(skip)
