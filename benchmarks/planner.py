@@ -1,11 +1,15 @@
-"""How long planning takes and how much memory it needs, by length of the chain.
+"""How long planning takes and how much memory it needs: by length of the chain, number of options, and with skips.
 
     python benchmarks/planner.py
 
-Each length is solved in a fresh process, several times in turn. Memory is the peak resident set of that process (VmHWM) less the
-resident set right before the first solve (VmRSS), so interpreter, NumPy and the chain itself do not count. Times are of
-the solved table (the part that grows with the cube of the length) and of one plan read from it; the fastest run counts, since the
-machine may be busy otherwise, and the median stands beside it.
+Every figure comes from fresh processes, several of them in turn. The fastest run counts, by the clock and by processor time of all
+threads: on a machine that is busy otherwise the second says more. Memory is the peak resident set of the process (VmHWM) less the resident set
+right before the first solve (VmRSS), so interpreter, NumPy and the chain itself do not count.
+
+    table           one table
+    plan at half    a plan for half of what keeping everything takes, from nothing: tables, candidates, simulations
+    least budget    what more it takes to find the least budget, and a plan for two percent more than that
+    loops           the same table by the plain loops of tests/table_reference.py, in turn with the fast one in one process
 
 Prints a table and writes ``benchmarks/results/planner.json`` and ``planner.md``.
 """
@@ -22,15 +26,23 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning_rotor.chain import Chain, Option, StageCost
+import numpy as np
+
+from lightning_rotor.chain import Chain, Option, Skip, StageCost
 from lightning_rotor.planning import Solver
+from lightning_rotor.planning.dynamic_program import Table
+from lightning_rotor.planning.thresholds import Thresholds, thresholds_of
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
 
 LENGTHS = (20, 50, 100, 200, 339)
+KINDS = ((1, False), (1, True), (10, False), (10, True))
+LOOPS = ((20, 1), (50, 1), (100, 1), (200, 1), (339, 1), (20, 10), (50, 10), (100, 10))
 SLOTS = 500
 RESULTS = Path(__file__).parent / "results"
 
@@ -70,23 +82,116 @@ def convolutional_chain(stages: int, *, seed: int = 0) -> Chain:
     return Chain(tuple(costs), input_bytes=2**20)
 
 
-def measure(stages: int) -> dict[str, float]:
-    """Solve one chain in this process."""
-    chain = convolutional_chain(stages)
+def with_options(chain: Chain, count: int) -> Chain:
+    """Every stage gets options that save less and less, and recompute the rest within the backward."""
+    stages = []
+    for stage in chain:
+        keep, options = stage.keep, [stage.keep]
+        for number in range(1, count):
+            part = 1 - number / count
+            dropped = keep.saved_bytes - int(keep.saved_bytes * part)
+            option = replace(
+                keep,
+                name=f"option{number}",
+                saved_bytes=keep.saved_bytes - dropped,
+                backward_peak_bytes=keep.backward_peak_bytes + dropped // 2,
+                backward_segment_peak_bytes=keep.backward_segment_peak_bytes + dropped // 2,
+                backward_held_peak_bytes=keep.backward_held_peak_bytes + dropped // 2,
+                backward_seconds=keep.backward_seconds + 0.9 * (1 - part) * keep.forward_seconds,
+            )
+            options.append(option)
+        stages.append(replace(stage, options=tuple(options)))
+    return replace(chain, stages=tuple(stages))
+
+
+def with_shortcuts(chain: Chain, block: int = 9) -> Chain:
+    """Two shortcuts per block, as in a transformer: a norm reads and saves what the end of a half adds to its output."""
+    skips: list[Skip] = []
+    stages = list(chain.stages)
+    for begin in range(0, len(chain) - block, block):
+        for born, reader in ((begin, begin + block // 2), (begin + block // 2, begin + block)):
+            size = chain.stages[born].output_bytes
+            norm = stages[born + 1]
+            options = tuple(replace(option, saved_skips=(len(skips),)) for option in norm.options)
+            stages[born + 1] = replace(norm, options=options)
+            skips.append(Skip(born, (born + 1, reader), size, (size, size)))
+    return replace(chain, stages=tuple(stages), skips=tuple(skips))
+
+
+def chain_of(stages: int, options: int, shortcuts: bool) -> Chain:
+    """The chain of one row."""
+    chain = with_options(convolutional_chain(stages), options) if options > 1 else convolutional_chain(stages)
+    return with_shortcuts(chain) if shortcuts else chain
+
+
+# ---------------------------------------------------------------------------------------------------- one process
+
+
+def measure(stages: int, options: int, shortcuts: bool) -> dict[str, float]:
+    """Plan one chain in this process."""
+    chain = chain_of(stages, options, shortcuts)
     keep_all_bytes = simulate(chain, Schedule.keep_all(stages)).peak_bytes
-    solver = Solver(chain, slots=SLOTS)
+    thresholds = _thresholds(chain)
     before_kib = _memory_kib("VmRSS")
-    start = time.perf_counter()
-    found = solver.plan(keep_all_bytes)  # keeps everything: the table and nothing else
-    table_seconds = time.perf_counter() - start
+    table_seconds, table_cpu, _ = _timed(lambda: _solve(thresholds))
     table_kib = _memory_kib("VmHWM") - before_kib
-    found = solver.plan(keep_all_bytes // 2)
+    solver = Solver(chain, slots=SLOTS)
+    half_seconds, half_cpu, half = _timed(lambda: solver.plan(keep_all_bytes // 2))
+    tight_seconds, tight_cpu, tight = _timed(lambda: solver.plan(int(1.02 * solver.minimum().peak_bytes)))
     return {
         "table_seconds": table_seconds,
-        "plan_seconds": found.solve_seconds,
-        "memory_mib": table_kib / 1024,
-        "overhead_at_half": found.overhead,
+        "table_cpu_seconds": table_cpu,
+        "table_mib": table_kib / 1024,
+        "half_seconds": half_seconds,
+        "half_cpu_seconds": half_cpu,
+        "half_overhead": half.overhead,
+        "tight_seconds": tight_seconds,
+        "tight_cpu_seconds": tight_cpu,
+        "tight_overhead": tight.overhead,
+        "peak_mib": (_memory_kib("VmHWM") - before_kib) / 1024,
     }
+
+
+def compare(stages: int, options: int, runs: int) -> dict[str, float]:
+    """The fast table and the plain loops in turn, in this process."""
+    sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+    from table_reference import solve_by_loops
+
+    thresholds = _thresholds(chain_of(stages, options, False))
+    found: dict[str, list[float]] = {name: [] for name in ("fast", "fast_cpu", "loops", "loops_cpu")}
+    for _ in range(runs):
+        seconds, cpu, table = _timed(lambda: _solve(thresholds))
+        found["fast"].append(seconds)
+        found["fast_cpu"].append(cpu)
+        seconds, cpu, loops = _timed(lambda: solve_by_loops(thresholds, slots=_slots(stages), refined=stages <= 40))
+        found["loops"].append(seconds)
+        found["loops_cpu"].append(cpu)
+        np.testing.assert_allclose(table.seconds, loops.seconds, rtol=1e-5)
+    best = {name: min(values) for name, values in found.items()}
+    return {**best, "ratio": best["loops"] / best["fast"], "cpu_ratio": best["loops_cpu"] / best["fast_cpu"]}
+
+
+def _thresholds(chain: Chain) -> Thresholds:
+    unit = simulate(chain, Schedule.keep_all(len(chain))).peak_bytes / SLOTS
+    return thresholds_of(chain, unit=unit)
+
+
+def _slots(stages: int) -> int:
+    return SLOTS + stages // 16 + 4
+
+
+def _solve(thresholds: Thresholds) -> Table:
+    stages = len(thresholds.stages)
+    table = Table(thresholds, slots=_slots(stages), refined=stages <= 40)
+    table.solve()
+    return table
+
+
+def _timed(work: Callable[[], Any]) -> tuple[float, float, Any]:
+    """By the clock, by processor time of all threads, and the result."""
+    clock, cpu = time.perf_counter(), time.process_time()
+    result = work()
+    return time.perf_counter() - clock, time.process_time() - cpu, result
 
 
 def _memory_kib(name: str) -> int:
@@ -95,15 +200,16 @@ def _memory_kib(name: str) -> int:
     return int(match[1])
 
 
-def _measure_apart(stages: int) -> dict[str, float]:
-    command = [sys.executable, __file__, "--one", str(stages)]
+# ---------------------------------------------------------------------------------------------------- all of them
+
+
+def _apart(*arguments: object) -> dict[str, float]:
+    command = [sys.executable, __file__, *map(str, arguments)]
     result: dict[str, float] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     return result
 
 
 def _machine() -> dict[str, Any]:
-    import numpy as np
-
     model = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
     return {
         "cpu": model[1] if model else platform.processor(),
@@ -111,87 +217,98 @@ def _machine() -> dict[str, Any]:
         "load_before": os.getloadavg()[0],
         "python": platform.python_version(),
         "numpy": np.__version__,
-        "command": "python benchmarks/planner.py",
     }
 
 
 def main() -> None:
-    """Measure every length, print the table and write the results."""
+    """Measure every row, print the tables and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--one", type=int, help="measure one length in this process and print JSON")
-    parser.add_argument("--runs", type=int, default=5, help="processes per length")
+    parser.add_argument("--one", type=int, nargs=3, metavar=("STAGES", "OPTIONS", "SKIPS"), help="measure one row here")
+    parser.add_argument(
+        "--loops", type=int, nargs=3, metavar=("STAGES", "OPTIONS", "RUNS"), help="compare with loops here"
+    )
+    parser.add_argument("--runs", type=int, default=3, help="processes per row")
     arguments = parser.parse_args()
     if arguments.one:
-        print(json.dumps(measure(arguments.one)))
-        return
-    machine = _machine()
-    rows = []
-    for stages in LENGTHS:
-        runs = [_measure_apart(stages) for _ in range(arguments.runs)]
-        times = [run["table_seconds"] for run in runs]
-        rows.append(
-            {
-                "stages": stages,
-                "slots": SLOTS,
-                "runs": arguments.runs,
-                "table_seconds": min(times),
-                "table_seconds_median": statistics.median(times),
-                "plan_seconds": min(run["plan_seconds"] for run in runs),
-                "memory_mib": max(run["memory_mib"] for run in runs),
-                "overhead_at_half": runs[0]["overhead_at_half"],
-            }
-        )
-    _print(rows, machine)
+        stages, options, shortcuts = arguments.one
+        print(json.dumps(measure(stages, options, bool(shortcuts))))
+    elif arguments.loops:
+        print(json.dumps(compare(*arguments.loops)))
+    else:
+        _measure_all(arguments.runs)
+
+
+def _measure_all(runs: int) -> None:
+    machine = {
+        **_machine(),
+        "command": f"python benchmarks/planner.py --runs {runs}",
+        "slots": SLOTS,
+        "processes_per_row": runs,
+    }
+    found: dict[tuple[int, int, bool], list[dict[str, float]]] = {}
+    for _ in range(runs):  # in turn, so that a busy minute harms no row alone
+        for stages in LENGTHS:
+            for options, shortcuts in KINDS:
+                result = _apart("--one", stages, options, int(shortcuts))
+                found.setdefault((stages, options, shortcuts), []).append(result)
+    rows = [
+        {"stages": stages, "options": options, "skips": shortcuts, **_best(results)}
+        for (stages, options, shortcuts), results in found.items()
+    ]
+    loops = [
+        {"stages": stages, "options": options, **_apart("--loops", stages, options, 1 if stages > 200 else runs)}
+        for stages, options in LOOPS
+    ]
+    machine["load_after"] = os.getloadavg()[0]
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "planner.json").write_text(json.dumps({"machine": machine, "rows": rows}, indent=2) + "\n")
-    (RESULTS / "planner.md").write_text(_markdown(rows, machine))
-
-
-_COLUMNS = (
-    "stages",
-    "table, s (best)",
-    "table, s (median)",
-    "one plan, s",
-    "peak memory, MiB",
-    "overhead at half the memory",
-)
-
-
-def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    return (
-        str(row["stages"]),
-        f"{row['table_seconds']:.3f}",
-        f"{row['table_seconds_median']:.3f}",
-        f"{row['plan_seconds']:.3f}",
-        f"{row['memory_mib']:.0f}",
-        f"{row['overhead_at_half']:.1%}",
+    (RESULTS / "planner.json").write_text(
+        json.dumps({"machine": machine, "rows": rows, "loops": loops}, indent=2) + "\n"
     )
+    (RESULTS / "planner.md").write_text(_markdown(rows, loops, machine))
+    print(_markdown(rows, loops, machine))
 
 
-def _print(rows: list[dict[str, Any]], machine: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=f"Planning at {SLOTS} slots: {machine['cpu']}, {machine['cores']} cores")
-    for column in _COLUMNS:
-        table.add_column(column, justify="right")
-    for row in rows:
-        table.add_row(*_cells(row))
-    Console().print(table)
+def _best(results: list[dict[str, float]]) -> dict[str, float]:
+    """The least of each duration, the most of each memory, and the median of the clock beside it."""
+    best = {name: (max if name.endswith("_mib") else min)(each[name] for each in results) for name in results[0]}
+    return {**best, "table_seconds_median": statistics.median(each["table_seconds"] for each in results)}
 
 
-def _markdown(rows: list[dict[str, Any]], machine: dict[str, Any]) -> str:
+def _markdown(rows: list[dict[str, Any]], loops: list[dict[str, Any]], machine: dict[str, Any]) -> str:
     lines = [
         f"# Planning at {SLOTS} slots",
         "",
-        f"{machine['cpu']}, {machine['cores']} cores, load {machine['load_before']:.1f} before; Python {machine['python']}, "
-        f"NumPy {machine['numpy']}; `{machine['command']}`, {rows[0]['runs']} processes per length.",
+        f"{machine['cpu']}, {machine['cores']} cores, load {machine['load_before']:.1f} before and {machine['load_after']:.1f} after; "
+        f"Python {machine['python']}, NumPy {machine['numpy']}; `{machine['command']}`, best of {machine['processes_per_row']} processes.",
         "",
-        "Memory: peak resident set of the process (VmHWM) less the resident set right before solving (VmRSS).",
+        "Seconds by the clock / of processor time over all threads. A load above the number of cores means that others ran: then the clock says "
+        "how long we waited for them, and processor time still contains what they did to the caches.",
         "",
-        "| " + " | ".join(_COLUMNS) + " |",
-        "|" + " ---: |" * len(_COLUMNS),
-        *("| " + " | ".join(_cells(row)) + " |" for row in rows),
+        "| stages | options | skips | table | plan at half | least budget | table, MiB | all, MiB | overhead at half | near the least |",
+        "|" + " ---: |" * 10,
+    ]
+    for row in rows:
+        times = [
+            f"{row[f'{name}_seconds']:.2f} / {row[f'{name}_cpu_seconds']:.2f}" for name in ("table", "half", "tight")
+        ]
+        lines.append(
+            f"| {row['stages']} | {row['options']} | {'yes' if row['skips'] else 'no'} | {' | '.join(times)} | {row['table_mib']:.0f} | "
+            f"{row['peak_mib']:.0f} | {row['half_overhead']:.1%} | {row['tight_overhead']:.1%} |"
+        )
+    lines += [
+        "",
+        "## Against plain loops",
+        "",
+        "The same table, equal to rounding, by `tests/table_reference.py`: a loop for every index of the recurrences, NumPy over memory only. "
+        "In turn in one process.",
+        "",
+        "| stages | options | table | loops | ratio |",
+        "|" + " ---: |" * 5,
+    ]
+    lines += [
+        f"| {row['stages']} | {row['options']} | {row['fast']:.2f} / {row['fast_cpu']:.2f} | {row['loops']:.2f} / {row['loops_cpu']:.2f} | "
+        f"{row['ratio']:.1f} / {row['cpu_ratio']:.1f} |"
+        for row in loops
     ]
     return "\n".join(lines) + "\n"
 
