@@ -9,8 +9,6 @@ Chain ──► thresholds ──► dynamic program ──► proposals ──�
 
 from __future__ import annotations
 
-import torch
-
 from lightning_rotor.chain import Chain
 from lightning_rotor.planning.baselines import baselines
 from lightning_rotor.planning.bounds import lower_bound_seconds
@@ -28,7 +26,7 @@ def plan(
     slots: int = DEFAULT_SLOTS,
     gradients_exist: bool = False,
     lingering_bytes: int = 0,
-    device: torch.device | str | None = None,
+    device: str | None = None,
 ) -> Plan:
     """Plan the fastest schedule that fits a memory budget.
 
@@ -60,7 +58,7 @@ def minimum_budget(
     slots: int = DEFAULT_SLOTS,
     gradients_exist: bool = False,
     lingering_bytes: int = 0,
-    device: torch.device | str | None = None,
+    device: str | None = None,
 ) -> Plan:
     """Plan with the least simulated peak; its ``budget_bytes`` is that peak.
 
@@ -69,8 +67,6 @@ def minimum_budget(
     return _solver(chain, slots, gradients_exist, lingering_bytes, device).minimum()
 
 
-def _solver(
-    chain: Chain, slots: int, gradients_exist: bool, lingering_bytes: int, device: torch.device | str | None
-) -> Solver:
+def _solver(chain: Chain, slots: int, gradients_exist: bool, lingering_bytes: int, device: str | None) -> Solver:
     solver = Solver(chain, slots=slots, gradients_exist=gradients_exist, lingering_bytes=lingering_bytes, device=device)
     return solver.refined()

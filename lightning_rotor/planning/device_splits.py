@@ -26,8 +26,8 @@ class DeviceSplits:
         device: Where to add them up.
     """
 
-    def __init__(self, decisions: Decisions, storage: Storage, device: torch.device) -> None:
-        self._decisions, self._storage, self._device = decisions, storage, device
+    def __init__(self, decisions: Decisions, storage: Storage, device: str) -> None:
+        self._decisions, self._storage, self._device = decisions, storage, torch.device(device)
         number = torch.float32 if storage.number is np.float32 else torch.float64
         self._size = storage.body_rows.shape[1]
         # Zeros, for rows that are not filled yet are read and thrown away, and what is thrown away must not be NaN.

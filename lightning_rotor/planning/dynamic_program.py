@@ -58,16 +58,18 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from lightning_rotor.planning.decisions import Decisions, Integers
-from lightning_rotor.planning.device_splits import DeviceSplits
 from lightning_rotor.planning.sharing import first_twins
 from lightning_rotor.planning.splits import SplitRows, Splits
 from lightning_rotor.planning.storage import Numbers, Seconds, Storage, windows
 from lightning_rotor.planning.thresholds import NEVER, Thresholds
+
+if TYPE_CHECKING:
+    from lightning_rotor.planning.device_splits import DeviceSplits
 
 # Intervals that are computed together: their arrays fit the second cache.
 _ROWS = 32
@@ -133,7 +135,7 @@ class Table:
         slots: int,
         refined: bool,
         shared: bool = True,
-        device: torch.device | str | None = None,
+        device: str | None = None,
     ) -> None:
         self.decisions = Decisions(thresholds, refined=refined)
         self.size = slots + 1
@@ -142,15 +144,18 @@ class Table:
         self.storage = Storage(self.decisions, self.size, dtype)
         self._twins = first_twins(self.decisions) if shared else None
         self._splits: Splits | DeviceSplits = (
-            Splits(self.decisions, self.storage)
-            if device is None
-            else DeviceSplits(self.decisions, self.storage, torch.device(device))
+            Splits(self.decisions, self.storage) if device is None else self._on_device(device)
         )
         self._top = self.decisions.top
         self._number: Numbers = dtype
         # Row `low` of it is infinite below `low` and no obstacle from there on; `size + 1` of them.
         self._obstacles = np.concatenate((np.full(self.size, math.inf, dtype), np.full(self.size, -math.inf, dtype)))
         self._whole: Seconds = np.full(self.size, math.inf, dtype)
+
+    def _on_device(self, device: str) -> DeviceSplits:
+        from lightning_rotor.planning.device_splits import DeviceSplits  # planning as such needs no torch
+
+        return DeviceSplits(self.decisions, self.storage, device)
 
     @property
     def seconds(self) -> Seconds:
@@ -166,7 +171,7 @@ class Table:
         """Fill the table, band by band. Several threads follow one another through neighbouring bands, each a length behind the one before."""
         n = self._top + 1
         # An accelerator takes whole diagonals: one band.
-        rows = n if isinstance(self._splits, DeviceSplits) else _ROWS
+        rows = _ROWS if isinstance(self._splits, Splits) else n
         bands = [range(begin, min(begin + rows, n)) for begin in range(0, n, rows)]
         threads = min(_MOST_THREADS, _cores(), len(bands))
         progress = _Progress()
@@ -193,7 +198,7 @@ class Table:
                     self._solve_or_copy(first[possible], length)
                 if band.stop > self._top:
                     self._solve_group(np.array([self._top - length]), length)
-                if isinstance(self._splits, DeviceSplits):
+                if not isinstance(self._splits, Splits):
                     self._splits.follow(np.arange(n - length), length)
                 progress.reach(number, length)
         finally:

@@ -7,8 +7,6 @@ import time
 from dataclasses import astuple, fields
 from functools import cached_property
 
-import torch
-
 from lightning_rotor.chain import Chain, Option, StageCost
 from lightning_rotor.errors import BudgetError
 from lightning_rotor.planning.dynamic_program import Table
@@ -63,7 +61,7 @@ class Solver:
         slots: int = DEFAULT_SLOTS,
         gradients_exist: bool = False,
         lingering_bytes: int = 0,
-        device: torch.device | str | None = None,
+        device: str | None = None,
     ) -> None:
         if not _is_positive_integer(slots):
             raise ValueError(f"slots is {slots!r}: expected a positive integer, such as {DEFAULT_SLOTS}")
