@@ -75,6 +75,7 @@ def plan_table(
     if measured_peak_bytes is not None:
         table.add_row("Peak measured", format_bytes(measured_peak_bytes))
     table.add_row("Recompute overhead", f"{100 * plan.overhead:.1f} % of the step")
+    table.add_row("Gap to the optimum", f"at most {100 * plan.gap:.1f} % of the step")
     table.add_row("Recomputed stages", f"{len(plan.recomputed)} of {len(plan.chain)}")
     table.add_row("Planning", format_seconds(plan.solve_seconds))
     table.add_row("Schedule", schedule_line(plan.schedule))
