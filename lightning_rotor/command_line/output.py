@@ -86,6 +86,7 @@ def as_json(found: Found) -> dict[str, Any]:
         "seconds": plan.seconds,
         "plain_seconds": plan.chain.step_seconds,
         "overhead": plan.overhead,
+        "gap": plan.gap,
         "schedule": str(plan.schedule),
         "resident_bytes": dict(found.resident),
         "stages": [
