@@ -8,7 +8,8 @@
 With Lightning, one line: ``Trainer(callbacks=[RotorCallback(mem_limit="20GiB")])``. Without it, one wrapper:
 ``Checkpointable(module, mem_limit="700MiB")``. The parts in between are public too: :func:`sequentialize` cuts a model into
 stages, :func:`profile_chain` measures,
-:func:`plan` plans from measurements alone, :func:`simulate` judges any :class:`Schedule`.
+:func:`plan` plans from measurements alone, :func:`frontier` says what every budget costs, :func:`simulate` judges any :class:`Schedule`.
+From a shell: ``python -m lightning_rotor plan --help``.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from lightning_rotor.errors import (
     ScheduleError,
     UnitError,
 )
-from lightning_rotor.planning import Plan, plan
+from lightning_rotor.planning import Frontier, Plan, frontier, plan
 from lightning_rotor.profiling import profile_chain
 from lightning_rotor.recomputation import is_checkpointing, is_recomputing
 from lightning_rotor.schedule import Leaf, Schedule, Segment
@@ -47,6 +48,7 @@ __all__ = [
     "Chain",
     "Checkpointable",
     "ExecutionError",
+    "Frontier",
     "Leaf",
     "ModelError",
     "Option",
@@ -64,6 +66,7 @@ __all__ = [
     "UnitError",
     "__version__",
     "format_bytes",
+    "frontier",
     "is_checkpointing",
     "is_recomputing",
     "parse_bytes",

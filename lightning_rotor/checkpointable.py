@@ -12,8 +12,9 @@ from torch import nn
 from lightning_rotor.attaching import attached
 from lightning_rotor.chain import Chain
 from lightning_rotor.devices import resolve_limit
+from lightning_rotor.errors import ProfilingError
 from lightning_rotor.planned import Allowance, PlannedForward
-from lightning_rotor.planning import Plan
+from lightning_rotor.planning import Frontier, Plan, frontier
 from lightning_rotor.profiling import Profile
 from lightning_rotor.units import MemoryLimit, parse_limit
 
@@ -105,6 +106,20 @@ class Checkpointable(nn.Module):
         except Exception:
             self._limit.limit = before
             raise
+
+    def frontier(self) -> Frontier:
+        """What every limit would cost in time, for the input signature used last.
+
+        Returns:
+            The curve; sizes are limits as in the constructor.
+        Raises:
+            ProfilingError: Nothing has been measured yet.
+        """
+        if self._planned.profile is None:
+            raise ProfilingError("there is no curve yet: measure a sample first, with measure(sample)")
+        if self.plan is not None:
+            return self.plan.frontier()
+        return frontier(self._planned.profile.chain, slots=self._slots)
 
     @property
     def plan(self) -> Plan | None:

@@ -7,6 +7,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._mode_utils import (
+    no_dispatch,
+)  # a state is a tensor, and real even where a mode makes all tensors fake
 
 
 class HostGenerators:
@@ -46,8 +49,9 @@ class GeneratorStates:
             device = torch.device("cuda", torch.cuda.current_device())
         self._device = device if device is not None and device.type == "cuda" else None
         self._host = HostGenerators()
-        self._torch = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state(self._device) if self._device is not None else None
+        with no_dispatch():
+            self._torch = torch.get_rng_state()
+            self._cuda = torch.cuda.get_rng_state(self._device) if self._device is not None else None
 
     def restore(self) -> None:
         """Set the generators back to this state."""
@@ -58,8 +62,9 @@ class GeneratorStates:
 
     def equals(self, other: GeneratorStates) -> bool:
         """Whether no generator was used in between."""
-        if not (self._host.equals(other._host) and torch.equal(self._torch, other._torch)):
-            return False
-        return self._cuda is other._cuda is None or (
-            self._cuda is not None and other._cuda is not None and torch.equal(self._cuda, other._cuda)
-        )
+        with no_dispatch():
+            if not (self._host.equals(other._host) and torch.equal(self._torch, other._torch)):
+                return False
+            return self._cuda is other._cuda is None or (
+                self._cuda is not None and other._cuda is not None and torch.equal(self._cuda, other._cuda)
+            )

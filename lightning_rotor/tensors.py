@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 
@@ -17,19 +18,34 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
+def is_fake(tensor: object) -> bool:
+    """Whether a tensor stands for one that was never computed: it has a shape and a device, but neither memory nor values."""
+    return isinstance(tensor, FakeTensor)
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Which memory a tensor has: the same for all that share it, 0 for none. What was freed may be another's later."""
+    storage = tensor.untyped_storage()
+    if is_fake(tensor):
+        return int(storage._cdata) if storage.nbytes() else 0
+    return storage.data_ptr()
+
+
 def requested_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the distinct storages under some dense tensors, before the allocator rounds them up.
 
     :func:`~lightning_rotor.training_state.storage_bytes` counts what the allocator hands out, and sparse tensors too.
     """
-    return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+    return sum({address_of(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two tensors have the same shape, dtype, device and values; a NaN is the same as another."""
+    """Whether two tensors have the same shape, dtype, device and values; a NaN is the same as another. Fake ones have no values to differ."""
     if left is right:
         return True
     if (left.shape, left.dtype, left.device) != (right.shape, right.dtype, right.device):
         return False
+    if is_fake(left) or is_fake(right):
+        return True
     # A NaN equals no NaN, so where both are one, the values are compared as "same".
     return bool(((left == right) | ((left != left) & (right != right))).all())

@@ -20,6 +20,7 @@ PACKAGE = ROOT / "lightning_rotor"
 #                    └► sequential, recomputation ─► options ─► profiling, execution ─┴► planned ─► checkpointable
 #                                       └► undisturbed ─► tracing ─► cutting ────────────┘
 #                                                                                                   └► callbacks, strategies
+#   planning, profiling ─► report;  cutting, profiling ─► estimation;  report, estimation, planned ─► command_line
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
     "units": ("errors",),
@@ -44,7 +45,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "cutting": ("tracing",),
     "profiling": ("undisturbed", "chain", "tracing"),
     "execution": ("options", "recomputation", "simulator"),
-    "report": ("planning",),
+    "report": ("planning", "profiling"),
+    "estimation": ("cutting", "profiling"),
     "pipeline": ("planning", "profiling", "execution"),
     "fake_copy": (),
     "compute": ("fake_copy", "recomputation"),
@@ -55,6 +57,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "checkpointable": ("attaching", "report", "devices"),
     "callbacks": ("checkpointable", "training_memory", "target"),
     "strategies": ("checkpointable", "pipeline"),
+    "command_line": ("training_memory", "report", "estimation"),
+    "__main__": ("command_line",),
 }
 WITH_LIGHTNING = {"callbacks", "strategies"}
 WITHOUT_TORCH = {"errors", "units", "chain", "schedule", "liveness", "simulator", "planning"}

@@ -206,9 +206,9 @@ def test_long_uniform_chain_needs_little_recomputation() -> None:
     assert 0.15 < found.overhead < 0.35  # at most one more forward per stage
 
 
-def test_text_of_a_plan_is_one_line_with_its_figures() -> None:
+def test_summary_of_a_plan_is_one_line_with_its_figures() -> None:
     found = plan(uniform_chain(3), 10**6)
-    assert str(found) == "3 stages within 977 KiB: peak 7.81 KiB, 9 s per step (+0.0%), 0 stages recomputed: 0-2"
+    assert found.summary() == "3 stages within 977 KiB: peak 7.81 KiB, 9 s per step (+0.0%), 0 stages recomputed: 0-2"
 
 
 def test_minimum_has_its_own_peak_as_budget() -> None:

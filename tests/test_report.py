@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import io
+import random
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 from rich.console import Console
+from strategies import chains, random_chain, with_skips
 
 from lightning_rotor.chain import Chain, Option, StageCost
-from lightning_rotor.planning import Plan
-from lightning_rotor.report import PlotError, plan_table, plot_timeline, schedule_line
+from lightning_rotor.planning import Frontier, FrontierPoint, Plan, baselines, frontier, plan
+from lightning_rotor.planning.tables import _held_bytes
+from lightning_rotor.report import (
+    PlotError,
+    frontier_table,
+    plan_table,
+    plot_frontier,
+    plot_timeline,
+    schedule_line,
+    stage_table,
+)
+from lightning_rotor.report.timeline import name_groups
 from lightning_rotor.schedule import Item, Leaf, Schedule, Segment
 from lightning_rotor.simulator import simulate
 from lightning_rotor.units import format_bytes
@@ -192,3 +206,157 @@ def test_a_missing_matplotlib_names_the_extra(monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(PlotError, match=r'pip install "lightning-rotor\[plot\]"'):
         plot_timeline(KEEP_ALL)
+
+
+# ---------------------------------------------------------------------------------------------------- what a plan does with stages
+
+
+def cells(table: object) -> list[list[str]]:
+    """Without the header."""
+    _, *lines = [line for line in printed(table, 120).splitlines() if line.startswith("│")]
+    return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+
+
+def test_the_stages_are_told_in_runs_of_equal_treatment():
+    assert cells(stage_table(plan_for("((0-1) 2) 3-5 (6) 7"))) == [
+        ["0-2", "layer0 … layer2", "recompute, 1 nested", "0 B", "5 ms"],
+        ["3-5", "layer3 … layer5", "keep", "24.0 MiB", ""],
+        ["6", "layer6", "recompute", "4.00 MiB", "1 ms"],
+        ["7", "layer7", "keep", "12.0 MiB", ""],
+        ["", "peak 48.0 MiB at layer7", "", "40.0 MiB", "6 ms"],
+    ]
+
+
+@given(chains(max_stages=12), st.randoms(use_true_random=False))
+def test_what_stages_hold_is_what_the_forward_leaves_behind(chain: Chain, rng: random.Random):
+    chain = with_skips(rng, chain) if len(chain) > 3 else chain
+    for each in baselines(chain).values():
+        found = Plan(chain, each, 10**9, simulate(chain, each), 0.0)
+        after_forward = next(
+            after.after_bytes
+            for event, after in zip(found.simulation.events[1:], found.simulation.events, strict=False)
+            if event.phase != "forward"
+        )
+        states = sum(stage.state_bytes for stage in chain) + chain.rng_state_bytes * len(chain)
+        # The input of the last stage may still be around, and segments remember states.
+        last_input = chain.stages[-2].output_bytes if len(chain) > 1 else 0
+        held = sum(_held_bytes(chain, each))
+        skips = sum(skip.size_bytes for skip in chain.skips)
+        assert held <= after_forward + skips
+        assert after_forward <= held + last_input + states + skips
+
+
+def test_a_long_table_loses_its_middle():
+    chain = random_chain(random.Random(0), 200, "heterogeneous")
+    schedule = Schedule.parse(" ".join(f"({number}) {number + 1}" for number in range(0, 200, 2)))
+    found = Plan(chain, schedule, 10**6, simulate(chain, schedule), 0.0)
+    rows_shown = cells(stage_table(found, most_rows=11))
+    assert len(rows_shown) == 11 + 1
+    assert set(rows_shown[5]) == {"⋮"}
+    assert rows_shown[0][0] == "0"
+    assert rows_shown[-2][0] == "199"
+    assert max(map(len, str(found).splitlines())) <= 100
+
+
+def test_a_plan_prints_as_its_tables():
+    text = str(plan_for("(0-2) 3-7"))
+    assert text.startswith("Recomputation plan\n╭")
+    assert "layer3 … layer7" in text
+    assert printed(plan_for("(0-2) 3-7"), 100).split() == text.split()
+
+
+def test_the_frontier_is_told_with_what_the_process_holds_besides():
+    found = frontier(CHAIN)
+    shown = cells(frontier_table(found, reserved_bytes=1024 * MIB, most_rows=5))
+    assert len(shown) <= 5
+    assert shown[0][0] == format_bytes(1024 * MIB + found[0].peak_bytes)
+    assert shown[-1][1:3] == ["0.00%", "24 ms"]
+    assert {"least", "keep all"} <= {row[4] for row in shown}
+
+
+# ---------------------------------------------------------------------------------------------------- pictures of plans
+
+
+def legend(figure: Figure) -> list[str]:
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def test_the_picture_of_a_plan_shows_which_stage_runs_when(tmp_path):
+    found = plan_for("((0-1) 2-3) (4-5) 6-7")
+    figure = plot_timeline(found, title="A plan")
+    above, below = figure.axes
+    assert "without recomputation" in legend(figure)
+    assert any(text.get_text() == "budget 60.0 MiB" for text in above.texts)
+    bars = [bar for bars in below.containers for bar in bars]
+    assert len(bars) == len(found.simulation.events)
+    assert max(bar.get_x() + bar.get_width() for bar in bars) == pytest.approx(found.seconds * 1e3)
+    assert above.get_shared_x_axes().joined(above, below)
+    assert below.get_xlabel() == "time in the step (ms)"
+    figure.savefig(tmp_path / "plan.svg")
+
+
+def test_what_the_process_holds_besides_lies_below_the_picture():
+    found = plan_for("((0-1) 2-3) (4-5) 6-7")
+    figure = plot_timeline(found, reserved_bytes=100 * MIB)
+    (above, _) = figure.axes
+    assert "held throughout" in legend(figure)
+    assert any(text.get_text() == "budget 160 MiB" for text in above.texts)
+    (plain,) = (line for line in above.lines if line.get_label() == "without recomputation")
+    assert max(plain.get_ydata()) == pytest.approx(100 + 72)
+    assert min(plain.get_ydata()) >= 100
+    filled = [
+        path.vertices[:, 1].min() for each in above.collections[:-1] for path in each.get_paths() if len(path.vertices)
+    ]
+    assert min(filled) >= 100
+
+
+def test_a_budget_far_above_everything_does_not_squeeze_the_picture():
+    figure = plot_timeline(plan_for("0-7", budget_bytes=100_000 * MIB))
+    assert figure.axes[0].get_ylim()[1] < 100
+    assert not figure.axes[0].texts
+
+
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [
+        (
+            ["conv", *(f"layer1.{n}" for n in range(30)), *(f"layer2.{n}" for n in range(30)), "fc"],
+            ["conv", "layer1", "layer2", "fc"],
+        ),
+        ([f"h.{n}" for n in range(6)], [f"h.{n}" for n in range(6)]),
+        ([f"h.{n}.{part}" for n in range(6) for part in range(9)], [f"h.{n}" for n in range(6)]),
+        (["only"], ["only"]),
+    ],
+)
+def test_names_of_parts_stand_beside_their_stages(names, shown):
+    groups, starts = name_groups(names, most=10)
+    found = [name for _, _, name in groups]
+    assert set(shown) >= set(found) or len(found) >= 5
+    assert all(".".join(names[first].split(".")[: name.count(".") + 1]) == name for first, _, name in groups)
+    assert starts[0] == 0
+    middles = [(first + last) / 2 for first, last, _ in groups]
+    assert all(right - left >= len(names) / 10 for left, right in pairwise(middles))
+
+
+def test_the_picture_of_a_frontier_marks_points_rivals_and_limits(tmp_path):
+    found = plan(CHAIN, 50 * MIB).frontier()
+    rivals = {name: simulate(CHAIN, schedule) for name, schedule in baselines(CHAIN).items() if name != "keep_all"}
+    figure = plot_frontier(
+        found, reserved_bytes=100 * MIB, rivals=rivals, limits={"small": 160 * MIB, "huge": 10**15}, title="A curve"
+    )
+    (axes,) = figure.axes
+    said = legend(figure)
+    assert said[0] == f"least: {format_bytes(100 * MIB + found[0].peak_bytes)}, {100 * found[0].overhead:.1f} %"
+    assert [text.partition(":")[0] for text in said[:4]] == ["least", "plan", "knee", "keep all"]
+    assert "equal segments" in said
+    assert {"small", "no schedule"} <= {text.get_text() for text in axes.texts}
+    assert "huge" not in {text.get_text() for text in axes.texts}
+    assert axes.get_xlabel() == "memory budget (MiB)"
+    assert axes.get_xlim()[0] > 90
+    figure.savefig(tmp_path / "curve.png")
+
+
+def test_a_frontier_of_one_point_can_be_drawn(tmp_path):
+    only = Frontier((FrontierPoint(MIB, 1.0, 0.0, Schedule.keep_all(1)),))
+    plot_frontier(only).savefig(tmp_path / "curve.png")
+    assert str(only).count("1.00 MiB") == 1

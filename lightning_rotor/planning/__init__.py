@@ -12,11 +12,26 @@ from __future__ import annotations
 from lightning_rotor.chain import Chain
 from lightning_rotor.planning.baselines import baselines
 from lightning_rotor.planning.bounds import lower_bound_seconds
+from lightning_rotor.planning.frontier import Frontier, FrontierPoint, Gain, frontier_of
 from lightning_rotor.planning.plan import Plan
 from lightning_rotor.planning.proposals import Proposal
 from lightning_rotor.planning.solver import DEFAULT_SLOTS, Solver, fine_slots
 
-__all__ = ["Plan", "Proposal", "Solver", "baselines", "fine_slots", "lower_bound_seconds", "minimum_budget", "plan"]
+__all__ = [
+    "Frontier",
+    "FrontierPoint",
+    "Gain",
+    "Plan",
+    "Proposal",
+    "Solver",
+    "baselines",
+    "fine_slots",
+    "frontier",
+    "frontier_of",
+    "lower_bound_seconds",
+    "minimum_budget",
+    "plan",
+]
 
 
 def plan(
@@ -65,6 +80,21 @@ def minimum_budget(
     Arguments as for :func:`plan`.
     """
     return _solver(chain, slots, gradients_exist, lingering_bytes, device).minimum()
+
+
+def frontier(
+    chain: Chain,
+    *,
+    slots: int = DEFAULT_SLOTS,
+    gradients_exist: bool = False,
+    lingering_bytes: int = 0,
+    device: str | None = None,
+) -> Frontier:
+    """Every useful budget and what it costs in time, from one solve.
+
+    Arguments as for :func:`plan`.
+    """
+    return frontier_of(_solver(chain, slots, gradients_exist, lingering_bytes, device))
 
 
 def _solver(chain: Chain, slots: int, gradients_exist: bool, lingering_bytes: int, device: str | None) -> Solver:

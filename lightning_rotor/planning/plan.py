@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rich.console import Group
 
 from lightning_rotor.chain import Chain
 from lightning_rotor.planning.bounds import lower_bound_seconds
+from lightning_rotor.planning.tables import plan_table, rendered, stage_table
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import Simulation
 from lightning_rotor.units import format_bytes, format_seconds
 
+if TYPE_CHECKING:
+    from lightning_rotor.planning.frontier import Frontier
+
+_SLOTS = 500
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A schedule for one chain and one budget.
+    """A schedule for one chain and one budget. Printed, it is a table.
 
     Attributes:
         chain: What it was made for.
@@ -23,6 +32,7 @@ class Plan:
         solve_seconds: Time spent on finding it. Plans from one solver share the table; the first one pays for it.
         gradients_exist: For what it was made, see :func:`lightning_rotor.planning.plan`.
         lingering_bytes: For what it was made, see :func:`lightning_rotor.planning.plan`.
+        slots: Memory levels that the program told apart.
     """
 
     chain: Chain
@@ -32,6 +42,7 @@ class Plan:
     solve_seconds: float
     gradients_exist: bool = False
     lingering_bytes: int = 0
+    slots: int = _SLOTS
 
     @property
     def peak_bytes(self) -> int:
@@ -68,8 +79,31 @@ class Plan:
         """Numbers of the stages whose forward runs more than once."""
         return self.schedule.recomputed
 
-    def __str__(self) -> str:
+    def frontier(self) -> Frontier:
+        """What every other budget would cost: the curve of memory against time for the same chain.
+
+        A plan does not hold the planner's tables, so this solves the chain once more, for all budgets together.
+        """
+        from lightning_rotor.planning.frontier import frontier_of
+        from lightning_rotor.planning.solver import Solver
+
+        solver = Solver(
+            self.chain,
+            slots=self.slots,
+            gradients_exist=self.gradients_exist,
+            lingering_bytes=self.lingering_bytes,
+        )
+        return frontier_of(solver, budget_bytes=self.budget_bytes)
+
+    def summary(self) -> str:
+        """The plan on one line."""
         return (
             f"{len(self.chain)} stages within {format_bytes(self.budget_bytes)}: peak {format_bytes(self.peak_bytes)}, "
             f"{format_seconds(self.seconds)} per step (+{self.overhead:.1%}), {len(self.recomputed)} stages recomputed: {self.schedule}"
         )
+
+    def __rich__(self) -> Group:
+        return Group(plan_table(self), stage_table(self))
+
+    def __str__(self) -> str:
+        return rendered(plan_table(self), stage_table(self))

@@ -32,6 +32,8 @@ _FINE_SLOTS = 2000
 _SMALL = 2.0
 # So close to the least memory the schedule with the least peak is worth a look.
 _CLOSE = 0.05
+# So many stages of proposals are judged for a curve, at least, if there are that many.
+_JUDGED = 50_000
 
 
 def fine_slots(stages: int, slots: int = DEFAULT_SLOTS) -> int:
@@ -117,8 +119,17 @@ class Solver:
         )
 
     def proposals(self) -> tuple[Proposal, ...]:
-        """Every schedule of the table, by rising peak: the curve of memory against time, and some points above it."""
-        return tuple(sorted((self._all[stair] for stair in range(len(self._all))), key=lambda each: each.by_peak))
+        """Every schedule of the tables, by rising peak: the curve of memory against time, and some points above it.
+
+        Of long chains, whose schedules take long to judge, not every one but evenly spread ones.
+        """
+        tables = [self._all]
+        tables += [self._all_by_readers] if self.chain.skips else []
+        tables += [self._small] if self._is_coarse else []
+        found = [self._smallest, self._keep_all]
+        for table in tables:
+            found += [table[stair] for stair in range(0, len(table), max(len(table) * len(self.chain) // _JUDGED, 1))]
+        return tuple(sorted({id(each): each for each in found}.values(), key=lambda each: each.by_peak))
 
     def _fastest(self, budget_bytes: int) -> Proposal | None:
         found = [self._all.fastest(budget_bytes)]

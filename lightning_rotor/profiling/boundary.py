@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from lightning_rotor.tensors import address_of
 from lightning_rotor.tensors import tensors_in as tensors_in  # planned.py and the callbacks read it from here
 
 
@@ -54,13 +55,13 @@ class Boundary:
     def fresh(self) -> Any:
         """A copy that belongs to the caller alone. It is no leaf of the graph, so it may be changed in place."""
         storages: dict[int, torch.Tensor] = {}
-        users = Counter(leaf.untyped_storage().data_ptr() for leaf in self.leaves if isinstance(leaf, torch.Tensor))
+        users = Counter(address_of(leaf) for leaf in self.leaves if isinstance(leaf, torch.Tensor))
 
         def copy(leaf: Any, requires_grad: bool, whole: bool) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             source = leaf.detach().requires_grad_(requires_grad)
-            address, storage = leaf.untyped_storage().data_ptr(), leaf.untyped_storage()
+            address, storage = address_of(leaf), leaf.untyped_storage()
             if not whole or (storage.nbytes() <= leaf.nbytes and (users[address] == 1 or not address)):
                 return source.clone()
             # A slice keeps all that it is cut from alive, as it does in training; what is one storage there is one here.

@@ -30,7 +30,7 @@ from lightning_rotor.profiling.storages import UnmeasuredSkip, merged, scout
 from lightning_rotor.recomputation import recomputed
 from lightning_rotor.sequential import HOOKS, Stage, is_plain_stock, wiring_of
 from lightning_rotor.state import SegmentState, Statistic, state_of
-from lightning_rotor.tensors import same_bits, tensors_in
+from lightning_rotor.tensors import is_fake, same_bits, tensors_in
 from lightning_rotor.tracing import GraphSlice
 from lightning_rotor.undisturbed import kept_attributes, lent_buffers, undisturbed
 from lightning_rotor.wiring import unpacked
@@ -204,7 +204,9 @@ def _updating(originals: Sequence[tuple[torch.nn.Module, str, torch.Tensor]]) ->
     return tuple(
         module
         for module, name, original in originals
-        if (current := module._buffers[name]) is None or not same_bits(current, original)
+        if (current := module._buffers[name]) is None
+        or not same_bits(current, original)
+        or (is_fake(current) and current._version > 0)  # a copy that was lent begins at 0
     )
 
 

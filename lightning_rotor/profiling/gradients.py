@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten
 
 from lightning_rotor.profiling.ends import StageEnds
 from lightning_rotor.sequential import Stage
-from lightning_rotor.tensors import requested_bytes, tensors_in
+from lightning_rotor.tensors import address_of, requested_bytes, tensors_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,13 +114,9 @@ class StageBackward:
             ((place, gradient) for place, gradient in pairs if place is not None), key=lambda pair: pair[0]
         ):
             size = gradient.untyped_storage().nbytes()
-            is_new = by_storage.setdefault(gradient.untyped_storage().data_ptr(), place) == place
+            is_new = by_storage.setdefault(address_of(gradient), place) == place
             of_skips[place] = SkipGradient(size if is_new else 0, size == gradient.nbytes)
-        link = [
-            gradient
-            for place, gradient in pairs
-            if place is None and gradient.untyped_storage().data_ptr() not in by_storage
-        ]
+        link = [gradient for place, gradient in pairs if place is None and address_of(gradient) not in by_storage]
         parameter_bytes = sum(
             # Accumulation copies a gradient that is no dense tensor of its own (an expanded one, say).
             parameter.nbytes

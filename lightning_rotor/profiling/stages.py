@@ -26,7 +26,7 @@ from lightning_rotor.profiling.meters import Meter
 from lightning_rotor.profiling.phases import Phases, peak_bytes_of
 from lightning_rotor.recomputation import recomputed
 from lightning_rotor.sequential import Stage
-from lightning_rotor.tensors import requested_bytes
+from lightning_rotor.tensors import address_of, requested_bytes
 
 # Long enough for the noise of a busy machine to even out within one run.
 _ENOUGH_SECONDS = 0.5
@@ -189,7 +189,7 @@ class StageProfiler:
             def pack(tensor: torch.Tensor) -> torch.Tensor:
                 nonlocal saves
                 saves += 1
-                saved.add(tensor.untyped_storage().data_ptr())
+                saved.add(address_of(tensor))
                 recording.mark("save")
                 return tensor
 
@@ -242,7 +242,7 @@ class StageProfiler:
             input_gradient_bytes=gradients.link_bytes,
             parameter_gradient_bytes=gradients.parameter_bytes,
             saved_skips=saved_skips,
-            saved_state_bytes=requested_bytes(each for each in buffers if each.untyped_storage().data_ptr() in saved),
+            saved_state_bytes=requested_bytes(each for each in buffers if address_of(each) in saved),
             skip_gradients=gradients.of_skips,
         )
 
@@ -251,7 +251,7 @@ class StageProfiler:
         leaves = (*tree_flatten(value)[0], *tree_flatten(output)[0])
         places = (*self.ends.inputs, *self.ends.outputs)
         pairs = ((leaf, place) for leaf, place in zip(leaves, places, strict=True) if place is not None)
-        return tuple(sorted({place for leaf, place in pairs if leaf.untyped_storage().data_ptr() in saved}))
+        return tuple(sorted({place for leaf, place in pairs if address_of(leaf) in saved}))
 
     def _backward(self, value: Any, output: Any) -> StageBackward:
         return StageBackward.of(

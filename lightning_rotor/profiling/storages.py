@@ -20,7 +20,7 @@ from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.options import run_stage
 from lightning_rotor.profiling.boundary import Boundary
 from lightning_rotor.sequential import Stage, merge, wiring_of
-from lightning_rotor.tensors import tensors_in
+from lightning_rotor.tensors import address_of, tensors_in
 from lightning_rotor.undisturbed import kept_attributes, lent_buffers
 from lightning_rotor.wiring import unpacked
 
@@ -164,7 +164,7 @@ def merged(stages: Sequence[Stage], groups: Sequence[range]) -> tuple[Stage, ...
 
 
 def _address(leaf: torch.Tensor) -> int:
-    return leaf.untyped_storage().data_ptr()
+    return address_of(leaf)
 
 
 def _storages_of(leaves: Iterable[Any], born: int, known: dict[int, Storage]) -> tuple[Storage | None, ...]:

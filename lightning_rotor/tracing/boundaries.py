@@ -29,7 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_rotor.errors import ModelError
 from lightning_rotor.sequential import Stage
-from lightning_rotor.tensors import tensors_in
+from lightning_rotor.tensors import address_of, tensors_in
 from lightning_rotor.tracing.recorder import Recorder
 from lightning_rotor.tracing.slices import GraphSlice
 from lightning_rotor.tracing.tracer import IN_PLACE, Tracer
@@ -158,7 +158,7 @@ def _parts(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node]]:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    return address_of(tensor)
 
 
 def _never_unpacked(_: None) -> torch.Tensor:

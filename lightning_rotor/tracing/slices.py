@@ -185,6 +185,11 @@ class GraphSlice(nn.Module):
         return tuple(self._constants)
 
     @property
+    def operators(self) -> tuple[Any, ...]:
+        """What it runs, in order: modules, functions, and tensors' methods by name."""
+        return tuple(step.target for step in self._steps if step.kind not in ("read", "constant"))
+
+    @property
     def called_modules(self) -> tuple[nn.Module, ...]:
         """The user's modules that it calls."""
         return tuple(self._targets.values())

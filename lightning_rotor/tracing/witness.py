@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_rotor.tensors import address_of
 from lightning_rotor.tracing.modules import UntraceableError
 
 
@@ -106,6 +107,6 @@ def _address(value: Any) -> int:
     if not isinstance(value, torch.Tensor):
         return 0
     try:
-        return value.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):  # sparse tensors, fake ones
+        return address_of(value)
+    except (NotImplementedError, RuntimeError):  # sparse tensors
         return 0

@@ -1,0 +1,10 @@
+"""``python -m lightning_rotor``: plans from the command line."""
+
+from __future__ import annotations
+
+import sys
+
+from lightning_rotor.command_line import main
+
+if __name__ == "__main__":
+    sys.exit(main())

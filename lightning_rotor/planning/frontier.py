@@ -1,0 +1,255 @@
+"""The curve of memory against time: what every budget buys, from one solve.
+
+A table of the dynamic program holds a schedule for every memory. Judged by the simulator, with those that are beaten in both memory and
+time left out, they are the curve::
+
+    overhead
+       │ ●                    first point: the least budget for which there is a schedule
+       │  ●
+       │    ● ← knee: from here on, memory buys less
+       │        ●
+       │               ●
+       └───────────────────●  budget      last point: the least memory without any recomputation
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from lightning_rotor.errors import BudgetError, ScheduleError
+from lightning_rotor.planning.tables import frontier_table, rendered
+from lightning_rotor.schedule import Schedule
+from lightning_rotor.simulator import Simulation
+from lightning_rotor.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from lightning_rotor.planning.solver import Solver
+
+# Sums of the same durations in another order differ by less than this part of themselves.
+_SAME = 1e-9
+# How often the planner is asked, times the number of stages: a matter of a second or two.
+_QUESTIONS = 1500
+
+
+@dataclass(frozen=True, slots=True)
+class FrontierPoint:
+    """A schedule that no other one beats in both memory and time.
+
+    Attributes:
+        peak_bytes: Its simulated peak, the least budget for which it is worth its time.
+        seconds: Duration of forward, recomputation and backward.
+        overhead: Time beyond plain training as a fraction of it.
+        schedule: What to keep and what to recompute.
+    """
+
+    peak_bytes: int
+    seconds: float
+    overhead: float
+    schedule: Schedule
+
+    @classmethod
+    def of(cls, schedule: Schedule, simulation: Simulation) -> FrontierPoint:
+        """A schedule as the simulator judges it."""
+        return cls(simulation.peak_bytes, simulation.seconds, simulation.overhead, schedule)
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """What some memory more buys.
+
+    Attributes:
+        budget_bytes: The budget without it.
+        extra_bytes: How much more.
+        before: The best schedule for the budget.
+        after: The best schedule for the budget and what comes on top.
+    """
+
+    budget_bytes: int
+    extra_bytes: int
+    before: FrontierPoint
+    after: FrontierPoint
+
+    @property
+    def seconds(self) -> float:
+        """Time that each step saves; never negative."""
+        return self.before.seconds - self.after.seconds
+
+    @property
+    def speedup(self) -> float:
+        """Steps per second with it, over those without; 1 if it buys nothing."""
+        return self.before.seconds / self.after.seconds if self.after.seconds else 1.0
+
+    def describe(self, *, reserved_bytes: int = 0) -> str:
+        """One sentence; ``reserved_bytes`` are added to the budget, so that it speaks of the whole process."""
+        budget, more = format_bytes(reserved_bytes + self.budget_bytes), format_bytes(self.extra_bytes)
+        if self.seconds <= 0:
+            return f"{more} more than {budget} buys nothing: the overhead stays at {self.before.overhead:.1%}"
+        return (
+            f"{more} more than {budget} lowers the overhead from {self.before.overhead:.1%} to {self.after.overhead:.1%} "
+            f"({self.speedup - 1:.1%} more steps per second)"
+        )
+
+    def __str__(self) -> str:
+        return self.describe()
+
+
+@dataclass(frozen=True, slots=True)
+class Frontier:
+    """Schedules from the least memory to no recomputation, by rising memory and falling time.
+
+    Attributes:
+        points: At least one. The first has the least budget for which there is a schedule, the last one takes no longer than plain training.
+        budget_bytes: The budget of the plan that it was asked of, or None.
+    Raises:
+        ScheduleError: There are no points, or they do not rise in memory and fall in time.
+    Example:
+        >>> frontier = plan.frontier()  # doctest: +SKIP
+        >>> print(frontier.gain("1GiB"))  # doctest: +SKIP
+        1.00 GiB more than 4.00 GiB lowers the overhead from 14.2% to 9.0% (4.8% more steps per second)
+    """
+
+    points: tuple[FrontierPoint, ...]
+    budget_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.points:
+            raise ScheduleError("a frontier has no points: expected at least one")
+        for left, right in pairwise(self.points):
+            if left.peak_bytes >= right.peak_bytes or left.seconds <= right.seconds:
+                raise ScheduleError(
+                    f"frontier points of {left.peak_bytes} and {right.peak_bytes} bytes take {left.seconds} and {right.seconds} s: "
+                    "expected memory to rise and time to fall"
+                )
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __iter__(self) -> Iterator[FrontierPoint]:
+        return iter(self.points)
+
+    def __getitem__(self, index: int) -> FrontierPoint:
+        return self.points[index]
+
+    def at(self, budget_bytes: int | str) -> FrontierPoint:
+        """The fastest point within a budget.
+
+        Args:
+            budget_bytes: Bytes, or a size such as ``"4GiB"``.
+        Raises:
+            BudgetError: The budget is below the first point.
+            UnitError: It cannot be read as a size.
+        """
+        budget = parse_bytes(budget_bytes)
+        index = bisect_right(self.points, budget, key=lambda point: point.peak_bytes)
+        if not index:
+            least = self.points[0].peak_bytes
+            raise BudgetError(
+                f"budget {format_bytes(budget)} ({budget:,} bytes) is below the first point of the frontier, {format_bytes(least)} "
+                f"({least:,} bytes): expected at least that much",
+                budget_bytes=budget,
+                minimum_bytes=least,
+                stage="",
+            )
+        return self.points[index - 1]
+
+    def gain(self, extra_bytes: int | str, *, budget_bytes: int | str | None = None) -> Gain:
+        """What more memory would buy.
+
+        Args:
+            extra_bytes: How much more: bytes, or a size such as ``"1GiB"``.
+            budget_bytes: From where. By default the budget of the plan that the frontier was asked of, or the least one.
+        Raises:
+            BudgetError: The budget is below the first point.
+            UnitError: A size cannot be read.
+        """
+        if budget_bytes is None:
+            budget_bytes = self.budget_bytes or self.points[0].peak_bytes
+        budget, extra = parse_bytes(budget_bytes), parse_bytes(extra_bytes)
+        return Gain(budget, extra, self.at(budget), self.at(budget + extra))
+
+    @property
+    def knee(self) -> FrontierPoint:
+        """Where the curve bends most: up to there memory buys much, behind it little.
+
+        The point that is farthest below the straight line between the ends, with both axes scaled to 1; the first one of a line.
+
+        Source:
+            Satopää et al., "Finding a kneedle in a haystack", ICDCS Workshops 2011, without its smoothing.
+        """
+        first, last = self.points[0], self.points[-1]
+        width, height = last.peak_bytes - first.peak_bytes, first.seconds - last.seconds
+
+        def below(point: FrontierPoint) -> float:
+            if not width or not height:
+                return 0.0
+            return 1 - (point.peak_bytes - first.peak_bytes) / width - (point.seconds - last.seconds) / height
+
+        return max(self.points, key=below)
+
+    def thinned(self, most: int) -> Frontier:
+        """The same with at most so many points, spread evenly over the budgets; the ends, the knee and the plan's point stay.
+
+        Args:
+            most: At least 4.
+        """
+        if len(self.points) <= most:
+            return self
+        first, last = self.points[0], self.points[-1]
+        spread = most - 3
+        marks = [first.peak_bytes + (last.peak_bytes - first.peak_bytes) * k // spread for k in range(spread)]
+        fixed = {first, last, self.knee} | ({self.at(self.budget_bytes)} if self.budget_bytes else set())
+        chosen = {*fixed, *(self.at(max(mark, 1)) for mark in marks)}
+        return Frontier(tuple(point for point in self.points if point in chosen), self.budget_bytes)
+
+    def __rich__(self) -> Table:
+        return frontier_table(self)
+
+    def __str__(self) -> str:
+        return rendered(frontier_table(self))
+
+
+def frontier_of(solver: Solver, *, budget_bytes: int | None = None) -> Frontier:
+    """The frontier of a chain.
+
+    Solves the table if the solver has not done so. Judging what it proposes takes about as long as that again for long chains. For one
+    budget the planner also tries what the table does not hold; so where two points are far apart, it is asked for what is between.
+
+    Args:
+        solver: Of the chain.
+        budget_bytes: Where :meth:`Frontier.gain` starts.
+    Returns:
+        A curve that is as fast as ``solver.plan`` at any budget, up to what is left between points that are close together.
+    """
+    points = pareto(FrontierPoint.of(each.schedule, each.simulation) for each in solver.proposals())
+    asked: set[int] = set()
+    for _ in range(_QUESTIONS // len(solver.chain)):
+        gaps = [gap for gap in pairwise(points) if gap[1].peak_bytes not in asked]
+        if not gaps:
+            break
+        left, right = max(gaps, key=_area)
+        asked.add(right.peak_bytes)
+        # With more memory the planner is never slower: its best below the right end is the best of the whole gap.
+        best = solver.plan(right.peak_bytes - 1)
+        if best.seconds < left.seconds * (1 - _SAME):
+            points = pareto([*points, FrontierPoint.of(best.schedule, best.simulation)])
+    return Frontier(points, budget_bytes)
+
+
+def _area(gap: tuple[FrontierPoint, FrontierPoint]) -> float:
+    left, right = gap
+    return (right.peak_bytes - left.peak_bytes) * (left.seconds - right.seconds)
+
+
+def pareto(points: Iterable[FrontierPoint]) -> tuple[FrontierPoint, ...]:
+    """Those that no other one beats in both memory and time, by rising memory."""
+    best: list[FrontierPoint] = []
+    for point in sorted(points, key=lambda point: (point.peak_bytes, point.seconds)):
+        if not best or point.seconds < best[-1].seconds * (1 - _SAME):
+            best.append(point)
+    return tuple(best)

@@ -1,0 +1,357 @@
+"""Plans and frontiers as tables, for a terminal or, through ``print``, as text."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console, RenderableType
+from rich.table import Table
+
+from lightning_rotor.chain import Chain, Option
+from lightning_rotor.schedule import Item, Leaf, Schedule, Segment, leaves, segments_in
+from lightning_rotor.simulator import Simulation, simulate
+from lightning_rotor.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from lightning_rotor.planning.frontier import Frontier
+    from lightning_rotor.planning.plan import Plan
+
+_MOST_CHARACTERS = 100
+_MOST_ROWS = 24
+_MOST_NAME, _MOST_MODULES = 30, 46
+_WIDTH = 100
+_BAR = 24
+
+
+def rendered(*tables: RenderableType, width: int = _WIDTH) -> str:
+    """Tables as text without colours, without a line break at the end."""
+    console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False, legacy_windows=False)
+    for table in tables:
+        console.print(table)
+    assert isinstance(console.file, io.StringIO)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().rstrip("\n").splitlines())
+
+
+# -------------------------------------------------------------------- a plan in a few rows
+
+
+def plan_table(
+    plan: Plan,
+    *,
+    reserved_bytes: int = 0,
+    measured_peak_bytes: int | None = None,
+    plain_peak_bytes: int | None = None,
+    extra_rows: Iterable[tuple[str, str]] = (),
+) -> Table:
+    """Summarise a plan in a few rows.
+
+    Args:
+        plan: What was planned.
+        reserved_bytes: What the process holds besides activations; added to the plan's budget and peaks, so that the table shows
+            the process as a whole.
+        measured_peak_bytes: The allocator's peak in a step with the plan, ``reserved_bytes`` included.
+        plain_peak_bytes: Peak of a step without recomputation, ``reserved_bytes`` included. By default what the simulator says.
+        extra_rows: Names and values to add at the end.
+    Returns:
+        A table to print with ``rich.print``.
+    """
+    if plain_peak_bytes is None:
+        plain_peak_bytes = reserved_bytes + plain_simulation(plan).peak_bytes
+    budget = format_bytes(reserved_bytes + plan.budget_bytes)
+    if reserved_bytes:
+        budget += f", {format_bytes(reserved_bytes)} of it not for activations"
+    table = Table(title="Recomputation plan", box=box.ROUNDED, show_header=False, title_justify="left")
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("Budget", budget)
+    table.add_row("Peak without recomputation", format_bytes(plain_peak_bytes))
+    table.add_row("Peak with the plan", format_bytes(reserved_bytes + plan.peak_bytes))
+    if measured_peak_bytes is not None:
+        table.add_row("Peak measured", format_bytes(measured_peak_bytes))
+    table.add_row("Recompute overhead", f"{100 * plan.overhead:.1f} % of the step")
+    table.add_row("Gap to the optimum", f"at most {100 * plan.gap:.1f} % of the step")
+    table.add_row("Recomputed stages", f"{len(plan.recomputed)} of {len(plan.chain)}")
+    table.add_row("Planning", format_seconds(plan.solve_seconds))
+    table.add_row("Schedule", schedule_line(plan.schedule))
+    for name, value in extra_rows:
+        table.add_row(name, value)
+    return table
+
+
+def plain_simulation(plan: Plan) -> Simulation:
+    """The step of a plan's chain without recomputation, under the same circumstances."""
+    return simulate(
+        plan.chain,
+        Schedule.keep_all(len(plan.chain)),
+        gradients_exist=plan.gradients_exist,
+        lingering_bytes=plan.lingering_bytes,
+    )
+
+
+# -------------------------------------------------------------------- a plan stage by stage
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A run of stages that a schedule treats alike.
+
+    Attributes:
+        first: Number of its first stage.
+        last: Number of its last stage.
+        treatment: What is done.
+        held_bytes: What is alive because of it between the forward and the backward.
+        recompute_seconds: Time that its recomputation takes.
+    """
+
+    first: int
+    last: int
+    treatment: str
+    held_bytes: int
+    recompute_seconds: float
+
+
+def stage_table(plan: Plan, *, most_rows: int = _MOST_ROWS) -> Table:
+    """What a plan does with which stages, and what that holds and costs.
+
+    Neighbours that are treated alike share a row, and the rows in the middle of a long table are left out.
+
+    Args:
+        plan: What was planned.
+        most_rows: Length of the table at most.
+    Returns:
+        A table to print with ``rich.print``.
+    """
+    names, rows = plan.chain.names, _rows(plan)
+    shown = list(_shortened(rows, most_rows))
+    table = Table(box=box.ROUNDED, title="Stages", title_justify="left")
+    # Where it is narrow, names give way and numbers do not.
+    width = max(len(_range(row.first, row.last)) for row in shown if row is not None)
+    table.add_column("stages", justify="right", no_wrap=True, min_width=max(width, 6))
+    table.add_column("modules", overflow="ellipsis", no_wrap=True, max_width=_MOST_MODULES)
+    table.add_column("forward", no_wrap=True, min_width=max(len(row.treatment) for row in rows))
+    table.add_column("held", justify="right", min_width=8)
+    table.add_column("again", justify="right", no_wrap=True, min_width=7)
+    for row in shown:
+        if row is None:
+            table.add_row(*"⋮⋮⋮⋮⋮")
+            continue
+        table.add_row(
+            _range(row.first, row.last),
+            _from_to(names[row.first], names[row.last]),
+            row.treatment,
+            format_bytes(row.held_bytes),
+            format_seconds(row.recompute_seconds) if row.recompute_seconds else "",
+        )
+    total = sum(row.recompute_seconds for row in rows)
+    table.add_section()
+    table.add_row(
+        "",
+        f"peak {format_bytes(plan.peak_bytes)} at {_short(names[plan.simulation.peak_stage])}",
+        "",
+        format_bytes(sum(row.held_bytes for row in rows)),
+        format_seconds(total) if total else "",
+        style="bold",
+    )
+    return table
+
+
+def _rows(plan: Plan) -> list[_Row]:
+    held = _held_bytes(plan.chain, plan.schedule)
+    seconds = [0.0] * len(plan.chain)
+    for event in plan.simulation.events:
+        seconds[event.stage] += event.seconds if event.phase == "recompute" else 0.0
+    rows: list[_Row] = []
+    for _, group in groupby(plan.schedule.items, key=_kind):
+        items = list(group)
+        # Segments hold their inputs one by one, so each of them is worth a row.
+        for run in [items] if isinstance(items[0], Leaf) else [[item] for item in items]:
+            first, last = run[0].first, run[-1].last
+            span = slice(first, last + 1)
+            rows.append(_Row(first, last, _treatment(run), sum(held[span]), sum(seconds[span])))
+    return rows
+
+
+def _kind(item: Item) -> tuple[bool, int]:
+    return isinstance(item, Segment), item.option if isinstance(item, Leaf) else 0
+
+
+def _treatment(run: Sequence[Item]) -> str:
+    item = run[0]
+    if isinstance(item, Leaf):
+        return f"keep, option {item.option}" if item.option else "keep"
+    nested = sum(1 for _ in segments_in(item.items))
+    return "recompute" + (f", {nested} nested" if nested else "")
+
+
+def _held_bytes(chain: Chain, schedule: Schedule) -> list[int]:
+    """By stage, what is alive because of it between the forward and the backward: what it saves, or the input of its segment.
+
+    A boundary counts for the stage that reads it, a skip for the one that made it.
+    """
+    held = [0] * len(chain)
+    saved_output, kept_skips = 0, set[int]()
+    for item in schedule.items:
+        inputs = chain.stages[item.first - 1].output_bytes if item.first else 0
+        if isinstance(item, Leaf):
+            option = _option(chain, item)
+            held[item.stage] = min(inputs, saved_output + option.saved_input_bytes) + option.saved_bytes
+            saved_output = option.saved_output_bytes
+            kept_skips.update(option.saved_skips)
+        elif any(_option(chain, leaf).saved_tensors for leaf in leaves(item)):
+            held[item.first] = inputs
+            saved_output = 0
+            inside = range(item.first, item.last + 1)
+            kept_skips.update(
+                number
+                for number, skip in enumerate(chain.skips)
+                if skip.born < item.first and any(use in inside for use in skip.uses)
+            )
+        else:  # nothing to recompute
+            saved_output = 0
+    held[-1] += chain.stages[-1].output_bytes
+    for number, skip in enumerate(chain.skips):
+        if skip.born >= 0 and (number in kept_skips or skip.in_output):
+            held[skip.born] += skip.size_bytes
+    return [size + stage.pinned_bytes for size, stage in zip(held, chain, strict=True)]
+
+
+def _option(chain: Chain, leaf: Leaf) -> Option:
+    return chain.stages[leaf.stage].options[leaf.option]
+
+
+def _shortened(rows: list[_Row], most: int) -> Iterator[_Row | None]:
+    if len(rows) <= most:
+        yield from rows
+        return
+    head = most // 2
+    yield from rows[:head]
+    yield None
+    yield from rows[len(rows) - (most - head - 1) :]
+
+
+def _range(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _from_to(first: str, last: str) -> str:
+    start, end = first.partition(" … ")[0], last.rpartition(" … ")[2]
+    if start == end:
+        return _short(start)
+    common = 0
+    for left, right in zip(start.split(".")[:-1], end.split(".")[:-1], strict=False):
+        if left != right:
+            break
+        common += 1
+    return f"{_short(start)} … {_short('.'.join(end.split('.')[common:]))}"
+
+
+def _short(name: str) -> str:
+    """A name without its inside, if it is long: the end tells most, and the beginning where it is."""
+    head = _MOST_NAME // 3
+    return name if len(name) <= _MOST_NAME else f"{name[:head]}…{name[1 + head - _MOST_NAME :]}"
+
+
+# -------------------------------------------------------------------- a schedule on one line
+
+
+def schedule_line(schedule: Schedule, *, most_characters: int = _MOST_CHARACTERS) -> str:
+    """The text of a schedule, shortened from the inside if it is long.
+
+    Stages are consecutive, so what ``…`` stands for is what is missing between its neighbours. The most deeply nested segments
+    go first, then all segments, then the middle.
+
+    Args:
+        schedule: Any schedule.
+        most_characters: Length of the result at most.
+    Returns:
+        One line.
+    Example:
+        >>> schedule_line(Schedule.parse("0 ((1 2) 3 4) 5"), most_characters=12)
+        '0 (… 3-4) 5'
+    """
+    text = str(schedule)
+    depth = max(accumulate((character == "(") - (character == ")") for character in text))
+    while len(text) > most_characters and depth > 0:
+        depth -= 1
+        text = _without_deeper(text, depth)
+    return text if len(text) <= most_characters else _without_middle(text, most_characters)
+
+
+def _without_deeper(text: str, depth: int) -> str:
+    """Replace parentheses nested deeper than ``depth``."""
+    kept, level = [], 0
+    for character in text:
+        level += character == "("
+        if level <= depth:
+            kept.append(character)
+        elif character == "(" and level == depth + 1:
+            kept.append("…")
+        level -= character == ")"
+    return _with_one_gap("".join(kept))
+
+
+def _with_one_gap(text: str) -> str:
+    """Neighbouring gaps become one."""
+    return re.sub(r"…( …)+", "…", text)
+
+
+def _without_middle(text: str, most_characters: int) -> str:
+    """Keep whole words at both ends, in turns, while they fit."""
+    words = text.split()
+    head, tail = 0, 0
+    line = "…"
+    while head + tail < len(words):
+        head, tail = (head, tail + 1) if tail <= head else (head + 1, tail)
+        longer = _with_one_gap(" ".join([*words[:head], "…", *words[len(words) - tail :]]))
+        if len(longer) > most_characters:
+            break
+        line = longer
+    return line
+
+
+# -------------------------------------------------------------------- a frontier
+
+
+def frontier_table(frontier: Frontier, *, reserved_bytes: int = 0, most_rows: int = 14) -> Table:
+    """Budgets against what they cost in time.
+
+    Args:
+        frontier: The curve.
+        reserved_bytes: What the process holds besides activations; added to the budgets.
+        most_rows: Points to show, spread over the budgets.
+    Returns:
+        A table to print with ``rich.print``.
+    """
+    shown = frontier.thinned(most_rows)
+    worst = shown[0].overhead
+    table = Table(title="Budget against overhead", box=box.ROUNDED, title_justify="left")
+    for name in ("budget", "overhead", "step"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True, min_width=_BAR)
+    table.add_column("", no_wrap=True)
+    planned = None if frontier.budget_bytes is None else frontier.at(frontier.budget_bytes)
+    for point in shown:
+        notes = [
+            note
+            for note, applies in (
+                ("least", point is shown[0]),
+                ("knee", point == frontier.knee),
+                ("this plan", point == planned),
+                ("keep all", point is shown[-1] and point.overhead < 1e-6),
+            )
+            if applies
+        ]
+        table.add_row(
+            format_bytes(reserved_bytes + point.peak_bytes),
+            f"{point.overhead:.2%}",
+            format_seconds(point.seconds),
+            "█" * round(_BAR * point.overhead / worst) if worst else "",
+            ", ".join(notes),
+        )
+    return table

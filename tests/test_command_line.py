@@ -1,0 +1,234 @@
+"""``python -m lightning_rotor plan``: tables, JSON, pictures, and errors that are messages."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_rotor.command_line import main
+from lightning_rotor.schedule import Schedule
+
+ROOT = Path(__file__).resolve().parent.parent
+NETS = """
+    import torch
+    from torch import nn
+
+    def deep(width=64, depth=6):
+        return nn.Sequential(*(layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.Tanh())))
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.left, self.right = deep(), deep()
+
+        def forward(self, x, scale=None):
+            return self.right(self.left(x) * scale)
+
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = deep()
+
+        def forward(self, x):
+            raise KeyError("the user's own mistake")
+
+    number = 7
+"""
+
+
+@pytest.fixture
+def nets(tmp_path: Path) -> str:
+    path = tmp_path / "nets.py"
+    path.write_text(textwrap.dedent(NETS))
+    return str(path)
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["plan", "--json", *arguments]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_it_prints_what_a_plan_costs(nets: str, device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "--model", f"{nets}:deep", "--input", "512x64", "--budget", "1200KiB", "--optimizer", "adam"]
+    assert main([*asked, "--device", device, "--curve"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    for words in ("Recomputation plan", "1.17 MiB", "optimizer state 195 KiB", "Stages", "Budget against overhead"):
+        assert words in shown.out
+    assert ("Estimated for" in shown.out) == (device == "meta")
+    assert max(len(line) for line in shown.out.splitlines() if line.startswith(("│", "╭"))) <= 100
+
+
+def test_the_table_is_the_plan_of_the_measured_chain(nets: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("--model", f"{nets}:deep", "--input", "512x64", "--device", "meta")
+    found = answer(capsys, *asked, "--budget", "1200KiB", "--optimizer", "sgd")
+    weights = 4 * 6 * (64 * 64 + 64)
+    assert found["resident_bytes"] == {
+        "parameters": weights,
+        "buffers": 0,
+        "optimizer state": 0,
+        "gradients": weights,
+        "batch": 4 * 512 * 64,
+    }
+    assert found["reserved_bytes"] == weights + 4 * 512 * 64
+    assert found["budget_bytes"] == 1200 * 1024
+    assert found["peak_bytes"] <= found["budget_bytes"] < found["plain_peak_bytes"]
+    assert len(found["stages"]) == 12
+    recomputed = [number for number, stage in enumerate(found["stages"]) if stage["recomputed"]]
+    assert tuple(recomputed) == Schedule.parse(found["schedule"]).recomputed != ()
+    assert found["seconds"] == pytest.approx((1 + found["overhead"]) * found["plain_seconds"])
+    assert found["frontier"] is None
+
+
+def test_the_optimizer_counts(nets: str, capsys: pytest.CaptureFixture[str]) -> None:
+    state = {}
+    for optimizer in ("none", "sgd", "sgd:momentum=0.9", "AdamW"):
+        found = answer(
+            capsys, "--model", f"{nets}:deep", "--input", "8x64", "--device", "meta", "--optimizer", optimizer
+        )
+        state[optimizer] = found["resident_bytes"]["optimizer state"]
+    weights = 4 * 6 * (64 * 64 + 64)
+    # Step counters stay on the CPU, as they do with a GPU.
+    assert state == {"none": 0, "sgd": 0, "sgd:momentum=0.9": weights, "AdamW": 2 * weights}
+
+
+def test_by_default_the_budget_is_the_gpus_memory(nets: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("--model", f"{nets}:deep", "--input", "8x64", "--device", "meta")
+    found = answer(capsys, *asked, "--gpu", "T4")
+    assert found["estimated_for"] == "T4"
+    assert found["budget_bytes"] == (15 - 1) * 2**30
+    assert found["overhead"] == pytest.approx(0, abs=1e-9)
+    assert answer(capsys, *asked, "--gpu", "T4", "--budget", "50%")["budget_bytes"] == 15 * 2**29
+    slow = answer(capsys, *asked, "--bandwidth", "1e6", "--flops", "1e20")
+    assert slow["plain_seconds"] > 100 * found["plain_seconds"]
+
+
+def test_several_inputs_arguments_and_precisions(nets: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("--model", f"{nets}:Two", "--input", "256x64", "--input", "scale=scalar", "--device", "meta")
+    full = answer(capsys, *asked)
+    assert full["resident_bytes"]["batch"] == 4 * 256 * 64 + 4
+    half = answer(capsys, *asked, "--precision", "bf16-true")
+    assert half["resident_bytes"]["parameters"] == full["resident_bytes"]["parameters"] / 2
+    mixed = answer(capsys, *asked, "--precision", "bf16-mixed")
+    assert mixed["resident_bytes"]["parameters"] == full["resident_bytes"]["parameters"]
+    assert mixed["plain_peak_bytes"] < full["plain_peak_bytes"]
+    wide = answer(capsys, "--model", f"{nets}:deep", "--model-arg", "depth=2", "--input", "4x64", "--activations-only")
+    assert len(wide["stages"]) == 4
+    assert wide["reserved_bytes"] == 0
+
+
+def test_the_curve_in_json_holds_for_the_whole_process(nets: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("--model", f"{nets}:deep", "--input", "512x64", "--device", "meta")
+    points = answer(capsys, *asked, "--curve")["frontier"]
+    sizes = [point["budget_bytes"] for point in points]
+    assert sizes == sorted(sizes)
+    assert points[-1]["overhead"] == pytest.approx(0, abs=1e-9)
+    least = answer(capsys, *asked, "--budget", str(sizes[0]))
+    assert least["peak_bytes"] <= sizes[0]
+    assert main(["plan", *asked, "--budget", str(sizes[0] - 1)]) == 2
+    assert f"({sizes[0]:,} bytes)" in capsys.readouterr().err
+
+
+def test_it_saves_pictures(nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = {"--plot": tmp_path / "step.png", "--plot-curve": tmp_path / "curve.svg", "--draw": tmp_path / "net.svg"}
+    asked = ["plan", "--model", f"{nets}:deep", "--input", "512x64", "--budget", "1200KiB", "--device", "meta"]
+    assert main([*asked, *(str(word) for pair in files.items() for word in pair)]) == 0
+    assert capsys.readouterr().err.splitlines() == [f"wrote {path}" for path in files.values()]
+    assert files["--plot"].read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in files["--plot-curve"].read_text()
+    assert "deep, 512×64" in files["--draw"].read_text()
+
+
+# ---------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--input", "8x64", "--budget", "10KiB"], r"mem_limit 10.0 KiB is below the minimum"),
+        (["--input", "8x64", "--budget", "lots"], "memory limit 'lots' cannot be read"),
+        (["--input", "8x64", "--device", "tpu"], "device 'tpu' is unknown: expected cpu, cuda or meta"),
+        (["--input", "8x64", "--optimizer", "magic"], "optimizer 'magic' is unknown: expected one of adadelta"),
+        (["--input", "8x64", "--optimizer", "adamw:fast=1"], "optimizer 'adamw:fast=1' cannot be made"),
+        (["--input", "8x64", "--model-arg", "colour=1"], "cannot be called"),
+        (["--input", "8x63"], "must have same reduction dim"),
+        (["--input", "8x64", "--plot", "/no/such/folder/a.png"], "the picture cannot be written"),
+        (["--input", "8x64", "--draw", "/no/such/folder/a.svg"], "the drawing cannot be written"),
+        (["--input", "8x64", "--plot", "picture.nonsense"], "expected a name that ends in"),
+    ],
+)
+def test_an_error_is_a_message_and_status_2(
+    nets: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    device = [] if "--device" in arguments else ["--device", "meta"]
+    assert main(["plan", "--model", f"{nets}:deep", *device, *arguments]) == 2
+    shown = capsys.readouterr()
+    assert message.lower() in shown.err.lower()
+    assert shown.err.splitlines()[-1].startswith("error: ")
+    assert "Traceback" not in shown.err
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("no.such.thing", "there is no module for 'no.such.thing'"),
+        ("torch.nn.Linearr", "torch.nn has no 'Linearr'"),
+        ("nets.py:absent", "has no 'absent'"),
+        ("absent.py:deep", "there is no file 'absent.py'"),
+        ("nets.py:number", "expected a class or function that makes a module"),
+        ("builtins.dict", "makes dict: expected a torch.nn.Module"),
+        ("nets.py:Broken", "the user's own mistake"),
+    ],
+)
+def test_models_that_are_none_are_named(
+    nets: str, model: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(Path(nets).parent)
+    assert main(["plan", "--model", model, "--input", "8x64"]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["plan"], ["plan", "--model", "a.b", "--input", "8xx"], ["plan", "--gpu", "Z"]]
+)
+def test_a_wrong_command_line_says_how_it_is_used(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    assert "usage: python -m lightning_rotor" in capsys.readouterr().err
+
+
+def test_a_traceback_comes_on_request(nets: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", f"{nets}:Broken", "--input", "8x64", "--traceback"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_gpu_it_offers_an_estimate(nets: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", f"{nets}:deep", "--input", "8x64", "--device", "cuda"]) == 2
+    assert "use --device meta with --gpu" in capsys.readouterr().err
+
+
+def test_as_a_program_it_plans_a_model_of_torchvision(tmp_path: Path) -> None:
+    arguments = "plan --model torchvision.models.resnet101 --input 64x3x224x224 --budget 4GiB --device meta --json"
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_rotor", *arguments.split()],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    found = json.loads(done.stdout)
+    assert found["peak_bytes"] <= found["budget_bytes"] == 4 * 2**30
+    assert found["plain_peak_bytes"] > 8 * 2**30
+    assert 0.05 < found["overhead"] < 0.3

@@ -1,0 +1,219 @@
+"""Drawings of chains: what is in them, what is drawn once, and that nothing lies over anything else."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+
+import pytest
+import torch
+import torchvision
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import chains, random_chain, with_skips
+from torch import nn
+
+from lightning_rotor import sequentialize
+from lightning_rotor.chain import Chain
+from lightning_rotor.errors import ScheduleError
+from lightning_rotor.profiling import profile_chain
+from lightning_rotor.report import draw_chain
+from lightning_rotor.report.folding import Run, folded, stage_keys
+from lightning_rotor.report.operators import operator_labels
+from lightning_rotor.report.svg import fitted, text_width, wrapped
+from lightning_rotor.schedule import Schedule
+from lightning_rotor.sequential import Stage, sequential_stages
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def parsed(text: str) -> ET.Element:
+    return ET.fromstring(text)
+
+
+def texts(text: str) -> list[str]:
+    return ["".join(element.itertext()) for element in parsed(text).iter(f"{SVG}text")]
+
+
+def boxes(text: str) -> list[tuple[float, float, float, float]]:
+    """Left, top, right and bottom of the boxes of stages."""
+    found = []
+    for element in parsed(text).iter(f"{SVG}rect"):
+        if element.get("stroke-width") == "0.7":
+            x, y, width, height = (float(element.get(key, 0)) for key in ("x", "y", "width", "height"))
+            found.append((x, y, x + width, y + height))
+    return found
+
+
+def repeated(chain: Chain, times: int) -> Chain:
+    """The same stages several times, under other names."""
+    stages = [replace(stage, name=f"blocks.{block}.{stage.name}") for block in range(times) for stage in chain.stages]
+    return replace(chain, stages=tuple(stages), skips=())
+
+
+# ---------------------------------------------------------------------------------------------------- folding
+
+
+@pytest.mark.parametrize(
+    ("text", "runs"),
+    [
+        ("", []),
+        ("a", [Run(0, 1, 1)]),
+        ("aaaa", [Run(0, 1, 4)]),
+        ("xabababy", [Run(0, 1, 1), Run(1, 2, 3), Run(7, 1, 1)]),
+        ("aabaab", [Run(0, 3, 2)]),
+        ("abcabd", [Run(number, 1, 1) for number in range(6)]),
+    ],
+)
+def test_what_repeats_is_a_run(text: str, runs: list[Run]) -> None:
+    assert folded(text) == runs
+
+
+@given(st.lists(st.integers(0, 2), max_size=40))
+def test_runs_unfold_to_what_was_folded(keys: list[int]) -> None:
+    unfolded = [keys[run.first : run.first + run.length] * run.repeats for run in folded(keys)]
+    assert list(itertools.chain.from_iterable(unfolded)) == keys
+
+
+def test_stages_are_equal_if_all_but_names_and_times_is() -> None:
+    chain = random_chain(random.Random(0), 3, "transformer", grain=512)
+    slower = replace(chain.stages[1], name="other", discard_seconds=9.0)
+    larger = replace(chain.stages[2], output_bytes=1)
+    keys = stage_keys(replace(chain, stages=(chain.stages[1], slower, larger)), [()] * 3)
+    assert keys[0] == keys[1] != keys[2]
+    assert len(set(stage_keys(chain, ["a", "b", "c"]))) == 3
+
+
+# ---------------------------------------------------------------------------------------------------- operators
+
+
+def test_operators_of_layers_say_their_sizes() -> None:
+    net = nn.Sequential(
+        nn.Sequential(nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(), nn.ReLU()),
+        nn.Conv2d(8, 8, 3, groups=8),
+        nn.Embedding(10, 4),
+        nn.Linear(4, 2),
+        nn.MultiheadAttention(8, 2),
+    )
+    whole = Stage("", (net[0],))
+    assert operator_labels(whole) == ("Conv 3×3 3→8 /2", "BatchNorm", "ReLU (×2)")
+    singles = [label for stage in sequential_stages(net)[4:] for label in operator_labels(stage)]
+    assert singles == ["Conv 3×3 depthwise 8", "Embedding 10×4", "Linear 4→2", "MultiheadAttention 8, 2 heads"]
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view(-1, 8) + torch.tanh(self.linear(x)).view(x.shape)
+
+
+def test_operators_of_a_graph_are_those_that_compute() -> None:
+    assert operator_labels(Stage("", (Residual(),))) == ("Residual",)
+    cut = sequentialize(Whole(), (torch.ones(2, 8),))
+    of_stages = [operator_labels(stage) for stage in cut.stages]
+    assert all("view" not in each for each in of_stages if len(each) > 1)
+    labels = [label for each in of_stages for label in each]
+    assert labels.count("tanh") == labels.count("add") == labels.count("Linear 8→8") == 2
+
+
+class Whole(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Residual(), Residual()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+# ---------------------------------------------------------------------------------------------------- the drawing
+
+
+def test_a_drawing_shows_names_operators_boundaries_and_what_is_kept() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10))
+    profile = profile_chain(sequential_stages(net), torch.randn(4, 3, 8, 8), repeats=1)
+    words = texts(draw_chain(profile.chain, profile.stages, title="A <net> & more"))
+    assert words[0] == "A <net> & more"
+    assert words[1] == "3 stages · input 3.00 KiB"
+    assert words[2:5] == ["0", "keeps 3.00 KiB", "Conv 3×3 3→8"]
+    assert {"4.50 KiB", "output 160 B", "Linear 288→10"} < set(words)
+
+
+def test_equal_stages_share_a_colour_and_repeat_once() -> None:
+    chain = repeated(random_chain(random.Random(3), 3, "heterogeneous", grain=4096), 12)
+    picture = draw_chain(chain)
+    assert len(boxes(picture)) == 3
+    assert "× 12" in texts(picture)
+    assert len(boxes(draw_chain(chain, fold=False))) == 36
+    colours = [box.get("fill") for box in parsed(draw_chain(chain, fold=False)).iter(f"{SVG}rect")]
+    assert len(set(colours[1:])) == 3
+    alone = random_chain(random.Random(3), 3, "heterogeneous", grain=4096)
+    assert "equal stages" not in draw_chain(alone)
+
+
+@given(chains(max_stages=30), st.randoms(use_true_random=False), st.booleans())
+def test_boxes_never_overlap_and_lie_within_the_picture(chain: Chain, rng: random.Random, fold: bool) -> None:
+    chain = with_skips(rng, chain) if len(chain) > 3 else chain
+    picture = draw_chain(chain, fold=fold, title="some chain")
+    root, found = parsed(picture), boxes(picture)
+    width, height = float(root.get("width", 0)), float(root.get("height", 0))
+    assert all(0 <= left < right <= width and 0 <= top < bottom <= height for left, top, right, bottom in found)
+    for mine, theirs in itertools.combinations(found, 2):
+        apart = mine[2] < theirs[0] or theirs[2] < mine[0] or mine[3] < theirs[1] or theirs[3] < mine[1]
+        assert apart, (mine, theirs)
+
+
+def test_a_chain_of_hundreds_of_unlike_stages_goes_on_in_columns() -> None:
+    chain = random_chain(random.Random(1), 300, "heterogeneous", grain=512)
+    picture = draw_chain(chain)
+    assert len(boxes(picture)) == 300
+    assert 600 < float(parsed(picture).get("height", 0)) < 1300
+    assert len({left for left, *_ in boxes(picture)}) >= 8
+
+
+def test_a_schedule_marks_what_is_recomputed() -> None:
+    chain = random_chain(random.Random(1), 6, "heterogeneous", grain=512)
+    picture = draw_chain(chain, schedule=Schedule.parse("0 ((1-2) 3-4) 5"))
+    bars = [line for line in parsed(picture).iter(f"{SVG}line") if line.get("stroke") == "#EE7733"]
+    assert len(bars) == 2 + 4
+    assert "orange" in picture
+    assert "orange" not in draw_chain(chain)
+
+
+def test_of_resnet101_a_page_is_enough() -> None:
+    net = torchvision.models.resnet101(num_classes=10).train()
+    images = torch.randn(2, 3, 32, 32)
+    cut = sequentialize(net, (images,))
+    profile = profile_chain(cut.stages, cut.bind((images,), {}), repeats=1)
+    picture = draw_chain(profile.chain, profile.stages)
+    assert len(boxes(picture)) < len(profile.chain) / 2
+    assert any(word.startswith("× ") for word in texts(picture))
+    assert any("Conv 3×3 64→64" in word for word in texts(picture))
+
+
+def test_stages_and_schedules_of_another_chain_are_refused() -> None:
+    chain = random_chain(random.Random(1), 3, "cnn")
+    with pytest.raises(ScheduleError, match="2 stages for a chain of 3"):
+        draw_chain(chain, sequential_stages(nn.Sequential(nn.Tanh(), nn.Tanh())))
+    with pytest.raises(ScheduleError, match="a schedule of 2 stages for a chain of 3"):
+        draw_chain(chain, schedule=Schedule.keep_all(2))
+
+
+# ---------------------------------------------------------------------------------------------------- text
+
+
+@given(st.text(st.characters(codec="ascii", exclude_categories=["C"]), max_size=60), st.floats(20, 300))
+def test_a_fitted_line_fits(line: str, width: float) -> None:
+    short = fitted(line, width, 10)
+    assert short == line or (text_width(short, 10) <= width + 10 and "…" in short)
+
+
+@given(st.lists(st.sampled_from(["ReLU", "Conv 3×3 64→64", "add"]), max_size=20))
+def test_wrapped_lines_hold_all_words_within_the_width(words: list[str]) -> None:
+    lines = wrapped(words, 120, 8.5)
+    assert " · ".join(lines) == " · ".join(words)
+    assert all(text_width(line, 8.5) <= 120 for line in lines)
