@@ -1,6 +1,6 @@
 """Every classification model of torchvision, taken as it is: does it become a chain, with the same bits, and what does a plan save?
 
-    python benchmarks/models.py                       all models; those with a result are skipped
+    python benchmarks/models.py                       all models; those with a result of the present cuts are skipped
     python benchmarks/models.py resnet18 swin_t       some of them
     python benchmarks/models.py --again resnet18      although there is a result
 
@@ -34,7 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", help="names of torchvision models; all by default")
     parser.add_argument("--again", action="store_true", help="run models that have a result as well")
-    parser.add_argument("--limit", type=float, default=300, help="seconds for one model")
+    parser.add_argument("--limit", type=float, default=1500, help="seconds for one model")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -42,13 +42,19 @@ def main() -> None:
         return
     rows: dict[str, Any] = json.loads(TABLE.read_text()) if TABLE.exists() else {}
     for name in options.models or all_models():
-        if name in rows and not options.again:
+        if "commit" in rows.get(name, {}) and not options.again:
             continue
-        rows[name] = run(name, options.limit)
+        rows[name] = run(name, options.limit) | {"commit": commit()}
         print(f"{name}: {rows[name]}", flush=True)
         RESULTS.mkdir(exist_ok=True)
         TABLE.write_text(json.dumps(dict(sorted(rows.items())), indent=1) + "\n")
         (RESULTS / "models.md").write_text(markdown(rows))
+
+
+def commit() -> str:
+    """What is measured."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, cwd=RESULTS.parent, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def all_models() -> list[str]:
@@ -215,15 +221,17 @@ def markdown(rows: dict[str, Any]) -> str:
         f"{len(good)} of {len(rows)} become a chain; {equal} of these give the bits of the plain model under every plan tried (least memory, the",
         f"middle, no recomputation). The allocator's peak exceeds the simulated one by {excess:,} bytes at most. Batch of {BATCH}, CPU,",
         "one thread; peaks count activations and their gradients; times are measured against the plain step, median of three in turns on a busy",
-        "machine. Made by `benchmarks/models.py`.",
+        "machine. Made by `benchmarks/models.py`. Rows with a * are from before models were cut between any two operations that save something:",
+        "their plans chose between blocks only.",
         "",
         "| model | image | stages | skips | same bits | real - plan | least peak | its time | middle peak | its time | trace | measure | solve |",
         "|---|--:|--:|--:|:-:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for name, row in sorted(good.items()):
         worst = max(row[f"{key}_excess_bytes"] for key in ("least", "middle", "keep_all"))
+        star = "" if "commit" in row else "*"
         lines.append(
-            f"| {name} | {row['image']} | {row['stages']} | {row['skips']} | {'yes' if row['bit_equal'] else '**no**'} | {worst:,} B "
+            f"| {name}{star} | {row['image']} | {row['stages']} | {row['skips']} | {'yes' if row['bit_equal'] else '**no**'} | {worst:,} B "
             f"| {row['least_ratio']:.0%} | {row['least_time_ratio']:.2f} | {row['middle_ratio']:.0%} | {row['middle_time_ratio']:.2f} "
             f"| {row['trace_seconds']:.2f} s | {row['measure_seconds']:.1f} s | {row['solve_seconds']:.1f} s |"
         )
