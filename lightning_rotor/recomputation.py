@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -21,6 +21,11 @@ from lightning_rotor.errors import ExecutionError
 from lightning_rotor.state import FirstPass, Replay, SegmentState
 
 _NO_STATE = SegmentState()
+_NO_TASK = -1  # torch's number for "no backward is running"
+# These are not public. A torch without them holds inputs until the graph is gone: a step then takes up to one boundary more than simulated.
+_ENGINE_ANSWERS = all(
+    hasattr(torch._C, name) for name in ("_current_graph_task_id", "_will_engine_execute_node")
+) and hasattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
 
 
 class _Flags(threading.local):
@@ -83,6 +88,61 @@ class _Again:
         self._replay.__exit__(kind, error, trace)
 
 
+class _Inputs:
+    """Inputs of one segment, until the last backward that runs through it has them.
+
+    A recomputation needs its inputs once, unless somebody keeps the graph. The backwards of the segment, its most expensive moments, then
+    go without them. Segments inside other ones have their inputs from the recomputation around them, which does the same.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._tensors: list[torch.Tensor | None] = []
+        self._last_task = _NO_TASK  # the backward that gives them up
+
+    def save(self, tensor: torch.Tensor) -> int:
+        self._tensors.append(tensor)
+        return len(self._tensors) - 1
+
+    def hand_out(self, number: int) -> torch.Tensor:
+        tensor = self._tensors[number]
+        if tensor is None:
+            raise ExecutionError(
+                f"{self._name} is recomputed again after a backward that did not keep the graph: "
+                "pass retain_graph=True to all but the last backward"
+            )
+        if self._are_needed_no_more():
+            self._tensors[number] = None
+        return tensor
+
+    def _are_needed_no_more(self) -> bool:
+        """Whether the running backward goes on to what made the inputs, all of them, and frees that graph.
+
+        Any later backward that comes by the segment then meets freed nodes, as it does in plain training, unless what it meets saved
+        nothing at all. If it does not go on to one of them, another backward may still come from there: two heads that read one input
+        each, a gradient for some of the inputs, an input that nobody trains.
+        """
+        task = torch._C._current_graph_task_id()
+        if task == _NO_TASK or torch._C._autograd._get_current_graph_task_keep_graph():
+            return False
+        if task != self._last_task:
+            nodes = [tensor.grad_fn for tensor in self._tensors if tensor is not None and tensor.grad_fn is not None]
+            if nodes and all(map(torch._C._will_engine_execute_node, nodes)):
+                self._last_task = task
+        return task == self._last_task
+
+
+def _giving_up_inputs(name: str) -> AbstractContextManager[Any]:
+    """Context in which a segment saves its inputs so that it can give them up. A user's own hooks for saved tensors come first."""
+    inside_another = _flags.checkpointing or _flags.recomputing
+    # Before torch 2.8 nobody can tell whether there are any.
+    users_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
+    if inside_another or not _ENGINE_ANSWERS or users_hooks(True) is not None:
+        return nullcontext()
+    inputs = _Inputs(name)
+    return torch.autograd.graph.saved_tensors_hooks(inputs.save, inputs.hand_out)
+
+
 def recomputed(
     function: Callable[..., Any],
     *inputs: Any,
@@ -94,7 +154,7 @@ def recomputed(
 
     Args:
         function: Maps the inputs to its output, the same bits every time.
-        inputs: Tensors and other objects, held until the backward is done.
+        inputs: Tensors and other objects. Tensors are held until the backward has recomputed the segment, if it frees the graph.
         name: For error messages.
         draws_random: Remember the random number generators and set them back for the recomputation. Costs 5 kB on the host.
         state: What the function changes besides, or might change some day.
@@ -103,13 +163,14 @@ def recomputed(
             silently spoil the recomputation.
     """
     versions = _versions(inputs)
-    output = checkpoint(
-        function,
-        *inputs,
-        use_reentrant=False,
-        preserve_rng_state=draws_random,
-        context_fn=partial(_contexts, state),
-    )
+    with _giving_up_inputs(name):
+        output = checkpoint(
+            function,
+            *inputs,
+            use_reentrant=False,
+            preserve_rng_state=draws_random,
+            context_fn=partial(_contexts, state),
+        )
     if versions != _versions(inputs):
         raise ExecutionError(
             f"{name} changes its input in place, so it cannot be recomputed from it: expected an untouched input. "

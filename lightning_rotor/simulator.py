@@ -7,7 +7,7 @@ What is alive, and until when::
 
     boundary i      from the forward of stage i-1 on, while somebody holds it:
                       the caller (the chain's input and output), the running forward (its current value),
-                      a segment that starts here, or the saved tensors of stage i-1 or stage i
+                      a segment that starts here and is not recomputed yet, or the saved tensors of stage i-1 or stage i
     skip            from the forward of the stage that makes it on, while somebody holds it: the forward that runs until its last
                       reader is done, a segment that reads it, the caller if it is a part of the output, or saved tensors
     saved tensors   from the stage's recorded forward to its backward
@@ -231,13 +231,8 @@ class _Simulator:
 
     # ---------------------------------------------------------------- backward
 
-    def _backward(self, item: Item, pending: tuple[Segment, ...] = (), *, held: bool = True) -> None:
-        """Backward of one item.
-
-        ``pending`` are the enclosing segments that have not been recomputed yet, outermost first. ``held`` says whether a segment still
-        holds its input when this is done: a nested one gave it up when it was recomputed, or never had it if it came after what
-        its parent recomputed.
-        """
+    def _backward(self, item: Item, pending: tuple[Segment, ...] = ()) -> None:
+        """Backward of one item. ``pending`` are the enclosing segments that have not been recomputed yet, outermost first."""
         match item:
             case Leaf():
                 self._backward_leaf(item, pending)
@@ -245,14 +240,19 @@ class _Simulator:
                 end = _last_saving(self._chain, items)
                 for index in reversed(range(len(items))):
                     # What comes after the last saved tensor needs no recomputation; the item that has it triggers it.
-                    child = items[index]
-                    recomputed = isinstance(child, Segment) and _last_saving(self._chain, child.items) >= 0
-                    self._backward(child, (*pending, item) if index == end else (), held=index < end and not recomputed)
-                if held and end >= 0:
-                    self._release(item.first)
-                    self._give_up_read(item)
+                    self._backward(items[index], (*pending, item) if index == end else ())
                 if end >= 0:
+                    if not self._gives_up_input(item):
+                        self._release(item.first)
+                        self._give_up_read(item)
                     self._add(-self._state_bytes(item))
+
+    def _gives_up_input(self, segment: Segment) -> bool:
+        """Once it is recomputed. A nested segment has its input from the recomputation around it, which hands each tensor out once.
+
+        The others can tell that their input is not needed again only if the backward goes on to where it comes from.
+        """
+        return id(segment) not in self._outermost or self._chain.stages[segment.first].keep.input_gradient_bytes > 0
 
     def _backward_leaf(self, leaf: Leaf, pending: tuple[Segment, ...]) -> None:
         stage, option = leaf.stage, self._option(leaf)
@@ -263,8 +263,7 @@ class _Simulator:
             self._add(self._gradient_bytes)
             for segment in pending:
                 self._recompute(segment)
-                if id(segment) not in self._outermost:
-                    # A nested segment has its input from the recomputation around it, which hands each tensor out once.
+                if self._gives_up_input(segment):
                     self._release(segment.first)
                     self._give_up_read(segment)
             self._add(-self._gradient_bytes)

@@ -118,7 +118,7 @@ class _Solver:
         self, first: int, number: int, ending: Ending, held: int, saved: bool, splits: dict[str, Seconds]
     ) -> Seconds:
         stage, last = self.stages[first], ending.last
-        context = "held" if saved else "segment" if last == self.top else "nested"
+        context = "held" if saved else "segment" if last == self.top and not stage.gives_up_input else "nested"
         need = 0
         if context not in splits:
             context, need = "any", by_context(stage.needs_as_segment, context)

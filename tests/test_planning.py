@@ -129,6 +129,26 @@ def test_long_chain_whose_boundaries_are_smaller_than_a_slot_still_beats_the_bas
         assert found.seconds <= SAME * rival.seconds
 
 
+@pytest.mark.parametrize(("seed", "kind"), [(5, "transformer"), (0, "heterogeneous"), (1, "odd")])
+def test_more_budget_is_never_slower_on_a_long_chain_and_each_plan_is_near_its_bound(seed: int, kind: Kind) -> None:
+    stages = 100
+    chain = random_chain(random.Random(seed), stages, kind, grain=4096)
+    rng = random.Random(0)  # no two stages alike, so that no size of slots suits them all
+    chain = replace(
+        chain,
+        stages=tuple(replace(stage, discard_seconds=stage.discard_seconds * rng.uniform(1, 1.01)) for stage in chain),
+    )
+    solver = Solver(chain, slots=200)
+    least, most = solver.minimum().peak_bytes, simulate(chain, Schedule.keep_all(stages)).peak_bytes
+    percents = (1, 2, 3, 5, 7, 10, 15, 20, 35, 50, 100)
+    plans = [solver.plan(least + percent * (most - least) // 100) for percent in percents]
+    seconds = [plan.seconds for plan in plans]
+    assert seconds == sorted(seconds, reverse=True)
+    bounds = [plan.lower_bound_seconds for plan in plans]
+    assert all(found <= 1.2 * bound for found, bound in zip(seconds[:3], bounds[:3], strict=True))
+    assert all(found <= 1.07 * bound for found, bound in zip(seconds[3:], bounds[3:], strict=True))
+
+
 @pytest.mark.parametrize("columns", [1, 3, 100])
 def test_order_of_computation_does_not_matter(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     chain = random_chain(random.Random(2), 50, "odd", grain=4099)

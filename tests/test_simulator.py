@@ -117,8 +117,8 @@ def test_boundary_that_nobody_saves_is_gone_when_the_forward_has_passed() -> Non
     [
         ("0-1", False, 40 + 120),  # nobody but the stage itself holds its input
         ("0-1", True, 40 + 140),  # the stage before saved it
-        ("0 (1) 2", False, 40 + 130),  # the segment holds it
-        ("0 ((1) 2) 3", False, 40 + 130),  # the segment around it does
+        ("0 (1) 2", False, 40 + 120),  # the segment gives it up once it is recomputed
+        ("0 ((1) 2) 3", False, 40 + 120),  # so does the one around it
         ("(0 (1) 2) 3", False, 40 + 120),  # a nested segment gives it up once it is recomputed
     ],
 )
@@ -136,6 +136,18 @@ def test_backward_peak_depends_on_who_holds_the_input(text: str, saved_before: b
     for gradients_exist, less in ((False, 0), (True, 50)):
         events = simulate(chain, schedule, gradients_exist=gradients_exist).events
         assert [event.peak_bytes + less for event in events if (event.phase, event.stage) == ("backward", 1)] == [level]
+
+
+def test_segment_holds_an_input_that_gets_no_gradient() -> None:
+    """Nothing tells it that no other backward follows."""
+    frozen, trained = (
+        with_keep(input_gradient_bytes=size, backward_peak_bytes=120, backward_segment_peak_bytes=130)
+        for size in (0, 10)
+    )
+    peaks = [
+        simulate(chain_of(STAGE, stage, STAGE), Schedule.parse("0 (1) 2")).peak_bytes for stage in (frozen, trained)
+    ]
+    assert peaks == [40 + 130, 40 + 120]
 
 
 def test_stage_that_saves_nothing_is_not_recomputed_at_the_end_of_a_segment() -> None:

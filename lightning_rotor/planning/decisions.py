@@ -81,6 +81,7 @@ class Decisions:
         n, options = len(stages), max(len(stage.leaves) for stage in stages)
         classes = max(len(stage.saved_before) for stage in stages)
         self.input_slots = np.array([stage.input_slots for stage in stages], np.int64)
+        self.gives_up_input = np.array([stage.gives_up_input for stage in stages])
         self.class_count = np.array([len(stage.saved_before) for stage in stages], np.int64)
         self.class_held = np.zeros((n, classes), bool)
         self.needs_as_segment = np.array([_in_columns(stage.needs_as_segment) for stage in stages], np.int64)
@@ -161,7 +162,7 @@ class Decisions:
                 continue
             needs = np.stack([self.backward[first], self.last_backward[first]])[:, : len(self.stages[first].leaves)]
             kept: list[Context] = []
-            for context in _APART:
+            for context in self._distinct(first):
                 # A nested segment has given up what its first stage does not save: that is more than a threshold.
                 comparable = [other for other in kept if other != "nested" or not self.freed[first].any()]
                 column = _COLUMN[context]
@@ -181,9 +182,20 @@ class Decisions:
         # What a stage has too few variants for is computed with the others of its group, and not stored.
         padded = [(*contexts, *contexts[-1:] * (most - len(contexts))) for contexts in self.contexts]
         self._columns = np.array([[_COLUMN[context] for context in contexts] for contexts in padded])
-        # Without a recomputation nested segments hold their input to the end.
+        # Without a recomputation segments hold their input to the end.
         self._bare_columns = np.maximum(self._columns, _COLUMN["segment"])
         self._is_apart = np.array([contexts[0] == "nested" for contexts in self.contexts])
+
+    def _distinct(self, first: int) -> tuple[Context, ...]:
+        """What a segment that starts there may be in, once it matters."""
+        return tuple(context for context in _APART if context != "segment" or not self.stages[first].gives_up_input)
+
+    def segment_context(self, first: int, number: int, *, top: bool) -> Context:
+        """The context of a segment that starts at ``first`` after class ``number`` of the boundary."""
+        stage = self.stages[first]
+        if stage.saved_before[number]:
+            return "held"
+        return "segment" if top and not stage.gives_up_input else "nested"
 
     def variant_of(self, first: int, context: Context) -> int:
         """Where the bodies of a context are."""
@@ -226,9 +238,8 @@ class Decisions:
 
     def class_columns(self, first: Integers, number: int, *, top: bool) -> Integers:
         """By row, the context of a segment that starts at ``first`` after class ``number`` of the boundary."""
-        columns: Integers = np.where(
-            self.class_held[first, number], _COLUMN["held"], _COLUMN["segment" if top else "nested"]
-        )
+        given_up = np.where(self.gives_up_input[first] | (not top), _COLUMN["nested"], _COLUMN["segment"])
+        columns: Integers = np.where(self.class_held[first, number], _COLUMN["held"], given_up)
         return columns
 
     def segment_needs(self, first: Integers, columns: Integers) -> Integers:

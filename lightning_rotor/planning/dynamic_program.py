@@ -44,7 +44,7 @@ Optimal among all schedule trees when the unit divides every size, up to approxi
 * A discarded pass over nested segments holds their inputs, which can matter only where a later gradient is larger than an
   earlier one.
 * Segments nested more than twice cost more host time than counted.
-* In a table that is not refined, the input of a nested segment counts until its first stage is done, although what that stage
+* In a table that is not refined, the input of a segment counts until its first stage is done, although what that stage
   does not save of it is free once the segment is recomputed.
 
 Source: Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing for heterogeneous chains", hal-02352969, whose

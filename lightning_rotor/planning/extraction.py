@@ -170,10 +170,7 @@ class Extraction:
 
     def _segment_context(self, first: int, last: int, number: int) -> tuple[Context, int]:
         """Where to find a segment that starts at ``first``, and the least memory for it beyond what is counted there."""
-        if self._stages[first].saved_before[number]:
-            context: Context = "held"
-        else:
-            context = "segment" if last == self._top else "nested"
+        context = self._decisions.segment_context(first, number, top=last == self._top)
         if first == 0 or self._decisions.are_apart(np.int64(first)):
             return context, 0
         return "any", by_context(self._stages[first].needs_as_segment, context)
@@ -199,5 +196,5 @@ class Extraction:
     def _bare_need(self, leaf: LeafCost, first: int, last: int, context: Context) -> int:
         if first < last:
             return leaf.bare
-        # Without a recomputation nested segments hold their input to the end.
+        # Without a recomputation segments hold their input to the end.
         return by_context(leaf.backward, "held" if context == "held" else "segment")

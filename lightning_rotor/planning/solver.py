@@ -27,9 +27,14 @@ _CHEAP_NUMBERS = 8e6
 _REFINED_STAGES = 40
 # Up to so many ways to keep a stage, over all stages, schedules are edited: there are as many edits of each.
 _EDITED_OPTIONS = 80
-# A table with fewer slots than this is coarse, and gets a second one for small budgets: up to so many times its least memory.
+# A table with fewer slots than this is coarse, and gets finer ones for small budgets. Each goes up to so much of the one before, and
+# the last one up to so many times the least memory: there is no other if that is at most so many times less.
 _FINE_SLOTS = 2000
+_FINER = 1 / 8
 _SMALL = 2.0
+_NEAR = 1.5
+# A finer table is asked somewhat further than it reaches, so that a larger budget is not worse off with a coarser one.
+_BEYOND = 1.5
 # So close to the least memory the schedule with the least peak is worth a look.
 _CLOSE = 0.05
 # So many stages of proposals are judged for a curve, at least, if there are that many.
@@ -73,6 +78,7 @@ class Solver:
         self._lingering_bytes = lingering_bytes
         self._device = device
         self._judge = _Judge(chain, gradients_exist, lingering_bytes)
+        self._finer_tables: dict[int, Staircase] = {}
 
     @property
     def simulations(self) -> int:
@@ -125,7 +131,7 @@ class Solver:
         """
         tables = [self._all]
         tables += [self._all_by_readers] if self.chain.skips else []
-        tables += [self._small] if self._is_coarse else []
+        tables += [self._finer(top) for top in self._finer_tops]
         found = [self._smallest, self._keep_all]
         for table in tables:
             found += [table[stair] for stair in range(0, len(table), max(len(table) * len(self.chain) // _JUDGED, 1))]
@@ -135,9 +141,9 @@ class Solver:
         found = [self._all.fastest(budget_bytes)]
         if self._retains_from_birth:
             found.append(self._all_by_readers.fastest(budget_bytes))
-        # Somewhat further than it reaches, so that a larger budget is not worse off with the coarse table alone.
-        if self._is_coarse and budget_bytes <= 1.5 * self._small_bytes:
-            found.append(self._small.fastest(budget_bytes))
+        finer = [top for top in self._finer_tops if budget_bytes <= _BEYOND * top]
+        if finer:
+            found.append(self._finer(finer[-1]).fastest(budget_bytes))
         if self._keep_all.simulation.peak_bytes <= budget_bytes:
             found.append(self._keep_all)
         if found[0] is None or found[0].simulation.peak_bytes <= self._all.lowest_bytes * (1 + _CLOSE):
@@ -146,7 +152,8 @@ class Solver:
 
     @cached_property
     def _smallest(self) -> Proposal:
-        found = [self._all.smallest(), self._small.smallest() if self._is_coarse else None, self._keep_all]
+        found = [self._all.smallest(), self._keep_all]
+        found += [self._finer(top).smallest() for top in self._finer_tops[-1:]]
         if self._retains_from_birth:
             found.append(self._all_by_readers.smallest())
         return min((each for each in found if each is not None), key=lambda each: each.by_peak)
@@ -196,13 +203,27 @@ class Solver:
         return self._solve(self._most_bytes, readers_pay=True)
 
     @cached_property
-    def _small(self) -> Staircase:
-        """For small budgets, of which a coarse table has only a few slots."""
-        return self._solve(math.ceil(self._small_bytes))
+    def _finer_tops(self) -> tuple[int, ...]:
+        """By falling memory, how many bytes each of the finer tables goes up to.
 
-    @property
-    def _small_bytes(self) -> float:
-        return min(_SMALL * self._all.lowest_bytes, self._most_bytes)
+        In a coarse table of a long chain some boundaries take no slot at all, and the program picks those. As long as they are many times
+        smaller than a budget, that does little harm. With a budget of a few dozen of them its schedules exceed their slots by far.
+        """
+        if not self._is_coarse:
+            return ()
+        small = min(_SMALL * self._all.lowest_bytes, self._most_bytes)
+        tops = []
+        top = _FINER * self._most_bytes
+        while top > _NEAR * small:
+            tops.append(math.ceil(top))
+            top *= _FINER
+        return (*tops, math.ceil(small))
+
+    def _finer(self, top_bytes: int) -> Staircase:
+        """For budgets of which a coarse table has only a few slots. Made when the first of them is asked for."""
+        if top_bytes not in self._finer_tables:
+            self._finer_tables[top_bytes] = self._solve(top_bytes)
+        return self._finer_tables[top_bytes]
 
     @property
     def _is_coarse(self) -> bool:

@@ -44,9 +44,9 @@ class BackwardNeed:
 
     Attributes:
         plain: Nobody but the stage itself.
-        nested: It is first in a nested segment, which has given the input up. The input is paid for, so what the stage itself does
+        nested: It is first in a segment, which has given the input up. The input is paid for, so what the stage itself does
             not save of it is free again.
-        segment: It is first in a segment of the step's own forward, which holds the input.
+        segment: It is first in a segment that holds the input: one that is not recomputed, or cannot tell that nobody else asks for it.
         held: The stage before saved it, or the caller holds it.
     """
 
@@ -119,6 +119,8 @@ class StageNeeds:
         needs_as_segment: Least memory for the backward of the stage when it starts a segment, by who holds its input.
         discard_seconds: Forward whose saved tensors are dropped.
         recomputable: May be part of a segment.
+        gives_up_input: A segment that starts here needs its input for one recomputation only, even in the step's own forward. Without a
+            gradient for the input it cannot tell whether another backward follows.
         leaves: One entry per option.
     """
 
@@ -127,6 +129,7 @@ class StageNeeds:
     needs_as_segment: BackwardNeed
     discard_seconds: float
     recomputable: bool
+    gives_up_input: bool
     leaves: tuple[LeafCost, ...]
     endings: tuple[Ending, ...]
 
@@ -300,6 +303,7 @@ def _stage_needs(
         endings=_endings(stage, index, leaves, ruler, base),
         discard_seconds=stage.discard_seconds,
         recomputable=stage.recomputable,
+        gives_up_input=stage.keep.input_gradient_bytes > 0,
         leaves=leaves,
     )
 
