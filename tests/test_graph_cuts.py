@@ -680,7 +680,7 @@ def test_a_module_that_is_never_called_is_a_warning(tmp_path: Any) -> None:
             self.big = Net()
 
     with pytest.warns(RotorWarning, match="planned nothing"):
-        fit(Unused(), RotorCallback(show_table=False), (16,), tmp_path)
+        fit(Unused(), RotorCallback(module="big", show_table=False), (16,), tmp_path)
 
 
 def test_planning_warns_of_nothing() -> None:
