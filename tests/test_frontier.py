@@ -181,3 +181,10 @@ def test_points_out_of_order_are_refused(corners: list[tuple[int, float]]) -> No
     points = tuple(FrontierPoint(size, seconds, 0.0, Schedule.keep_all(1)) for size, seconds in corners)
     with pytest.raises(ScheduleError, match=r"expected (at least one|memory to rise and time to fall)"):
         Frontier(points)
+
+
+def test_a_plan_remembers_the_slots_that_its_frontier_is_solved_with() -> None:
+    chain = random_chain(random.Random(1), 4, "cnn", grain=1000)
+    for slots in (600, 30_000):
+        found = Solver(chain, slots=slots).minimum()
+        assert found.slots == slots

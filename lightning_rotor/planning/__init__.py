@@ -13,9 +13,9 @@ from lightning_rotor.chain import Chain
 from lightning_rotor.planning.baselines import baselines
 from lightning_rotor.planning.bounds import lower_bound_seconds
 from lightning_rotor.planning.frontier import Frontier, FrontierPoint, Gain, frontier_of
-from lightning_rotor.planning.plan import Plan
+from lightning_rotor.planning.plan import DEFAULT_SLOTS, Plan
 from lightning_rotor.planning.proposals import Proposal
-from lightning_rotor.planning.solver import DEFAULT_SLOTS, Solver, fine_slots
+from lightning_rotor.planning.solver import Solver, fine_slots
 
 __all__ = [
     "Frontier",

@@ -17,7 +17,7 @@ from lightning_rotor.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from lightning_rotor.planning.frontier import Frontier
 
-_SLOTS = 500
+DEFAULT_SLOTS = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Plan:
     solve_seconds: float
     gradients_exist: bool = False
     lingering_bytes: int = 0
-    slots: int = _SLOTS
+    slots: int = DEFAULT_SLOTS
 
     @property
     def peak_bytes(self) -> int:

@@ -10,7 +10,7 @@ from functools import cached_property
 from lightning_rotor.chain import Chain, Option, StageCost
 from lightning_rotor.errors import BudgetError
 from lightning_rotor.planning.dynamic_program import Table
-from lightning_rotor.planning.plan import Plan
+from lightning_rotor.planning.plan import DEFAULT_SLOTS, Plan
 from lightning_rotor.planning.proposals import Proposal, Staircase
 from lightning_rotor.planning.sharing import aligned_unit
 from lightning_rotor.planning.thresholds import retains_from_birth, thresholds_of
@@ -18,7 +18,6 @@ from lightning_rotor.schedule import Leaf, Schedule
 from lightning_rotor.simulator import simulate
 from lightning_rotor.units import format_bytes
 
-DEFAULT_SLOTS = 500
 _MOST_SLOTS = 20_000
 # What a table for a short chain may take: sums of two numbers, and numbers. Either is a matter of 0.1 s.
 _CHEAP_SUMS = 1e8
@@ -122,6 +121,7 @@ class Solver:
             seconds,
             gradients_exist=self._gradients_exist,
             lingering_bytes=self._lingering_bytes,
+            slots=self._slots,
         )
 
     def proposals(self) -> tuple[Proposal, ...]:
@@ -130,7 +130,7 @@ class Solver:
         Of long chains, whose schedules take long to judge, not every one but evenly spread ones.
         """
         tables = [self._all]
-        tables += [self._all_by_readers] if self.chain.skips else []
+        tables += [self._all_by_readers] if self._retains_from_birth else []
         tables += [self._finer(top) for top in self._finer_tops]
         found = [self._smallest, self._keep_all]
         for table in tables:
