@@ -32,11 +32,11 @@ from lightning_rotor.execution import Executor
 from lightning_rotor.execution.second_backward import guard_second_backward
 from lightning_rotor.planning import Plan, plan
 from lightning_rotor.profiling import Profile, profile_chain
-from lightning_rotor.profiling.boundary import tensors_in
 from lightning_rotor.profiling.progress import MeasuringProgress
 from lightning_rotor.profiling.reference import require_same
 from lightning_rotor.recomputation import is_recomputing
 from lightning_rotor.sequential import is_plain_stock
+from lightning_rotor.tensors import tensors_in
 from lightning_rotor.tracing import GraphCut
 from lightning_rotor.units import format_bytes
 

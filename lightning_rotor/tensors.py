@@ -36,7 +36,12 @@ def requested_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
     :func:`~lightning_rotor.training_state.storage_bytes` counts what the allocator hands out, and sparse tensors too.
     """
-    return sum({address_of(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+    return sum(sizes_by_address(tensors).values())
+
+
+def sizes_by_address(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """The distinct storages under some dense tensors, and how many bytes torch asked for."""
+    return {address_of(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -18,11 +18,11 @@ from lightning_rotor.errors import BudgetError, ModelError, ProfilingError, Roto
 from lightning_rotor.planned import Allowance, PlannedForward
 from lightning_rotor.planning import Plan
 from lightning_rotor.profiling import Profile, StepMeter
-from lightning_rotor.profiling.boundary import tensors_in
 from lightning_rotor.report import plan_table
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
 from lightning_rotor.target import Target, TargetSearch, named_target
+from lightning_rotor.tensors import tensors_in
 from lightning_rotor.training_memory import ResidentMemory, allocated_bytes, process_limit_bytes
 from lightning_rotor.training_state import existing_gradient_bytes
 from lightning_rotor.units import format_bytes, parse_limit

@@ -12,7 +12,6 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_rotor.tensors import address_of
-from lightning_rotor.tensors import tensors_in as tensors_in  # planned.py and the callbacks read it from here
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 import operator
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, count, pairwise
 from typing import Any
@@ -29,7 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_rotor.errors import ModelError
 from lightning_rotor.sequential import Stage
-from lightning_rotor.tensors import address_of, tensors_in
+from lightning_rotor.tensors import address_of, sizes_by_address, tensors_in
 from lightning_rotor.tracing.recorder import Recorder
 from lightning_rotor.tracing.slices import GraphSlice
 from lightning_rotor.tracing.tracer import IN_PLACE, Tracer
@@ -73,7 +73,7 @@ def stages_of(
         raise ModelError(f"the forward of {type(module).__name__} computes nothing: expected at least one operation")
     lives = _Lives(module, inputs, body, result)
     cuts = lives.single_cuts() if footprints is None else lives.cuts(footprints)
-    names = _Names(module, body)
+    names = _Names(body)
     values = (*inputs, *body)
     number = {node: index for index, node in enumerate(values)}
     stages: list[Stage] = []
@@ -114,7 +114,7 @@ def footprints_of(
     last_use = {used: index for index, node in enumerate(body) for used in node.all_input_nodes}
     values: dict[fx.Node, Any] = dict(zip(inputs, tensors, strict=True))
     # What somebody holds anyway.
-    lasting = {_address(tensor) for tensor in (*module.parameters(), *module.buffers(), *tracer.constants, *tensors)}
+    lasting = {address_of(tensor) for tensor in (*module.parameters(), *module.buffers(), *tracer.constants, *tensors)}
     numbers = count()
     numbered: dict[fx.Node, dict[int, int]] = {}  # by address, while the value is alive
     found: dict[fx.Node, Footprint] = {}
@@ -124,7 +124,9 @@ def footprints_of(
         values[node], saved = _run_and_watch(step, packed([values[used] for used in reads]))
         old = {address: number for used in reads for address, number in numbered.get(used, {}).items()}
         made = {
-            address: size for address, size in _storages(tensors_in(values[node])).items() if address not in lasting
+            address: size
+            for address, size in sizes_by_address(tensors_in(values[node])).items()
+            if address not in lasting
         }
         numbered[node] = {address: old[address] if address in old else next(numbers) for address in made}
         found[node] = Footprint(
@@ -142,23 +144,14 @@ def footprints_of(
 def _run_and_watch(step: GraphSlice, value: Any) -> tuple[Any, dict[int, int]]:
     """What an operation returns, and the storages that it saves, which are dropped."""
     saved: dict[int, int] = {}
-    with saved_tensors_hooks(lambda tensor: saved.update(_storages([tensor])), _never_unpacked):
+    with saved_tensors_hooks(lambda tensor: saved.update(sizes_by_address([tensor])), _never_unpacked):
         return step(value), saved
-
-
-def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Sizes by address."""
-    return {_address(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
 
 
 def _parts(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node]]:
     """The inputs of a graph and its operations."""
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     return inputs, [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return address_of(tensor)
 
 
 def _never_unpacked(_: None) -> torch.Tensor:
@@ -333,13 +326,18 @@ def _is_view(node: fx.Node) -> bool:
     return node.op != "call_module" and name in _VIEWS
 
 
+def _paths_around(node: fx.Node) -> list[str]:
+    """The module that an operation runs in, and those around it."""
+    return list(accumulate(str(node.meta["module"]).split("."), "{}.{}".format))
+
+
 class _Names:
     """Names of stages in the user's terms."""
 
-    def __init__(self, module: nn.Module, body: Sequence[fx.Node]) -> None:
-        self._type = type(module).__name__
-        self._body = body
+    def __init__(self, body: Sequence[fx.Node]) -> None:
         self._silent = _weightless(body)
+        # How many operations run inside of each module.
+        self._inside = Counter(path for node in body for path in _paths_around(node))
         self._taken: Counter[str] = Counter()
 
     def of(self, nodes: Sequence[fx.Node]) -> str:
@@ -358,18 +356,10 @@ class _Names:
                 break
             common.append(parts[0])
         prefix = ".".join(common)
-        if prefix and (
-            len(nodes) == len(self._body)
-            or not any(self._inside(node, prefix) for node in self._body if node not in nodes)
-        ):
+        if prefix and self._inside[prefix] == sum(prefix in _paths_around(node) for node in nodes):
             return prefix
         first, last = self._label(working[0]), self._label(working[-1])
         return first if first == last else f"{first} … {last}"
-
-    @staticmethod
-    def _inside(node: fx.Node, prefix: str) -> bool:
-        path = str(node.meta["module"])
-        return path == prefix or path.startswith(f"{prefix}.")
 
     @staticmethod
     def _label(node: fx.Node) -> str:
