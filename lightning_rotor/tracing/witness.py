@@ -10,6 +10,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import compress
 from typing import Any
 
 import torch
@@ -35,11 +36,9 @@ class Witness(TorchDispatchMode):
         self.inside = 0
         self.random = False
         self.reads_values = False
-        live = gc.get_objects()
-        # Not isinstance, which asks objects for their class: a lazy import would load its module.
-        self._known = {id(thing): thing for thing in live if torch.Tensor in type(thing).__mro__}
-        self._modules = {id(thing): thing for thing in live if nn.Module in type(thing).__mro__}
-        del live
+        found = _live(torch.Tensor, nn.Module)
+        self._known = {id(thing): thing for thing in found if torch.Tensor in type(thing).__mro__}
+        self._modules = {id(thing): thing for thing in found if nn.Module in type(thing).__mro__}
         self._protected = {address for tensor in self._known.values() if (address := _address(tensor))}
         self._from_host: dict[int, weakref.ref[torch.Tensor]] = {}
 
@@ -90,6 +89,17 @@ class Witness(TorchDispatchMode):
                     raise UntraceableError(
                         "it changes a parameter, or another tensor that is no buffer and was there before, in place"
                     )
+
+
+def _live(*bases: type) -> list[Any]:
+    """All objects of some classes and their subclasses.
+
+    There are a million objects, of few types. ``isinstance`` would ask each for its class, at which a lazy import loads its module.
+    """
+    everything = gc.get_objects()
+    kinds = list(map(type, everything))
+    wanted = {kind for kind in set(kinds) if not set(bases).isdisjoint(kind.__mro__)}
+    return list(compress(everything, map(wanted.__contains__, kinds)))
 
 
 def _reads_values(func: Any, args: tuple[Any, ...]) -> bool:
