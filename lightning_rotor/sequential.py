@@ -10,12 +10,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch.nn.modules import module as nn_module
 
 from lightning_rotor.errors import ModelError
 from lightning_rotor.wiring import Wire, Wiring
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Attributes in which a module keeps the hooks around its forward and backward."""
+
+_HOOKS_OF_ALL = tuple(getattr(nn_module, f"_global{name}") for name in HOOKS)  # dicts that torch fills in place
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,9 +132,14 @@ def is_plain_stock(module: nn.Module) -> bool:
     )
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether a module has hooks of its own, or a forward that is not its class's."""
-    return any(getattr(module, name) for name in HOOKS) or "forward" in module.__dict__
+def has_own_call(module: nn.Module) -> bool:
+    """Whether calling a module does more than its class's forward: hooks, its own or those for all modules, or compiled code."""
+    return (
+        any(getattr(module, name) for name in HOOKS)
+        or any(_HOOKS_OF_ALL)
+        or "forward" in module.__dict__
+        or getattr(module, "_compiled_call_impl", None) is not None
+    )
 
 
 def _flatten(module: nn.Sequential, prefix: str) -> Iterator[tuple[str, nn.Module]]:
@@ -142,7 +150,7 @@ def _flatten(module: nn.Sequential, prefix: str) -> Iterator[tuple[str, nn.Modul
             continue
         full_name = f"{prefix}.{name}" if prefix else name
         # Hooks on a container fire when the container is called, which the flat chain never does.
-        if isinstance(child, nn.Sequential) and _runs_members_in_a_row(child) and not has_hooks(child):
+        if isinstance(child, nn.Sequential) and _runs_members_in_a_row(child) and not has_own_call(child):
             yield from _flatten(child, full_name)
         else:
             yield full_name, child

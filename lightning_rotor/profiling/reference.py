@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_rotor.errors import ModelError
 from lightning_rotor.generators import GeneratorStates
@@ -16,6 +17,7 @@ from lightning_rotor.recomputation import recomputed
 from lightning_rotor.sequential import Stage, wiring_of
 from lightning_rotor.tensors import same_bits, tensors_in
 from lightning_rotor.tracing import GraphCut
+from lightning_rotor.tracing.call import firsts_of
 from lightning_rotor.undisturbed import kept_attributes, lent_buffers, undisturbed
 
 
@@ -33,19 +35,23 @@ def require_same(module: nn.Module, cut: GraphCut, args: Sequence[Any], kwargs: 
         ModelError: Something differs, and it is not the module that gives other bits each time.
     """
     boundary = Boundary.of((tuple(args), dict(kwargs)))
+    firsts = firsts_of(tree_leaves((tuple(args), dict(kwargs))))
+
+    def fresh() -> Any:
+        leaves, spec = tree_flatten(boundary.fresh())
+        return tree_unflatten([leaves[first] for first in firsts], spec)
+
     constants = [
         constant for stage in cut.stages for piece in stage.modules for constant in getattr(piece, "constants", ())
     ]
     versions = [constant._version for constant in constants]
 
     def plain() -> Any:
-        args, kwargs = boundary.fresh()
+        args, kwargs = fresh()
         return type(module).forward(module, *args, **kwargs)
 
     def staged() -> Any:
-        return wiring_of(cut.stages).run(
-            cut.take(*boundary.fresh()), lambda index, value: run_stage(cut.stages[index], value)
-        )
+        return wiring_of(cut.stages).run(cut.take(*fresh()), lambda index, value: run_stage(cut.stages[index], value))
 
     device = tensors_in((args, kwargs))[0].device
     whole = Stage(type(module).__name__, (module,))
@@ -60,7 +66,7 @@ def require_same(module: nn.Module, cut: GraphCut, args: Sequence[Any], kwargs: 
         if difference is not None and _difference(expected, _outcome(whole, plain, device)) is None:
             raise ModelError(
                 f"the trace of {type(module).__name__} does not compute what the module does: {difference}. Its forward takes decisions that "
-                "torch.fx does not see (isinstance(x, torch.Tensor), state outside of modules): move them into a submodule"
+                "no trace sees (type(x) is torch.Tensor, the answers of C++ code): move them into a submodule"
             )
 
 

@@ -84,19 +84,16 @@ class Call:
         return cls(tensors, (str(spec), constants), leaves, spec, signature)
 
     @property
+    def firsts(self) -> tuple[int, ...]:
+        """For each tensor, the number of the first one that is the same object: code may ask whether two arguments are one."""
+        return firsts_of(self.tensors)
+
+    @property
     def signature(self) -> Any:
-        """What code can tell about the tensors without looking at their values: sizes and types, and which are the same object."""
-        addresses = [id(tensor) for tensor in self.tensors]
+        """What code can tell about the tensors without looking at their values, besides which are the same object."""
         return tuple(
-            (
-                tensor.shape,
-                _strides(tensor),
-                tensor.dtype,
-                tensor.device,
-                tensor.requires_grad,
-                addresses.index(address),
-            )
-            for tensor, address in zip(self.tensors, addresses, strict=True)
+            (tensor.shape, _strides(tensor), tensor.dtype, tensor.device, tensor.requires_grad)
+            for tensor in self.tensors
         )
 
     def with_tensors(self, replacements: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -108,6 +105,12 @@ class Call:
         bound = self._signature.bind_partial()
         bound.arguments.update({next(iter(self._signature.parameters)): None}, **tree_unflatten(leaves, self.spec))
         return bound.args[1:], bound.kwargs
+
+
+def firsts_of(values: Sequence[Any]) -> tuple[int, ...]:
+    """For each value, the number of the first one that is the same object."""
+    addresses = [id(value) for value in values]
+    return tuple(map(addresses.index, addresses))
 
 
 def _strides(tensor: torch.Tensor) -> Any:

@@ -19,10 +19,13 @@ from lightning_rotor.tensors import same_bits
 from lightning_rotor.tracing.boundaries import Footprint, footprints_of, stages_of
 from lightning_rotor.tracing.call import Call
 from lightning_rotor.tracing.guards import Guards
+from lightning_rotor.tracing.places import Closures
 from lightning_rotor.tracing.recorder import Recorder
 from lightning_rotor.tracing.repeats import first_difference
 from lightning_rotor.tracing.slices import GraphSlice
+from lightning_rotor.tracing.surroundings import is_users
 from lightning_rotor.tracing.tracer import Tracer, ambient
+from lightning_rotor.tracing.trainers import hide_trainers
 from lightning_rotor.tracing.watch import Restorer, Settings, Watch
 from lightning_rotor.undisturbed import kept_attributes, lent_buffers, undisturbed
 from lightning_rotor.wiring import packed
@@ -142,7 +145,15 @@ def _cut(module: nn.Module, call: Call, make: type[Tracer | Recorder]) -> GraphC
     watched = [submodule for submodule in names.values() if submodule not in inside]
     stages = tuple(stages_of(module, graph, tracer, _footprints(module, call, graph, tracer)))
     way, guards = ("recording", tracer.guards) if isinstance(tracer, Recorder) else ("graph", None)
-    return GraphCut(stages, opaque, way, module, _key(call, way), Watch(module, watched), guards)
+    return GraphCut(
+        stages,
+        opaque,
+        way,
+        module,
+        _key(call, way),
+        Watch(module, watched, outside=tracer.surroundings.notes.holds),
+        guards,
+    )
 
 
 def _footprints(
@@ -165,7 +176,7 @@ def _footprints(
 
 def _key(call: Call, way: str) -> Any:
     # Code may ask whether autocast is on. Hooks on saved tensors are nobody's business but autograd's.
-    return call.key, ambient()[:-1], call.signature if way == "recording" else None
+    return call.key, call.firsts, ambient()[:-1], call.signature if way == "recording" else None
 
 
 # -------------------------------------------------------------------- tracing
@@ -178,24 +189,30 @@ def _trace(
     paths = {submodule: path for path, submodule in module.named_modules()}
     opaque: dict[nn.Module, str] = {}
     failures: Counter[type] = Counter()
-    settings, may_settle = Settings(module.modules()), make is Recorder
+    settings, unsettled = Settings(module.modules()), None
+    closures = Closures(is_users)
     while True:
         types = {
             kind
             for kind, count in failures.items()
             if count >= _OPAQUE_INSTANCES and kind.__module__.partition(".")[0] != "torch"
         }
-        tracer = make(module, call, set(opaque), types)
+        tracer = make(module, call, set(opaque), types, closures=closures)
         attempt = _attempt(module, call, tracer)
         if isinstance(tracer, Recorder) and attempt.graph is not None:
-            attempt = _repeated(module, call, attempt, tracer, Recorder(module, call, set(opaque), types))
+            second = Recorder(module, call, set(opaque), types, closures=closures)
+            attempt = _repeated(module, call, attempt, tracer, second)
         if attempt.graph is not None:
+            closures.forget()
             return attempt.graph, tracer, {paths[submodule]: why for submodule, why in opaque.items()}
         culprit = attempt.culprit
-        if attempt.settings_changed and may_settle:
-            # Models of transformers note in their configuration which loss they compute, once.
-            may_settle = False
+        if attempt.may_settle and unsettled is None:
+            # Models of transformers note in their configuration which loss they compute, once. Others fill a global cache.
+            unsettled = tracer.surroundings.notes
             continue
+        tracer.surroundings.notes.restore()
+        if attempt.may_settle and unsettled is not None:
+            unsettled.restore()
         while culprit is not module and (culprit in opaque or culprit in tracer.calls.leaves):
             culprit = module.get_submodule(paths[culprit].rpartition(".")[0])
         if culprit is module or not paths[culprit]:
@@ -216,7 +233,7 @@ class _Attempt:
     graph: fx.Graph | None
     culprit: nn.Module
     reason: str
-    settings_changed: bool = False
+    may_settle: bool = False
 
 
 def _attempt(module: nn.Module, call: Call, tracer: Tracer | Recorder) -> _Attempt:
@@ -225,6 +242,7 @@ def _attempt(module: nn.Module, call: Call, tracer: Tracer | Recorder) -> _Attem
     records = isinstance(tracer, Recorder)
     with _lent(module, call) if records else nullcontext():
         watch, restorer, states = Watch(module, modules, tensors=True), Restorer(modules), GeneratorStates()
+        hide_trainers(module, tracer.calls.is_opaque)
         try:
             graph = tracer.record(module)
             if not records and not states.equals(GeneratorStates()):
@@ -241,7 +259,19 @@ def _attempt(module: nn.Module, call: Call, tracer: Tracer | Recorder) -> _Attem
             remaining = watch.changed(besides)
             states.restore()
     if changed is not None:
-        return _Attempt(None, changed, "its forward changes attributes of the module", remaining is not None)
+        return _Attempt(
+            None, changed, "its forward changes attributes of the module", records and remaining is not None
+        )
+    outside = tracer.surroundings.notes.changed()
+    if outside is not None:
+        path, name = outside
+        return _Attempt(
+            None,
+            module.get_submodule(path),
+            f"its forward changes {name!r}, which is outside of modules",
+            not tracer.surroundings.notes.hold_symbols(),
+        )
+    tracer.surroundings.notes.settle()
     return _Attempt(graph, module, "")
 
 
@@ -249,6 +279,8 @@ def _repeated(module: nn.Module, call: Call, attempt: _Attempt, first: Recorder,
     """The attempt, unless the same call records something else the second time."""
     again = _attempt(module, call, second)
     if attempt.graph is None or again.graph is None:
+        if not again.may_settle:
+            second.surroundings.notes.restore()
         return again
     paths = first_difference(attempt.graph, again.graph, (first.constants, second.constants))
     if not paths:
@@ -273,7 +305,6 @@ def _lent(module: nn.Module, call: Call) -> Iterator[None]:
 
 def _reason(error: Exception) -> str:
     """The error, and the user's line that it comes from."""
-    ours = ("/torch/", "/lightning_rotor/tracing/")
-    frames = [frame for frame in extract_tb(error.__traceback__) if not any(part in frame.filename for part in ours)]
+    frames = [frame for frame in extract_tb(error.__traceback__) if is_users(frame.filename)]
     text = str(error).partition("\n")[0] or type(error).__name__
     return f"{text} (in {frames[-1].filename}, line {frames[-1].lineno}: {frames[-1].line})" if frames else text

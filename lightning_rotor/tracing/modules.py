@@ -7,9 +7,8 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.nn.modules import module as nn_module
 
-from lightning_rotor.sequential import has_hooks
+from lightning_rotor.sequential import has_own_call
 
 BLOCKS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 """Modules of torch that are several layers, so that one wants to choose between these."""
@@ -28,16 +27,18 @@ class ModuleCalls:
         opaque_types: Types of which the same is taken for granted.
 
     Attributes:
+        modules: The submodules by path, the root included.
         leaves: Modules that became one operation.
         culprit: The innermost module whose forward could not be traced.
     """
 
     def __init__(self, root: nn.Module, opaque: set[nn.Module], opaque_types: set[type]) -> None:
+        self.modules = dict(root.named_modules())
         self.leaves: set[nn.Module] = set()
         self.culprit: nn.Module | None = None
         self._opaque = opaque
         self._opaque_types = opaque_types
-        self._paths: dict[nn.Module, str] = {module: path for path, module in root.named_modules()}
+        self._paths: dict[nn.Module, str] = {module: path for path, module in self.modules.items()}
         self._running = [""]
 
     @property
@@ -79,11 +80,6 @@ class ModuleCalls:
             self._running.pop()
 
 
-def has_own_call(module: nn.Module) -> bool:
-    """Whether calling the module does more than its class's forward."""
-    return has_hooks(module) or getattr(module, "_compiled_call_impl", None) is not None
-
-
 def hides_code(module: nn.Module) -> bool:
     """Whether calling a module does more than its code says, or its code is not Python's."""
     return (
@@ -91,7 +87,6 @@ def hides_code(module: nn.Module) -> bool:
         or "parametrizations" in module._modules
         or isinstance(module, torch.jit.ScriptModule)
         or type(module).__name__ == "OptimizedModule"
-        or bool(nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks)
     )
 
 

@@ -35,6 +35,8 @@ from lightning_rotor.tracing.call import Call
 from lightning_rotor.tracing.guards import Guards, ancestors, appearance_of, require_as_recorded
 from lightning_rotor.tracing.modules import BLOCKS, ModuleCalls, UntraceableError, hides_code, is_torchs_module
 from lightning_rotor.tracing.operations import METADATA, REFUSED, is_assignment, is_torchs, name_of, spell
+from lightning_rotor.tracing.places import Closures
+from lightning_rotor.tracing.surroundings import Surroundings
 from lightning_rotor.tracing.tracer import ambient
 from lightning_rotor.tracing.values import version_of
 from lightning_rotor.tracing.witness import Witness
@@ -49,10 +51,13 @@ class Recorder:
 
     Attributes:
         calls: Which modules became one operation, and which one's forward could not be recorded.
+        surroundings: What the code read outside of modules.
         guards: What the recording takes for granted about the values of inputs; None if nothing.
     """
 
-    def __init__(self, root: nn.Module, call: Call, opaque: set[nn.Module], opaque_types: set[type]) -> None:
+    def __init__(
+        self, root: nn.Module, call: Call, opaque: set[nn.Module], opaque_types: set[type], *, closures: Closures
+    ) -> None:
         self.calls = ModuleCalls(root, opaque, opaque_types)
         self.guards: Guards | None = None
         self._root, self._call = root, call
@@ -61,6 +66,7 @@ class Recorder:
         self._writer = GraphWriter(self.calls, self._witness)
         self._mode = _Mode(self)
         self._thread = threading.get_ident()
+        self.surroundings = Surroundings(lambda: None if self._witness.inside else self.calls.path, closures)
 
     @property
     def constants(self) -> list[torch.Tensor]:
@@ -93,6 +99,7 @@ class Recorder:
             stack.enter_context(self._shown_modules())
             stack.enter_context(self._witness)
             stack.enter_context(self._mode)
+            stack.enter_context(self.surroundings.listening())
             yield
 
     @contextmanager

@@ -17,13 +17,21 @@ from torch import fx, nn
 
 from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.tracing.call import Call
+from lightning_rotor.tracing.kinds import IS_TENSOR, is_tensor, truthful_isinstance
 from lightning_rotor.tracing.modules import BLOCKS, ModuleCalls, UntraceableError, tensor_slots
+from lightning_rotor.tracing.places import Closures
+from lightning_rotor.tracing.surroundings import Surroundings
 
 CONSTANT = "_lightning_rotor_constant_"
 
 
 class _Value(fx.Proxy):
-    """A proxy that knows operations in place, which fx turns into others."""
+    """A proxy that knows operations in place, which fx turns into others, and has no attributes that a tensor has not."""
+
+    def __getattr__(self, name: str) -> Any:
+        if not hasattr(torch.Tensor, name) and self.node.meta.get(IS_TENSOR):
+            raise AttributeError(f"a tensor has no attribute {name!r}")
+        return super().__getattr__(name)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, key, value), {})
@@ -51,22 +59,27 @@ class Tracer(fx.Tracer):
         constants: Tensors that the forward made out of nothing, in the order of their ``get_attr`` nodes.
         owners: For each name of a ``get_attr`` node, the module that has the tensor and its name there.
         calls: Which modules became one operation, and which one's forward could not be traced.
+        surroundings: What the code read outside of modules.
     """
 
     proxy_buffer_attributes = True
 
-    def __init__(self, root: nn.Module, call: Call, opaque: set[nn.Module], opaque_types: set[type]) -> None:
+    def __init__(
+        self, root: nn.Module, call: Call, opaque: set[nn.Module], opaque_types: set[type], *, closures: Closures
+    ) -> None:
         super().__init__()
         self.constants: list[torch.Tensor] = []
         self.calls = ModuleCalls(root, opaque, opaque_types)
         self._call = call
         self.owners, named = tensor_slots(root)
         self._tensor_names = {address: name for address, (_, name) in named.items()}
+        self._examples = {name: tensor for tensor, name in named.values()}
+        self.surroundings = Surroundings(lambda: self.calls.path, closures)
         self._ambient = ambient()
 
     def record(self, root: nn.Module) -> fx.Graph:
         """Trace the root's forward."""
-        with _patched():
+        with _patched(), truthful_isinstance(self._examples), self.surroundings.listening():
             return self.trace(root)
 
     # ---------------------------------------------------------------- what fx asks
@@ -82,10 +95,12 @@ class Tracer(fx.Tracer):
         inputs = [
             self.create_proxy("placeholder", f"input_{index}", (), {}) for index in range(len(self._call.tensors))
         ]
-        args, kwargs = self._call.with_tensors(inputs)
+        args, kwargs = self._call.with_tensors([inputs[first] for first in self._call.firsts])
 
         def forward() -> Any:
-            return root_fn(self.root, *args, **kwargs)
+            output = root_fn(self.root, *args, **kwargs)
+            _require_known_containers(output)
+            return output
 
         return forward, []
 
@@ -124,6 +139,7 @@ class Tracer(fx.Tracer):
             )
         node = super().create_node(kind, target, args, kwargs, name, type_expr)
         node.meta["module"] = self.calls.path
+        node.meta[IS_TENSOR] = is_tensor(node, self.calls.modules)
         return node
 
     def create_arg(self, a: Any) -> Any:
@@ -175,6 +191,17 @@ def ambient() -> tuple[Any, ...]:
 
 
 # -------------------------------------------------------------------- what fx does not see by itself
+
+
+def _require_known_containers(output: Any) -> None:
+    """Refuse to return what fx would turn into a plain dict, list or tuple: ``ModelOutput`` of transformers, for instance."""
+    kind = type(output)
+    if not issubclass(kind, (dict, list, tuple)):
+        return
+    if kind not in (dict, list, tuple) and not hasattr(kind, "_fields"):
+        raise UntraceableError(f"it returns {kind.__name__}, which a trace would not make again")
+    for entry in output.values() if isinstance(output, dict) else output:
+        _require_known_containers(entry)
 
 
 def _has_proxy(*values: Any) -> bool:

@@ -6,36 +6,17 @@ be noticed when it changes.
 
 from __future__ import annotations
 
-import random
-import sys
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from copy import copy
 from typing import Any
 
-import torch
 from torch import nn
 
-from lightning_rotor.tracing.modules import has_own_call
+from lightning_rotor.sequential import has_own_call
+from lightning_rotor.tracing.appearance import PLAIN, Same, frozen
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _STRUCTURE = (set(nn.Module().__dict__) - {"training"}) | {"_lightning_rotor", "forward"}
-_LONG = 1000
-
-
-class _Same:
-    """Compares by identity, and keeps the object alive so that no other one gets its address."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: object) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
 
 
 class Watch:
@@ -45,10 +26,19 @@ class Watch:
         root: Its own hooks and ``forward`` run outside of the trace and do not matter.
         modules: The modules whose code is traced.
         tensors: Also watch which tensors the parameters and buffers are. Stages read them anew, so between calls it does not matter.
+        outside: Says whether all that their code read outside of modules is as it was.
     """
 
-    def __init__(self, root: nn.Module, modules: Iterable[nn.Module], *, tensors: bool = False) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        modules: Iterable[nn.Module],
+        *,
+        tensors: bool = False,
+        outside: Callable[[], bool] = lambda: True,
+    ) -> None:
         self._root = root
+        self._outside = outside
         self._tensors = tensors
         self._modules = tuple(modules)
         self._seen = [self._look(module) for module in self._modules]
@@ -60,7 +50,7 @@ class Watch:
 
     def holds(self) -> bool:
         """Whether everything still looks the same."""
-        return self.changed() is None
+        return self.changed() is None and self._outside()
 
     def changed(self, besides: Collection[nn.Module] = ()) -> nn.Module | None:
         """The first module that looks different now, not counting some."""
@@ -72,54 +62,22 @@ class Watch:
     def _look(self, module: nn.Module) -> Any:
         hidden = any(kind.__name__ == "LightningModule" for kind in type(module).__mro__)
         attributes = {
-            key: _frozen(value)
+            key: frozen(value)
             for key, value in module.__dict__.items()
             # Lightning keeps its trainer and bookkeeping of hooks in private attributes.
             if key not in _STRUCTURE and not (hidden and key.startswith("_"))
         }
         return (
             type(module),
+            Same(type(module).forward),
             module is self._root or has_own_call(module),
             attributes,
-            {key: _Same(child) for key, child in module._modules.items()},
+            {key: Same(child) for key, child in module._modules.items()},
             *(
-                {key: _Same(tensor) if self._tensors else tensor is None for key, tensor in tensors.items()}
+                {key: Same(tensor) if self._tensors else tensor is None for key, tensor in tensors.items()}
                 for tensors in (module._parameters, module._buffers)
             ),
         )
-
-
-def _frozen(value: Any, depth: int = 4) -> Any:
-    """Something that compares equal as long as the value stays what it is."""
-    kind = type(value)
-    if kind in _PLAIN:
-        return kind, repr(value) if kind is float else value
-    if isinstance(value, torch.Tensor):
-        return _Same(value), value._version
-    if isinstance(value, (list, tuple, dict, set, deque)):
-        if len(value) > _LONG or depth == 0:
-            return _Same(value), len(value)
-        if isinstance(value, dict):
-            return kind, tuple((_frozen(key, 0), _frozen(entry, depth - 1)) for key, entry in value.items())
-        return kind, tuple(_frozen(entry, depth - 1) for entry in value)
-    state = _generator_state(value)
-    if state is not None:
-        return _Same(value), state
-    if depth and not isinstance(value, (nn.Module, type)) and hasattr(value, "__dict__"):
-        # A configuration object, most likely; what it refers to is followed no further.
-        return _Same(value), tuple((key, entry) for key, entry in vars(value).items() if type(entry) in _PLAIN)
-    return _Same(value)
-
-
-def _generator_state(value: Any) -> Any:
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if isinstance(value, torch.Generator):
-        return value.get_state().numpy().tobytes()
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.random.Generator):
-        return str(value.bit_generator.state)
-    return None
 
 
 class Restorer:
@@ -174,7 +132,7 @@ class Settings:
 
 
 def _plain_entries(value: Any) -> dict[str, Any]:
-    return {key: entry for key, entry in vars(value).items() if type(entry) in _PLAIN}
+    return {key: entry for key, entry in vars(value).items() if type(entry) in PLAIN}
 
 
 def _entries(container: Any) -> list[int]:
