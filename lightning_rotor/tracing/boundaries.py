@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 import operator
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate, count, pairwise
 from typing import Any
@@ -47,11 +47,17 @@ class Footprint:
         made_bytes: New storages in what it returns.
         saved_bytes: Storages that autograd saves for its backward, parameters and buffers not among them.
         storages: Sizes of the storages under what it returns, new or not, by a number for each.
+        pieces: Numbers of storages of which what it returns shows a part only.
+        saved: Numbers of the storages that autograd saves, as far as they are under values of the graph.
+        of_parameters: Whether what it returns shows parameters.
     """
 
     made_bytes: int
     saved_bytes: int
     storages: Mapping[int, int]
+    pieces: frozenset[int] = frozenset()
+    saved: frozenset[int] = frozenset()
+    of_parameters: bool = False
 
 
 def stages_of(
@@ -115,13 +121,14 @@ def footprints_of(
     values: dict[fx.Node, Any] = dict(zip(inputs, tensors, strict=True))
     # What somebody holds anyway.
     lasting = {address_of(tensor) for tensor in (*module.parameters(), *module.buffers(), *tracer.constants, *tensors)}
+    parameters = {address_of(parameter) for parameter in module.parameters()} - {0}
     numbers = count()
     numbered: dict[fx.Node, dict[int, int]] = {}  # by address, while the value is alive
     found: dict[fx.Node, Footprint] = {}
     for index, node in enumerate(body):
         reads = [used for used in node.all_input_nodes if used.op != "get_attr"]
         step = GraphSlice(reads, [node], node, root=module, owners=tracer.owners, constants=tracer.constants)
-        values[node], saved = _run_and_watch(step, packed([values[used] for used in reads]))
+        values[node], saved = run_and_watch(step, packed([values[used] for used in reads]))
         old = {address: number for used in reads for address, number in numbered.get(used, {}).items()}
         made = {
             address: size
@@ -129,10 +136,14 @@ def footprints_of(
             if address not in lasting
         }
         numbered[node] = {address: old[address] if address in old else next(numbers) for address in made}
+        shown = _shown_bytes(values[node])
         found[node] = Footprint(
             made_bytes=sum(size for address, size in made.items() if address not in old),
             saved_bytes=sum(size for address, size in saved.items() if address not in lasting),
             storages={numbered[node][address]: size for address, size in made.items()},
+            pieces=frozenset(numbered[node][address] for address, size in made.items() if shown[address] < size),
+            saved=frozenset(number for address, number in (old | numbered[node]).items() if address in saved),
+            of_parameters=not parameters.isdisjoint(shown),
         )
         for used in (*reads, node):
             if last_use.get(used, -1) <= index:
@@ -141,7 +152,15 @@ def footprints_of(
     return found
 
 
-def _run_and_watch(step: GraphSlice, value: Any) -> tuple[Any, dict[int, int]]:
+def _shown_bytes(value: Any) -> Counter[int]:
+    """Bytes of the tensors in a value, by address."""
+    shown: Counter[int] = Counter()
+    for tensor in tensors_in(value):
+        shown[address_of(tensor)] += tensor.nbytes
+    return shown
+
+
+def run_and_watch(step: GraphSlice, value: Any) -> tuple[Any, dict[int, int]]:
     """What an operation returns, and the storages that it saves, which are dropped."""
     saved: dict[int, int] = {}
     with saved_tensors_hooks(lambda tensor: saved.update(sizes_by_address([tensor])), _never_unpacked):
@@ -195,12 +214,33 @@ class _Lives:
         saving = [index for index, node in enumerate(self._body) if footprints[node].saved_bytes]
         held = [self._held_bytes(place, footprints) for place in range(len(self._body))]
         cuts = set(self.single_cuts())
+        saved: set[int] = set()
         for index, following in pairwise(saving):
-            places = [place for place in range(index + 1, following + 1) if self._is_possible(place)]
+            saved |= footprints[self._body[index]].saved
+            places = [
+                place
+                for place in range(index + 1, following + 1)
+                if self._is_possible(place) and not self._misleads(place, saved, footprints)
+            ]
             if places:
-                cuts.add(min(places, key=held.__getitem__))
+                # Where that is the same, copies in another layout belong to what is before them as well.
+                cuts.add(min(places, key=lambda place: (held[place], len(self._alive[place]), -place)))
         return thinned(
             sorted(cuts), [footprints[node].made_bytes + footprints[node].saved_bytes for node in self._body]
+        )
+
+    def _misleads(self, place: int, saved: Set[int], footprints: Mapping[fx.Node, Footprint]) -> bool:
+        """Whether the stages around a cut would look larger, each by itself, than they are together.
+
+        That is so where a part of something is carried along, the value in attention written by hand for instance: for its sake query and
+        key are held, too, which may have been saved before. And where a parameter is that was divided for a few operations: a copy of it
+        is a tensor like others. Code that carries a part past other modules means it (ShuffleNet).
+        """
+        around = {str(self._body[index].meta["module"]) for index in (place - 1, place)}
+        return any(
+            footprints[node].pieces & saved
+            or ((footprints[node].pieces or footprints[node].of_parameters) and around == {str(node.meta["module"])})
+            for node in self._values(place)
         )
 
     def _held_bytes(self, place: int, footprints: Mapping[fx.Node, Footprint]) -> int:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from traceback import extract_tb
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
@@ -19,9 +19,11 @@ from lightning_rotor.tensors import same_bits
 from lightning_rotor.tracing.boundaries import Footprint, footprints_of, stages_of
 from lightning_rotor.tracing.call import Call
 from lightning_rotor.tracing.guards import Guards
+from lightning_rotor.tracing.insight import has_composites, samples_of
 from lightning_rotor.tracing.places import Closures
 from lightning_rotor.tracing.recorder import Recorder
 from lightning_rotor.tracing.repeats import first_difference
+from lightning_rotor.tracing.samples import Samples
 from lightning_rotor.tracing.slices import GraphSlice
 from lightning_rotor.tracing.surroundings import is_users
 from lightning_rotor.tracing.tracer import Tracer, ambient
@@ -30,6 +32,7 @@ from lightning_rotor.tracing.watch import Restorer, Settings, Watch
 from lightning_rotor.undisturbed import kept_attributes, lent_buffers, undisturbed
 from lightning_rotor.wiring import packed
 
+_Seen = TypeVar("_Seen")
 _OPAQUE_INSTANCES = 2  # modules of one type that fail before the type counts as untraceable
 
 
@@ -138,6 +141,8 @@ def cut_recording(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
 
 def _cut(module: nn.Module, call: Call, make: type[Tracer | Recorder]) -> GraphCut:
     graph, tracer, opaque = _trace(module, call, make)
+    if isinstance(tracer, Tracer):
+        graph, tracer = _looked_inside(module, call, graph, tracer)
     names = dict(module.named_modules())
     inside = {submodule for leaf in tracer.calls.leaves for submodule in leaf.modules()}
     called = {str(node.target): names[str(node.target)] for node in graph.nodes if node.op == "call_module"}
@@ -160,11 +165,16 @@ def _footprints(
     module: nn.Module, call: Call, graph: fx.Graph, tracer: Tracer | Recorder
 ) -> dict[fx.Node, Footprint] | None:
     """What the operations of a graph make and save; None if the graph does not run, which its checks will find, too."""
+    return _tried(module, call, lambda tensors: footprints_of(module, graph, tracer, tensors))
+
+
+def _tried(module: nn.Module, call: Call, run: Callable[[list[torch.Tensor]], _Seen]) -> _Seen | None:
+    """What comes of a run on copies of the call's tensors, after which everything is as before; None if it fails."""
     states, restorer = GeneratorStates(), Restorer(module.modules())
     tensors = [tensor.detach().clone().requires_grad_(tensor.requires_grad).view_as(tensor) for tensor in call.tensors]
     try:
         with _lent(module, call), kept_attributes(Stage("", (module,))):
-            return footprints_of(module, graph, tracer, tensors)
+            return run(tensors)
     except torch.OutOfMemoryError:
         raise
     except Exception:
@@ -174,9 +184,28 @@ def _footprints(
         states.restore()
 
 
+def _looked_inside(module: nn.Module, call: Call, graph: fx.Graph, tracer: Tracer) -> tuple[fx.Graph, Tracer]:
+    """A trace that goes through the code of operations that save several tensors, as far as that can be traced."""
+    if not has_composites(module, graph):
+        return graph, tracer
+    samples = _tried(module, call, lambda tensors: samples_of(module, graph, tracer, tensors))
+    while samples is not None and any(sample is not None for sample in samples):
+        deeper = tracer.again(Samples(samples))
+        attempt = _attempt(module, call, deeper)
+        if attempt.graph is not None:
+            return attempt.graph, deeper
+        failed = deeper.failed
+        if failed is None:
+            break
+        samples[failed] = None
+    return graph, tracer
+
+
 def _key(call: Call, way: str) -> Any:
     # Code may ask whether autocast is on. Hooks on saved tensors are nobody's business but autograd's.
-    return call.key, call.firsts, ambient()[:-1], call.signature if way == "recording" else None
+    # What a graph computes with is as long as it is, but code inside of it has asked for the types and the dimensions.
+    kinds = tuple((tensor.dim(), tensor.dtype, tensor.device) for tensor in call.tensors)
+    return call.key, call.firsts, ambient()[:-1], call.signature if way == "recording" else kinds
 
 
 # -------------------------------------------------------------------- tracing

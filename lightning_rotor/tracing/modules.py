@@ -28,6 +28,8 @@ class ModuleCalls:
 
     Attributes:
         modules: The submodules by path, the root included.
+        root: The module.
+        opaque: What is not traced through: modules, and types.
         leaves: Modules that became one operation.
         culprit: The innermost module whose forward could not be traced.
     """
@@ -36,8 +38,8 @@ class ModuleCalls:
         self.modules = dict(root.named_modules())
         self.leaves: set[nn.Module] = set()
         self.culprit: nn.Module | None = None
-        self._opaque = opaque
-        self._opaque_types = opaque_types
+        self.root = root
+        self.opaque = opaque, opaque_types
         self._paths: dict[nn.Module, str] = {module: path for path, module in self.modules.items()}
         self._running = [""]
 
@@ -51,7 +53,8 @@ class ModuleCalls:
 
     def is_opaque(self, module: nn.Module) -> bool:
         """Whether a module was found to be untraceable, or calling it does more than its code says."""
-        return module in self._opaque or type(module) in self._opaque_types or hides_code(module)
+        opaque, opaque_types = self.opaque
+        return module in opaque or type(module) in opaque_types or hides_code(module)
 
     def path_of(self, module: nn.Module) -> str:
         """Where a module is that is called.

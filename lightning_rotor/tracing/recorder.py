@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.tensors import tensors_in
 from lightning_rotor.tracing.call import Call
+from lightning_rotor.tracing.composites import FUNCTIONS, body_of, is_attention
 from lightning_rotor.tracing.guards import Guards, ancestors, appearance_of, require_as_recorded
 from lightning_rotor.tracing.modules import BLOCKS, ModuleCalls, UntraceableError, hides_code, is_torchs_module
 from lightning_rotor.tracing.operations import METADATA, REFUSED, is_assignment, is_torchs, name_of, spell
@@ -158,7 +159,9 @@ class Recorder:
             return output
 
     def _is_leaf(self, module: nn.Module) -> bool:
-        return self.calls.is_opaque(module) or (is_torchs_module(module) and type(module) not in _CONTAINERS)
+        if self.calls.is_opaque(module):
+            return True
+        return is_torchs_module(module) and type(module) not in _CONTAINERS and not is_attention(module)
 
     def _run_leaf(
         self, path: str, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -189,6 +192,9 @@ class Recorder:
             raise UntraceableError(f"it draws random numbers from a torch.Generator of its own ({name})")
         if kwargs.get("out") is not None:
             raise UntraceableError(f"it gives {name} a tensor to write to (out=)")
+        if function in FUNCTIONS:
+            with self._mode:
+                return body_of(function)(*args, **kwargs)
         kind, target, positional = spell(function, args)
         own_code = "" if is_torchs(function) else f"{name}, which is not torch's own"
         return self._operate(

@@ -13,13 +13,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
+from torch.utils._pytree import tree_map_only
 
 from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.tracing.call import Call
+from lightning_rotor.tracing.composites import body_of, is_attention, is_composite
 from lightning_rotor.tracing.kinds import IS_TENSOR, is_tensor, truthful_isinstance
 from lightning_rotor.tracing.modules import BLOCKS, ModuleCalls, UntraceableError, tensor_slots
 from lightning_rotor.tracing.places import Closures
+from lightning_rotor.tracing.samples import Known, Samples
 from lightning_rotor.tracing.surroundings import Surroundings
 
 CONSTANT = "_lightning_rotor_constant_"
@@ -52,6 +56,31 @@ for _function in IN_PLACE:
     setattr(_Value, f"__{_function.__name__}__", _in_place(_function))
 
 
+class _Sampled(_Value):
+    """A value inside of a composite operation, where it is known what it looks like."""
+
+    tracer: Tracer
+
+    def __getattr__(self, name: str) -> Any:
+        return self.tracer.look(self.node, name) if name in _TYPES else super().__getattr__(name)
+
+    def __int__(self) -> int:
+        return int(self.tracer.decide(self.node))
+
+    def __index__(self) -> int:
+        return operator.index(self.tracer.decide(self.node))
+
+    def __float__(self) -> float:
+        return float(self.tracer.decide(self.node))
+
+    def __len__(self) -> int:
+        return len(self.tracer.decide(self.node))
+
+
+# What some functions want as it is.
+_TYPES = ("dtype", "device", "layout")
+
+
 class Tracer(fx.Tracer):
     """Traces one call of a module.
 
@@ -60,17 +89,34 @@ class Tracer(fx.Tracer):
         owners: For each name of a ``get_attr`` node, the module that has the tensor and its name there.
         calls: Which modules became one operation, and which one's forward could not be traced.
         surroundings: What the code read outside of modules.
+
+    Args:
+        root: The module.
+        call: Its arguments.
+        opaque: Modules whose code was found to be untraceable.
+        opaque_types: Types of which the same is taken for granted.
+        samples: Arguments of the composite operations that are traced through; without it they are one operation each.
     """
 
     proxy_buffer_attributes = True
 
     def __init__(
-        self, root: nn.Module, call: Call, opaque: set[nn.Module], opaque_types: set[type], *, closures: Closures
+        self,
+        root: nn.Module,
+        call: Call,
+        opaque: set[nn.Module],
+        opaque_types: set[type],
+        samples: Samples | None = None,
+        *,
+        closures: Closures,
     ) -> None:
         super().__init__()
         self.constants: list[torch.Tensor] = []
         self.calls = ModuleCalls(root, opaque, opaque_types)
+        self._samples = samples
+        self._known: Known | None = None
         self._call = call
+        self._closures = closures
         self.owners, named = tensor_slots(root)
         self._tensor_names = {address: name for address, (_, name) in named.items()}
         self._examples = {name: tensor for tensor, name in named.values()}
@@ -86,7 +132,10 @@ class Tracer(fx.Tracer):
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """A value of the graph."""
-        return _Value(node, self)
+        if self._known is None:
+            return _Value(node, self)
+        self._known.add(node)
+        return _Sampled(node, self)
 
     def create_args_for_root(
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
@@ -115,6 +164,8 @@ class Tracer(fx.Tracer):
         path = self.calls.path_of(m)
         with self.calls.inside(m):
             if self.is_leaf_module(m, path):
+                if is_attention(m) and self._goes_inside():
+                    return self._inside(forward, args, kwargs)
                 self.calls.leaves.add(m)
                 return self.create_proxy("call_module", path, args, kwargs)
             before = GeneratorStates()
@@ -122,6 +173,15 @@ class Tracer(fx.Tracer):
             if not before.equals(GeneratorStates()):
                 raise UntraceableError("it draws random numbers that do not depend on its input")
             return output
+
+    def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **options: Any) -> fx.Proxy:
+        """Record an operation, or go through its code."""
+        if kind == "call_function" and is_composite(target):
+            if self._known is not None:
+                return body_of(target)(*args, **kwargs)  # type: ignore[no-any-return]
+            if self._goes_inside():
+                return self._inside(body_of(target), args, kwargs)  # type: ignore[no-any-return]
+        return super().create_proxy(kind, target, args, kwargs, *rest, **options)
 
     def create_node(
         self,
@@ -141,6 +201,63 @@ class Tracer(fx.Tracer):
         node.meta["module"] = self.calls.path
         node.meta[IS_TENSOR] = is_tensor(node, self.calls.modules)
         return node
+
+    # ---------------------------------------------------------------- inside of composite operations
+
+    def again(self, samples: Samples) -> Tracer:
+        """A tracer for the same call that goes through the code of composite operations."""
+        return Tracer(self.calls.root, self._call, *self.calls.opaque, samples, closures=self._closures)
+
+    @property
+    def failed(self) -> int | None:
+        """Which composite operation could not be traced through."""
+        return self._samples.failed if self._samples is not None else None
+
+    def _goes_inside(self) -> bool:
+        return self._known is None and self._samples is not None and self._samples.next_is_given()
+
+    def _inside(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert self._samples is not None
+        with self._samples.taken() as sample:
+            self._known = Known(sample, (args, kwargs), self._tensor)
+            sampled: dict[int, _Sampled] = {}  # the same object where it was the same
+            try:
+                args, kwargs = tree_map_only(
+                    fx.Proxy, lambda value: sampled.setdefault(id(value), _Sampled(value.node, self)), (args, kwargs)
+                )
+                output = function(*args, **kwargs)
+                self._known.erase_unused(self.graph, output)
+                return output
+            finally:
+                self._known = None
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        if name.startswith(CONSTANT):
+            return self.constants[int(name[len(CONSTANT) :])]
+        owner, key = self.owners[name]
+        tensor: torch.Tensor = {**owner.__dict__, **owner._buffers, **owner._parameters}[key]
+        return tensor
+
+    def decide(self, node: fx.Node) -> Any:
+        """What the code is about to depend on, from the sample; if it is about sizes, the graph will see that it still is so."""
+        if self._known is None or node not in self._known:
+            raise fx.proxy.TraceError("symbolically traced variables cannot be used as inputs to control flow")
+        value = self._known[node]
+        if self._known.is_of_sizes(node):
+            same = self.create_proxy("call_function", operator.eq, (fx.Proxy(node, self), value), {})
+            message = f"this call was traced for {node.name} = {value}, which depends on the sizes of its inputs"
+            self.create_proxy("call_function", torch._assert, (same, message), {})
+        return value
+
+    def look(self, node: fx.Node, name: str) -> Any:
+        """A type, from the sample."""
+        if self._known is None or node not in self._known:
+            raise fx.proxy.TraceError(f"the {name} of a value decides outside of the operation that made it")
+        return getattr(self._known[node], name)
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        """Take a decision, where it is known what a value looks like."""
+        return bool(self.decide(obj.node))
 
     def create_arg(self, a: Any) -> Any:
         """What an operation reads: for tensors that are no values of the graph, by name."""
@@ -163,9 +280,10 @@ class Tracer(fx.Tracer):
         name = self._tensor_names.get(id(attr_val)) if isinstance(attr_val, torch.Tensor) else None
         if name is None:
             return attr_val
-        if name not in parameter_proxy_cache:
-            parameter_proxy_cache[name] = self.create_proxy("get_attr", name, (), {})
-        return parameter_proxy_cache[name]
+        key = name if self._known is None else f"{name} {id(self._known)}"
+        if key not in parameter_proxy_cache:
+            parameter_proxy_cache[key] = self.create_proxy("get_attr", name, (), {})
+        return parameter_proxy_cache[key]
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         """Parameters and buffers are values of the graph, read anew by every stage."""
@@ -252,6 +370,19 @@ def _patched() -> Iterator[None]:
                     return  # ``self.count += 1``: the operation is recorded, and the object stays the same
         original_setattr(self, name, value)
 
+    # Asks with isinstance whether a mask is a tensor, and then for its type.
+    original_dtype = getattr(F, "_none_or_dtype", None)
+
+    def dtype_of(value: Any) -> Any:
+        return value.dtype if isinstance(value, fx.Proxy) or original_dtype is None else original_dtype(value)
+
+    original_check = torch._check_with
+
+    def check_with(error: Any, condition: Any, message: Any = None) -> None:
+        original_check(error, bool(condition), message)  # type: ignore[no-untyped-call]
+
+    torch._check_with = check_with
+    F._none_or_dtype = dtype_of  # type: ignore[attr-defined]
     function.apply = classmethod(apply)
     nn.Module.__setattr__ = assign  # type: ignore[method-assign]
     if functorch is not None:
@@ -259,6 +390,11 @@ def _patched() -> Iterator[None]:
     try:
         yield
     finally:
+        torch._check_with = original_check
+        if original_dtype is not None:
+            F._none_or_dtype = original_dtype  # type: ignore[attr-defined]
+        else:
+            del F._none_or_dtype  # type: ignore[attr-defined]
         function.apply = original_apply
         nn.Module.__setattr__ = original_setattr  # type: ignore[method-assign]
         if functorch is not None:
