@@ -71,7 +71,7 @@ class Option:
     All sizes are integers of bytes, all durations seconds.
 
     Attributes:
-        name: ``"keep"`` saves what autograd saves.
+        name: ``"keep"`` saves what autograd saves; ``"budget 0.3"`` is a compiled stage under another activation memory budget.
         saved_bytes: Storages that stay alive for the backward: not the stage's input or output, not parameters or buffers.
         saved_input_bytes: The part of the input boundary that autograd saves (0 for Dropout, all of it for Linear).
         saved_output_bytes: The part of the output boundary that autograd saves (all of it for Tanh).
@@ -93,6 +93,7 @@ class Option:
             the module's own, at no cost; a recomputation works on copies, which stay until the backward.
         accumulating: Peaks of the backward where parameters already have gradients, so that each new one is added to its own and freed at
             once. None if they are those of a backward whose gradients pile up.
+        discard_peak_bytes: Peak of the forward whose saved tensors are dropped, output included. None if it is the stage's.
     """
 
     name: str
@@ -115,6 +116,7 @@ class Option:
     saved_skips: tuple[int, ...] = ()
     saved_state_bytes: int = 0
     accumulating: BackwardPeaks | None = None
+    discard_peak_bytes: int | None = None
 
     def __post_init__(self) -> None:
         _check_costs(self)
@@ -172,7 +174,7 @@ class StageCost:
     Attributes:
         name: Where the stage is in the user's model, such as ``"layer1.0"``.
         output_bytes: Storage of the stage's link: of its output, what the next stage alone reads. For the last stage, what it makes anew.
-        discard_peak_bytes: Peak of the forward whose saved tensors are dropped, output included.
+        discard_peak_bytes: Peak of the forward whose saved tensors are dropped, output included; the largest of any option.
         discard_seconds: Duration of that forward.
         pinned_bytes: What stays allocated after that forward besides the output, because the stage's graph holds it in a way that no
             checkpoint can drop (a tensor stored on an autograd context).
@@ -196,11 +198,21 @@ class StageCost:
         _check_costs(self)
         if not self.options:
             raise ScheduleError(f"stage {self.name!r} has no option: expected at least one way to keep it")
+        for option in self.options:
+            if self.discard_peak_of(option) > self.discard_peak_bytes:
+                raise ScheduleError(
+                    f"stage {self.name!r}: discard_peak_bytes of option {option.name!r} is {option.discard_peak_bytes}, "
+                    f"expected at most the stage's own {self.discard_peak_bytes}"
+                )
 
     @property
     def keep(self) -> Option:
         """The option that saves what plain autograd saves."""
         return self.options[0]
+
+    def discard_peak_of(self, option: Option) -> int:
+        """Peak of the forward whose saved tensors are dropped, under an option."""
+        return self.discard_peak_bytes if option.discard_peak_bytes is None else option.discard_peak_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +286,8 @@ def _check_costs(costs: Option | StageCost) -> None:
     """Sizes are whole, non-negative bytes; durations are finite and not negative."""
     for field in fields(costs):
         value = getattr(costs, field.name)
+        if value is None and field.default is None:
+            continue
         if field.name.endswith(("_bytes", "_tensors")) and (not isinstance(value, int) or value < 0):
             raise ScheduleError(
                 f"{type(costs).__name__} {costs.name!r}: {field.name} is {value!r}, expected a whole number that is not negative"

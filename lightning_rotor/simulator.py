@@ -209,7 +209,7 @@ class _Simulator:
             match item:
                 case Leaf(stage):
                     cost = self._chain.stages[stage]
-                    level = self._touch(stage, cost.discard_peak_bytes)
+                    level = self._touch(stage, cost.discard_peak_of(self._option(item)))
                     self._hold(stage + 1)
                     running |= self._hold_made(stage)
                     self._add(cost.pinned_bytes if phase == "forward" else 0)

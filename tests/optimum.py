@@ -16,7 +16,7 @@ and these operations change it, with the bytes and seconds of :mod:`lightning_ro
     ================  ========================  ========================  =====================================
     record i, option  boundary i                set of i, boundary i + 1  ``forward_peak_bytes``
     replay i, option  boundary i                set of i                  ``replay_peak_bytes``
-    discard i         boundary i                boundary i + 1            ``discard_peak_bytes``
+    discard i         boundary i                boundary i + 1            ``discard_peak_bytes``, the least of any option
     drop              a set or a boundary       the rest                  nothing, nothing
     begin l, option   progress                  ``unpack_bytes``          ``unpack_peak_bytes``, nothing
     finish l          begun, set of l           gradients                 ``backward…_peak_bytes`` by who holds l
@@ -87,7 +87,7 @@ class Optimum:
         every = (slice(None),) * stage
         ready = space.where(held=stage)
         seconds = np.full(space.shape, math.inf)
-        runs = [(0, cost.discard_peak_bytes, cost.discard_seconds)]
+        runs = [(0, min(map(cost.discard_peak_of, cost.options)), cost.discard_seconds)]
         for digit, option in space.recordings(stage):
             runs.append((digit, option.forward_peak_bytes, option.forward_seconds))
         for digit, peak, duration in runs:
@@ -205,7 +205,8 @@ class _Space:
         runs = []
         if inside:
             source, target = self._between(stage, {self._axis(stage + 1): (0, 1)})
-            runs.append((source, target, _allowed(room[source], cost.discard_peak_bytes, cost.discard_seconds)))
+            peak = min(map(cost.discard_peak_of, cost.options))
+            runs.append((source, target, _allowed(room[source], peak, cost.discard_seconds)))
         for digit, option in enumerate(self._options[stage], 1):
             source, target = self._between(stage, {stage: (0, digit)})
             runs.append((source, target, _allowed(room[source], option.replay_peak_bytes, option.replay_seconds)))

@@ -75,6 +75,7 @@ def with_skips(rng: random.Random, chain: Chain) -> Chain:
                 saved_tensors=max(option.saved_tensors, len(saved)),
                 forward_peak_bytes=option.forward_peak_bytes + made,
                 replay_peak_bytes=option.replay_peak_bytes + made,
+                discard_peak_bytes=stage.discard_peak_of(option) + made,
                 unpack_bytes=option.unpack_bytes + more,
                 **{name: getattr(option, name) + more for name in _BACKWARD_PEAKS},
                 accumulating=BackwardPeaks(
@@ -217,5 +218,6 @@ def _selective(rng: random.Random, index: int, before: int, shape: dict[str, int
         **{
             **{name: getattr(option, name) for name in option.__slots__},
             "backward_seconds": keep.backward_seconds + slower,
+            "discard_peak_bytes": shape["output"] if index % 3 else None,
         }
     )

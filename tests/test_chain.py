@@ -73,6 +73,14 @@ def test_sizes_of_a_stage_are_whole_and_not_negative(name: str) -> None:
         replace(CHAIN.stages[0], **{name: -1})
 
 
+def test_no_option_discards_at_a_larger_peak_than_the_stage() -> None:
+    stage = CHAIN.stages[0]
+    larger = replace(stage.keep, discard_peak_bytes=stage.discard_peak_bytes + 1)
+    message = f"option .keep. is .*, expected at most the stage.s own {stage.discard_peak_bytes}"
+    with pytest.raises(ScheduleError, match=message):
+        replace(stage, options=(larger,))
+
+
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
 def test_durations_are_finite_and_not_negative(value: float) -> None:
     with pytest.raises(ScheduleError, match=r"forward_seconds is .*, expected a finite duration that is not negative"):

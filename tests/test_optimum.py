@@ -194,7 +194,7 @@ class _Search:
         if first:
             ran = replace(ran, forwards=stage + 1, backward=stage if stage == len(self.chain) - 1 else -1)
         ran = replace(ran, boundaries=ran.boundaries - {len(self.chain)})
-        if room >= cost.discard_peak_bytes:
+        if room >= min(map(cost.discard_peak_of, cost.options)):
             yield cost.discard_seconds, ran
         for number, option in enumerate(cost.options):
             sets = self.with_set(state, stage, number if option.saved_tensors else -1)

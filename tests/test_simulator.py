@@ -181,6 +181,13 @@ def test_pinned_bytes_stay_to_the_end_of_the_step() -> None:
     assert simulate(chain_of(pins, STAGE), Schedule.parse("(0) 1")).events[-1].after_bytes == 25
 
 
+def test_a_discarded_forward_peaks_as_the_leafs_option_does() -> None:
+    small = replace(KEEP, name="small", discard_peak_bytes=12)
+    chain = chain_of(replace(STAGE, options=(KEEP, small)), STAGE)
+    peaks = [simulate(chain, Schedule.parse(text)).events[0].peak_bytes for text in ("(0) 1", "(0:1) 1")]
+    assert peaks == [20, 12]
+
+
 def test_segment_that_draws_remembers_the_generators_and_sets_them_aside() -> None:
     draws = replace(STAGE, draws_random=True)
     plain = simulate(THREE, Schedule.parse("(0-1) 2"))

@@ -87,7 +87,7 @@ def least_stages(
     for index, stage in enumerate(chain):
         room = budget_bytes - alive - sum(gradients[index + 1 :]) - _passing_gradients(chain, index)
         before = lingering_bytes + sum(each.pinned_bytes for each in chain.stages[:index])
-        peak = min(stage.discard_peak_bytes, *(option.forward_peak_bytes for option in stage.options))
+        peak = min(min(stage.discard_peak_of(option), option.forward_peak_bytes) for option in stage.options)
         first = min(stage.discard_seconds, *(option.forward_seconds for option in stage.options))
         stages.append(
             LeastStage(

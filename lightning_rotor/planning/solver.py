@@ -294,6 +294,6 @@ def _sizes(chain: Chain) -> list[int]:
     for stage in chain:
         sizes += [getattr(stage, size.name) for size in fields(StageCost) if size.name.endswith("_bytes")]
         for option in stage.options:
-            sizes += [getattr(option, size.name) for size in fields(Option) if size.name.endswith("_bytes")]
+            sizes += [getattr(option, size.name) or 0 for size in fields(Option) if size.name.endswith("_bytes")]
             sizes += astuple(option.backward_peaks(gradients_exist=True))
     return sizes
