@@ -11,15 +11,15 @@ from lightning_rotor.sequential import Stage
 _AUTOCAST_DEVICES = ("cuda", "cpu")
 
 
-def run_stage(stage: Stage, value: Any) -> Any:
-    """Run a stage as the option ``keep`` does: plainly.
+def run_stage(stage: Stage, value: Any, option: int = 0) -> Any:
+    """Run a stage under one of its options: plainly under the first one, ``keep``, and else its variant.
 
     Autocast caches every weight that it casts until its context ends. That would pin a second copy of all weights during the
     forward, and let a recomputation save other tensors than the first pass did, so the cache lives for one stage only. A weight that
     is used twice within a stage is still cast once, as without this package.
     """
     try:
-        return stage(value)
+        return stage.variants[option - 1](value) if option else stage(value)
     finally:
         if torch.is_autocast_cache_enabled() and autocast_enabled():
             torch.clear_autocast_cache()

@@ -19,6 +19,7 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.nn.parameter import UninitializedParameter
 
+from lightning_rotor.compiled import CompiledModules
 from lightning_rotor.cutting import WAYS, SequentialCut, check_module, sequentialize
 from lightning_rotor.errors import (
     BudgetError,
@@ -134,6 +135,7 @@ class PlannedForward:
         self._prepared: OrderedDict[Any, _Prepared] = OrderedDict()
         self._cuts: list[SequentialCut | GraphCut] = []
         self._cuts_made = 0
+        self._compiled = CompiledModules()
         self._submodules: tuple[nn.Module, ...] | None = None
         self._stock: tuple[bool, ...] = ()
         self._parameters: tuple[nn.Parameter, ...] = ()
@@ -365,7 +367,7 @@ class PlannedForward:
         if self._on_measure is not None:
             self._on_measure()
         with MeasuringProgress(enabled=self._show_progress) as progress:
-            profile = profile_chain(cut.stages, value, progress=progress)
+            profile = profile_chain(cut.stages, value, progress=progress, compiled=self._compiled)
         self._remember(self._signature(cut, value), _Prepared(profile))
         return profile
 

@@ -5,7 +5,7 @@ Stages share the user's own modules and parameters: nothing is copied, renamed o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,11 +29,13 @@ class Stage:
         name: Where it is in the user's model: ``"layer1.0"``, or ``"conv1 … relu"`` for a run of modules that were merged.
         modules: The user's own modules, or slices of a graph that call them.
         wiring: Which values each module takes and makes. By default a single module makes value 1 of value 0.
+        variants: Other ways to compute the same, one for each of its options but the first.
     """
 
     name: str
     modules: tuple[nn.Module, ...]
     wiring: Wiring = field(default_factory=lambda: Wiring.of([Wire((0,), (1,))], (1,)))
+    variants: tuple[Callable[[Any], Any], ...] = ()
 
     def __call__(self, value: Any) -> Any:
         """Run the stage.

@@ -93,8 +93,8 @@ class Executor:
 
     def _run_item(self, items: tuple[Item, ...], index: int, value: Any) -> Any:
         match items[index]:
-            case Leaf(stage):
-                return run_stage(self._stages[stage], value)
+            case Leaf(stage, option):
+                return run_stage(self._stages[stage], value, option)
             case Segment() as segment:
                 return self._run_segment(segment, value)
 

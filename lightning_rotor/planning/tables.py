@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from lightning_rotor.chain import Chain, Option
-from lightning_rotor.schedule import Item, Leaf, Schedule, Segment, leaves, segments_in
+from lightning_rotor.schedule import Item, Leaf, Schedule, leaves, segments_in
 from lightning_rotor.simulator import Simulation, simulate
 from lightning_rotor.units import format_bytes, format_seconds
 
@@ -167,24 +168,19 @@ def _rows(plan: Plan) -> list[_Row]:
     for event in plan.simulation.events:
         seconds[event.stage] += event.seconds if event.phase == "recompute" else 0.0
     rows: list[_Row] = []
-    for _, group in groupby(plan.schedule.items, key=_kind):
+    for treatment, group in groupby(plan.schedule.items, key=partial(_treatment, plan.chain)):
         items = list(group)
         # Segments hold their inputs one by one, so each of them is worth a row.
         for run in [items] if isinstance(items[0], Leaf) else [[item] for item in items]:
             first, last = run[0].first, run[-1].last
             span = slice(first, last + 1)
-            rows.append(_Row(first, last, _treatment(run), sum(held[span]), sum(seconds[span])))
+            rows.append(_Row(first, last, treatment, sum(held[span]), sum(seconds[span])))
     return rows
 
 
-def _kind(item: Item) -> tuple[bool, int]:
-    return isinstance(item, Segment), item.option if isinstance(item, Leaf) else 0
-
-
-def _treatment(run: Sequence[Item]) -> str:
-    item = run[0]
+def _treatment(chain: Chain, item: Item) -> str:
     if isinstance(item, Leaf):
-        return f"keep, option {item.option}" if item.option else "keep"
+        return f"keep, {_option(chain, item).name}" if item.option else "keep"
     nested = sum(1 for _ in segments_in(item.items))
     return "recompute" + (f", {nested} nested" if nested else "")
 

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import torch
 
 from lightning_rotor.chain import Chain, Skip, StageCost
+from lightning_rotor.compiled import CompiledModules
 from lightning_rotor.errors import RotorWarning
 from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.options import autocast_enabled, run_stage
@@ -27,6 +28,7 @@ from lightning_rotor.profiling.gradients import SkipGradient
 from lightning_rotor.profiling.meters import Meter, meter_for
 from lightning_rotor.profiling.stages import StageMeasurement, StageProfiler
 from lightning_rotor.profiling.storages import UnmeasuredSkip, merged, scout
+from lightning_rotor.profiling.variants import VariantsMeasurement, measure
 from lightning_rotor.recomputation import recomputed
 from lightning_rotor.sequential import HOOKS, Stage, is_plain_stock, wiring_of
 from lightning_rotor.state import SegmentState, Statistic, state_of
@@ -63,6 +65,7 @@ def profile_chain(
     repeats: int = 3,
     meter: Meter | None = None,
     progress: Progress | None = None,
+    compiled: CompiledModules | None = None,
 ) -> Profile:
     """Measure bytes and seconds of every stage.
 
@@ -73,6 +76,7 @@ def profile_chain(
         repeats: Timed runs of each stage; the median counts.
         meter: Measures; by default the one of the sample's device.
         progress: Called with the number of stages done and their total.
+        compiled: Compiles stages that the user compiled under other activation memory budgets; given again, it knows those of earlier calls.
     Returns:
         The chain, for the mode, autocast context and shapes of this moment.
     Raises:
@@ -82,7 +86,7 @@ def profile_chain(
         RotorWarning: A stage gives other bits when it runs again, or pins memory that no checkpoint can free.
     """
     device = tensors_in(sample)[0].device
-    meter = meter or meter_for(device)
+    meter, compiled = meter or meter_for(device), compiled or CompiledModules()
     with undisturbed(device):
         reads = wiring_of(stages).wire.reads
         inputs = {number: Boundary.of(value) for number, value in zip(reads, unpacked(sample, len(reads)), strict=True)}
@@ -93,7 +97,8 @@ def profile_chain(
         traits: list[dict[str, Any]] = []
         states: list[SegmentState] = []
         scratch: dict[tuple[torch.nn.Module, str], Statistic] = {}
-        known: dict[Any, StageMeasurement] = {}
+        known: dict[Any, VariantsMeasurement] = {}
+        running: list[Stage] = []
         measured: list[tuple[StageEnds, StageMeasurement]] = []
         values = dict(inputs)
         for number, (stage, group) in enumerate(zip(together, seen.groups, strict=True)):
@@ -106,13 +111,21 @@ def profile_chain(
                 draws_random = any(seen.draws_random[index] for index in group) or may_draw(stage)
                 recomputable = passed.same_bits and not (number == 0 and seen.changes_input)
                 remembered = states[-1].remembered
-                key = (_identity(stage), boundary.signature, ends.signature, last, recomputable, len(remembered))
+                key = (
+                    _identity(stage, compiled),
+                    boundary.signature,
+                    ends.signature,
+                    last,
+                    recomputable,
+                    len(remembered),
+                )
                 if key not in known:
                     generators = GeneratorStates(device) if draws_random else None
                     profiler = StageProfiler(stage, boundary, ends, meter, last, repeats, remembered, generators)
                     with lent_buffers(stage):
-                        known[key] = profiler.measure(recomputable=recomputable)
-            measured.append((ends, known[key]))
+                        known[key] = measure(profiler, compiled, recomputable=recomputable)
+            measured.append((ends, known[key].stage))
+            running.append(compiled.with_variants(stage, known[key].names))
             traits.append({"draws_random": draws_random, "state_bytes": states[-1].remembered_bytes})
             values.update(zip(stage.writes, passed.outputs, strict=True))
             for dead in wiring.dead[number]:
@@ -134,7 +147,7 @@ def profile_chain(
             device=str(device),
             skips=skips,
         )
-    return Profile(chain, together, tuple(states))
+    return Profile(chain, tuple(running), tuple(states))
 
 
 def _measured(
@@ -237,7 +250,7 @@ _DRAWING = (
 # -------------------------------------------------------------------- equal stages, overhead, warnings
 
 
-def _identity(stage: Stage) -> tuple[Any, ...]:
+def _identity(stage: Stage, compiled: CompiledModules) -> tuple[Any, ...]:
     """Equal for stages that cost the same: same classes, settings, parameter shapes and hooks.
 
     Attributes that are no plain values (functions, objects) count by identity, so that unlike stages never look alike.
@@ -261,7 +274,10 @@ def _identity(stage: Stage) -> tuple[Any, ...]:
     for name, module in stage.submodules():
         if isinstance(module, GraphSlice):
             continue
-        attributes = {key: plain(value) for key, value in module.__dict__.items() if key not in _STRUCTURE}
+        compiler, told = compiled.identity(module)
+        attributes = {
+            key: plain(value) for key, value in module.__dict__.items() if key not in _STRUCTURE and key not in told
+        }
         hooks = [tuple(map(id, getattr(module, key).values())) for key in HOOKS]
         tensors = [
             (key, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
@@ -272,6 +288,7 @@ def _identity(stage: Stage) -> tuple[Any, ...]:
             (
                 name,
                 type(module),
+                compiler,
                 tuple(sorted(attributes.items(), key=lambda entry: entry[0])),
                 tuple(hooks),
                 tuple(tensors),

@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_rotor.chain import Option, StageCost
+from lightning_rotor.compiled import is_compiled
 from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.options import run_stage
 from lightning_rotor.profiling.boundary import Boundary
@@ -100,6 +101,7 @@ class StageProfiler:
         generators: If the stage may draw random numbers: where every run starts, so that all runs take the same course.
         gradients_apart: Gradients that later readers of a skip leave are slices, to which nothing can be added in place.
         gradients_exist: Parameters' gradients are given up as soon as they are there, as where autograd adds them to existing ones.
+        option: Which of the stage's options runs.
     """
 
     stage: Stage
@@ -112,6 +114,7 @@ class StageProfiler:
     generators: GeneratorStates | None = None
     gradients_apart: bool = False
     gradients_exist: bool = False
+    option: int = 0
 
     def measure(self, *, recomputable: bool) -> StageMeasurement:
         """Bytes and seconds of the stage.
@@ -119,7 +122,8 @@ class StageProfiler:
         Args:
             recomputable: Whether it may be in a segment; otherwise it is never run as one.
         """
-        if self.meter.needs_warm_up:
+        # A compiler may put the backward off until it is asked for.
+        if self.meter.needs_warm_up or any(is_compiled(module) for _, module in self.stage.submodules()):
             self._keep_run(hold_input=False, hold_output=False)
         seconds = self._seconds()
         cost, gradients = self._both_costs(seconds, recomputable=recomputable)
@@ -183,7 +187,7 @@ class StageProfiler:
         in_backward = False  # a stage may differentiate in its own forward
         saved: set[int] = set()
         buffers = [buffer for module in self.remembered for buffer in module._buffers.values() if buffer is not None]
-        self._rewind()
+        self.rewind()
         with self.meter.recording() as recording:
 
             def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -204,7 +208,7 @@ class StageProfiler:
             lasting = self.ends.lasting(tree_flatten(value)[0])
             recording.mark("forward")
             with saved_tensors_hooks(pack, unpack):
-                output = run_stage(self.stage, value)
+                output = self._run(value)
             saved_skips = self._saved_skips(value, output, saved)
             recording.mark("root")
             backward = self._backward(value, output)
@@ -246,6 +250,9 @@ class StageProfiler:
             skip_gradients=gradients.of_skips,
         )
 
+    def _run(self, value: Any) -> Any:
+        return run_stage(self.stage, value, self.option)
+
     def _saved_skips(self, value: Any, output: Any, saved: set[int]) -> tuple[int, ...]:
         """Places of the skips among the saved storages."""
         leaves = (*tree_flatten(value)[0], *tree_flatten(output)[0])
@@ -258,12 +265,13 @@ class StageProfiler:
             self.stage, self.ends, value, output, apart=self.gradients_apart, gradients_exist=self.gradients_exist
         )
 
-    def _rewind(self) -> None:
+    def rewind(self) -> None:
+        """Set the generators to where every run starts."""
         if self.generators is not None:
             self.generators.restore()
 
     def _segment_run(self) -> _SegmentRun:
-        self._rewind()
+        self.rewind()
         with self.meter.recording() as recording:
             calls = 0
 
@@ -271,11 +279,11 @@ class StageProfiler:
                 nonlocal calls
                 calls += 1
                 if calls == 1:
-                    return run_stage(self.stage, tree_unflatten(inputs, spec))
-                self._rewind()
+                    return self._run(tree_unflatten(inputs, spec))
+                self.rewind()
                 recording.mark("recompute")
                 try:
-                    return run_stage(self.stage, tree_unflatten(inputs, spec))
+                    return self._run(tree_unflatten(inputs, spec))
                 finally:
                     recording.mark("recomputed")
 
@@ -308,7 +316,7 @@ class StageProfiler:
         while len(forward) < self.repeats and sum(forward) + sum(backward) < _ENOUGH_SECONDS:
             value = self.boundary.fresh()
             start = self.meter.now()
-            output = run_stage(self.stage, value)
+            output = self._run(value)
             forward.append(self.meter.seconds_between(start, self.meter.now()))
             run = StageBackward.of(self.stage, self.ends, value, output, apart=self.gradients_apart)
             del value, output
@@ -328,7 +336,7 @@ class StageProfiler:
             return tensor
 
         with saved_tensors_hooks(pack, lambda tensor: tensor):
-            run_stage(self.stage, value)
+            self._run(value)
         last_save = self.meter.seconds_between(times[0], times[-1])
         total = self.meter.seconds_between(times[0], self.meter.now())
         return min(max(last_save / total, 0.0), 1.0) if total > 0 else 1.0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
 
@@ -144,6 +145,15 @@ class GraphSlice(nn.Module):
             for dead in step.frees:
                 values[dead] = None
         return _decode(self._output, values)
+
+    def calling(self, replacements: Mapping[nn.Module, Callable[..., Any]]) -> GraphSlice:
+        """The same operations, with other callables in the place of some modules."""
+        other = copy(self)
+        other._steps = [
+            replace(step, target=replacements.get(step.target, step.target)) if step.kind == "call_module" else step
+            for step in self._steps
+        ]
+        return other
 
     # ---------------------------------------------------------------- what belongs to it
 

@@ -1,0 +1,182 @@
+"""Measuring the variants of a stage: what each saves and costs, and whether it computes the same bits.
+
+A variant that gives other bits than the stage is withheld, and one that is nowhere better than another is left out. A stage that draws
+random numbers has none (:mod:`lightning_rotor.compiled` says why).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from lightning_rotor.chain import StageCost
+from lightning_rotor.compiled import CannotRepeatError, CompiledModules
+from lightning_rotor.generators import GeneratorStates
+from lightning_rotor.options import run_stage
+from lightning_rotor.profiling.stages import StageMeasurement, StageProfiler
+from lightning_rotor.tensors import is_fake, same_bits, tensors_in
+from lightning_rotor.undisturbed import kept_attributes, lent_buffers
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VariantsMeasurement:
+    """Costs of a stage with its variants.
+
+    Attributes:
+        stage: With an option for each variant that is worth having.
+        names: Of these variants.
+    """
+
+    stage: StageMeasurement
+    names: tuple[str, ...] = ()
+
+
+def measure(profiler: StageProfiler, compiled: CompiledModules, *, recomputable: bool) -> VariantsMeasurement:
+    """Measure a stage, and its variants if the user compiled it.
+
+    Args:
+        profiler: Of the stage.
+        compiled: Makes the variants.
+        recomputable: As for :meth:`StageProfiler.measure`.
+    """
+    alone, name = profiler.measure(recomputable=recomputable), profiler.stage.name
+    try:
+        variants = compiled.variants(profiler.stage)
+        if not variants or any(is_fake(tensor) for tensor in tensors_in(profiler.boundary.leaves)):
+            return VariantsMeasurement(alone)
+        expected = _repeatable_outcome(profiler)
+    except CannotRepeatError as error:
+        _log.info("%r runs under no other activation memory budget: %s", name, error)
+        return VariantsMeasurement(alone)
+    _log.info("compiling %r under %d more activation memory budgets", name, len(variants))
+    stage = replace(profiler.stage, variants=tuple(variants.values()))
+    found: dict[str, StageMeasurement] = {}
+    withheld: dict[str, str] = {}
+    for option, variant in enumerate(variants, 1):
+        outcome = _measured(replace(profiler, stage=stage, option=option), expected, alone, recomputable)
+        if isinstance(outcome, str):
+            withheld[variant] = outcome
+        else:
+            found[variant] = outcome
+    names = _worthwhile({"keep": alone.cost, **{variant: each.cost for variant, each in found.items()}})[1:]
+    _log.info(
+        "%r can run under %s%s",
+        name,
+        ", ".join(names) or "no other activation memory budget that takes less memory",
+        "".join(f"; not under {variant}: {reason}" for variant, reason in withheld.items()),
+    )
+    chosen = {variant: found[variant] for variant in names}
+    return VariantsMeasurement(
+        replace(
+            alone,
+            cost=_joined(alone.cost, {variant: each.cost for variant, each in chosen.items()}),
+            cost_apart=_joined(alone.cost_apart, {variant: each.cost_apart for variant, each in chosen.items()}),
+        ),
+        names,
+    )
+
+
+def _measured(
+    profiler: StageProfiler, expected: Sequence[torch.Tensor | None], alone: StageMeasurement, recomputable: bool
+) -> StageMeasurement | str:
+    """The costs of a variant, or why it must not be used."""
+    try:
+        if not _same(expected, _outcome(profiler)):
+            return "outputs, gradients or buffers differ in bits"
+        measurement = profiler.measure(recomputable=recomputable)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a compiler's are of any type
+        return str(getattr(error, "inner_exception", error)).partition("\n")[0] or type(error).__name__
+    if measurement.skip_gradients != alone.skip_gradients or measurement.cost.pinned_bytes != alone.cost.pinned_bytes:
+        return "it leaves other gradients of skips, or other memory that no checkpoint can free"
+    return measurement
+
+
+# -------------------------------------------------------------------- the same bits
+
+
+def _repeatable_outcome(profiler: StageProfiler) -> list[torch.Tensor | None]:
+    device = tensors_in(profiler.boundary.leaves)[0].device
+    profiler.rewind()
+    before = GeneratorStates(device)
+    outcome = _outcome(profiler)
+    if not before.equals(GeneratorStates(device)):
+        raise CannotRepeatError("it draws random numbers, which torch would draw anew where it recomputes")
+    if not _same(outcome, _outcome(profiler)):
+        raise CannotRepeatError("its gradients differ in bits from run to run")
+    return outcome
+
+
+def _outcome(profiler: StageProfiler) -> list[torch.Tensor | None]:
+    """Outputs, gradients for given gradients of the outputs, and buffers after one run."""
+    stage = profiler.stage
+    profiler.rewind()
+    with kept_attributes(stage), lent_buffers(stage) as slots:
+        value = profiler.boundary.fresh()
+        learning = [get_gradient_edge(leaf) for leaf in tensors_in(value) if leaf.requires_grad]
+        learning += [get_gradient_edge(parameter) for parameter in stage.parameters() if parameter.requires_grad]
+        outputs = tensors_in(run_stage(stage, value, profiler.option))
+        roots = [output for output in outputs if output.requires_grad]
+        generator = torch.Generator(outputs[0].device).manual_seed(0)
+        # Equal ones would hide a difference: the gradient of a normalization is then zero.
+        given = [torch.randn(root.shape, dtype=root.dtype, device=root.device, generator=generator) for root in roots]
+        gradients = torch.autograd.grad(roots, learning, given, allow_unused=True) if roots and learning else ()
+        return [*outputs, *gradients, *(module._buffers[name] for module, name, _ in slots)]
+
+
+def _same(left: Sequence[torch.Tensor | None], right: Sequence[torch.Tensor | None]) -> bool:
+    return all(
+        mine is theirs is None or (mine is not None and theirs is not None and same_bits(mine, theirs))
+        for mine, theirs in zip_longest(left, right)
+    )
+
+
+# -------------------------------------------------------------------- options
+
+
+def _joined(cost: StageCost, others: Mapping[str, StageCost]) -> StageCost:
+    """One stage with the options of several that were measured one by one."""
+    costs = {"keep": cost, **others}
+    options = (
+        replace(each.keep, name=name, discard_peak_bytes=each.discard_peak_bytes) for name, each in costs.items()
+    )
+    largest = max(each.discard_peak_bytes for each in costs.values())
+    return replace(cost, options=tuple(options), discard_peak_bytes=largest)
+
+
+def _worthwhile(costs: Mapping[str, StageCost]) -> tuple[str, ...]:
+    """Names of the options, given by falling budget, that take less memory than all before them in some respect.
+
+    One that a later option beats in memory and time alike is not among them, the first one always is. Time alone decides nothing: that of
+    equal code differs by chance.
+    """
+    sizes = {name: _sizes(cost) for name, cost in costs.items()}
+    seconds = {name: cost.keep.forward_seconds + cost.keep.backward_seconds for name, cost in costs.items()}
+
+    def beats(one: str, other: str) -> bool:
+        return all(mine <= theirs for mine, theirs in zip(sizes[one], sizes[other], strict=True)) and (
+            set(costs[one].keep.saved_skips) <= set(costs[other].keep.saved_skips)
+        )
+
+    first, *names = costs
+    chosen = [first]
+    for name in names:
+        if not any(beats(better, name) for better in chosen):
+            chosen[1:] = [each for each in chosen[1:] if not (beats(name, each) and seconds[name] <= seconds[each])]
+            chosen.append(name)
+    return tuple(chosen)
+
+
+def _sizes(cost: StageCost) -> tuple[int, ...]:
+    option = cost.keep
+    saved = option.saved_bytes + option.saved_input_bytes + option.saved_output_bytes
+    peaks = option.backward_peak_bytes, option.backward_segment_peak_bytes, option.backward_held_peak_bytes
+    return saved, cost.discard_peak_bytes, option.forward_peak_bytes, *(saved + peak for peak in peaks)
