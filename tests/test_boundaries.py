@@ -90,7 +90,9 @@ def test_torchs_transformer_layers_are_cut_inside() -> None:
     cut = sequentialize(net, (torch.randn(2, 5, WIDTH),))
     assert cut.way == "recording"
     assert [stage.name for stage in cut.stages if stage.name.startswith("1.")] == [
-        "1.self_attn",
+        "1.self_attn.linear",
+        "1.self_attn.scaled_dot_product_attention",
+        "1.self_attn.linear (2)",
         "1.dropout1 … 1.add",
         "1.norm1",
         "1.linear1",

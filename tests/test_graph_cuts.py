@@ -26,6 +26,7 @@ from lightning_rotor import (
     sequentialize,
     simulate,
 )
+from lightning_rotor.compiled import CompiledModules
 from lightning_rotor.planning import minimum_budget
 from lightning_rotor.profiling import StepMeter
 from lightning_rotor.profiling.chain import _identity
@@ -135,10 +136,10 @@ def test_models_of_torchvision(name: str, stages: int) -> None:
 
 
 def test_equal_blocks_are_recognised() -> None:
-    cut = cut_graph(torchvision.models.resnet101(), (torch.randn(IMAGES),))
+    cut, compiled = cut_graph(torchvision.models.resnet101(), (torch.randn(IMAGES),)), CompiledModules()
 
     def identities(block: str) -> list[Any]:
-        return [_identity(stage) for stage in cut.stages if stage.name.startswith(f"{block}.")]
+        return [_identity(stage, compiled) for stage in cut.stages if stage.name.startswith(f"{block}.")]
 
     assert identities("layer3.1") == identities("layer3.22") != identities("layer3.0")
     assert [stage.name for stage in cut.stages][:3] == ["conv1", "bn1 … relu", "maxpool"]

@@ -206,7 +206,7 @@ def test_any_schedule_has_the_bits_and_the_simulated_peak(name: str) -> None:
         assert len(expected) == len(received), schedule
         assert all(map(torch.equal, expected, received)), schedule
         simulated = simulate(chain, schedule).peak_bytes
-        assert 0.94 * simulated <= peak <= simulated + 16 * losses, schedule
+        assert 0.93 * simulated <= peak <= simulated + 16 * losses, schedule
 
 
 def test_dense_blocks_are_cut_between_their_layers() -> None:
