@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.lightning-rotor
 KEY := $(shell cat pyproject.toml constraints.txt | cksum) $(CURDIR)
 
-.PHONY: demo test lint types suite bench format clean
+.PHONY: demo test lint types suite docs bench format clean
 .DEFAULT_GOAL := test
 
 # torch's profiler, which sees memory on the CPU, would warn of blocks that are older than the profile: there always are some.
@@ -32,6 +32,10 @@ types: $(STAMP)
 # Last, so that its summary closes the output.
 suite: $(STAMP) | lint types
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# The table of what works, from the tests that show it.
+docs: $(STAMP)
+	$(BIN)/python -m pytest --features=docs/features.md
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/planner.py

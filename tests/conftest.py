@@ -9,11 +9,14 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MPLBACKEND"] = "Agg"
 
 import random
+from pathlib import Path
 
 import hypothesis
 import numpy as np
 import pytest
 import torch
+
+from tests.features import FeatureResults, declared_features
 
 torch.set_num_threads(1)
 
@@ -22,7 +25,30 @@ hypothesis.settings.register_profile("rotor", deadline=None, print_blob=True, de
 hypothesis.settings.load_profile("rotor")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--features", type=Path, help="run the tests that show a feature, and write their results as a table"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("--features")
+    if path is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(FeatureResults(path.absolute()))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Only what shows a feature, since importing the others takes long."""
+    if config.getoption("--features") is None or collection_path.suffix != ".py":
+        return None
+    return True if collection_path.name not in {feature.file for feature in declared_features()} else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--features") is not None:
+        items[:] = [item for item in items if item.get_closest_marker("feature")]
+    for item in items:  # reports from other processes carry properties, but no markers
+        item.user_properties += [("feature", mark.args) for mark in item.iter_markers("feature")]
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a CUDA device")
         for item in items:

@@ -7,28 +7,25 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from rich.console import Console
 
 from lightning_rotor.attaching import attach, detach
 from lightning_rotor.callbacks.dry_step import compute_of_training_step
+from lightning_rotor.callbacks.loggers import log_hyperparameters, log_metrics, log_plan
+from lightning_rotor.callbacks.process_plan import ProcessPlan
+from lightning_rotor.callbacks.step_watch import StepWatch
 from lightning_rotor.errors import BudgetError, ModelError, ProfilingError, RotorWarning
 from lightning_rotor.planned import Allowance, PlannedForward
 from lightning_rotor.planning import Plan
-from lightning_rotor.profiling import Profile, StepMeter
-from lightning_rotor.report import plan_table
-from lightning_rotor.schedule import Schedule
-from lightning_rotor.simulator import simulate
+from lightning_rotor.profiling import Profile
 from lightning_rotor.target import Target, TargetSearch, named_target
 from lightning_rotor.tensors import tensors_in
-from lightning_rotor.training_memory import ResidentMemory, allocated_bytes, process_limit_bytes
-from lightning_rotor.training_state import existing_gradient_bytes
-from lightning_rotor.units import format_bytes, parse_limit
+from lightning_rotor.training_memory import ResidentMemory, process_limit_bytes
+from lightning_rotor.units import MemoryLimit, format_bytes, parse_limit
 
 _log = logging.getLogger(__name__)
-_MEASURED_STEPS = 3
 _MAX_CORRECTIONS = 3
 
 
@@ -47,8 +44,10 @@ class RotorCallback(pl.Callback):
             counted in a dry run without values, or failing that (the log says why) trainable parameters. It is the LightningModule itself
             if its forward reaches much more than any submodule.
         slots: Resolution of the planner: more finds better schedules in long chains, and takes longer.
-        show_table: Print a table of the plan after the first step.
+        show_table: Print a table of the plan after the first steps.
         progress_bar: Show overhead and measured peak in the progress bar.
+        log_plan: Give the plan to loggers that take pictures and text (TensorBoard, W&B, MLflow): memory over a step as a figure, if
+            matplotlib is installed, and the table of stages as text.
     Raises:
         UnitError: ``mem_limit`` is not positive, or cannot be read.
         ModelError: In ``setup``: no such module, or none that is supported. In the first training batch: it cannot be cut into stages, or
@@ -69,6 +68,7 @@ class RotorCallback(pl.Callback):
         slots: int = 500,
         show_table: bool = True,
         progress_bar: bool = False,
+        log_plan: bool = True,
     ) -> None:
         super().__init__()
         self._limit = parse_limit(mem_limit)
@@ -76,6 +76,7 @@ class RotorCallback(pl.Callback):
         self._slots = slots
         self._show_table = show_table
         self._progress_bar = progress_bar
+        self._log_plan = log_plan
         self._search: TargetSearch | None = None
         self._target: Target | None = None
         self._planned: PlannedForward | None = None
@@ -93,14 +94,13 @@ class RotorCallback(pl.Callback):
         self._limit_bytes = 0
         self._correction_bytes = 0
         self._corrections = 0
-        self._steps_to_measure = 0
-        self._meter: StepMeter | None = None
-        self._meter_base_bytes = 0
-        self._watched = False  # whether the step before this one was measured as well
-        self._exact = True
-        self._table_due = False
-        self._measured_peak_bytes: int | None = None
-        self._backward_peak_bytes = 0
+        self._watch = StepWatch()
+        self._report_due = False
+
+    @property
+    def mem_limit(self) -> MemoryLimit | None:
+        """The limit as it was given; None is what is free."""
+        return self._limit
 
     @property
     def plan(self) -> Plan | None:
@@ -115,12 +115,12 @@ class RotorCallback(pl.Callback):
     @property
     def predicted_peak_bytes(self) -> int | None:
         """Predicted peak of the whole process, or None before the first plan."""
-        return None if self._plan is None else self._reserved_bytes() + self._plan.peak_bytes
+        return None if self._plan is None else self._process_plan().predicted_peak_bytes
 
     @property
     def measured_peak_bytes(self) -> int | None:
         """The allocator's peak in the step measured last, what was allocated before it included, or None."""
-        return self._measured_peak_bytes
+        return self._watch.peak_bytes
 
     # ---------------------------------------------------------------- hooks
 
@@ -128,6 +128,7 @@ class RotorCallback(pl.Callback):
         """Attach, unless the layers are only made in ``configure_model``, which runs later."""
         if stage == "fit":
             self._reset()
+            log_hyperparameters(trainer, self._prefix, self._hyperparameters())
             if not is_overridden("configure_model", pl_module):
                 self._attach(trainer, pl_module)
 
@@ -144,15 +145,14 @@ class RotorCallback(pl.Callback):
             self._choose(batch, batch_idx)
         self._batch = tensors_in(batch)
         self._in_step = True
-        if self._steps_to_measure > 0:
-            self._start_meter()
+        if self._watch.due:
+            self._watch.start(trainer, pl_module, self._batch)
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         """The backward is over: what the optimizer allocates from here on is nothing that a plan could change."""
-        if self._meter is not None:
-            self._meter.lap()
+        self._watch.lap()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -161,19 +161,17 @@ class RotorCallback(pl.Callback):
         self._in_step = False
         if self._plan is None:
             return
-        if self._meter is not None:
-            self._stop_meter()
-            if self._exact:
-                self._correct()
+        if self._watch.stop():
+            self._correct()
         self._batch = []
-        if self._table_due and self._steps_to_measure == 0:
-            self._print_table()
+        if self._report_due and not self._watch.due:
+            self._report(trainer)
         self._log_metrics(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Print the table of a short training, and say so if nothing was planned."""
-        if self._table_due:
-            self._print_table()
+        """Report the plan of a short training, and say so if nothing was planned."""
+        if self._report_due:
+            self._report(trainer)
         if self._plan is None and self._planned is not None:
             rank_zero_warn(
                 "RotorCallback planned nothing: the module it works on never ran forward in training mode with gradients. Name another one "
@@ -238,7 +236,7 @@ class RotorCallback(pl.Callback):
                 target.module,
                 self._allowance,
                 slots=self._slots,
-                on_measure=self._drop_meter,
+                on_measure=self._watch.drop,
                 on_plan=self._on_plan,
                 on_unsupported=self._descend if self._search is not None else None,
             )
@@ -249,7 +247,7 @@ class RotorCallback(pl.Callback):
             _log.log(level, "RotorCallback plans %s. RotorCallback(module=...) names another", target)
 
     def _detach(self) -> None:
-        self._drop_meter()
+        self._watch.drop()
         if self._target is not None:
             detach(self._target.module)
         self._target = self._search = self._planned = self._trainer = self._model = None
@@ -279,21 +277,26 @@ class RotorCallback(pl.Callback):
         )
         return self._allowed
 
-    def _reserved_bytes(self) -> int:
-        return self._limit_bytes - self._plan.budget_bytes if self._plan is not None else 0
+    def _process_plan(self) -> ProcessPlan:
+        assert self._plan is not None
+        return ProcessPlan(self._plan, self._limit_bytes, self._watch.peak_bytes, str(self._target))
 
     def _on_plan(self, plan: Plan) -> None:
         self._plan = plan
-        self._steps_to_measure = _MEASURED_STEPS
-        self._table_due = self._show_table
+        self._watch.renew()
+        self._report_due = True
         if self._left_out_due:
             self._tell_what_is_left_out()
-        if self._meter is None and self._in_step:
-            self._start_meter()  # from inside the first forward: what comes is the first step under the plan
+        if self._in_step and not self._watch.running:
+            assert self._trainer is not None
+            assert self._model is not None
+            self._watch.start(
+                self._trainer, self._model, self._batch
+            )  # from inside the first forward: what comes is the first step under the plan
 
     def _correct(self) -> None:
         """Closed loop: what the plan could not know shows in the measured peak."""
-        excess = self._backward_peak_bytes - self._limit_bytes
+        excess = self._watch.backward_peak_bytes - self._limit_bytes
         if excess <= 0 or self._planned is None:
             return
         reason = f"{_MAX_CORRECTIONS} better plans did not help"
@@ -308,48 +311,12 @@ class RotorCallback(pl.Callback):
                 reason = f"no plan saves that much: {error}"
             else:
                 return
-        self._steps_to_measure = 0
+        self._watch.give_up()
         rank_zero_warn(
-            f"the step took {format_bytes(self._backward_peak_bytes)}, more than mem_limit {format_bytes(self._limit_bytes)}. The current plan "
+            f"the step took {format_bytes(self._watch.backward_peak_bytes)}, more than mem_limit {format_bytes(self._limit_bytes)}. The current plan "
             f"stays, since {reason}",
             category=RotorWarning,
         )
-
-    # ---------------------------------------------------------------- measuring
-
-    def _start_meter(self) -> None:
-        assert self._model is not None
-        assert self._trainer is not None
-        if self._model.device.type == "cpu" and isinstance(getattr(self._trainer, "profiler", None), PyTorchProfiler):
-            self._steps_to_measure = 0  # torch has one profiler, and the user wants it
-            return
-        meter = StepMeter(self._model.device)
-        try:
-            meter.start()
-        except ProfilingError as error:
-            self._steps_to_measure = 0
-            rank_zero_warn(f"RotorCallback cannot measure the peak of this step: {error}", category=RotorWarning)
-            return
-        self._meter = meter
-        # The CPU's allocator knows only gradients that were made under its eyes; without that, their release goes unseen.
-        self._exact = self._watched or self._model.device.type != "cpu" or not existing_gradient_bytes(self._model)
-        self._meter_base_bytes = allocated_bytes(self._model, self._trainer.optimizers, self._batch, self._model.device)
-
-    def _drop_meter(self) -> None:
-        """Give torch's one profiler back: a new input shape is about to be measured, or training is over."""
-        if self._meter is not None:
-            self._meter.stop()
-            self._meter = None
-            self._watched = False
-
-    def _stop_meter(self) -> None:
-        assert self._meter is not None
-        trace, self._meter = self._meter.stop(), None
-        self._steps_to_measure -= 1
-        self._watched = self._steps_to_measure > 0
-        if self._exact:
-            self._measured_peak_bytes = self._meter_base_bytes + trace.peak_bytes
-            self._backward_peak_bytes = self._meter_base_bytes + trace.lap_peak_bytes
 
     # ---------------------------------------------------------------- telling
 
@@ -361,48 +328,30 @@ class RotorCallback(pl.Callback):
         if message is not None:
             rank_zero_warn(f"RotorCallback {message}", category=RotorWarning)
 
-    def _metrics(self) -> dict[str, float]:
-        assert self._plan is not None
-        assert self.predicted_peak_bytes is not None
-        metrics: dict[str, float] = {
-            "overhead_percent": 100 * self._plan.overhead,
-            "budget_bytes": self._limit_bytes,
-            "predicted_peak_bytes": self.predicted_peak_bytes,
-            "planning_seconds": self._plan.solve_seconds,
-            "recomputed_stages": len(self._plan.recomputed),
-        }
-        if self._measured_peak_bytes is not None:
-            metrics["measured_peak_bytes"] = self._measured_peak_bytes
-        return metrics
-
     def _log_metrics(self, trainer: pl.Trainer) -> None:
-        metrics = self._metrics()
-        if trainer._logger_connector.should_update_logs:
-            for logger in trainer.loggers:
-                prefix = f"{type(self).__qualname__}{logger.group_separator}"
-                named = {prefix + name: value for name, value in metrics.items()}
-                logger.log_metrics(named, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+        process = self._process_plan()
+        log_metrics(trainer, self._prefix, process.metrics())
         if self._progress_bar and self._model is not None:
-            shown = {"rotor_overhead_%": metrics["overhead_percent"]}
-            if self._measured_peak_bytes is not None:
-                shown["rotor_peak_MiB"] = self._measured_peak_bytes / 2**20
+            shown = {"rotor_overhead_%": 100 * process.plan.overhead}
+            if process.measured_peak_bytes is not None:
+                shown["rotor_peak_MiB"] = process.measured_peak_bytes / 2**20
             self._model.log_dict(shown, prog_bar=True, logger=False)
 
-    def _print_table(self) -> None:
-        self._table_due = False
-        if self._plan is None or self._allowed is None or self._trainer is None or not self._trainer.is_global_zero:
+    def _report(self, trainer: pl.Trainer) -> None:
+        """Show and log the plan that has settled."""
+        self._report_due = False
+        if self._plan is None or not trainer.is_global_zero:
             return
-        keep_all = simulate(
-            self._plan.chain,
-            Schedule.keep_all(len(self._plan.chain)),
-            gradients_exist=self._allowed.gradients_exist,
-            lingering_bytes=self._allowed.lingering_bytes,
-        )
-        table = plan_table(
-            self._plan,
-            reserved_bytes=self._reserved_bytes(),
-            plain_peak_bytes=self._reserved_bytes() + keep_all.peak_bytes,
-            measured_peak_bytes=self._measured_peak_bytes,
-            extra_rows=[("Planned module", str(self._target))],
-        )
-        Console().print(table)
+        process = self._process_plan()
+        if self._log_plan:
+            log_plan(trainer, self._prefix, process)
+        if self._show_table:
+            Console().print(process.table())
+
+    def _hyperparameters(self) -> dict[str, Any]:
+        limit = "what is free" if self._limit is None else str(self._limit)
+        return {"mem_limit": limit, "module": self._module_name or "", "slots": self._slots}
+
+    @property
+    def _prefix(self) -> str:
+        return type(self).__qualname__

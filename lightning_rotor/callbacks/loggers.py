@@ -1,0 +1,110 @@
+"""A plan in the user's loggers, through each logger's own interface.
+
+==============  =====================  ===================
+logger          timeline as a figure   plan as text
+==============  =====================  ===================
+TensorBoard     ``add_figure``         ``add_text``
+W&B             ``log_image``          ``log_text``
+MLflow          ``log_figure``         ``log_text``
+==============  =====================  ===================
+
+Every logger gets numbers and hyperparameters.
+Their keys are ``RotorCallback/overhead_percent``, with the logger's own separator, as ``DeviceStatsMonitor`` writes them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+
+from lightning_rotor.callbacks.process_plan import ProcessPlan
+from lightning_rotor.report import PlotError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_log = logging.getLogger(__name__)
+_WITH_PICTURES = (TensorBoardLogger, WandbLogger, MLFlowLogger)
+
+
+def log_metrics(trainer: pl.Trainer, prefix: str, metrics: Mapping[str, float]) -> None:
+    """Give numbers to every logger, at the steps at which the Trainer logs."""
+    if trainer._logger_connector.should_update_logs:
+        for logger in trainer.loggers:
+            logger.log_metrics(_named(logger, prefix, metrics), step=_step(trainer))
+
+
+def log_hyperparameters(trainer: pl.Trainer, prefix: str, values: Mapping[str, Any]) -> None:
+    """Give settings to every logger, before the Trainer gives those of the model."""
+    for logger in trainer.loggers:
+        named = _named(logger, prefix, values)
+        if isinstance(logger, TensorBoardLogger):
+            named |= _hyperparameters_of_the_model(
+                trainer
+            )  # TensorBoard reads the first set that is written, and no other
+        logger.log_hyperparams(named)
+
+
+def _hyperparameters_of_the_model(trainer: pl.Trainer) -> dict[str, Any]:
+    """Those that the Trainer is about to log."""
+    owners = (trainer.lightning_module, getattr(trainer, "datamodule", None))
+    return {
+        name: value
+        for owner in owners
+        if owner is not None and owner._log_hyperparams
+        for name, value in owner.hparams_initial.items()
+        if name != "_class_path"  # LightningCLI's own
+    }
+
+
+def log_plan(trainer: pl.Trainer, prefix: str, process: ProcessPlan) -> None:
+    """Give the plan, as a figure and as text, to the loggers that take such things."""
+    loggers = [logger for logger in trainer.loggers if isinstance(logger, _WITH_PICTURES)]
+    if not loggers:
+        return
+    text, figure = process.text(), _timeline(process)
+    for logger in loggers:
+        _log_text(logger, f"{prefix}{logger.group_separator}plan", text, _step(trainer))
+        if figure is not None:
+            _log_figure(logger, f"{prefix}{logger.group_separator}timeline", figure, _step(trainer))
+
+
+def _log_text(logger: Logger, key: str, text: str, step: int) -> None:
+    match logger:
+        case TensorBoardLogger():
+            indented = "\n".join(f"    {line}" for line in text.splitlines())  # Markdown's way to keep columns in line
+            logger.experiment.add_text(key, indented, step)
+        case WandbLogger():
+            logger.log_text(key, columns=["plan"], data=[[text]], step=step)
+        case MLFlowLogger():
+            logger.experiment.log_text(logger.run_id, text, f"{key}.txt")
+
+
+def _log_figure(logger: Logger, key: str, figure: Figure, step: int) -> None:
+    match logger:
+        case TensorBoardLogger():
+            logger.experiment.add_figure(key, figure, step)
+        case WandbLogger():
+            logger.log_image(key, [figure], step=step)
+        case MLFlowLogger():
+            logger.experiment.log_figure(logger.run_id, figure, f"{key}.png")
+
+
+def _timeline(process: ProcessPlan) -> Figure | None:
+    try:
+        return process.timeline()
+    except PlotError as error:
+        _log.info("RotorCallback logs no picture of the plan: %s", error)
+        return None
+
+
+def _named(logger: Logger, prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{prefix}{logger.group_separator}{name}": value for name, value in values.items()}
+
+
+def _step(trainer: pl.Trainer) -> int:
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)

@@ -1,0 +1,95 @@
+"""The peaks of the first steps under each plan, as the allocator saw them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.profilers import PyTorchProfiler
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_rotor.errors import ProfilingError, RotorWarning
+from lightning_rotor.profiling import StepMeter
+from lightning_rotor.training_memory import allocated_bytes
+from lightning_rotor.training_state import existing_gradient_bytes
+
+_STEPS = 3
+
+
+class StepWatch:
+    """Measures a few steps of training after each plan, then leaves training alone.
+
+    Attributes:
+        peak_bytes: The allocator's peak in the step measured last, what was allocated before it included; None before the first.
+        backward_peak_bytes: The same until the optimizer's step, the only part that a plan can change.
+    """
+
+    def __init__(self) -> None:
+        self.peak_bytes: int | None = None
+        self.backward_peak_bytes = 0
+        self._left = 0
+        self._meter: StepMeter | None = None
+        self._base_bytes = 0
+        self._consecutive = False  # whether the step before this one was measured as well
+        self._exact = True
+
+    @property
+    def due(self) -> bool:
+        """Whether the next step is to be measured."""
+        return self._left > 0
+
+    @property
+    def running(self) -> bool:
+        """Whether a step is being measured."""
+        return self._meter is not None
+
+    def renew(self) -> None:
+        """There is a new plan: measure the steps that follow."""
+        self._left = _STEPS
+
+    def give_up(self) -> None:
+        """Measure no more steps under this plan."""
+        self._left = 0
+
+    def start(self, trainer: pl.Trainer, model: pl.LightningModule, batch: Sequence[torch.Tensor]) -> None:
+        """Begin with a step, at its very start or, when a plan is new, in its first forward."""
+        on_cpu = model.device.type == "cpu"
+        if on_cpu and isinstance(getattr(trainer, "profiler", None), PyTorchProfiler):
+            self.give_up()  # torch has one profiler, and the user wants it
+            return
+        meter = StepMeter(model.device)
+        try:
+            meter.start()
+        except ProfilingError as error:
+            self.give_up()
+            rank_zero_warn(f"RotorCallback cannot measure the peak of this step: {error}", category=RotorWarning)
+            return
+        self._meter = meter
+        # The CPU's allocator knows only gradients that were made under its eyes; without that, their release goes unseen.
+        self._exact = self._consecutive or not on_cpu or not existing_gradient_bytes(model)
+        self._base_bytes = allocated_bytes(model, trainer.optimizers, batch, model.device)
+
+    def lap(self) -> None:
+        """The backward is over: what the optimizer allocates from here on is nothing that a plan could change."""
+        if self._meter is not None:
+            self._meter.lap()
+
+    def stop(self) -> bool:
+        """End with a step. Whether there are new peaks."""
+        if self._meter is None:
+            return False
+        trace, self._meter = self._meter.stop(), None
+        self._left -= 1
+        self._consecutive = self._left > 0
+        if self._exact:
+            self.peak_bytes = self._base_bytes + trace.peak_bytes
+            self.backward_peak_bytes = self._base_bytes + trace.lap_peak_bytes
+        return self._exact
+
+    def drop(self) -> None:
+        """Give torch's one profiler back: a new input shape is about to be measured, or training is over."""
+        if self._meter is not None:
+            self._meter.stop()
+            self._meter = None
+            self._consecutive = False
