@@ -41,7 +41,8 @@ class Witness(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, model: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self.losses.append(outputs["loss"].detach().clone())
+        loss = outputs if isinstance(outputs, torch.Tensor) else outputs["loss"]
+        self.losses.append(loss.detach().clone())
         self.generators = generator_states()
         if self._look is not None:
             self._look(model)
@@ -56,7 +57,7 @@ class Run:
     """What a training leaves."""
 
     model: L.LightningModule
-    optimizer_state: dict[str, Any]
+    optimizer_state: dict[int, Any]  # of each optimizer
     losses: list[torch.Tensor]
     generators: list[Any]
     callback: RotorCallback | None
@@ -72,18 +73,21 @@ def train(
     batch_size: int = 8,
     look: Callable[[L.LightningModule], None] | None = None,
     checkpoint: Path | None = None,
+    callbacks: Sequence[L.Callback] = (),
+    **options: Any,
 ) -> Run:
-    """One epoch from fixed seeds."""
+    """One epoch from fixed seeds; ``options`` are the Trainer's."""
     L.seed_everything(3, verbose=False)
     model = make()
     witness = Witness(look, checkpoint)
-    trainer = L.Trainer(
-        accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=folder, callbacks=[witness] if callback is None else [callback, witness],
-    )  # fmt: skip
+    quiet = {
+        "accelerator": "cpu", "devices": 1, "max_epochs": 1, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
+        "enable_model_summary": False, "default_root_dir": folder,
+    }  # fmt: skip
+    trainer = L.Trainer(**quiet | options, callbacks=[*([] if callback is None else [callback]), *callbacks, witness])
     trainer.fit(model, DataLoader(TensorDataset(*tensors), batch_size))
-    (optimizer,) = trainer.optimizers
-    return Run(model, optimizer.state_dict(), witness.losses, witness.generators, callback)
+    optimizer_state = {number: optimizer.state_dict() for number, optimizer in enumerate(trainer.optimizers)}
+    return Run(model, optimizer_state, witness.losses, witness.generators, callback)
 
 
 def tight_limit(
@@ -93,10 +97,12 @@ def tight_limit(
     *,
     batch_size: int = 8,
     module: str | None = None,
+    **options: Any,
 ) -> int:
     """A limit hardly above the least that works; the loss takes a little that nobody knows of before the first step."""
+    callback = RotorCallback("1KiB", module, show_table=False)
     with pytest.raises(BudgetError, match="Raise mem_limit") as caught:
-        train(make, tensors, folder, callback=RotorCallback("10KiB", module, show_table=False), batch_size=batch_size)
+        train(make, tensors, folder, callback=callback, batch_size=batch_size, **options)
     return int(1.1 * caught.value.minimum_bytes)
 
 
