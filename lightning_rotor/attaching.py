@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_rotor.errors import ModelError
@@ -24,7 +25,18 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     A bound method in the instance's ``__dict__``, and named like the one it replaces: ``copy`` and ``pickle`` then bind it to the copy,
     which a closure or a wrapper would not survive.
     """
+    if _is_captured():
+        return type(self).forward(self, *args, **kwargs)
     return self.__dict__[_KEY](self, args, kwargs)
+
+
+def _is_captured() -> bool:
+    """Whether somebody takes the computation down for another runtime, which wants the module as the user wrote it."""
+    return bool(torch._C._get_tracing_state()) or _is_exporting()
+
+
+# torch has it since 2.7; before, it exports training without recomputation only if the module is in evaluation.
+_is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
 
 
 def attach(module: nn.Module, planned: PlannedForward) -> None:
@@ -36,7 +48,8 @@ def attach(module: nn.Module, planned: PlannedForward) -> None:
     leftover = module.__dict__.get(_KEY)
     if "forward" in module.__dict__ and not (isinstance(leftover, PlannedForward) and not leftover.active):
         raise ModelError(
-            f"the forward of this {type(module).__name__} has been replaced already: expected a module that only one callback or patch works on"
+            f"the forward of this {type(module).__name__} has been replaced already: expected a module that only one callback or patch works "
+            "on. torch.compile of a whole LightningModule replaces its forward too: name one of its submodules"
         )
     module.__dict__[_KEY] = planned
     module.__dict__["forward"] = MethodType(forward, module)

@@ -40,6 +40,21 @@ def _rebuild_budget_error(message: str, budget_bytes: int, minimum_bytes: int, s
     return BudgetError(message, budget_bytes=budget_bytes, minimum_bytes=minimum_bytes, stage=stage)
 
 
+class TrialError(BudgetError, RuntimeError):
+    """No schedule fits the budget, in a trial of Lightning's batch size finder, which goes on with a smaller batch.
+
+    The finder recognizes a lack of memory by its text alone.
+    """
+
+    def __init__(self, message: str, *, budget_bytes: int, minimum_bytes: int, stage: str) -> None:
+        super().__init__(
+            f"{message}. (For Lightning's tuner: this counts as CUDA out of memory.)",
+            budget_bytes=budget_bytes,
+            minimum_bytes=minimum_bytes,
+            stage=stage,
+        )
+
+
 class ScheduleError(RotorError, ValueError):
     """A schedule is malformed, or does not belong to the chain that it is used with."""
 
@@ -54,6 +69,10 @@ class SampleError(RotorError, ValueError):
 
 class ProfilingError(RotorError, RuntimeError):
     """Costs cannot be measured: no meter for the device, or a stage that misbehaves while measured."""
+
+
+class ProfilerBusyError(ProfilingError):
+    """Costs cannot be measured now, because torch's one profiler is recording for somebody else."""
 
 
 class ExecutionError(RotorError, RuntimeError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,6 +24,7 @@ from lightning_rotor.cutting import WAYS, SequentialCut, check_module, sequentia
 from lightning_rotor.errors import (
     BudgetError,
     ModelError,
+    ProfilerBusyError,
     ProfilingError,
     RotorWarning,
     SampleError,
@@ -31,6 +32,7 @@ from lightning_rotor.errors import (
 )
 from lightning_rotor.execution import Executor
 from lightning_rotor.execution.second_backward import guard_second_backward
+from lightning_rotor.plan_records import call_fingerprint, recall, record_of
 from lightning_rotor.planning import Plan, plan
 from lightning_rotor.profiling import Profile, profile_chain
 from lightning_rotor.profiling.progress import MeasuringProgress
@@ -58,6 +60,7 @@ class Allowance:
         lingering_bytes: As in :func:`~lightning_rotor.simulator.simulate`.
         reserved_bytes: The part of the user's limit that is not for the chain; only error messages need it.
         reserved_for: What that part is for.
+        error: What to raise where the limit is too low.
     """
 
     budget_bytes: int
@@ -65,13 +68,22 @@ class Allowance:
     lingering_bytes: int = 0
     reserved_bytes: int = 0
     reserved_for: str = ""
+    error: type[BudgetError] = BudgetError
+
+    def fits(self, plan: Plan) -> bool:
+        """Whether a plan is what would be planned with this allowance."""
+        return (plan.budget_bytes, plan.gradients_exist, plan.lingering_bytes) == (
+            max(self.budget_bytes, 1),
+            self.gradients_exist,
+            self.lingering_bytes,
+        )
 
     def explain(self, error: BudgetError) -> BudgetError:
         """The planner's error in terms of the limit that the user set."""
         if not self.reserved_bytes:
             return error
         limit_bytes, minimum_bytes = self.budget_bytes + self.reserved_bytes, error.minimum_bytes + self.reserved_bytes
-        return BudgetError(
+        return self.error(
             f"mem_limit {format_bytes(limit_bytes)} is below the minimum {format_bytes(minimum_bytes)} ({minimum_bytes:,} bytes) for this model "
             "and batch: "
             f"{format_bytes(self.reserved_bytes)} for {self.reserved_for}, and at least {format_bytes(error.minimum_bytes)} for activations "
@@ -98,6 +110,21 @@ class _Prepared:
     executor: Executor | None = None
 
 
+def _outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep a function out of what torch.compile captures, for dynamo would flatten nested checkpoints into one.
+
+    torch's private spelling of ``torch.compiler.disable`` imports dynamo only when something is compiled; the reason is for those who compile
+    with ``fullgraph=True``.
+    """
+    kept_out: Any = _disable_dynamo(function)
+    kept_out._torchdynamo_disable = True
+    kept_out._torchdynamo_disable_msg = (
+        "lightning-rotor runs this module under a recomputation plan, which cannot be one graph: expected torch.compile without "
+        "fullgraph=True, or torch.compile of the layers inside the planned module"
+    )
+    return kept_out  # type: ignore[no-any-return]
+
+
 class PlannedForward:
     """Runs a module under a recomputation plan, one plan for each input signature.
 
@@ -112,6 +139,8 @@ class PlannedForward:
         on_measure: Called before measuring, which needs torch's profiler for itself.
         on_plan: Called after each plan, before it runs for the first time.
         on_unsupported: Called if the module turns out to be no chain; then it runs plainly. By default the error is raised.
+        on_busy: Called if it cannot be measured in this call, because torch's profiler is recording; then it runs plainly this time. By
+            default the error is raised.
     Raises:
         ModelError: The module can be no chain, whatever its input.
         UnitError: ``slots`` is no positive integer.
@@ -127,6 +156,7 @@ class PlannedForward:
         on_measure: Callable[[], None] | None = None,
         on_plan: Callable[[Plan], None] | None = None,
         on_unsupported: Callable[[ModelError], None] | None = None,
+        on_busy: Callable[[ProfilerBusyError], None] | None = None,
     ) -> None:
         if slots < 1:
             raise UnitError(f"slots is {slots!r}: expected a positive integer, such as the default 500")
@@ -145,7 +175,9 @@ class PlannedForward:
         self._on_measure = on_measure
         self._on_plan = on_plan
         self._on_unsupported = on_unsupported
+        self._on_busy = on_busy
         self._active = True
+        self._records: dict[str, dict[str, Any]] = {}
 
     # A copy of a live module (an averaged model, a pickled checkpoint) computes with its own weights, plainly.
     def __deepcopy__(self, memo: dict[int, Any]) -> PlannedForward:
@@ -201,13 +233,29 @@ class PlannedForward:
                 self._prepared[other] = _Prepared(prepared.profile)
         return solved
 
+    def records(self) -> list[dict[str, Any]]:
+        """Everything measured and planned so far in plain types, for :meth:`recall`."""
+        found = {
+            call: record_of(call, signature[1][0].stages, prepared.profile, prepared.plan)
+            for signature, prepared in self._prepared.items()
+            for call in [self._call(signature)]
+        }
+        return list({**self._records, **found}.values())[-_MAX_PLANS:]
+
+    def recall(self, records: Iterable[dict[str, Any]]) -> None:
+        """Do not measure what an equal module has measured before on this machine, and plan it as before if the allowance is the same.
+
+        Args:
+            records: From :meth:`records`, perhaps of another process.
+        """
+        self._records = {record["call"]: record for record in records}
+
     def forget(self) -> None:
         """Drop every plan and measurement; the next training call starts afresh."""
         self._prepared.clear()
         self._cuts.clear()
 
-    # Dynamo would flatten nested checkpoints into one. torch's private spelling imports it only when something is compiled.
-    @_disable_dynamo
+    @_outside_of_graphs
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Output of the module; in training, under the plan for this input's signature, made now if there is none.
 
@@ -237,7 +285,13 @@ class PlannedForward:
                 raise
             self._on_unsupported(error)
             return type(module).forward(module, *args, **kwargs)
-        prepared = self._prepare(cut, value)
+        try:
+            prepared = self._prepare(cut, value)
+        except ProfilerBusyError as error:
+            if self._on_busy is None:
+                raise
+            self._on_busy(error)
+            return type(module).forward(module, *args, **kwargs)
         assert prepared.executor is not None
         output = prepared.executor(value)
         guard_second_backward(output, value)
@@ -330,6 +384,8 @@ class PlannedForward:
         if prepared is None:
             prepared = self._larger_batch(signature)
         if prepared is None:
+            prepared = self._recalled(signature, cut)
+        if prepared is None:
             self._measure(cut, value)
             prepared = self._prepared[signature]
         if prepared.executor is None:
@@ -338,6 +394,23 @@ class PlannedForward:
         elif signature in self._prepared:
             self._prepared.move_to_end(signature)
         return prepared
+
+    def _recalled(self, signature: Any, cut: SequentialCut | GraphCut) -> _Prepared | None:
+        record = self._records.pop(self._call(signature), None) if self._records else None
+        recalled = None if record is None else recall(record, cut.stages)
+        if recalled is None:
+            return None
+        profile, solved = recalled.profile, recalled.plan
+        self._remember(signature, _Prepared(profile))
+        if solved is not None:
+            allowance = self._allowance(profile)
+            if allowance.fits(solved) and solved.slots >= self._slots:
+                self._use(signature, profile, solved)
+        return self._prepared[signature]
+
+    def _call(self, signature: Any) -> str:
+        shapes, (cut, *settings) = signature
+        return call_fingerprint(cut.stages, (shapes, settings), shapes[0][2])
 
     def _require_shapes(self) -> None:
         lazy = [
@@ -383,11 +456,14 @@ class PlannedForward:
             )
         except BudgetError as error:
             raise allowance.explain(error) from None
+        self._use(signature, profile, solved)
+        return solved
+
+    def _use(self, signature: Any, profile: Profile, solved: Plan) -> None:
         executor = Executor(profile.stages, profile.chain, solved.schedule, profile.states)
         self._remember(signature, _Prepared(profile, solved, executor))
         if self._on_plan is not None:
             self._on_plan(solved)
-        return solved
 
     def _remember(self, signature: Any, prepared: _Prepared) -> None:
         self._prepared[signature] = prepared

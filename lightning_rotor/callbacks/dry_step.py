@@ -51,6 +51,11 @@ def compute_of_training_step(trainer: pl.Trainer, model: pl.LightningModule, bat
 
 
 def _isolate(module: pl.LightningModule, trainer: _TrainerStandIn) -> None:
+    if (
+        module._compiler_ctx is not None
+    ):  # Lightning has put compiled methods of the original in the place of the copy's
+        for name in ("forward", "training_step", "validation_step", "test_step", "predict_step"):
+            module.__dict__.pop(name, None)
     silence = _Silence()
     names = ("log", "log_dict", "print", "manual_backward", "toggle_optimizer", "untoggle_optimizer", "clip_gradients")
     module.__dict__.update(dict.fromkeys(names, silence))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,8 +16,10 @@ from lightning_rotor.attaching import attach, detach
 from lightning_rotor.callbacks.dry_step import compute_of_training_step
 from lightning_rotor.callbacks.loggers import log_hyperparameters, log_metrics, log_plan
 from lightning_rotor.callbacks.process_plan import ProcessPlan
+from lightning_rotor.callbacks.saved_plans import SavedPlans
 from lightning_rotor.callbacks.step_watch import StepWatch
-from lightning_rotor.errors import BudgetError, ModelError, ProfilingError, RotorWarning
+from lightning_rotor.errors import BudgetError, ModelError, ProfilerBusyError, ProfilingError, RotorWarning, TrialError
+from lightning_rotor.plan_records import model_fingerprint
 from lightning_rotor.planned import Allowance, PlannedForward
 from lightning_rotor.planning import Plan
 from lightning_rotor.profiling import Profile
@@ -82,15 +85,15 @@ class RotorCallback(pl.Callback):
         self._planned: PlannedForward | None = None
         self._trainer: pl.Trainer | None = None
         self._model: pl.LightningModule | None = None
+        self._saved: SavedPlans | None = None
         self._reset()
 
     def _reset(self) -> None:
-        self._choice_due = self._left_out_due = False
+        self._choice_due = self._left_out_due = self._was_put_off = False
         self._plan: Plan | None = None
         self._batch: list[torch.Tensor] = []
         self._in_step = False
         self._resident: ResidentMemory | None = None
-        self._allowed: Allowance | None = None
         self._limit_bytes = 0
         self._correction_bytes = 0
         self._corrections = 0
@@ -172,7 +175,7 @@ class RotorCallback(pl.Callback):
         """Report the plan of a short training, and say so if nothing was planned."""
         if self._report_due:
             self._report(trainer)
-        if self._plan is None and self._planned is not None:
+        if self._plan is None and self._planned is not None and not self._was_put_off:
             rank_zero_warn(
                 "RotorCallback planned nothing: the module it works on never ran forward in training mode with gradients. Name another one "
                 "with RotorCallback(module=...)",
@@ -188,6 +191,62 @@ class RotorCallback(pl.Callback):
         """Give the module its own forward back; Lightning calls no ``teardown`` after an exception."""
         self._detach()
 
+    # ---------------------------------------------------------------- checkpoints
+
+    @property
+    def state_key(self) -> str:
+        """Tells callbacks for several modules of one model apart."""
+        return self._generate_state_key(module=self._module_name)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was measured and planned so far, in plain types."""
+        self._save()
+        return {} if self._saved is None else self._saved.to_state()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on without measuring again, if the model is the one that was measured."""
+        saved = SavedPlans.from_state(state_dict)
+        target = None if saved is None or self._model is None else saved.target_in(self._model)
+        if self._model is not None and target is None:
+            rank_zero_warn(
+                f"the checkpoint's plan is not for this {type(self._model).__name__}: expected one for the same layers, made with this version "
+                "of lightning-rotor. It is left aside, and the model is measured anew",
+                category=RotorWarning,
+            )
+            return
+        self._saved = saved
+        if target is not None:
+            self._attach_to_known(target)
+
+    def _save(self) -> None:
+        if self._planned is not None and self._target is not None and self._plan is not None:
+            self._saved = SavedPlans(
+                self._target.name,
+                model_fingerprint(self._target.module),
+                self._correction_bytes,
+                self._corrections,
+                self._planned.records(),
+            )
+
+    def _attach_to_known(self, target: Target) -> None:
+        """The saved plans' module is the choice, unless the user names another one now."""
+        if self._search is not None:
+            self._choice_due = self._left_out_due = False
+            self._attach_to(target)
+        self._recall()
+
+    def _recall(self) -> None:
+        if (
+            self._saved is None
+            or self._target is None
+            or self._planned is None
+            or self._target.name != self._saved.module
+        ):
+            return
+        if self._saved.speak_of(self._target.module):
+            self._planned.recall(self._saved.records)
+            self._correction_bytes, self._corrections = self._saved.correction_bytes, self._saved.corrections
+
     # ---------------------------------------------------------------- attaching
 
     def _attach(self, trainer: pl.Trainer, model: pl.LightningModule) -> None:
@@ -195,8 +254,14 @@ class RotorCallback(pl.Callback):
         self._trainer, self._model = trainer, model
         if self._module_name is not None:
             self._attach_to(named_target(model, self._module_name))
+            self._recall()
             return
-        self._search = TargetSearch(model, may_be_whole=is_overridden("forward", model))
+        compiled = model._compiler_ctx is not None  # as a whole, which leaves its forward to torch.compile
+        self._search = TargetSearch(model, may_be_whole=is_overridden("forward", model) and not compiled)
+        known = None if self._saved is None else self._saved.target_in(model)
+        if known is not None:
+            self._attach_to_known(known)
+            return
         self._choice_due = self._left_out_due = True
         self._attach_to(self._search.best())
 
@@ -222,6 +287,14 @@ class RotorCallback(pl.Callback):
         _log.info("RotorCallback cannot plan %s: %s", self._target.place, error)
         self._attach_to(found)
 
+    def _put_off(self, error: ProfilerBusyError) -> None:
+        if not self._was_put_off:
+            self._was_put_off = True
+            rank_zero_warn(
+                f"RotorCallback runs the module plainly, whatever mem_limit says, for as long as torch's profiler records: {error}",
+                category=RotorWarning,
+            )
+
     def _attach_to(self, target: Target | None) -> None:
         if target is None:
             raise ModelError(
@@ -239,6 +312,7 @@ class RotorCallback(pl.Callback):
                 on_measure=self._watch.drop,
                 on_plan=self._on_plan,
                 on_unsupported=self._descend if self._search is not None else None,
+                on_busy=self._put_off,
             )
             attach(target.module, self._planned)
         self._target = target
@@ -248,6 +322,7 @@ class RotorCallback(pl.Callback):
 
     def _detach(self) -> None:
         self._watch.drop()
+        self._save()
         if self._target is not None:
             detach(self._target.module)
         self._target = self._search = self._planned = self._trainer = self._model = None
@@ -262,6 +337,8 @@ class RotorCallback(pl.Callback):
         device = torch.device(profile.chain.device)
         optimizers = self._trainer.optimizers
         self._resident = ResidentMemory.of(self._model, self._target.module, optimizers, self._batch, device)
+        if not self._batch:  # a tuner's trial, which is known from its forward alone
+            self._resident = replace(self._resident, batch_bytes=profile.chain.input_bytes)
         self._limit_bytes = process_limit_bytes(self._limit, self._model, optimizers, self._batch, device)
         return self._current_allowance()
 
@@ -272,10 +349,12 @@ class RotorCallback(pl.Callback):
         # zero_grad runs between forward and backward, so gradients of the step before linger through the forward. Not so when
         # several backwards add up, or when the user decides.
         linger = self._model.automatic_optimization and self._trainer.accumulate_grad_batches == 1
-        self._allowed = self._resident.allowance(
+        allowed = self._resident.allowance(
             self._limit_bytes, gradients_linger=linger, correction_bytes=self._correction_bytes
         )
-        return self._allowed
+        # Tuners take all callbacks out of the Trainer; one of them tries another batch when memory does not suffice.
+        callbacks: list[pl.Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
+        return allowed if self in callbacks else replace(allowed, error=TrialError)
 
     def _process_plan(self) -> ProcessPlan:
         assert self._plan is not None
@@ -285,7 +364,7 @@ class RotorCallback(pl.Callback):
         self._plan = plan
         self._watch.renew()
         self._report_due = True
-        if self._left_out_due:
+        if self._left_out_due and not self._choice_due:
             self._tell_what_is_left_out()
         if self._in_step and not self._watch.running:
             assert self._trainer is not None

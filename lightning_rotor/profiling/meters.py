@@ -21,7 +21,7 @@ import torch
 from torch._C._autograd import _profiler_enabled
 from torch.autograd.profiler import profile, record_function
 
-from lightning_rotor.errors import ProfilingError
+from lightning_rotor.errors import ProfilerBusyError, ProfilingError
 
 _MARK = "lightning_rotor::"
 
@@ -114,10 +114,10 @@ class AllocatorLog:
         """Begin to listen.
 
         Raises:
-            ProfilingError: Another profiler is listening; torch has room for one.
+            ProfilerBusyError: Another profiler is listening; torch has room for one.
         """
         if _profiler_enabled():
-            raise ProfilingError(
+            raise ProfilerBusyError(
                 "memory cannot be measured while torch.profiler is recording: measure before it starts, or start it a few steps later "
                 "(schedule=torch.profiler.schedule(wait=2, ...))"
             )
