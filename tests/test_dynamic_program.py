@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -74,6 +78,87 @@ def test_torch_fills_the_same_table(chain: Chain, refined: bool, readers_pay: bo
     table = Table(thresholds, slots=slots, refined=refined, device="cpu")
     table.solve()
     np.testing.assert_array_equal(table.seconds, solved(thresholds, slots, refined=refined).seconds)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    any_chains() | any_chains(repeats=4), st.sampled_from((30, 150, 600)), st.booleans(), st.booleans(), st.booleans()
+)
+def test_compiled_code_fills_the_same_table_bit_by_bit(
+    chain: Chain, slots: int, gradients_exist: bool, readers_pay: bool, lingering: bool
+) -> None:
+    thresholds, slots = in_slots(
+        chain,
+        slots,
+        aligned=True,
+        gradients_exist=gradients_exist,
+        readers_pay=readers_pay,
+        lingering_bytes=slots * lingering,
+    )
+    by_numpy, compiled = (Table(thresholds, slots=slots, refined=False, compiled=choice) for choice in (False, True))
+    by_numpy.solve()
+    compiled.solve()
+    assert compiled.is_compiled
+    assert not by_numpy.is_compiled
+    np.testing.assert_array_equal(compiled.seconds, by_numpy.seconds)
+    for memory in np.flatnonzero(np.isfinite(compiled.seconds))[::9].tolist():
+        assert Extraction(compiled).schedule(memory) == Extraction(by_numpy).schedule(memory)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("options", [1, 3])
+def test_compiled_code_gives_long_chains_the_same_plans(
+    monkeypatch: pytest.MonkeyPatch, threads: int, options: int
+) -> None:
+    chain = random_chain(random.Random(options), 110, "options", grain=4099, most_options=110 * options)
+    chain = with_skips(random.Random(1), chain)
+    thresholds, slots = in_slots(chain, 150)
+    by_numpy, compiled = (Table(thresholds, slots=slots, refined=False, compiled=choice) for choice in (False, True))
+    by_numpy.solve()
+    monkeypatch.setattr("lightning_rotor.planning.dynamic_program._cores", lambda: threads)
+    compiled.solve()
+    np.testing.assert_array_equal(compiled.seconds, by_numpy.seconds)
+    for memory in np.flatnonzero(np.isfinite(compiled.seconds))[::5].tolist():
+        assert Extraction(compiled).schedule(memory) == Extraction(by_numpy).schedule(memory)
+
+
+def test_short_chains_and_refined_tables_do_not_wait_for_compiled_code() -> None:
+    thresholds, _ = in_slots(random_chain(random.Random(1), 100, "cnn"), 500)
+    assert not Table(thresholds, slots=500, refined=False).is_compiled
+    thresholds, _ = in_slots(random_chain(random.Random(1), 150, "cnn"), 500)
+    assert Table(thresholds, slots=500, refined=False).is_compiled
+    assert not Table(thresholds, slots=500, refined=True).is_compiled
+
+
+SCRIPT = """
+import random, sys
+{before}
+sys.path.insert(0, {tests!r})
+from strategies import random_chain
+from lightning_rotor.planning import minimum_budget
+from lightning_rotor.planning.machine_code import compiled_code
+assert (compiled_code() is not None) is {compiled}
+print(minimum_budget(random_chain(random.Random(3), 140, "cnn", grain=4099)).schedule)
+"""
+
+
+def run_alone(before: str, compiled: bool, **environment: str) -> str:
+    """The least plan of a chain in a process of its own."""
+    script = SCRIPT.format(before=before, tests=str(Path(__file__).parent), compiled=compiled)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
+    assert not done.returncode, done.stderr
+    return done.stdout
+
+
+def test_without_numba_or_a_place_for_its_code_plans_are_the_same(tmp_path: Path) -> None:
+    expected = run_alone("", True)
+    assert run_alone('sys.modules["numba"] = None', False) == expected
+    assert run_alone("", False, NUMBA_DISABLE_JIT="1") == expected
+    # No cache beside the package, and none in the user's directory.
+    no_locators = "import numba.core.caching as c; c.CacheImpl._locator_classes = []"
+    assert run_alone(no_locators, False) == expected
 
 
 def test_a_plan_may_be_made_by_torch() -> None:

@@ -27,13 +27,13 @@ Integers: TypeAlias = npt.NDArray[np.int64]
 Reals: TypeAlias = npt.NDArray[np.float64]
 
 _APART: tuple[Context, ...] = ("nested", "segment", "held")
-_PLAIN = 0
-_COLUMN: dict[Context, int] = {"any": 1, "nested": 1, "segment": 2, "held": 3}
+COLUMN_OF = {"plain": 0, "any": 1, "nested": 1, "segment": 2, "held": 3}
+"""Where the need of a context, or of nobody holding the input, stands among four, in the order of :class:`BackwardNeed`."""
 
 
 def by_context(need: BackwardNeed, context: Context) -> int:
     """The need that counts in a context."""
-    return _in_columns(need)[_COLUMN[context]]
+    return _in_columns(need)[COLUMN_OF[context]]
 
 
 class Decisions:
@@ -165,15 +165,15 @@ class Decisions:
             for context in self._distinct(first):
                 # A nested segment has given up what its first stage does not save: that is more than a threshold.
                 comparable = [other for other in kept if other != "nested" or not self.freed[first].any()]
-                column = _COLUMN[context]
-                same = [each for each in comparable if (needs[..., _COLUMN[each]] == needs[..., column]).all()]
+                column = COLUMN_OF[context]
+                same = [each for each in comparable if (needs[..., COLUMN_OF[each]] == needs[..., column]).all()]
                 if same:
                     self.variant[first, column] = kept.index(same[0])
                     continue
                 self.variant[first, column] = len(kept)
                 if comparable:
                     self.alike[first, len(kept)] = kept.index(comparable[0])
-                    both = needs[..., [column, _COLUMN[comparable[0]]]]
+                    both = needs[..., [column, COLUMN_OF[comparable[0]]]]
                     self.alike_from[first, len(kept)] = both.max()
                 kept.append(context)
             self.contexts[first] = tuple(kept)
@@ -181,10 +181,10 @@ class Decisions:
         most = int(self.variant_count.max())
         # What a stage has too few variants for is computed with the others of its group, and not stored.
         padded = [(*contexts, *contexts[-1:] * (most - len(contexts))) for contexts in self.contexts]
-        self._columns = np.array([[_COLUMN[context] for context in contexts] for contexts in padded])
+        self.columns = np.array([[COLUMN_OF[context] for context in contexts] for contexts in padded])
         # Without a recomputation segments hold their input to the end.
-        self._bare_columns = np.maximum(self._columns, _COLUMN["segment"])
-        self._is_apart = np.array([contexts[0] == "nested" for contexts in self.contexts])
+        self.bare_columns = np.maximum(self.columns, COLUMN_OF["segment"])
+        self.is_apart = np.array([contexts[0] == "nested" for contexts in self.contexts])
 
     def _distinct(self, first: int) -> tuple[Context, ...]:
         """What a segment that starts there may be in, once it matters."""
@@ -199,11 +199,11 @@ class Decisions:
 
     def variant_of(self, first: int, context: Context) -> int:
         """Where the bodies of a context are."""
-        return int(self.variant[first, _COLUMN[context]])
+        return int(self.variant[first, COLUMN_OF[context]])
 
     def are_apart(self, first: Integers | np.int64) -> npt.NDArray[np.bool_]:
         """By row, whether the bodies know their context."""
-        return np.asarray(self._is_apart[first])
+        return np.asarray(self.is_apart[first])
 
     # ---------------------------------------------------------------- least memories of a diagonal
 
@@ -226,31 +226,31 @@ class Decisions:
         """``(rows, options)``: to keep ``first`` when its input must be paid for and the stage before saved class ``number`` of it."""
         paid, backward = self.input_retained[first, number], self.backward_needs(first, last)
         held = self.class_held[first, number]
-        needs = paid + np.where(held[:, None], backward[..., _COLUMN["held"]], backward[..., _PLAIN])
+        needs = paid + np.where(held[:, None], backward[..., COLUMN_OF["held"]], backward[..., COLUMN_OF["plain"]])
         rest: Integers = np.maximum(self.input_slots[first, None] + forward, needs)
         return rest
 
     def body_needs(self, first: Integers, last: Integers, forward: Integers, variant: int) -> Integers:
         """``(rows, options)``: to keep ``first`` when its input is paid for."""
-        columns = self._columns[first, variant]
+        columns = self.columns[first, variant]
         backward = np.take_along_axis(self.backward_needs(first, last), columns[:, None, None], axis=2)[..., 0]
         return np.maximum(forward, backward)
 
     def class_columns(self, first: Integers, number: int, *, top: bool) -> Integers:
         """By row, the context of a segment that starts at ``first`` after class ``number`` of the boundary."""
-        given_up = np.where(self.gives_up_input[first] | (not top), _COLUMN["nested"], _COLUMN["segment"])
-        columns: Integers = np.where(self.class_held[first, number], _COLUMN["held"], given_up)
+        given_up = np.where(self.gives_up_input[first] | (not top), COLUMN_OF["nested"], COLUMN_OF["segment"])
+        columns: Integers = np.where(self.class_held[first, number], COLUMN_OF["held"], given_up)
         return columns
 
     def segment_needs(self, first: Integers, columns: Integers) -> Integers:
         """By row, least memory for a segment that starts at ``first`` beyond what its body counts."""
-        return np.where(self._is_apart[first] | (first == 0), 0, self.needs_as_segment[first, columns])
+        return np.where(self.is_apart[first] | (first == 0), 0, self.needs_as_segment[first, columns])
 
     def bare_needs(self, first: Integers, last: Integers, variant: int) -> Integers:
         """``(rows, options of last)``: for the backward of ``last`` if it saves nothing, with nothing recomputed for it."""
         if first[0] < last[0]:
             return self.bare[last]
-        columns = self._bare_columns[first, variant]
+        columns = self.bare_columns[first, variant]
         backward = np.take_along_axis(self.backward[last], columns[:, None, None], axis=2)[..., 0]
         return np.where(self.bare[last] < NEVER, backward, NEVER)
 

@@ -58,17 +58,21 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lightning_rotor.planning.decisions import Decisions, Integers
+from lightning_rotor.planning.machine_code import CompiledTable, compiled_code, is_worthwhile
 from lightning_rotor.planning.sharing import first_twins
 from lightning_rotor.planning.splits import SplitRows, Splits
 from lightning_rotor.planning.storage import Numbers, Seconds, Storage, windows
 from lightning_rotor.planning.thresholds import NEVER, Thresholds
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from lightning_rotor.planning.device_splits import DeviceSplits
 
 # Intervals that are computed together: their arrays fit the second cache.
@@ -125,7 +129,9 @@ class Table:
         refined: Count seconds in double precision, and tell apart who holds a segment's input even where that seldom matters.
             Takes up to six times as long.
         shared: Plan intervals that are the same once, see :mod:`lightning_rotor.planning.sharing`.
-        device: Where torch adds up what segments cost, such as ``"cuda"``; by default NumPy does, on all cores.
+        device: Where torch adds up what segments cost, such as ``"cuda"``; by default the processor does, on all cores.
+        compiled: Whether compiled code fills the table. By default it does where that pays and Numba is there; only tables
+            that are not refined can be. The numbers are the same.
     """
 
     def __init__(
@@ -136,6 +142,7 @@ class Table:
         refined: bool,
         shared: bool = True,
         device: str | None = None,
+        compiled: bool | None = None,
     ) -> None:
         self.decisions = Decisions(thresholds, refined=refined)
         self.size = slots + 1
@@ -143,6 +150,9 @@ class Table:
         dtype = np.float64 if refined else np.float32
         self.storage = Storage(self.decisions, self.size, dtype)
         self._twins = first_twins(self.decisions) if shared else None
+        if compiled is None:
+            compiled = device is None and is_worthwhile(len(thresholds.stages), slots)
+        self._code = compiled_code() if compiled and not refined else None
         self._splits: Splits | DeviceSplits = (
             Splits(self.decisions, self.storage) if device is None else self._on_device(device)
         )
@@ -163,6 +173,11 @@ class Table:
         return self._whole
 
     @property
+    def is_compiled(self) -> bool:
+        """Compiled code fills it, not NumPy."""
+        return self._code is not None
+
+    @property
     def accuracy(self) -> float:
         """Factor that makes ``seconds`` a lower bound: single precision rounds."""
         return 1 - 1e-12 if self._refined else 1 - 1e-6
@@ -175,13 +190,29 @@ class Table:
         bands = [range(begin, min(begin + rows, n)) for begin in range(0, n, rows)]
         threads = min(_MOST_THREADS, _cores(), len(bands))
         progress = _Progress()
+        solve = self._solve_band
+        if self._code is not None:
+            solve = partial(self._solve_band_compiled, self._compiled_table(self._code))
         if threads == 1:
             for number, band in enumerate(bands):
-                self._solve_band(number, band, progress)
+                solve(number, band, progress)
             return
         with ThreadPoolExecutor(threads) as pool:
-            for solved in [pool.submit(self._solve_band, number, band, progress) for number, band in enumerate(bands)]:
+            for solved in [pool.submit(solve, number, band, progress) for number, band in enumerate(bands)]:
                 solved.result()
+
+    def _compiled_table(self, code: ModuleType) -> CompiledTable:
+        return CompiledTable(self.decisions, self.storage, self._twins, self._whole, code)
+
+    def _solve_band_compiled(self, table: CompiledTable, number: int, band: range, progress: _Progress) -> None:
+        """The same as :meth:`_solve_band`, some lengths at once."""
+        try:
+            for lengths in table.steps(band):
+                progress.wait_for(number - 1, lengths[-1])
+                table.solve(band, lengths)
+                progress.reach(number, lengths[-1])
+        finally:
+            progress.reach(number, NEVER)
 
     def _solve_band(self, number: int, band: range, progress: _Progress) -> None:
         """All intervals that end in ``band``, by rising length."""

@@ -50,7 +50,7 @@ class Storage:
         n = decisions.top + 1
         variants = max(map(len, decisions.contexts))
         endings = decisions.ending_base.shape[1]
-        self._decisions, self._size, self.number = decisions, size, number
+        self._decisions, self.size, self.number = decisions, size, number
         self._lay_out_bodies(variants)
         self._lay_out_rests(endings)
         # By boundary, slots of all skips alive there.
@@ -58,11 +58,11 @@ class Storage:
         self.width = size + int(self.alive.max())
         # One piece each: the system gives large pieces large pages, far fewer of them. Windows reach beyond the first row, and into rows
         # that are not filled yet, where no NaN may stand.
-        self._front = self.width + size
+        self.front = self.width + size
         self._bodies = np.zeros(self._body_rows * size, number)
-        self._rests = np.zeros(self._front + self._rest_rows * self.width + size, number)
+        self.rests_flat = np.zeros(self.front + self._rest_rows * self.width + size, number)
         self.body_rows = self._bodies.reshape(-1, size)
-        self.rest_rows = self._rests[self._front : self._front + self._rest_rows * self.width].reshape(-1, self.width)
+        self.rest_rows = self.rests_flat[self.front : self.front + self._rest_rows * self.width].reshape(-1, self.width)
         self.body_low, self.body_high = (np.full((variants, n, n), size, np.int32) for _ in range(2))
         self.rest_low, self.rest_high = (np.full((endings, n, n), size, np.int32) for _ in range(2))
 
@@ -148,13 +148,13 @@ class Storage:
     def rests(self, first: Integers, last: Integers, ending: int, number: Integers, taken: Integers) -> Seconds:
         """A copy of some rests, each with ``taken`` less memory than stands at the slot; meaningless where less is left than nothing."""
         ids = self.rest_ids(first, last, ending, number)
-        starts = self._front + ids * self.width + self.alive[first] - np.minimum(taken, self._size)
-        return windows(self._rests, starts, self._size)
+        starts = self.front + ids * self.width + self.alive[first] - np.minimum(taken, self.size)
+        return windows(self.rests_flat, starts, self.size)
 
     def put_rests(self, first: Integers, last: Integers, ending: int, number: int, rests: Seconds) -> None:
         """Take in rests, ``(intervals, size)``; all intervals have the same length."""
         ids = self.rest_ids(first, last, ending, number)
-        most = self.width - self._size
+        most = self.width - self.size
         if most:
             padded = np.full((len(rests), self.width + most), math.inf, rests.dtype)
             padded[:, most : self.width] = rests
