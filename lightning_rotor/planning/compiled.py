@@ -491,7 +491,7 @@ def _put_rest(a: Arrays, first: int, last: int, ending: int, number: int, rest: 
     alive = a.stages[first, ALIVE]
     a.rests[row, :alive] = _INFINITE
     a.rests[row, alive : alive + a.size] = rest
-    a.rests[row, alive + a.size :] = _INFINITE
+    a.rests[row, alive + a.size :] = rest[a.size - 1]
     if number == 0:
         _put_least(a.rest_least[:, row], rest)
 

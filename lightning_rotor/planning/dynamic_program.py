@@ -193,13 +193,10 @@ class Table:
         solve = self._solve_band
         if self._code is not None:
             solve = partial(self._solve_band_compiled, self._compiled_table(self._code))
-        if threads == 1:
-            for number, band in enumerate(bands):
-                solve(number, band, progress)
-            return
         with ThreadPoolExecutor(threads) as pool:
             for solved in [pool.submit(solve, number, band, progress) for number, band in enumerate(bands)]:
                 solved.result()
+        self.storage.pack()
 
     def _compiled_table(self, code: ModuleType) -> CompiledTable:
         return CompiledTable(self.decisions, self.storage, self._twins, self._whole, code)

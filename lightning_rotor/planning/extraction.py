@@ -188,8 +188,8 @@ class Extraction:
                 )
             else:
                 more = number(leaf.backward_seconds + self._stages[last].discard_seconds)
-                seconds = self._storage.body(first, last - 1, variant)[memory] + more
-            if seconds <= self._storage.body(first, last, variant)[memory]:
+                seconds = self._storage.body(first, last - 1, variant, memory) + more
+            if seconds <= self._storage.body(first, last, variant, memory):
                 return leaf
         return None
 

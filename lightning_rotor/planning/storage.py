@@ -12,14 +12,15 @@ from one end to the next is zero but for the skips which are alive before the se
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_rotor.planning.decisions import Decisions, Integers
+from lightning_rotor.planning.packed import PackedRows, Seconds
 
-Seconds: TypeAlias = npt.NDArray[np.floating[Any]]
 Numbers: TypeAlias = type[np.float32] | type[np.float64]
 
 
@@ -115,17 +116,23 @@ class Storage:
         for base in self.body_base[:, first]:
             self.body_rows[base[base >= 0] + length] = math.inf
 
-    def body(self, first: int, last: int, variant: int) -> Seconds:
-        """One row."""
-        row: Seconds = self.body_rows[self.body_base[variant, first] + last - first]
-        return row
+    # ---------------------------------------------------------------- single numbers, once all rows are there
 
-    # ---------------------------------------------------------------- single numbers
+    def pack(self) -> None:
+        """Keep what differs between neighbouring slots, about a quarter. No row can be asked for any more, single numbers can."""
+        with ThreadPoolExecutor(2) as pool:
+            bodies, rests = pool.map(PackedRows, (self.body_rows, self.rest_rows))
+        self._packed_bodies, self._packed_rests = bodies, rests
+        self.body_rows = self.rest_rows = self._bodies = self.rests_flat = np.zeros((0, 0), self.number)
+
+    def body(self, first: int, last: int, variant: int, memory: int) -> np.floating[Any]:
+        """One number of a body."""
+        return self._packed_bodies.number(int(self.body_base[variant, first]) + last - first, memory)
 
     def rest(self, first: int, last: int, ending: int, number: int, memory: int) -> float:
         """One number of a rest."""
         row = int(self.rest_base[ending, number, last]) + int(self.rest_rank[number, first])
-        return float(self.rest_rows[row, memory + int(self.alive[first])])
+        return float(self._packed_rests.number(row, memory + int(self.alive[first])))
 
     def segments(
         self, first: int, last: int, ending: int, variant: int, left: Integers, rest_left: Integers
@@ -133,9 +140,9 @@ class Storage:
         """By end of a segment that starts at ``first``: its body with ``left`` slots and what follows up to ``last`` with ``rest_left``."""
         body, rest = int(self.body_base[variant, first]), int(self.rest_base[ending, 0, last]) + 1
         ends = np.arange(last - first)
-        seconds = self.body_rows[body + ends, np.maximum(left, 0)].astype(np.float64)
+        seconds = self._packed_bodies[body + ends, np.maximum(left, 0)].astype(np.float64)
         slots = np.maximum(rest_left, 0) + self.alive[first + 1 : last + 1]
-        total: npt.NDArray[np.float64] = seconds + self.rest_rows[rest + first + ends, slots]
+        total: npt.NDArray[np.float64] = seconds + self._packed_rests[rest + first + ends, slots]
         return total
 
     # ---------------------------------------------------------------- rests
@@ -158,6 +165,7 @@ class Storage:
         if most:
             padded = np.full((len(rests), self.width + most), math.inf, rests.dtype)
             padded[:, most : self.width] = rests
+            padded[:, self.width :] = rests[:, -1:]  # what nobody asks for packs best if it is no step
             starts = np.arange(len(rests)) * padded.shape[1] + most - self.alive[first]
             self.rest_rows[ids] = windows(padded.reshape(-1), starts, self.width)
         else:
