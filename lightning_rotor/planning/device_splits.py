@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from lightning_rotor.planning.decisions import Decisions, Integers
+from lightning_rotor.planning.packed import Seconds
 from lightning_rotor.planning.splits import SplitRows
-from lightning_rotor.planning.storage import Seconds, Storage
+from lightning_rotor.planning.storage import Storage
 
 # Numbers that are added up at once: at four bytes each, and eight for where to find them, half a gigabyte.
 _MOST_SUMS = 1 << 24

@@ -65,9 +65,10 @@ import numpy as np
 
 from lightning_rotor.planning.decisions import Decisions, Integers
 from lightning_rotor.planning.machine_code import CompiledTable, compiled_code, is_worthwhile
+from lightning_rotor.planning.packed import Seconds
 from lightning_rotor.planning.sharing import first_twins
 from lightning_rotor.planning.splits import SplitRows, Splits
-from lightning_rotor.planning.storage import Numbers, Seconds, Storage, windows
+from lightning_rotor.planning.storage import Numbers, Storage, windows
 from lightning_rotor.planning.thresholds import NEVER, Thresholds
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_rotor.planning.decisions import Decisions, Integers
-from lightning_rotor.planning.storage import Seconds, Storage
+from lightning_rotor.planning.packed import Seconds
+from lightning_rotor.planning.storage import Storage
 
 _log = logging.getLogger(__name__)
 

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_rotor.planning.decisions import Decisions, Integers
-from lightning_rotor.planning.storage import Numbers, Seconds, Storage, windows
+from lightning_rotor.planning.packed import Seconds
+from lightning_rotor.planning.storage import Numbers, Storage, windows
 
 _Steps = list[tuple[int, int]]
 
