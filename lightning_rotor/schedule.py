@@ -10,14 +10,17 @@ input, and runs them again when the backward arrives, this time under the segmen
                          stages 1 and 2 run a third time when 4 and 3 are done
 
 The text form is one line: stage numbers, ``a-b`` for a run of kept stages, ``3:1`` for stage 3 under its option 1, and parentheses
-around a segment. ``Schedule.parse(str(schedule)) == schedule``.
+around a segment. ``Schedule.parse(str(schedule)) == schedule``. Pickles and copies hold the text.
+
+Segments may be nested as deeply as the chain is long. So nothing here calls itself for what is inside: a segment knows its ends, its depth and
+its hash from when it was made, and whatever must visit all of it keeps a stack.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -50,40 +53,53 @@ class Leaf:
         return f"{self.stage}:{self.option}" if self.option else str(self.stage)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Segment:
     """Run consecutive stages holding only their input; recompute them in the backward under ``items``.
 
     Attributes:
         items: What the recomputation keeps and what it checkpoints again. The last one is a leaf: a segment at the end would
             be recomputed for nothing, since the backward needs it at once.
+        first: Number of the first stage.
+        last: Number of the last stage.
+        depth: How deeply segments are nested, this one included.
     """
 
     items: tuple[Item, ...]
+    first: int = field(init=False)
+    last: int = field(init=False)
+    depth: int = field(init=False)
+    _hash: int = field(init=False)
 
     def __post_init__(self) -> None:
         _check_items(self.items)
         if isinstance(self.items[-1], Segment):
             raise ScheduleError(f"segment {self} ends in another segment: the last item of a segment is a stage")
+        object.__setattr__(self, "first", self.items[0].first)
+        object.__setattr__(self, "last", self.items[-1].last)
+        object.__setattr__(self, "depth", 1 + _depth(self.items))
+        object.__setattr__(self, "_hash", hash((Segment, self.items)))
 
-    @property
-    def first(self) -> int:
-        """Number of the first stage."""
-        return self.items[0].first
+    def __eq__(self, other: object) -> bool:
+        return _are_same(self.items, other.items) if isinstance(other, Segment) else NotImplemented
 
-    @property
-    def last(self) -> int:
-        """Number of the last stage."""
-        return self.items[-1].last
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Callable[[str], Segment], tuple[str]]:
+        return _parse_segment, (str(self),)
+
+    def __repr__(self) -> str:
+        return f"Segment{self}"
 
     def __str__(self) -> str:
-        return f"({_format(self.items)})"
+        return _format((self,))
 
 
 Item: TypeAlias = Leaf | Segment
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Schedule:
     """How one training step runs a whole chain.
 
@@ -106,6 +122,18 @@ class Schedule:
         """Number of stages."""
         return self.items[-1].last + 1
 
+    def __eq__(self, other: object) -> bool:
+        return _are_same(self.items, other.items) if isinstance(other, Schedule) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.items)
+
+    def __reduce__(self) -> tuple[Callable[[str], Schedule], tuple[str]]:
+        return Schedule.parse, (str(self),)
+
+    def __repr__(self) -> str:
+        return f"Schedule.parse({str(self)!r})"
+
     def __str__(self) -> str:
         return _format(self.items)
 
@@ -124,11 +152,7 @@ class Schedule:
             >>> Schedule.parse("0 (1-3) 4").recomputed
             (1, 2, 3)
         """
-        tokens = re.findall(r"[()]|[^\s()]+", text)
-        items, rest = _parse_items(tokens, 0, text)
-        if rest != len(tokens):
-            raise ScheduleError(f"schedule {text!r} has a closing parenthesis too many")
-        return cls(items)
+        return cls(_parse(text))
 
     @property
     def recomputed(self) -> tuple[int, ...]:
@@ -139,6 +163,11 @@ class Schedule:
     def segments(self) -> int:
         """Number of segments, nested ones included."""
         return sum(1 for _ in segments_in(self.items))
+
+    @property
+    def depth(self) -> int:
+        """How deeply segments are nested; 0 if there is none."""
+        return _depth(self.items)
 
     def operations(self) -> tuple[str, ...]:
         """The step as rotor's list of operations.
@@ -151,20 +180,46 @@ class Schedule:
 
 def leaves(item: Item) -> Iterator[Leaf]:
     """The leaves of an item from left to right, however deeply nested."""
-    match item:
-        case Leaf():
-            yield item
-        case Segment(items):
-            for child in items:
-                yield from leaves(child)
+    return (each for each in _walk((item,)) if isinstance(each, Leaf))
 
 
 def segments_in(items: Iterable[Item]) -> Iterator[Segment]:
-    """All segments among some items, nested ones included."""
-    for item in items:
-        if isinstance(item, Segment):
+    """All segments among some items, nested ones included, each before what is in it."""
+    return (each for each in _walk(items) if isinstance(each, Segment))
+
+
+def _walk(items: Iterable[Item]) -> Iterator[Item]:
+    pending = [iter(items)]
+    while pending:
+        for item in pending[-1]:
             yield item
-            yield from segments_in(item.items)
+            if isinstance(item, Segment):
+                pending.append(iter(item.items))
+                break
+        else:
+            pending.pop()
+
+
+def _depth(items: Iterable[Item]) -> int:
+    return max((item.depth for item in items if isinstance(item, Segment)), default=0)
+
+
+def _are_same(items: tuple[Item, ...], others: tuple[Item, ...]) -> bool:
+    pending = [(items, others)]
+    while pending:
+        items, others = pending.pop()
+        if items is others:
+            continue
+        if len(items) != len(others):
+            return False
+        for item, other in zip(items, others, strict=True):
+            if isinstance(item, Segment) and isinstance(other, Segment):
+                if hash(item) != hash(other):
+                    return False
+                pending.append((item.items, other.items))
+            elif item != other:
+                return False
+    return True
 
 
 def _forward(items: Iterable[Item]) -> list[str]:
@@ -181,12 +236,15 @@ def _forward(items: Iterable[Item]) -> list[str]:
 
 def _backward(items: tuple[Item, ...]) -> list[str]:
     operations: list[str] = []
-    for item in reversed(items):
+    pending = list(items)
+    while pending:
+        item = pending.pop()
         match item:
             case Leaf(stage):
                 operations.append(f"B {stage}")
             case Segment():
-                operations.extend(_forward(item.items) + _backward(item.items))
+                operations.extend(_forward(item.items))
+                pending.extend(item.items)
     return operations
 
 
@@ -201,41 +259,64 @@ def _check_items(items: tuple[Item, ...]) -> None:
 def _format(items: tuple[Item, ...]) -> str:
     """Text of items, runs of three or more plain leaves shortened to ``a-b``; so are runs of two, for ``1-2`` is no longer than ``1 2``."""
     words: list[str] = []
-    run: list[int] = []
+    run: list[int] = []  # plain leaves side by side
+    opening = ""  # parentheses before the next word
+
+    def add(word: str) -> None:
+        nonlocal opening
+        words.append(opening + word)
+        opening = ""
 
     def close_run() -> None:
         if run:
-            words.append(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}")
+            add(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}")
             run.clear()
 
-    for item in items:
-        match item:
-            case Leaf(stage, option=0):
-                run.append(stage)
-            case _:
+    pending = [iter(items)]
+    while pending:
+        for item in pending[-1]:
+            if isinstance(item, Segment):
                 close_run()
-                words.append(str(item))
-    close_run()
+                opening += "("
+                pending.append(iter(item.items))
+                break
+            if item.option:
+                close_run()
+                add(str(item))
+            else:
+                run.append(item.stage)
+        else:
+            close_run()
+            pending.pop()
+            if pending:
+                words[-1] += ")"
     return " ".join(words)
 
 
-def _parse_items(tokens: list[str], start: int, text: str) -> tuple[tuple[Item, ...], int]:
-    items: list[Item] = []
-    position = start
-    while position < len(tokens) and tokens[position] != ")":
-        token = tokens[position]
+def _parse_segment(text: str) -> Segment:
+    (segment,) = _parse(text)
+    assert isinstance(segment, Segment)
+    return segment
+
+
+def _parse(text: str) -> tuple[Item, ...]:
+    open_items: list[list[Item]] = [[]]  # of the segments that are not closed yet, outermost first
+    for token in re.findall(r"[()]|[^\s()]+", text):
         if token == "(":
-            children, position = _parse_items(tokens, position + 1, text)
-            if position == len(tokens):
-                raise ScheduleError(f"schedule {text!r} lacks a closing parenthesis")
-            items.append(Segment(children))
+            open_items.append([])
+        elif token == ")":
+            inside = open_items.pop()
+            if not open_items:
+                raise ScheduleError(f"schedule {text!r} has a closing parenthesis too many")
+            open_items[-1].append(Segment(tuple(inside)))
         elif match := re.fullmatch(r"(\d+)-(\d+)", token):
-            items.extend(Leaf(stage) for stage in range(int(match[1]), int(match[2]) + 1))
+            open_items[-1].extend(Leaf(stage) for stage in range(int(match[1]), int(match[2]) + 1))
         elif match := re.fullmatch(r"(\d+)(?::(\d+))?", token):
-            items.append(Leaf(int(match[1]), int(match[2] or 0)))
+            open_items[-1].append(Leaf(int(match[1]), int(match[2] or 0)))
         else:
             raise ScheduleError(
                 f"schedule {text!r} holds {token!r}: expected stage numbers such as 3, 3-7 or 3:1, and parentheses"
             )
-        position += 1
-    return tuple(items), position
+    if len(open_items) > 1:
+        raise ScheduleError(f"schedule {text!r} lacks a closing parenthesis")
+    return tuple(open_items[0])

@@ -26,7 +26,11 @@ from typing import Literal, TypeAlias
 from lightning_rotor.chain import Chain, Option
 from lightning_rotor.errors import ScheduleError
 from lightning_rotor.liveness import Boundaries, Skips
+from lightning_rotor.recursion import make_room_for
 from lightning_rotor.schedule import Item, Leaf, Schedule, Segment, leaves
+
+# Calls for one more segment inside others: a backward in a backward, and then a discarded pass in a discarded pass.
+_CALLS = 3
 
 Phase: TypeAlias = Literal["forward", "recompute", "backward"]
 
@@ -119,6 +123,7 @@ def check_schedule(chain: Chain, schedule: Schedule) -> None:
 class _Simulator:
     def __init__(self, chain: Chain, schedule: Schedule, gradients_exist: bool, lingering_bytes: int) -> None:
         check_schedule(chain, schedule)
+        make_room_for(_CALLS * schedule.depth)
         self._chain = chain
         self._schedule = schedule
         self._gradients_exist = gradients_exist

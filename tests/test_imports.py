@@ -25,10 +25,11 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
     "units": ("errors",),
     "wiring": (),
+    "recursion": (),
     "chain": ("units",),
     "schedule": ("units",),
     "liveness": ("chain", "schedule"),
-    "simulator": ("liveness",),
+    "simulator": ("liveness", "recursion"),
     "planning": ("simulator",),
     "sequential": ("units", "wiring"),
     "invertible": ("units",),
@@ -45,7 +46,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "cutting": ("tracing",),
     "compiled": ("tracing",),
     "profiling": ("undisturbed", "chain", "tracing", "compiled"),
-    "execution": ("options", "recomputation", "simulator"),
+    "execution": ("options", "recomputation", "simulator", "recursion"),
     "report": ("planning", "profiling"),
     "estimation": ("cutting", "profiling"),
     "pipeline": ("planning", "profiling", "execution"),
@@ -62,7 +63,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "__main__": ("command_line",),
 }
 WITH_LIGHTNING = {"callbacks", "strategies"}
-WITHOUT_TORCH = {"errors", "units", "chain", "schedule", "liveness", "simulator", "planning"}
+WITHOUT_TORCH = {"errors", "units", "chain", "schedule", "liveness", "recursion", "simulator", "planning"}
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics"}
 
 MODULES = sorted(PACKAGE.rglob("*.py"))

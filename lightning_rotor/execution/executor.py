@@ -20,11 +20,16 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from lightning_rotor.chain import Chain
 from lightning_rotor.options import run_stage
 from lightning_rotor.recomputation import recomputed
+from lightning_rotor.recursion import make_room_for
 from lightning_rotor.schedule import Item, Leaf, Schedule, Segment, segments_in
 from lightning_rotor.sequential import Stage
 from lightning_rotor.simulator import check_schedule
 from lightning_rotor.state import SegmentState
 from lightning_rotor.wiring import Wire, Wiring
+
+
+# Calls for one more segment inside others, most of them torch's.
+_CALLS = 60
 
 
 class Executor:
@@ -49,6 +54,7 @@ class Executor:
         states: Sequence[SegmentState] = (),
     ) -> None:
         check_schedule(chain, schedule)
+        make_room_for(_CALLS * schedule.depth)
         self._stages = tuple(stages)
         self._chain = chain
         self._schedule = schedule

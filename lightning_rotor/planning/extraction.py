@@ -11,7 +11,12 @@ import numpy as np
 from lightning_rotor.planning.decisions import Context, by_context
 from lightning_rotor.planning.dynamic_program import Table
 from lightning_rotor.planning.thresholds import BackwardNeed, Ending, LeafCost
+from lightning_rotor.recursion import make_room_for
 from lightning_rotor.schedule import Item, Leaf, Schedule, Segment
+
+
+# Calls for one more segment inside others, the construction of tuples included.
+_CALLS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,7 @@ class Extraction:
 
     def schedule(self, memory: int) -> Schedule:
         """The schedule behind ``table.seconds[memory]``, which must be finite."""
+        make_room_for(_CALLS * len(self._stages))  # how deep it will be is not known before
         return Schedule(tuple(self._body_items(memory, 0, self._top, "held")))
 
     def _body_items(self, memory: int, first: int, last: int, context: Context) -> Iterator[Item]:
