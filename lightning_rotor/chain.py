@@ -182,6 +182,7 @@ class StageCost:
         state_bytes: Buffers whose values a segment remembers, to recompute from what its first pass saw.
         recomputable: Running the stage twice gives the same bits; otherwise it must be kept.
         options: Ways to keep the stage; the first one is ``"keep"``.
+        takes: Tensors that it reads, such as ``"float32[4, 64, 8, 8]"``; empty for stages that were not measured.
     """
 
     name: str
@@ -193,6 +194,7 @@ class StageCost:
     draws_random: bool = False
     state_bytes: int = 0
     recomputable: bool = True
+    takes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _check_costs(self)
@@ -273,13 +275,44 @@ class Chain:
 
     @property
     def fingerprint(self) -> str:
-        """Sixteen hexadecimal digits that name the stages and their sizes, but not their timings."""
-        digest = hashlib.sha256(repr((self.input_bytes, self.device)).encode())
-        for stage in self.stages:
-            sizes = [(option.name, option.saved_bytes, option.forward_peak_bytes) for option in stage.options]
-            digest.update(repr((stage.name, stage.output_bytes, sizes)).encode())
-        digest.update(repr(self.skips).encode())
-        return digest.hexdigest()[:16]
+        """Sixteen hexadecimal digits that name stages, boundaries, skips and options with their sizes, but nothing that the machine decides.
+
+        The same in every process: timings and what kernels take for themselves are left out.
+        """
+        return hashlib.sha256(repr((self.device, self.identity)).encode()).hexdigest()[:16]
+
+    @property
+    def identity(self) -> tuple[StageIdentity, ...]:
+        """What the fingerprint names, stage by stage."""
+        return tuple(
+            StageIdentity(
+                stage.name,
+                stage.takes,
+                stage.output_bytes,
+                tuple((option.name, option.saved_bytes) for option in stage.options),
+                tuple((skip.uses, skip.size_bytes) for skip in self.skips if skip.born == number),
+            )
+            for number, stage in enumerate(self.stages)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StageIdentity:
+    """A stage as far as plans depend on the model and its input.
+
+    Attributes:
+        name: Where it is in the user's model.
+        takes: Tensors that it reads.
+        output_bytes: Size of its link.
+        options: Name and saved bytes of each way to keep it.
+        skips: Readers and size of each skip that it makes.
+    """
+
+    name: str
+    takes: tuple[str, ...]
+    output_bytes: int
+    options: tuple[tuple[str, int], ...]
+    skips: tuple[tuple[tuple[int, ...], int], ...]
 
 
 def _check_costs(costs: Option | StageCost) -> None:

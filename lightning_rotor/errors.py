@@ -59,6 +59,10 @@ class ScheduleError(RotorError, ValueError):
     """A schedule is malformed, or does not belong to the chain that it is used with."""
 
 
+class PlanError(RotorError, ValueError):
+    """A saved plan cannot be read, or was made for another model, shape, dtype or device."""
+
+
 class ModelError(RotorError, ValueError):
     """A module cannot be turned into a chain of stages, or a named module does not exist."""
 

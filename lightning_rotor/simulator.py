@@ -21,6 +21,7 @@ Not counted: the chain's input (the caller has it anyway), parameters, buffers, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal, TypeAlias
 
 from lightning_rotor.chain import Chain, Option
@@ -128,7 +129,8 @@ class _Simulator:
         self._schedule = schedule
         self._gradients_exist = gradients_exist
         self._lingering_bytes = lingering_bytes
-        self._stateful = chain.rng_state_bytes > 0 or any(stage.state_bytes for stage in chain)
+        self._states_before = [0, *accumulate(stage.state_bytes for stage in chain)]
+        self._draws_before = [0, *accumulate(stage.draws_random for stage in chain)]
         self._boundaries = Boundaries(chain)
         self._live_bytes = 0  # everything, kept up to date by the methods below
         self._gradient_bytes = 0  # the part of it that is the gradient of the boundary where the backward stands
@@ -314,11 +316,9 @@ class _Simulator:
 
     def _state_bytes(self, segment: Segment) -> int:
         """Generator states and buffers that one run of a segment remembers, not those of segments in it."""
-        if not self._stateful:
-            return 0
-        stages = [self._chain.stages[leaf.stage] for leaf in leaves(segment)]
-        draws = any(stage.draws_random for stage in stages)
-        return sum(stage.state_bytes for stage in stages) + (self._chain.rng_state_bytes if draws else 0)
+        first, stop = segment.first, segment.last + 1
+        draws = self._draws_before[stop] > self._draws_before[first]
+        return self._states_before[stop] - self._states_before[first] + (self._chain.rng_state_bytes if draws else 0)
 
     def _hold(self, boundary: int) -> None:
         self._live_bytes += self._boundaries.hold(boundary)

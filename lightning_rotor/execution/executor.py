@@ -27,7 +27,6 @@ from lightning_rotor.simulator import check_schedule
 from lightning_rotor.state import SegmentState
 from lightning_rotor.wiring import Wire, Wiring
 
-
 # Calls for one more segment inside others, most of them torch's.
 _CALLS = 60
 

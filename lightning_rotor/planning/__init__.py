@@ -12,6 +12,7 @@ from __future__ import annotations
 from lightning_rotor.chain import Chain
 from lightning_rotor.planning.baselines import baselines
 from lightning_rotor.planning.bounds import lower_bound_seconds
+from lightning_rotor.planning.files import load_plan, save_plan
 from lightning_rotor.planning.frontier import Frontier, FrontierPoint, Gain, frontier_of
 from lightning_rotor.planning.plan import DEFAULT_SLOTS, Plan
 from lightning_rotor.planning.proposals import Proposal
@@ -28,9 +29,11 @@ __all__ = [
     "fine_slots",
     "frontier",
     "frontier_of",
+    "load_plan",
     "lower_bound_seconds",
     "minimum_budget",
     "plan",
+    "save_plan",
 ]
 
 

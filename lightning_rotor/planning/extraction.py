@@ -14,7 +14,6 @@ from lightning_rotor.planning.thresholds import BackwardNeed, Ending, LeafCost
 from lightning_rotor.recursion import make_room_for
 from lightning_rotor.schedule import Item, Leaf, Schedule, Segment
 
-
 # Calls for one more segment inside others, the construction of tuples included.
 _CALLS = 4
 

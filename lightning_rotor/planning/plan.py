@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Group
@@ -94,6 +95,23 @@ class Plan:
             lingering_bytes=self.lingering_bytes,
         )
         return frontier_of(solver, budget_bytes=self.budget_bytes)
+
+    def save(self, path: Path | str) -> None:
+        """Write it to a file, to be used again where the same model takes the same input; see :func:`lightning_rotor.planning.save_plan`."""
+        from lightning_rotor.planning.files import save_plan
+
+        save_plan(self, path)
+
+    @classmethod
+    def load(cls, path: Path | str, chain: Chain) -> Plan:
+        """Read one for a chain as measured now; see :func:`lightning_rotor.planning.load_plan`.
+
+        Raises:
+            PlanError: The file holds no plan, or one for another model, shape, dtype or device.
+        """
+        from lightning_rotor.planning.files import load_plan
+
+        return load_plan(path, chain)
 
     def summary(self) -> str:
         """The plan on one line."""

@@ -78,6 +78,15 @@ class Boundary:
         return sum(leaf.nbytes for leaf in self.leaves if isinstance(leaf, torch.Tensor))
 
     @property
+    def tensors(self) -> tuple[str, ...]:
+        """Type and shape of each tensor, such as ``"float32[4, 64, 8, 8]"``."""
+        return tuple(
+            f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+            for leaf in self.leaves
+            if isinstance(leaf, torch.Tensor)
+        )
+
+    @property
     def signature(self) -> tuple[Any, ...]:
         """What the cost of a stage depends on, besides the stage."""
         return (

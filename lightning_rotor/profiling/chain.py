@@ -126,7 +126,13 @@ def profile_chain(
                         known[key] = measure(profiler, compiled, recomputable=recomputable)
             measured.append((ends, known[key].stage))
             running.append(compiled.with_variants(stage, known[key].names))
-            traits.append({"draws_random": draws_random, "state_bytes": states[-1].remembered_bytes})
+            traits.append(
+                {
+                    "draws_random": draws_random,
+                    "state_bytes": states[-1].remembered_bytes,
+                    "takes": boundary.tensors,
+                }
+            )
             values.update(zip(stage.writes, passed.outputs, strict=True))
             for dead in wiring.dead[number]:
                 del values[dead]

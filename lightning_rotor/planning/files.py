@@ -1,0 +1,125 @@
+"""Plans as files: small JSON texts that hold a schedule, for what it was made, and nothing that was measured in seconds.
+
+A plan holds for one model with one input signature on one kind of device. So a file names every stage with the tensors that it reads, what it
+saves and what it hands on, and a chain that differs in any of it is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from lightning_rotor.chain import Chain, StageIdentity
+from lightning_rotor.errors import PlanError, ScheduleError
+from lightning_rotor.planning.plan import Plan
+from lightning_rotor.schedule import Schedule
+from lightning_rotor.simulator import simulate
+from lightning_rotor.units import format_bytes
+
+_FORMAT = 1
+
+
+def save_plan(plan: Plan, path: Path | str) -> None:
+    """Write a plan to a file.
+
+    Args:
+        plan: What was planned.
+        path: Where; a file that is there is replaced.
+    """
+    content = {
+        "format": _FORMAT,
+        "fingerprint": plan.chain.fingerprint,
+        "device": plan.chain.device,
+        "stages": [_as_json(stage) for stage in plan.chain.identity],
+        "schedule": str(plan.schedule),
+        "budget_bytes": plan.budget_bytes,
+        "gradients_exist": plan.gradients_exist,
+        "lingering_bytes": plan.lingering_bytes,
+        "slots": plan.slots,
+    }
+    Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def load_plan(path: Path | str, chain: Chain) -> Plan:
+    """Read a plan for the chain that it was made for.
+
+    Args:
+        path: What :func:`save_plan` has written.
+        chain: Of the model that is to run under the plan, as measured now. It says what the plan costs on this machine.
+    Returns:
+        The plan, simulated anew.
+    Raises:
+        PlanError: The file holds no plan; or the plan was made for another model, shape, dtype or device, and the message says what differs first;
+            or it takes more than its budget on this machine.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        if content["format"] != _FORMAT:
+            raise PlanError(f"{path} has format {content['format']!r}: expected {_FORMAT}, written by this version")
+        saved = [_from_json(stage) for stage in content["stages"]]
+        schedule = Schedule.parse(content["schedule"])
+        budget_bytes, slots = int(content["budget_bytes"]), int(content["slots"])
+        gradients_exist, lingering_bytes = bool(content["gradients_exist"]), int(content["lingering_bytes"])
+        device, fingerprint = content["device"], content["fingerprint"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, PlanError):
+            raise
+        reason = error if isinstance(error, ScheduleError) else f"{type(error).__name__}: {error}"
+        raise PlanError(f"{path} holds no plan ({reason}): expected a file that Plan.save has written") from error
+    if fingerprint != chain.fingerprint:
+        difference = _difference(saved, device, chain)
+        raise PlanError(f"{path} was made for something else: {difference}. Plan for this model and input anew")
+    simulation = simulate(chain, schedule, gradients_exist=gradients_exist, lingering_bytes=lingering_bytes)
+    if simulation.peak_bytes > budget_bytes:
+        raise PlanError(
+            f"{path} takes {format_bytes(simulation.peak_bytes)} on this machine, which is more than its budget of "
+            f"{format_bytes(budget_bytes)}: plan anew"
+        )
+    return Plan(
+        chain,
+        schedule,
+        budget_bytes,
+        simulation,
+        0.0,
+        gradients_exist=gradients_exist,
+        lingering_bytes=lingering_bytes,
+        slots=slots,
+    )
+
+
+def _as_json(stage: StageIdentity) -> dict[str, Any]:
+    return {
+        "name": stage.name,
+        "takes": stage.takes,
+        "output_bytes": stage.output_bytes,
+        "options": stage.options,
+        "skips": stage.skips,
+    }
+
+
+def _from_json(stage: dict[str, Any]) -> StageIdentity:
+    return StageIdentity(
+        stage["name"],
+        tuple(stage["takes"]),
+        stage["output_bytes"],
+        tuple((name, saved) for name, saved in stage["options"]),
+        tuple((tuple(uses), size) for uses, size in stage["skips"]),
+    )
+
+
+def _difference(saved: list[StageIdentity], device: str, chain: Chain) -> str:
+    """The first thing in which a chain is not what a plan was made for: what the plan says, and what there is."""
+    if device != chain.device:
+        return f"device {device!r}, and this chain was measured on {chain.device!r}"
+    for number, (then, now) in enumerate(zip_longest(saved, chain.identity)):
+        if then is None or now is None or then.name != now.name:
+            there, here = ("no such stage" if each is None else repr(each.name) for each in (then, now))
+            return f"stage {number} was {there} of {len(saved)}, and is {here} of {len(chain)}"
+        if then.takes != now.takes:
+            return f"stage {now.name!r} took {', '.join(then.takes)}, and takes {', '.join(now.takes)}"
+        for what in ("output_bytes", "options", "skips"):
+            if getattr(then, what) != getattr(now, what):
+                return f"{what} of stage {now.name!r} was {getattr(then, what)}, and is {getattr(now, what)}"
+    return "the file was changed after it was written"
