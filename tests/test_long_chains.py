@@ -1,4 +1,4 @@
-"""A thousand stages, end to end, and segments nested as deeply as that."""
+"""A thousand layers run, and segments nested as deeply as a chain is long."""
 
 from __future__ import annotations
 
