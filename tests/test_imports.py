@@ -30,7 +30,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "schedule": ("units",),
     "liveness": ("chain", "schedule"),
     "simulator": ("liveness", "recursion"),
-    "planning": ("simulator",),
+    "pipeline_schedule": ("units",),
+    "pipeline_simulator": ("pipeline_schedule",),
+    "planning": ("simulator", "pipeline_simulator"),
     "sequential": ("units", "wiring"),
     "invertible": ("units",),
     "state": ("sequential", "generators"),
@@ -64,6 +66,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 }
 WITH_LIGHTNING = {"callbacks", "strategies"}
 WITHOUT_TORCH = {"errors", "units", "chain", "schedule", "liveness", "recursion", "simulator", "planning"}
+WITHOUT_TORCH |= {"pipeline_schedule", "pipeline_simulator"}
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics"}
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
