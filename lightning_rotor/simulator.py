@@ -65,6 +65,7 @@ class Simulation:
         recompute_seconds: The part of it that plain training would not spend.
         peak_stage: Number of the stage that sets the peak.
         events: The step in order.
+        held_bytes: What is alive between the forward and the backward, beyond what was allocated when the step began.
     """
 
     peak_bytes: int
@@ -72,6 +73,7 @@ class Simulation:
     recompute_seconds: float
     peak_stage: int
     events: tuple[Event, ...]
+    held_bytes: int = 0
 
     @property
     def overhead(self) -> float:
@@ -147,12 +149,14 @@ class _Simulator:
         self._add(self._lingering_bytes)
         self._record(self._schedule.items, "forward")
         self._add(-self._lingering_bytes)
+        held_bytes = self._live_bytes
         # The output now belongs to the caller, so the reference that the forward took is never given back.
         for item in reversed(self._schedule.items):
             self._backward(item)
         seconds = sum(event.seconds for event in self._events) + self._segment_seconds
         extra_seconds = max(seconds - self._chain.step_seconds, 0.0)
-        return Simulation(self._peak_bytes, seconds, extra_seconds, self._peak_stage, tuple(self._events))
+        events = tuple(self._events)
+        return Simulation(self._peak_bytes, seconds, extra_seconds, self._peak_stage, events, held_bytes)
 
     # ---------------------------------------------------------------- forward
 

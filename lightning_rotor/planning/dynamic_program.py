@@ -212,6 +212,11 @@ class Table:
         finally:
             progress.reach(number, NEVER)
 
+    def solve_column(self, last: int) -> None:
+        """Fill all intervals that end in ``last`` again, after their thresholds have changed."""
+        for length in range(last + 1):
+            self._solve_group(np.array([last - length]), length)
+
     def _solve_band(self, number: int, band: range, progress: _Progress) -> None:
         """All intervals that end in ``band``, by rising length."""
         n = self._top + 1

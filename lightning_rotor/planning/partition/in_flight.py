@@ -1,0 +1,376 @@
+r"""The fastest schedule of one pipeline stage that has several micro-batches in flight.
+
+Between its forward and its backward a micro-batch holds ``H`` bytes: what its schedule keeps, the inputs of its segments, its output. While one
+of ``k`` runs, the others hold theirs. So of all schedules with a peak ``P`` for a micro-batch alone we want the fastest with
+
+    (k - 1) · H + P  ≤  budget
+
+Charging the dynamic program k times for whatever it keeps would be wrong. When the backward of item ``t`` runs, this micro-batch has given up what
+is behind ``t``, and the others have not::
+
+                item        0       t              T
+    k - 1 others            ████████████████████████     all of H, throughout
+    the one that runs       ████████░░░░░░░░░░░░░░░░     what is before t, and what t takes meanwhile
+
+A k-fold charge sees ``k`` times what is before ``t``: the segments at the front, the largest ones, would get memory that is not there. But if ``H``
+were known, all that changes is the budget, ``budget - (k - 1) · H``, and a floor: whatever is left when the last stage is kept must be that
+budget less ``H``, or more has been held. So a *node* ``lo ≤ H ≤ hi`` is solved with the budget of ``lo`` and the floor of ``hi``::
+
+    node [lo, hi]     m = budget - (k - 1) · lo  at the start,  at least  m - hi  left at the end
+
+Its seconds bound those of every schedule with such an ``H`` from below. If the schedule that comes out fits with the ``H`` that it has, it is the
+best of the node; if not, the node is split there, ``[lo, H - 1]`` and ``[H, hi]``, and the node with the least bound comes next. Slots are whole
+numbers, so this ends, with the optimum of the table. Only the last column of the table depends on the node: O(n² · slots) each.
+
+``k = 1`` is the problem of :func:`lightning_rotor.planning.plan`, and left to it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from lightning_rotor.chain import Chain
+from lightning_rotor.errors import BudgetError
+from lightning_rotor.pipeline_simulator import MicroBatchLoad
+from lightning_rotor.planning.dynamic_program import Table
+from lightning_rotor.planning.extraction import Extraction
+from lightning_rotor.planning.partition.sub_chains import END, all_in_one, with_end, without_end
+from lightning_rotor.planning.solver import Solver
+from lightning_rotor.planning.storage import Seconds
+from lightning_rotor.planning.thresholds import BackwardNeed, LeafCost, Thresholds, thresholds_of
+from lightning_rotor.schedule import Leaf, Schedule, Segment
+from lightning_rotor.simulator import Simulation, simulate
+
+# What one table may take: sums of two numbers, a matter of 0.1 s.
+_SUMS = 2e7
+_LEAST_SLOTS, _MOST_SLOTS = 400, 4000
+# Nodes before the search takes what it has, and how much slower than its bound that may be when it stops before.
+_NODES = 48
+_CLOSE_ENOUGH = 5e-4
+# How far tables reach beyond the peak of the plainest schedules.
+_ROOM = 1.25
+# How many schedules with less memory are tried where one exceeds its slots.
+_TRIES = 16
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """How one pipeline stage runs a micro-batch.
+
+    Attributes:
+        chain: The stage's part of the model; with an end that hands over, if the schedule needs it.
+        schedule: What to keep and what to recompute. Its last stage may be that end, see :func:`.sub_chains.with_end`.
+        in_flight: Most micro-batches at once.
+    """
+
+    chain: Chain
+    schedule: Schedule
+    in_flight: int
+
+    @cached_property
+    def simulation(self) -> Simulation:
+        """One micro-batch where gradients of parameters exist: every one but the first."""
+        return simulate(self.chain, self.schedule, gradients_exist=True)
+
+    @cached_property
+    def first_simulation(self) -> Simulation:
+        """The first micro-batch, whose backward makes the gradients of parameters."""
+        return simulate(self.chain, self.schedule)
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward of a micro-batch, recomputation included."""
+        return self.simulation.seconds
+
+    @property
+    def held_bytes(self) -> int:
+        """What a micro-batch holds between forward and backward."""
+        return self.simulation.held_bytes
+
+    @property
+    def bytes(self) -> int:
+        """Most memory of all micro-batches together, the gradients of parameters not counted."""
+        return (self.in_flight - 1) * self.held_bytes + self.simulation.peak_bytes
+
+    @cached_property
+    def load(self) -> MicroBatchLoad:
+        """What the pipeline's simulator needs to know."""
+        events = self.simulation.events
+        forward = [each for each in events if each.phase == "forward"]
+        forward_seconds = sum(each.seconds for each in forward)
+        segment_seconds = self.seconds - sum(each.seconds for each in events)
+        return MicroBatchLoad(
+            forward_seconds=forward_seconds,
+            backward_seconds=self.seconds - forward_seconds,
+            recompute_seconds=sum(each.seconds for each in events if each.phase == "recompute") + segment_seconds,
+            held_bytes=self.held_bytes,
+            forward_peak_bytes=max(each.peak_bytes for each in forward),
+            backward_peak_bytes=max(each.peak_bytes for each in events if each.phase != "forward"),
+            first_backward_peak_bytes=max(
+                each.peak_bytes for each in self.first_simulation.events if each.phase != "forward"
+            ),
+        )
+
+
+def without_needless_end(plan: StagePlan) -> StagePlan:
+    """The same on the chain without its end, if the schedule does not need one."""
+    if plan.chain.names[-1] != END:
+        return plan
+    shorter = without_end(plan.schedule)
+    return (
+        plan
+        if shorter is None
+        else StagePlan(replace(plan.chain, stages=plan.chain.stages[:-1]), shorter, plan.in_flight)
+    )
+
+
+def keep_all(chain: Chain, in_flight: int = 1) -> StagePlan:
+    """Nothing recomputed, every stage under the fastest of its options."""
+    items = []
+    for number, stage in enumerate(chain):
+        seconds = [option.forward_seconds + option.backward_seconds for option in stage.options]
+        items.append(Leaf(number, seconds.index(min(seconds))))
+    return StagePlan(chain, Schedule(tuple(items)), in_flight)
+
+
+def checkpoint_all(chain: Chain, in_flight: int = 1) -> StagePlan:
+    """The whole stage in one segment, as torchgpipe checkpoints its partitions; what must be kept, is."""
+    items = all_in_one(chain)
+    if isinstance(items[-1], Segment):
+        chain = with_end(chain)
+        items = (*items, Leaf(len(chain) - 1))
+    return StagePlan(chain, Schedule(items), in_flight)
+
+
+class InFlightPlanner:
+    """Plans one part of a chain for any number of micro-batches in flight and any budget.
+
+    Args:
+        chain: Costs of ``n`` stages for one micro-batch.
+        slots: Memory levels that the program tells apart. By default as many as take 0.1 s, between 400 and 4000, or fewer if the sizes are all
+            multiples of a slot.
+        gradients_exist: Gradients of parameters are counted elsewhere. False: there is only one micro-batch, whose backward makes them.
+    """
+
+    def __init__(self, chain: Chain, *, slots: int | None = None, gradients_exist: bool = True) -> None:
+        self._chain = chain
+        self._slots = slots or int(min(max(_SUMS / (len(chain) ** 3 / 6), _LEAST_SLOTS), _MOST_SLOTS))
+        self._gradients_exist = gradients_exist
+        self._solver = Solver(chain, slots=self._slots, gradients_exist=gradients_exist)
+        self._columns: dict[bool, _Columns] = {}
+
+    def plan(self, in_flight: int, budget_bytes: int) -> StagePlan | None:
+        """The fastest that fits, or None if nothing does.
+
+        Optimal among all schedules, up to the rounding to slots and what :mod:`lightning_rotor.planning.dynamic_program` lists, where
+        the search comes to its end, which it nearly always does; else up to the bound of the nodes that are left.
+        """
+        kept = keep_all(self._chain, in_flight)
+        if self._taken(kept) <= budget_bytes:
+            return kept
+        if in_flight == 1:
+            return self._plan_one(budget_bytes)
+        if budget_bytes <= 0:
+            return None
+        best = None
+        for ended in self._ways_to_end:
+            best = _Search(self._columns_for(ended, budget_bytes), in_flight, budget_bytes, best).run()
+        return best
+
+    def least(self, in_flight: int) -> StagePlan:
+        """The plan that takes the least memory, up to one part in a thousand."""
+        if in_flight == 1:
+            return StagePlan(self._chain, self._solver.minimum().schedule, 1)
+        best = min(
+            (keep_all(self._chain, in_flight), checkpoint_all(self._chain, in_flight)), key=lambda plan: plan.bytes
+        )
+        low, high = 0, best.bytes
+        while high - low > max(high // 1000, 1):
+            found = self.plan(in_flight, (low + high) // 2)
+            if found is None:
+                low = (low + high) // 2
+            else:
+                best, high = found, found.bytes
+        return best
+
+    @property
+    def _ways_to_end(self) -> tuple[bool, ...]:
+        """A chain with an end has every schedule of one without, but counts an output that the last stage saves twice."""
+        saves = any(option.saved_output_bytes for option in self._chain.stages[-1].options)
+        return (True, False) if saves else (True,)
+
+    def _columns_for(self, ended: bool, budget_bytes: int) -> _Columns:
+        """For budgets up to that."""
+        chain = with_end(self._chain) if ended else self._chain
+        # A schedule that holds less may have a larger peak than one that keeps everything.
+        most = min(math.ceil(_ROOM * max(keep_all(chain).bytes, checkpoint_all(self._chain).bytes)), budget_bytes)
+        if ended not in self._columns or self._columns[ended].most_bytes < most:
+            self._columns[ended] = _Columns(chain, most, self._slots)
+        return self._columns[ended]
+
+    def _taken(self, plan: StagePlan) -> int:
+        return plan.bytes if self._gradients_exist else plan.first_simulation.peak_bytes
+
+    def _plan_one(self, budget_bytes: int) -> StagePlan | None:
+        try:
+            return StagePlan(self._chain, self._solver.plan(max(budget_bytes, 1)).schedule, 1)
+        except BudgetError:
+            return None
+
+
+class _Columns:
+    """A solved table, and what becomes of its last column under a floor."""
+
+    def __init__(self, chain: Chain, most_bytes: int, slots: int) -> None:
+        self.chain, self.most_bytes = chain, most_bytes
+        divisor = math.gcd(*_sizes(chain))
+        exact = divisor * slots >= most_bytes
+        self.unit = float(divisor) if exact else most_bytes / slots
+        self._thresholds = thresholds_of(chain, unit=self.unit, gradients_exist=True)
+        self._table = Table(
+            self._thresholds, slots=math.ceil(most_bytes / self.unit) + len(chain) // 16 + 4, refined=len(chain) <= 40
+        )
+        self._table.solve()
+        self.exact = exact
+        self._floor = 0
+        self._known: dict[int, Seconds] = {0: self._table.seconds.copy()}
+
+    @property
+    def top(self) -> int:
+        """Most slots."""
+        return self._table.size - 1
+
+    def seconds(self, floor: int) -> Seconds:
+        """Least seconds by memory if so many slots must be left when the last stage is kept."""
+        if floor not in self._known:
+            self._set_floor(floor)
+            self._known[floor] = self._table.seconds.copy()
+        return self._known[floor]
+
+    def schedule(self, memory: int, floor: int) -> Schedule:
+        """What is behind ``seconds(floor)[memory]``, which must be finite."""
+        if floor != self._floor:
+            self._set_floor(floor)
+        return Extraction(self._table).schedule(memory)
+
+    def _set_floor(self, floor: int) -> None:
+        """Raise what the last stage needs, and solve the intervals that end there again. The others do not know of it."""
+        self._floor = floor
+        thresholds = _with_floor(self._thresholds, floor)
+        decisions, top = self._table.decisions, len(self.chain) - 1
+        decisions.thresholds, decisions.stages = thresholds, thresholds.stages
+        decisions.endings[top] = (replace(decisions.endings[top][0], leaves=thresholds.stages[top].leaves),)
+        for number, leaf in enumerate(thresholds.stages[top].leaves):
+            need = leaf.backward
+            decisions.backward[top, number] = (need.plain, need.nested, need.segment, need.held)
+        self._table.solve_column(top)
+
+
+class _Search:
+    """Best first over what a micro-batch may hold."""
+
+    def __init__(self, columns: _Columns, in_flight: int, budget_bytes: int, best: StagePlan | None = None) -> None:
+        self._columns, self._others, self._budget_bytes = columns, in_flight - 1, budget_bytes
+        chain = columns.chain
+        # Held by every schedule, and no part of what the table retains.
+        self._always_bytes = chain.stages[-1].output_bytes + sum(stage.pinned_bytes for stage in chain)
+        self._always_bytes += sum(skip.size_bytes for skip in chain.skips if skip.in_output)
+        self._best = best
+
+    def run(self) -> StagePlan | None:
+        """The fastest plan that fits, if there is one."""
+        unit = self._columns.unit
+        most = int((self._budget_bytes / (self._others + 1) - self._always_bytes) / unit) + 1
+        nodes: list[tuple[float, int, int]] = []
+        self._push(nodes, 0, min(most, self._columns.top))
+        for _ in range(_NODES):
+            if not nodes or not self._may_be_better(nodes[0][0]):
+                return self._best
+            _, low, high = heapq.heappop(nodes)
+            memory, floor = self._memory(low), max(self._memory(low) - high, 0)
+            plan = self._judged(memory, floor)
+            if plan.bytes <= self._budget_bytes:
+                self._take(plan)
+                continue
+            held = min(max(round((plan.held_bytes - self._always_bytes) / unit), low), high)
+            if held == low or low == high:
+                self._take_below(memory, floor)
+            if held > low:
+                self._push(nodes, low, held - 1)
+                self._push(nodes, held, high)
+            elif low < high:
+                self._push(nodes, low, low)
+                self._push(nodes, low + 1, high)
+        for _, _, high in nodes:  # out of patience: what surely fits
+            self._take_below(self._memory(high), max(self._memory(high) - high, 0))
+        return self._best
+
+    def _memory(self, held: int) -> int:
+        """Slots for one micro-batch if each of the others holds so many."""
+        others = self._others * (self._always_bytes + held * self._columns.unit)
+        slots = math.floor((self._budget_bytes - others) / self._columns.unit) + (0 if self._columns.exact else 1)
+        return min(slots, self._columns.top)
+
+    def _push(self, nodes: list[tuple[float, int, int]], low: int, high: int) -> None:
+        memory = self._memory(low)
+        if low > high or memory < 0:
+            return
+        seconds = float(self._columns.seconds(max(memory - high, 0))[memory])
+        if self._may_be_better(seconds):
+            heapq.heappush(nodes, (seconds, low, high))
+
+    def _may_be_better(self, seconds: float) -> bool:
+        if self._best is None:
+            return seconds < math.inf
+        return seconds < self._best.seconds * (1 - (1e-9 if self._columns.exact else _CLOSE_ENOUGH))
+
+    def _judged(self, memory: int, floor: int) -> StagePlan:
+        plan = StagePlan(self._columns.chain, self._columns.schedule(memory, floor), self._others + 1)
+        return without_needless_end(plan)
+
+    def _take_below(self, memory: int, floor: int) -> None:
+        """The first of the schedules with less memory that fits in bytes."""
+        if memory < 0:
+            return
+        seconds = self._columns.seconds(floor)[: memory + 1]
+        stairs = np.flatnonzero(seconds < np.concatenate(([math.inf], seconds[:-1])))[::-1]
+        for stair in stairs[:_TRIES].tolist():
+            if not self._may_be_better(float(seconds[stair])):
+                return
+            plan = self._judged(stair, floor)
+            if plan.bytes <= self._budget_bytes:
+                self._take(plan)
+                return
+
+    def _take(self, plan: StagePlan) -> None:
+        if self._best is None or plan.seconds < self._best.seconds:
+            self._best = plan
+
+
+def _with_floor(thresholds: Thresholds, floor: int) -> Thresholds:
+    last = thresholds.stages[-1]
+    leaves = tuple(_floored(leaf, floor) for leaf in last.leaves)
+    return replace(thresholds, stages=(*thresholds.stages[:-1], replace(last, leaves=leaves)))
+
+
+def _floored(leaf: LeafCost, floor: int) -> LeafCost:
+    needs = (max(getattr(leaf.backward, each.name), leaf.retained + floor) for each in fields(BackwardNeed))
+    return replace(leaf, backward=BackwardNeed(*needs))
+
+
+def _sizes(value: Any) -> Iterator[int]:
+    """Every size in a chain."""
+    for field in fields(value):
+        inner = getattr(value, field.name)
+        for each in inner if isinstance(inner, tuple) else (inner,):
+            if is_dataclass(each):
+                yield from _sizes(each)
+            elif field.name.endswith("_bytes"):
+                yield each

@@ -1,0 +1,335 @@
+"""What there is to cut: the chain, the devices, how the pipeline runs; and what any run of stages would cost on any device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal, TypeAlias, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_rotor.chain import Chain
+from lightning_rotor.pipeline_schedule import (
+    Actions,
+    PipelineError,
+    PipelineScheduleName,
+    actions,
+    check_numbers,
+    most_in_flight,
+)
+from lightning_rotor.pipeline_simulator import MicroBatchLoad, PipelineStageLoad
+from lightning_rotor.planning.partition.in_flight import InFlightPlanner, StagePlan, checkpoint_all, keep_all
+from lightning_rotor.planning.partition.sub_chains import boundary_bytes, sub_chain
+
+RecomputeMode: TypeAlias = Literal["rotor", "always", "except_last", "never"]
+RECOMPUTE_MODES: tuple[RecomputeMode, ...] = get_args(RecomputeMode)
+Reals: TypeAlias = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineDevice:
+    """One device of a pipeline.
+
+    Attributes:
+        memory_bytes: What training may use of it, everything included; None if that is no concern.
+        speed: How fast it is, compared with the device on which the chain was measured.
+    """
+
+    memory_bytes: int | None = None
+    speed: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.memory_bytes is not None and self.memory_bytes < 0:
+            raise PipelineError(f"memory_bytes is {self.memory_bytes}: expected a number that is not negative, or None")
+        if not (math.isfinite(self.speed) and self.speed > 0):
+            raise PipelineError(f"speed is {self.speed}: expected a positive number, 1.0 for the measured device")
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What connects neighbouring devices, in either direction.
+
+    Attributes:
+        bytes_per_second: Bandwidth.
+        latency_seconds: What every message takes besides.
+    """
+
+    bytes_per_second: float = math.inf
+    latency_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.bytes_per_second > 0 or not 0 <= self.latency_seconds < math.inf:
+            raise PipelineError(f"{self}: expected a positive bandwidth and a latency that is not negative")
+
+    def seconds(self, size_bytes: int) -> float:
+        """How long a message travels."""
+        return self.latency_seconds + size_bytes / self.bytes_per_second
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A chain to be cut.
+
+    Attributes:
+        chain: Costs of ``n`` stages for one micro-batch.
+        devices: In the order of the pipeline.
+        micro_batches: Into how many parts a batch is split.
+        schedule: In which order devices work.
+        stages_per_device: More than one with ``"interleaved"`` only.
+        recompute: ``"rotor"`` plans every pipeline stage within what is left of its device's memory. ``"always"`` recomputes each stage as
+            a whole, ``"except_last"`` for all micro-batches but the last, ``"never"`` recomputes nothing.
+        state_bytes: By stage of the chain, what training keeps besides gradients: weights, buffers, optimizer state.
+        link: Between neighbours; by default it takes no time.
+        receive_buffers: How many there are for the input of a pipeline stage and for the gradient of its output: one per micro-batch, as
+            ``torch.distributed.pipelining`` allocates them, or as many as are in flight and one.
+        gradients_exist: Gradients of parameters are there before the step.
+    """
+
+    chain: Chain
+    devices: tuple[PipelineDevice, ...]
+    micro_batches: int
+    schedule: PipelineScheduleName = "1f1b"
+    stages_per_device: int = 1
+    recompute: RecomputeMode = "rotor"
+    state_bytes: tuple[int, ...] = ()
+    link: Link = Link()
+    receive_buffers: Literal["micro_batches", "in_flight"] = "micro_batches"
+    gradients_exist: bool = False
+
+    def __post_init__(self) -> None:
+        check_numbers(self.schedule, len(self.devices), self.micro_batches, self.stages_per_device)
+        if self.recompute not in RECOMPUTE_MODES:
+            raise PipelineError(
+                f"recompute is {self.recompute!r}: expected one of {', '.join(map(repr, RECOMPUTE_MODES))}"
+            )
+        if self.state_bytes and len(self.state_bytes) != len(self.chain):
+            raise PipelineError(
+                f"state_bytes has {len(self.state_bytes)} entries: expected one for each of the chain's {len(self.chain)} stages"
+            )
+        if self.stages > len(self.chain):
+            where = f"{len(self.devices)} devices"
+            where += f" with {self.stages_per_device} stages each" if self.stages_per_device > 1 else ""
+            raise PipelineError(
+                f"{where} need {self.stages} pipeline stages, but the chain has only {len(self.chain)} stages to share out: "
+                "use fewer devices, or cut the model more finely"
+            )
+
+    @property
+    def stages(self) -> int:
+        """How many pipeline stages there are."""
+        return len(self.devices) * self.stages_per_device
+
+    def device_of(self, stage: int) -> PipelineDevice:
+        """Where a pipeline stage runs."""
+        return self.devices[stage % len(self.devices)]
+
+    @cached_property
+    def order(self) -> tuple[Actions, ...]:
+        """What every device does."""
+        return actions(
+            self.schedule,
+            len(self.devices),
+            micro_batches=self.micro_batches,
+            stages_per_device=self.stages_per_device,
+        )
+
+    @cached_property
+    def in_flight(self) -> tuple[int, ...]:
+        """By pipeline stage, the most micro-batches at once."""
+        found: dict[int, int] = {}
+        for device in self.order:
+            found |= most_in_flight(device)
+        return tuple(found[stage] for stage in range(self.stages))
+
+    @property
+    def gradients_are_apart(self) -> bool:
+        """Gradients of parameters are held beside micro-batches: from the second one on, or before the step."""
+        return self.gradients_exist or self.micro_batches > 1
+
+    def travel_seconds(self, boundary: int) -> float:
+        """How long what crosses a cut travels, in either direction."""
+        if len(self.devices) == 1 or not 0 < boundary < len(self.chain):
+            return 0.0
+        return self.link.seconds(boundary_bytes(self.chain, boundary))
+
+
+@dataclass(frozen=True, slots=True)
+class StageChoice:
+    """A run of stages as one pipeline stage.
+
+    Attributes:
+        first: Number of the chain's first stage in it.
+        last: Number of the last one.
+        plan: How a micro-batch runs.
+        last_plan: How the last micro-batch runs, if otherwise.
+        load: What the pipeline's simulator needs to know, at the speed of the device.
+    """
+
+    first: int
+    last: int
+    plan: StagePlan
+    last_plan: StagePlan | None
+    load: PipelineStageLoad
+
+    @property
+    def bytes(self) -> int:
+        """Most that it takes on its device, with everything that is always there. Exact, but for ``"except_last"`` an upper bound."""
+        others = self.plan.in_flight - 1
+        usual, static = self.load.micro_batch, self.load.static_bytes
+        last = self.load.last or usual
+
+        def peak(load: MicroBatchLoad) -> int:
+            own = max(load.forward_peak_bytes, load.backward_peak_bytes) + self.load.gradient_bytes
+            return max(own, load.first_backward_peak_bytes)
+
+        held_by_others = others * usual.held_bytes
+        held_with_last = max(others - 1, 0) * usual.held_bytes + (last.held_bytes if others else 0)
+        return static + max(held_by_others + max(peak(usual), peak(last)), held_with_last + peak(usual))
+
+
+class Costs:
+    """What runs of stages cost as pipeline stages. Each is planned when it is first asked for, and runs that are alike only once.
+
+    Args:
+        problem: What there is to cut.
+
+    Attributes:
+        plans: How many have been made.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.plans = 0
+        chain = problem.chain
+        kinds: dict[object, int] = {}
+        self._kinds = [kinds.setdefault(replace(stage, name=""), len(kinds)) for stage in chain]
+        state = problem.state_bytes or (0,) * len(chain)
+        self._state_before = np.concatenate(([0], np.cumsum(state)))
+        gradients = [stage.keep.parameter_gradient_bytes for stage in chain]
+        self._gradients_before = np.concatenate(([0], np.cumsum(gradients)))
+        self.boundary_bytes = [boundary_bytes(chain, boundary) for boundary in range(len(chain) + 1)]
+        self.travel_seconds = [problem.travel_seconds(boundary) for boundary in range(len(chain) + 1)]
+        self._planners: dict[object, InFlightPlanner] = {}
+        self._plans: dict[object, StagePlan | None] = {}
+        self._choices: dict[tuple[int, int, int, int | None], StageChoice | None] = {}
+
+    def static_bytes(self, stage: int, first: int, last: int) -> int:
+        """What pipeline stage ``stage`` always holds if it is ``first..last``; gradients of parameters are not in it."""
+        problem = self.problem
+        inputs = outputs = problem.micro_batches
+        if problem.receive_buffers == "in_flight":
+            inputs, outputs = problem.in_flight[stage], 1
+        return (
+            int(self._state_before[last + 1] - self._state_before[first])
+            + inputs * self.boundary_bytes[first]
+            + outputs * self.boundary_bytes[last + 1]
+        )
+
+    def gradient_bytes(self, first: int, last: int) -> int:
+        """Gradients of parameters that are held beside micro-batches."""
+        if not self.problem.gradients_are_apart:
+            return 0
+        return int(self._gradients_before[last + 1] - self._gradients_before[first])
+
+    def choice(
+        self, stage: int, first: int, last: int, memory_bytes: int | Literal["device"] | None = "device"
+    ) -> StageChoice | None:
+        """The fastest way to run ``first..last`` as pipeline stage ``stage``, or None if none fits.
+
+        Args:
+            stage: Number of the pipeline stage, which says how many micro-batches are in flight, and on which device.
+            first: First stage of the chain.
+            last: Last one.
+            memory_bytes: What it may use, static memory included; None if that is no concern. By default what its device has.
+        """
+        if memory_bytes == "device":
+            memory_bytes = self.problem.device_of(stage).memory_bytes
+        key = stage, first, last, memory_bytes
+        if key not in self._choices:
+            self._choices[key] = self._choose(*key)
+        return self._choices[key]
+
+    def least_bytes(self, stage: int, first: int, last: int) -> int:
+        """The least memory with which ``first..last`` could be pipeline stage ``stage``."""
+        in_flight = self.problem.in_flight[stage]
+        if self.problem.recompute == "rotor":
+            plan = self._planner(first, last).least(in_flight)
+            return self._with(stage, first, last, plan, None).bytes
+        found = self.choice(stage, first, last, None)
+        assert found is not None, "without a limit everything fits"
+        return found.bytes
+
+    def _choose(self, stage: int, first: int, last: int, memory_bytes: int | None) -> StageChoice | None:
+        in_flight, mode = self.problem.in_flight[stage], self.problem.recompute
+        last_plan = None
+        if mode == "rotor":
+            budget = None
+            if memory_bytes is not None:
+                budget = memory_bytes - self.static_bytes(stage, first, last) - self.gradient_bytes(first, last)
+            plan = self._planned(first, last, in_flight, budget)
+        elif mode == "never" or (mode == "except_last" and self.problem.micro_batches == 1):
+            plan = keep_all(sub_chain(self.problem.chain, first, last), in_flight)
+        else:
+            part = sub_chain(self.problem.chain, first, last)
+            plan = checkpoint_all(part, in_flight)
+            last_plan = keep_all(part, in_flight) if mode == "except_last" else None
+        if plan is None:
+            return None
+        found = self._with(stage, first, last, plan, last_plan)
+        return found if memory_bytes is None or found.bytes <= memory_bytes else None
+
+    def _with(self, stage: int, first: int, last: int, plan: StagePlan, last_plan: StagePlan | None) -> StageChoice:
+        speed = self.problem.device_of(stage).speed
+        load = PipelineStageLoad(
+            _at_speed(plan.load, speed),
+            None if last_plan is None else _at_speed(last_plan.load, speed),
+            self.static_bytes(stage, first, last),
+            self.gradient_bytes(first, last),
+            self.travel_seconds[last + 1],
+            self.travel_seconds[first],
+        )
+        return StageChoice(first, last, plan, last_plan, load)
+
+    def _planned(self, first: int, last: int, in_flight: int, budget_bytes: int | None) -> StagePlan | None:
+        key = self._key(first, last), in_flight, budget_bytes
+        if key not in self._plans:
+            self.plans += 1
+            if budget_bytes is None:
+                self._plans[key] = keep_all(sub_chain(self.problem.chain, first, last), in_flight)
+            else:
+                self._plans[key] = self._planner(first, last).plan(in_flight, budget_bytes)
+        return self._plans[key]
+
+    def _planner(self, first: int, last: int) -> InFlightPlanner:
+        key = self._key(first, last)
+        if key not in self._planners:
+            part = sub_chain(self.problem.chain, first, last)
+            self._planners[key] = InFlightPlanner(part, gradients_exist=self.problem.gradients_are_apart)
+        return self._planners[key]
+
+    def _key(self, first: int, last: int) -> object:
+        """What makes runs of stages alike."""
+        if self.problem.chain.skips:
+            return first, last
+        return tuple(self._kinds[first : last + 1])
+
+
+def _at_speed(load: MicroBatchLoad, speed: float) -> MicroBatchLoad:
+    if speed == 1.0:
+        return load
+    return replace(
+        load,
+        forward_seconds=load.forward_seconds / speed,
+        backward_seconds=load.backward_seconds / speed,
+        recompute_seconds=load.recompute_seconds / speed,
+    )
+
+
+def devices_of(devices: int | Sequence[PipelineDevice], memory_bytes: int | None = None) -> tuple[PipelineDevice, ...]:
+    """So many equal devices, or those that are given."""
+    if isinstance(devices, int):
+        return (PipelineDevice(memory_bytes),) * devices
+    return tuple(devices)
