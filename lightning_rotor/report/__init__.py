@@ -4,6 +4,7 @@
     :func:`plan_table`          a plan in a few rows; :func:`stage_table` what it does with which stages
     :func:`frontier_table`      what every budget would cost
     :func:`plot_timeline`       memory over a training step, and which stage runs when
+    :func:`plot_pipeline`       one step of a pipeline: which device does what, and what it holds
     :func:`plot_frontier`       budget against overhead
     :func:`draw_chain`          the stages of a model: operators, boundaries, skips, repetitions
     ==========================  ================================================================
@@ -14,6 +15,7 @@ Plots need matplotlib (``pip install "lightning-rotor[plot]"``), drawings and ta
 from lightning_rotor.planning.tables import frontier_table, plan_table, schedule_line, stage_table
 from lightning_rotor.report.curve import plot_frontier
 from lightning_rotor.report.drawing import draw_chain
+from lightning_rotor.report.pipeline_timeline import plot_pipeline
 from lightning_rotor.report.style import PlotError
 from lightning_rotor.report.timeline import plot_timeline
 
@@ -23,6 +25,7 @@ __all__ = [
     "frontier_table",
     "plan_table",
     "plot_frontier",
+    "plot_pipeline",
     "plot_timeline",
     "schedule_line",
     "stage_table",
