@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.modules import module as nn_module
 
 from lightning_rotor.errors import ModelError
+from lightning_rotor.skip.threaded import thread_skips
 from lightning_rotor.wiring import Wire, Wiring
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -116,8 +117,8 @@ def sequential_stages(module: nn.Module) -> tuple[Stage, ...]:
         )
     members = tuple(_flatten(module, ""))
     stages = tuple(
-        Stage(name, (member,), Wiring.of([Wire((index,), (index + 1,))], (index + 1,)))
-        for index, (name, member) in enumerate(members)
+        Stage(name, (member,), Wiring.of([wire], wire.writes))
+        for (name, _), (member, wire) in zip(members, thread_skips(members), strict=True)
     )
     if not stages:
         raise ModelError("the nn.Sequential is empty: expected at least one layer")

@@ -1,0 +1,197 @@
+"""Layers that stash tensors for later layers, and layers that pop them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeAlias, TypeVar
+
+import torch
+from torch import nn
+
+from lightning_rotor.skip.errors import SkipDeclarationError, SkipError
+from lightning_rotor.skip.namespace import Namespace
+
+Key: TypeAlias = tuple[Namespace | None, str]
+"""A skip connection: its namespace, or None, and its name."""
+_Module = TypeVar("_Module", bound=nn.Module)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class stash:  # noqa: N801 - used like a statement: ``yield stash("skip", x)``
+    """Command of a skippable layer: keep a tensor for the layer that pops it.
+
+    Attributes:
+        name: Which skip connection.
+        tensor: What to keep; None is a value like any other.
+    """
+
+    name: str
+    tensor: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class pop:  # noqa: N801 - used like a statement: ``skip = yield pop("skip")``
+    """Command of a skippable layer: ask for what was stashed under a name.
+
+    Attributes:
+        name: Which skip connection.
+    """
+
+    name: str
+
+
+class _Plainly(threading.local):
+    """What plain calls have stashed and not popped yet. Each thread has its own, as each has its own forward."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[Key, torch.Tensor | None] = {}
+
+
+_plainly = _Plainly()
+
+
+class Skippable(nn.Module):
+    """What :func:`skippable` makes of a class. Not for direct use."""
+
+    stashable_names: ClassVar[frozenset[str]] = frozenset()
+    poppable_names: ClassVar[frozenset[str]] = frozenset()
+
+    def isolate(self: _Module, namespace: Namespace, *, only: Iterable[str] | None = None) -> _Module:
+        """Give skip connections of this layer a namespace.
+
+        Args:
+            namespace: Shared by the layers at both ends.
+            only: Names that it is for; by default all.
+        Returns:
+            The layer itself.
+        Raises:
+            SkipDeclarationError: A name is not one of this layer.
+        """
+        assert isinstance(self, Skippable)
+        names = self.stashable_names | self.poppable_names
+        unknown = set(names if only is None else only) - names
+        if unknown:
+            raise SkipDeclarationError(
+                f"{type(self).__name__} does not declare {_listed(unknown)}: expected some of {_listed(names)}"
+            )
+        namespaces = dict(self._namespaces())
+        namespaces.update(dict.fromkeys(names if only is None else only, namespace))
+        self.__dict__["_skip_namespaces"] = namespaces
+        return self
+
+    def stashable(self) -> tuple[Key, ...]:
+        """What the layer stashes, in a fixed order."""
+        return tuple((self._namespaces().get(name), name) for name in sorted(self.stashable_names))
+
+    def poppable(self) -> tuple[Key, ...]:
+        """What the layer pops, in a fixed order."""
+        return tuple((self._namespaces().get(name), name) for name in sorted(self.poppable_names))
+
+    def forward(self, input: Any) -> Any:
+        """Run the user's forward; what it stashes waits for another plain call in this thread."""
+        tensors = _plainly.tensors
+        missing = [name for namespace, name in self.poppable() if (namespace, name) not in tensors]
+        if missing:
+            raise SkipError(
+                f"{type(self).__name__} pops {_listed(missing)}, which no layer has stashed: run the layers that do before it, and check with "
+                "verify_skippables(module)"
+            )
+        output, stashed = self.threaded(input, {key: tensors.pop(key) for key in self.poppable()})
+        tensors.update(stashed)
+        return output
+
+    def threaded(self, input: Any, popped: dict[Key, Any]) -> tuple[Any, dict[Key, Any]]:
+        """Run the user's forward with what it may pop.
+
+        Args:
+            input: Of the layer.
+            popped: What it pops, all of it.
+        Returns:
+            The output, and what it stashes, all of it.
+        Raises:
+            SkipError: The layer does not do what it declared.
+        """
+        waiting = {name: tensor for (_, name), tensor in popped.items()}
+        stashed: dict[str, Any] = {}
+        # The class behind this one is the user's.
+        running = super().forward(input)
+        output = self._follow(running, waiting, stashed) if isinstance(running, Generator) else running
+        del running
+        for names, done in ((self.stashable_names - set(stashed), "stashed"), (set(waiting), "popped")):
+            if names:
+                raise SkipError(f"{_listed(names)} must be {done} but {'has' if len(names) == 1 else 'have'} not been")
+        return output, {(self._namespaces().get(name), name): tensor for name, tensor in stashed.items()}
+
+    def _follow(self, running: Generator[Any, Any, Any], waiting: dict[str, Any], stashed: dict[str, Any]) -> Any:
+        """Do what the forward asks for, until it returns."""
+        answer: Any = None
+        while True:
+            try:
+                command = running.send(answer)
+            except StopIteration as stop:
+                return stop.value
+            answer = None
+            match command:
+                case stash(name, tensor):
+                    if name not in self.stashable_names:
+                        raise SkipError(f"{name!r} has not been declared as stashable: @skippable(stash=[{name!r}])")
+                    stashed[name] = tensor
+                case pop(name):
+                    if name not in self.poppable_names:
+                        raise SkipError(f"{name!r} has not been declared as poppable: @skippable(pop=[{name!r}])")
+                    if name not in waiting:
+                        raise SkipError(f"{name!r} has been popped already: keep the tensor in a variable")
+                    answer = waiting.pop(name)
+                case _:
+                    raise SkipError(f"{command!r} is no command of a skippable layer: yield stash(...) or pop(...)")
+
+    def _namespaces(self) -> dict[str, Namespace]:
+        found: dict[str, Namespace] = self.__dict__.get("_skip_namespaces", {})
+        return found
+
+
+def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[type[_Module]], type[_Module]]:
+    """Declare which skip connections a class of layers stashes and pops.
+
+    Its ``forward`` is a generator that yields :class:`.stash` and :class:`.pop` commands and returns the output.
+
+    Args:
+        stash: Names of what it stashes, each in every forward.
+        pop: Names of what it pops, likewise.
+    Returns:
+        A decorator. The class that it makes is a subclass under the same name.
+    Raises:
+        SkipDeclarationError: A string is given for a list of names, or the class is no ``nn.Module``.
+    """
+    for argument, names in (("stash", stash), ("pop", pop)):
+        if isinstance(names, str):
+            raise SkipDeclarationError(
+                f"{argument}={names!r} is a string: expected a list of names, {argument}=[{names!r}]"
+            )
+    stashable, poppable = frozenset(stash), frozenset(pop)
+
+    def extend(module_class: type[_Module]) -> type[_Module]:
+        given: object = module_class
+        if not (isinstance(given, type) and issubclass(given, nn.Module)):
+            raise SkipDeclarationError(
+                f"{module_class!r} is no class of nn.Module: expected @skippable above a class of layers"
+            )
+        return type(
+            module_class.__name__,
+            (Skippable, module_class),
+            {
+                "stashable_names": stashable,
+                "poppable_names": poppable,
+                "__doc__": module_class.__doc__,
+                "__module__": module_class.__module__,
+                "__qualname__": module_class.__qualname__,
+            },
+        )
+
+    return extend
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, sorted(names)))
