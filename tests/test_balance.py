@@ -1,0 +1,73 @@
+"""Balances of chains and modules by one number per stage, against every way to cut."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_rotor import balance_by_size, balance_by_time
+from lightning_rotor.errors import SampleError
+from lightning_rotor.pipeline_schedule import PipelineError
+from lightning_rotor.planning.partition import check_balance, partition
+from tests.strategies import random_chain
+
+
+def largest(values, balance):
+    ends = list(itertools.accumulate(balance))
+    return max(sum(values[end - count : end]) for end, count in zip(ends, balance, strict=True))
+
+
+def all_balances(n, parts):
+    for middle in itertools.combinations(range(1, n), parts - 1):
+        yield [right - left for left, right in itertools.pairwise((0, *middle, n))]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_other_balance_has_a_smaller_largest_part(seed):
+    rng = random.Random(seed)
+    chain = random_chain(rng, rng.randint(1, 9), "heterogeneous")
+    seconds = [stage.keep.forward_seconds + stage.keep.backward_seconds for stage in chain]
+    sizes = [stage.keep.saved_bytes + stage.output_bytes + 4 * stage.keep.parameter_gradient_bytes for stage in chain]
+    for parts in range(1, len(chain) + 1):
+        by_time = balance_by_time(chain, partitions=parts)
+        by_size = balance_by_size(chain, partitions=parts, param_scale=4)
+        for values, found in ((seconds, by_time), (sizes, by_size)):
+            assert check_balance(found, len(chain), parts) == tuple(found)
+            assert largest(values, found) == pytest.approx(
+                min(largest(values, each) for each in all_balances(len(chain), parts))
+            )
+
+
+def test_a_module_is_measured_first():
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8) for _ in range(3)] + [nn.Linear(8, 4096), nn.Linear(4096, 8)]
+    module = nn.Sequential(*layers)
+    found = balance_by_size(module, torch.randn(4, 8), partitions=2)
+    assert found == [4, 1] or found == [3, 2]
+    assert sum(balance_by_time(module, torch.randn(4, 8), partitions=3)) == 5
+
+
+def test_what_comes_out_can_be_used_for_a_partition():
+    chain = random_chain(random.Random(0), 9, "cnn")
+    found = balance_by_time(chain, partitions=3)
+    assert partition(chain, 3, micro_batches=4, balance=found).balance == tuple(found)
+
+
+@pytest.mark.parametrize("partitions", [0, 10, -1, 2.0, True])
+def test_a_number_of_partitions_that_cannot_be_is_refused(partitions):
+    with pytest.raises(
+        PipelineError, match="the chain has 9 stages: expected an integer from 1 to 9, such as balance_by_time"
+    ):
+        balance_by_time(random_chain(random.Random(0), 9, "cnn"), partitions=partitions)
+
+
+def test_bad_arguments_are_refused():
+    chain = random_chain(random.Random(0), 3, "cnn")
+    with pytest.raises(PipelineError, match="param_scale is -1: expected a number that is not negative"):
+        balance_by_size(chain, partitions=2, param_scale=-1)
+    with pytest.raises(SampleError, match="the sample is missing"):
+        balance_by_time(nn.Sequential(nn.ReLU(), nn.ReLU()), partitions=2)
