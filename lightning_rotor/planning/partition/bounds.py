@@ -146,14 +146,9 @@ class LeastSeconds:
         """``(n, lengths)``: bytes that do not fit if every run keeps everything, over all micro-batches in flight."""
         costs, in_flight = self._costs, self._costs.problem.in_flight[stage]
         n, longest = len(self._kept), self.longest
-        starts = np.arange(n)
-        static = np.zeros((n, longest))
-        ends = np.minimum(starts[:, None] + np.arange(longest), n - 1)
-        for length in range(longest):
-            static[:, length] = [
-                costs.static_bytes(stage, first, last) + costs.gradient_bytes(first, last)
-                for first, last in zip(starts.tolist(), ends[:, length].tolist(), strict=True)
-            ]
+        first = np.arange(n)[:, None]
+        ends = np.minimum(first + np.arange(longest), n - 1)
+        static = costs.static_table(stage, first, ends) + costs.gradient_table(first, ends)
         output = np.array([each.output_bytes for each in costs.problem.chain])[ends]
         excess: Reals = in_flight * (self._sums(self._kept) + output) + static - memory_bytes
         return excess

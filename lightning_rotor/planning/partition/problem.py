@@ -27,6 +27,7 @@ from lightning_rotor.planning.partition.sub_chains import boundary_bytes, sub_ch
 RecomputeMode: TypeAlias = Literal["rotor", "always", "except_last", "never"]
 RECOMPUTE_MODES: tuple[RecomputeMode, ...] = get_args(RecomputeMode)
 Reals: TypeAlias = npt.NDArray[np.float64]
+Integers: TypeAlias = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +211,9 @@ class Costs:
         self._state_before = np.concatenate(([0], np.cumsum(state)))
         gradients = [stage.keep.parameter_gradient_bytes for stage in chain]
         self._gradients_before = np.concatenate(([0], np.cumsum(gradients)))
-        self.boundary_bytes = [boundary_bytes(chain, boundary) for boundary in range(len(chain) + 1)]
+        self._boundary_bytes = np.array(
+            [boundary_bytes(chain, boundary) for boundary in range(len(chain) + 1)], np.int64
+        )
         self.travel_seconds = [problem.travel_seconds(boundary) for boundary in range(len(chain) + 1)]
         self._planners: dict[object, InFlightPlanner] = {}
         self._plans: dict[object, StagePlan | None] = {}
@@ -218,21 +221,27 @@ class Costs:
 
     def static_bytes(self, stage: int, first: int, last: int) -> int:
         """What pipeline stage ``stage`` always holds if it is ``first..last``; gradients of parameters are not in it."""
+        return int(self.static_table(stage, np.array(first), np.array(last)))
+
+    def static_table(self, stage: int, first: Integers, last: Integers) -> Integers:
+        """The same for many runs at once."""
         problem = self.problem
         inputs = outputs = problem.micro_batches
         if problem.receive_buffers == "in_flight":
             inputs, outputs = problem.in_flight[stage], 1
-        return (
-            int(self._state_before[last + 1] - self._state_before[first])
-            + inputs * self.boundary_bytes[first]
-            + outputs * self.boundary_bytes[last + 1]
-        )
+        state = self._state_before[last + 1] - self._state_before[first]
+        buffers = inputs * self._boundary_bytes[first] + outputs * self._boundary_bytes[last + 1]
+        table: Integers = state + buffers
+        return table
 
     def gradient_bytes(self, first: int, last: int) -> int:
         """Gradients of parameters that are held beside micro-batches."""
-        if not self.problem.gradients_are_apart:
-            return 0
-        return int(self._gradients_before[last + 1] - self._gradients_before[first])
+        return int(self.gradient_table(np.array(first), np.array(last)))
+
+    def gradient_table(self, first: Integers, last: Integers) -> Integers:
+        """The same for many runs at once."""
+        table: Integers = self._gradients_before[last + 1] - self._gradients_before[first]
+        return table * self.problem.gradients_are_apart
 
     def choice(
         self, stage: int, first: int, last: int, memory_bytes: int | Literal["device"] | None = "device"

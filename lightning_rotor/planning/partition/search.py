@@ -109,7 +109,7 @@ class Search:
             self._bounds = LeastSeconds(self._costs, longest)
             self._balance()
             if self._best is None and self._bounds.longest < self._n - self._stages + 1:
-                longest = self._n
+                longest = min(2 * longest, self._n)
                 continue
             if self._best is None:
                 return None
@@ -150,6 +150,13 @@ class Search:
                 self._bounds.forward[at], self._bounds.most_forward[at] = run.least_forward, run.forward
                 self._bounds.backward[at], self._bounds.most_backward[at] = run.least_backward, run.backward
         return choice
+
+    def _plan(self, cuts: Cuts) -> bool:
+        """Plan the runs of these cuts; whether there was anything to plan."""
+        before = len(self._known)
+        for stage, run in enumerate(self._runs(cuts)):
+            self._choice(stage, *run)
+        return len(self._known) > before
 
     def _choices(self, cuts: Cuts) -> tuple[StageChoice, ...]:
         found = [self._choice(stage, *run) for stage, run in enumerate(self._runs(cuts))]
@@ -211,8 +218,8 @@ class Search:
             cuts = least_bottleneck(self._bounds.seconds)
             if cuts is None:
                 return
-            before = len(self._known)
-            if self.judge(cuts) < math.inf and len(self._known) == before:
+            if not self._plan(cuts):
+                self.judge(cuts)
                 return
 
     # ---------------------------------------------------------------- labels
@@ -240,8 +247,10 @@ class Search:
         """The same as :meth:`_balance` for the largest of the runs' bounds, which know more than their seconds, for a while."""
         for _ in range(_ROUNDS):
             cuts = least_bottleneck(self._through())
-            before = len(self._known)
-            if cuts is None or (self.judge(cuts) < math.inf and len(self._known) == before):
+            if cuts is None:
+                return
+            if not self._plan(cuts):
+                self.judge(cuts)
                 return
 
     def _through(self) -> Reals:
