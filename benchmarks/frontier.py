@@ -14,12 +14,16 @@ its time by eager's in the same round. This package is asked for the peak that e
 method             what it is
 =================  ============================================================================================
 ours               ``Checkpointable(module, sample, mem_limit=...)``, eager
+ours-compiled      the same with blocks that are compiled, each of which may run under one of several activation memory budgets
 block              ``torch.utils.checkpoint`` around every block
 sequential         ``checkpoint_sequential``: k segments of blocks, the last of them plain
 selective          checkpoint around every block with a hand-written policy that saves matrix products and convolutions
 compile            ``torch.compile`` of the whole model under ``activation_memory_budget``
 compile-block      the same for each block
 =================  ============================================================================================
+
+Compiled code has other bits than eager code, and may be wrong without a word where it recomputes random numbers; no workload draws any. The
+gradients of each point are compared with eager's all the same: *off* is the largest difference by the largest entry.
 
 One process a workload, one thread on the CPU.
 """
@@ -39,13 +43,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import FunctionType
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 RESULTS = Path(__file__).parent / "results"
 BUDGETS = (1.0, 0.7, 0.5, 0.3, 0.1, 0.0)
-METHODS = ("block", "sequential", "selective", "compile-block", "compile", "ours")
+METHODS = ("block", "sequential", "selective", "compile-block", "compile", "ours", "ours-compiled")
+OURS = ("ours", "ours-compiled")
+LOSS_BYTES = 64  # of the loss, outside of the module
 BETWEEN = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)  # peaks that ours is asked for in any case
 
 
@@ -91,6 +96,9 @@ def measure(name: str, device: str, methods: Sequence[str], rounds: int) -> dict
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = (
+        1000  # a budget each, and shapes
+    )
     workload = WORKLOADS[name](device)
     plain = partial(workload.net, *workload.inputs)
     points = [Point("eager", "", plain)]
@@ -98,14 +106,17 @@ def measure(name: str, device: str, methods: Sequence[str], rounds: int) -> dict
     points[0].measure(workload, expected)
     base = points[0].peak_bytes
     for method in methods:
-        if method != "ours":
+        if method not in OURS:
             for point in others(method, workload):
                 print(f"{name} {method} {point.setting}", file=sys.stderr, flush=True)
                 point.measure(workload, expected)
                 points.append(point)
+    # Not more than the other's bytes, so not rounded.
+    wanted = sorted({point.peak_bytes for point in points[1:] if point.peak_bytes} | {int(base * at) for at in BETWEEN})
     if "ours" in methods:
-        wanted = {round(point.peak_bytes / base, 3) for point in points[1:] if point.peak_bytes} | set(BETWEEN)
-        points += ours(workload, base, sorted(wanted), expected)
+        points += ours(workload, wanted, expected, "ours", _nothing)
+    if "ours-compiled" in methods:
+        points += ours(workload, wanted, expected, "ours-compiled", compiled_blocks(workload.blocks))
     working = [point for point in points if not point.failed]
     seconds: dict[Point, list[float]] = {point: [] for point in working}
     for _ in range(rounds):
@@ -141,6 +152,7 @@ class Point:
         self.peak_bytes = 0
         self.time_ratio = 0.0
         self.same_bits = False
+        self.off = 0.0
         self.failed = ""
 
     def measure(self, workload: Any, expected: list[Any]) -> None:
@@ -152,6 +164,7 @@ class Point:
                 for _ in range(2):  # compiles
                     received = gradients(workload, self.forward)
                 self.same_bits = all(map(torch.equal, expected, received))
+                self.off = max(map(_difference, expected, received))
                 del received
                 self.peak_bytes = peak_of_step(workload, self.forward)
         except Exception as error:
@@ -181,7 +194,12 @@ class Point:
             "peak": round(self.peak_bytes / base, 4),
             "time": round(self.time_ratio, 4),
             "same_bits": self.same_bits,
+            "off": float(f"{self.off:.1e}"),
         }
+
+
+def _difference(expected: Any, received: Any) -> float:
+    return float((expected - received).abs().max() / expected.abs().max().clamp_min(1e-30))
 
 
 @contextmanager
@@ -225,64 +243,112 @@ def peak_of_step(workload: Any, forward: Callable[[], Any]) -> int:
 # -------------------------------------------------------------------- methods
 
 
-def ours(workload: Any, base: int, ratios: Sequence[float], expected: list[Any]) -> list[Point]:
-    """This package at the peaks that others have reached, and in between."""
+def ours(
+    workload: Any, peaks: Sequence[int], expected: list[Any], method: str, context: Callable[[], Any]
+) -> list[Point]:
+    """This package at the peaks that others have reached, and in between.
+
+    Args:
+        workload: The model and its input.
+        peaks: In bytes.
+        expected: Gradients.
+        method: Name of the points.
+        context: In which it is planned and runs.
+    """
     from lightning_rotor import BudgetError, Checkpointable
 
-    net = Checkpointable(workload.net, workload.inputs, show_progress=False)
+    with context():
+        net = Checkpointable(workload.net, workload.inputs, show_progress=False)
     points: dict[str, Point] = {}
-    for ratio in ratios:
+    for peak in peaks:
         try:
-            plan = net.compute_sequence(int(base * ratio))
+            with context():
+                plan = net.compute_sequence(peak - LOSS_BYTES)
         except BudgetError:
             continue
         if str(plan.schedule) in points:
             continue
-        point = Point("ours", f"{ratio:.3f}", partial(net, *workload.inputs), partial(_planned, net, plan))
-        print(f"{workload.device} ours {ratio}", file=sys.stderr, flush=True)
+        inside = partial(_planned, net, plan.budget_bytes, context)
+        point = Point(method, f"{peak / 1e6:.1f} MB", partial(net, *workload.inputs), inside)
+        print(f"{workload.device} {method} {peak:,}", file=sys.stderr, flush=True)
         point.measure(workload, expected)
         points[str(plan.schedule)] = point
     return list(points.values())
 
 
 @contextmanager
-def _planned(net: Any, plan: Any) -> Iterator[None]:
-    if net.plan is not plan:
-        net.compute_sequence(plan.budget_bytes)
-    yield
+def _planned(net: Any, budget_bytes: int, context: Callable[[], Any]) -> Iterator[None]:
+    with context():
+        if net.plan is None or net.plan.budget_bytes != budget_bytes:
+            net.compute_sequence(budget_bytes)
+        yield
+
+
+def compiled_blocks(blocks: Sequence[Any]) -> Callable[[], Any]:
+    """Makes a context in which the blocks are compiled, the same code every time."""
+    for block in blocks:
+        block.compile()
+    compiled = {block: block._compiled_call_impl for block in blocks}
+    for block in blocks:
+        block._compiled_call_impl = None
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        for block in blocks:
+            block._compiled_call_impl = compiled[block]
+        try:
+            yield
+        finally:
+            for block in blocks:
+                block._compiled_call_impl = None
+
+    return context
 
 
 def others(method: str, workload: Any) -> Iterator[Point]:
     """The points of a method that is not ours."""
-    import torch
     from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
     plain = partial(workload.net, *workload.inputs)
     if method == "block":
         wrap = partial(partial, checkpoint, use_reentrant=False)
-        yield Point(method, "", plain, partial(wrapped, workload.blocks, lambda _, forward: _calling(wrap, forward)))
+        yield Point(method, "", plain, partial(wrapped, workload.blocks, lambda _, forward: wrap(forward)))
     elif method == "selective":
         contexts = partial(create_selective_checkpoint_contexts, _policy)
         wrap = partial(partial, checkpoint, use_reentrant=False, context_fn=contexts)
-        yield Point(method, "", plain, partial(wrapped, workload.blocks, lambda _, forward: _calling(wrap, forward)))
+        yield Point(method, "", plain, partial(wrapped, workload.blocks, lambda _, forward: wrap(forward)))
     elif method == "sequential" and workload.in_a_row:
         for count in segment_counts(len(workload.blocks)):
             yield Point(method, f"{count} segments", plain, partial(segmented, workload.blocks, count))
     elif method in ("compile", "compile-block"):
         for budget in BUDGETS:
-            torch._dynamo.reset()
-            with torch._functorch.config.patch(activation_memory_budget=budget):
-                if method == "compile":
-                    compiled = torch.compile(workload.net)
-                    yield Point(method, f"budget {budget}", partial(compiled, *workload.inputs))
-                else:
-                    forwards = {block: torch.compile(block.forward) for block in workload.blocks}
-                    context = partial(wrapped, workload.blocks, lambda block, _, forwards=forwards: forwards[block])
-                    yield Point(method, f"budget {budget}", plain, context)
+            compiled = compiled_under(budget)
+            if method == "compile":
+                yield Point(method, f"budget {budget}", partial(compiled, workload.net, *workload.inputs))
+            else:
+                context = partial(wrapped, workload.blocks, partial(_compiled_block, compiled))
+                yield Point(method, f"budget {budget}", plain, context)
 
 
-def _calling(wrap: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
-    return wrap(forward)
+def compiled_under(budget: float) -> Callable[..., Any]:
+    """A compiled function that calls a module. Its code is its own, for compiled code is kept with the code that it was made from."""
+    import torch
+
+    def backend(graph: Any, inputs: Sequence[Any]) -> Any:
+        from torch._inductor.compile_fx import compile_fx
+
+        with torch._functorch.config.patch(activation_memory_budget=budget):
+            return compile_fx(graph, inputs)
+
+    return torch.compile(FunctionType(_call.__code__.replace(), globals()), backend=backend)
+
+
+def _call(module: Any, *args: Any) -> Any:
+    return type(module).forward(module, *args)
+
+
+def _compiled_block(compiled: Callable[..., Any], block: Any, _: Any) -> Callable[..., Any]:
+    return partial(compiled, block)
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Any:

@@ -21,6 +21,7 @@ TITLES = {
 }
 NAMES = {
     "ours": "lightning-rotor",
+    "ours-compiled": "lightning-rotor, compiled blocks",
     "block": "checkpoint every block",
     "sequential": "checkpoint_sequential",
     "selective": "selective checkpoint",
@@ -30,12 +31,14 @@ NAMES = {
 # Paul Tol's bright scheme, and a shape for those who see no colours.
 STYLES = {
     "ours": ("#222222", "o"),
+    "ours-compiled": ("#EE7733", "o"),
     "block": ("#EE6677", "D"),
     "sequential": ("#CCBB44", "s"),
     "selective": ("#AA3377", "P"),
     "compile-block": ("#4477AA", "^"),
     "compile": ("#66CCEE", "v"),
 }
+OURS = ("ours", "ours-compiled")
 NOISE = 0.02
 
 
@@ -60,14 +63,14 @@ def table(rows: dict[str, Any]) -> str:
             "| method | setting | peak | time | bits | ours at that peak | |",
             "|---|---|--:|--:|:-:|--:|---|",
         ]
-        mine = [point for point in points if point["method"] in ("ours", "eager")]
+        mine = [point for point in points if point["method"] in (*OURS, "eager")]
         for point in points:
             best = min((each["time"] for each in mine if each["peak"] <= point["peak"] + 5e-4), default=None)
             verdict = ""
-            if point["method"] not in ("ours", "eager"):
+            if point["method"] not in (*OURS, "eager"):
                 verdict = "none fits" if best is None else "**slower**" if best > point["time"] + NOISE else ""
-            same = "yes" if point["same_bits"] else "no"
-            ours = "" if best is None or point["method"] in ("ours", "eager") else f"{best:.3f}"
+            same = "yes" if point["same_bits"] else f"off by {point['off']:.0e}"
+            ours = "" if best is None or point["method"] in (*OURS, "eager") else f"{best:.3f}"
             method = NAMES.get(point["method"], point["method"])
             lines.append(
                 f"| {method} | {point['setting']} | {point['peak']:.3f} | {point['time']:.3f} | {same} | {ours} | {verdict} |"
@@ -97,7 +100,7 @@ def picture(rows: dict[str, Any], path: Path) -> None:
             if points:
                 panel.plot(
                     *zip(*points, strict=True),
-                    marker + ("-" if method == "ours" else ""),
+                    marker + ("-" if method in OURS else ""),
                     color=colour,
                     markersize=4,
                     linewidth=1.2,

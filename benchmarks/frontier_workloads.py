@@ -256,6 +256,9 @@ class Causal(nn.Module):
             n_layer=layers,
             n_head=heads,
             use_cache=False,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
         )
         self.model = transformers.GPT2LMHeadModel(config)
 
@@ -288,7 +291,7 @@ def _mixer(device: str) -> Workload:
 
 def _transformer(device: str) -> Workload:
     batch, length, width = (8, 96, 128) if device == "cpu" else (32, 512, 1024)
-    net = nn.Transformer(width, 4, 3, 3, 4 * width, batch_first=True).to(device)
+    net = nn.Transformer(width, 4, 3, 3, 4 * width, dropout=0.0, batch_first=True).to(device)
     pair = (torch.randn(batch, length, width, device=device), torch.randn(batch, length, width, device=device))
     return _workload(net, pair, [*net.encoder.layers, *net.decoder.layers], in_a_row=False)
 

@@ -9,6 +9,8 @@ Chain ──► thresholds ──► dynamic program ──► proposals ──�
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from lightning_rotor.chain import Chain
 from lightning_rotor.planning.baselines import baselines
 from lightning_rotor.planning.bounds import lower_bound_seconds
@@ -100,6 +102,8 @@ def frontier(
     return frontier_of(_solver(chain, slots, gradients_exist, lingering_bytes, device))
 
 
+# Whoever plans a chain is likely to plan it again at once: for another budget, its curve, its minimum. Tables take tens of megabytes.
+@lru_cache(maxsize=1)
 def _solver(chain: Chain, slots: int, gradients_exist: bool, lingering_bytes: int, device: str | None) -> Solver:
     solver = Solver(chain, slots=slots, gradients_exist=gradients_exist, lingering_bytes=lingering_bytes, device=device)
     return solver.refined()

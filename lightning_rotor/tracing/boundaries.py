@@ -30,9 +30,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_rotor.errors import ModelError
 from lightning_rotor.sequential import Stage
 from lightning_rotor.tensors import address_of, sizes_by_address, tensors_in
+from lightning_rotor.tracing.proxies import IN_PLACE
 from lightning_rotor.tracing.recorder import Recorder
 from lightning_rotor.tracing.slices import GraphSlice
-from lightning_rotor.tracing.tracer import IN_PLACE, Tracer
+from lightning_rotor.tracing.tracer import Tracer
 from lightning_rotor.wiring import Wire, Wiring, packed
 
 # The time of planning grows with the cube of the stages, and the least of several hundred matter little.

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from lightning_rotor.tracing.tracer import CONSTANT, IN_PLACE
+from lightning_rotor.tracing.proxies import IN_PLACE
+from lightning_rotor.tracing.tracer import CONSTANT
 from lightning_rotor.wiring import unpacked
 
 

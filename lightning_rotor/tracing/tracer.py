@@ -8,12 +8,10 @@ whose forward it happened in then becomes one operation of the graph.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import fx, nn
 from torch.utils._pytree import tree_map_only
 
@@ -22,63 +20,13 @@ from lightning_rotor.tracing.call import Call
 from lightning_rotor.tracing.composites import body_of, is_attention, is_composite
 from lightning_rotor.tracing.kinds import IS_TENSOR, is_tensor, truthful_isinstance
 from lightning_rotor.tracing.modules import BLOCKS, ModuleCalls, UntraceableError, tensor_slots
+from lightning_rotor.tracing.patches import patched
 from lightning_rotor.tracing.places import Closures
+from lightning_rotor.tracing.proxies import Sampled, Value
 from lightning_rotor.tracing.samples import Known, Samples
 from lightning_rotor.tracing.surroundings import Surroundings
 
 CONSTANT = "_lightning_rotor_constant_"
-
-
-class _Value(fx.Proxy):
-    """A proxy that knows operations in place, which fx turns into others, and has no attributes that a tensor has not."""
-
-    def __getattr__(self, name: str) -> Any:
-        if not hasattr(torch.Tensor, name) and self.node.meta.get(IS_TENSOR):
-            raise AttributeError(f"a tensor has no attribute {name!r}")
-        return super().__getattr__(name)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.tracer.create_proxy("call_function", operator.setitem, (self, key, value), {})
-
-
-def _in_place(function: Callable[..., Any]) -> Callable[[_Value, Any], Any]:
-    def operate(self: _Value, other: Any) -> Any:
-        return self.tracer.create_proxy("call_function", function, (self, other), {})
-
-    return operate
-
-
-IN_PLACE = (
-    operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod, operator.ipow,
-    operator.imatmul, operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift,
-)  # fmt: skip
-for _function in IN_PLACE:
-    setattr(_Value, f"__{_function.__name__}__", _in_place(_function))
-
-
-class _Sampled(_Value):
-    """A value inside of a composite operation, where it is known what it looks like."""
-
-    tracer: Tracer
-
-    def __getattr__(self, name: str) -> Any:
-        return self.tracer.look(self.node, name) if name in _TYPES else super().__getattr__(name)
-
-    def __int__(self) -> int:
-        return int(self.tracer.decide(self.node))
-
-    def __index__(self) -> int:
-        return operator.index(self.tracer.decide(self.node))
-
-    def __float__(self) -> float:
-        return float(self.tracer.decide(self.node))
-
-    def __len__(self) -> int:
-        return len(self.tracer.decide(self.node))
-
-
-# What some functions want as it is.
-_TYPES = ("dtype", "device", "layout")
 
 
 class Tracer(fx.Tracer):
@@ -125,7 +73,7 @@ class Tracer(fx.Tracer):
 
     def record(self, root: nn.Module) -> fx.Graph:
         """Trace the root's forward."""
-        with _patched(), truthful_isinstance(self._examples), self.surroundings.listening():
+        with patched(), truthful_isinstance(self._examples), self.surroundings.listening():
             return self.trace(root)
 
     # ---------------------------------------------------------------- what fx asks
@@ -133,9 +81,9 @@ class Tracer(fx.Tracer):
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """A value of the graph."""
         if self._known is None:
-            return _Value(node, self)
+            return Value(node, self)
         self._known.add(node)
-        return _Sampled(node, self)
+        return Sampled(node, self)
 
     def create_args_for_root(
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
@@ -220,10 +168,10 @@ class Tracer(fx.Tracer):
         assert self._samples is not None
         with self._samples.taken() as sample:
             self._known = Known(sample, (args, kwargs), self._tensor)
-            sampled: dict[int, _Sampled] = {}  # the same object where it was the same
+            sampled: dict[int, Sampled] = {}  # the same object where it was the same
             try:
                 args, kwargs = tree_map_only(
-                    fx.Proxy, lambda value: sampled.setdefault(id(value), _Sampled(value.node, self)), (args, kwargs)
+                    fx.Proxy, lambda value: sampled.setdefault(id(value), Sampled(value.node, self)), (args, kwargs)
                 )
                 output = function(*args, **kwargs)
                 self._known.erase_unused(self.graph, output)
@@ -320,82 +268,3 @@ def _require_known_containers(output: Any) -> None:
         raise UntraceableError(f"it returns {kind.__name__}, which a trace would not make again")
     for entry in output.values() if isinstance(output, dict) else output:
         _require_known_containers(entry)
-
-
-def _has_proxy(*values: Any) -> bool:
-    found = False
-
-    def look(value: Any) -> Any:
-        nonlocal found
-        found = found or isinstance(value, fx.Proxy)
-        return value
-
-    fx.node.map_aggregate(values, look)
-    return found
-
-
-@contextmanager
-def _patched() -> Iterator[None]:
-    """Show autograd functions and assignments to buffers to the tracer.
-
-    An ``autograd.Function`` takes a proxy for a plain object: its forward would be traced, and its backward be lost.
-    """
-    function = torch.autograd.Function
-    original_apply, original_setattr = function.__dict__["apply"], nn.Module.__setattr__
-    functorch = getattr(torch.autograd.function, "_functorch", None)
-    original_unwrap = functorch.utils.unwrap_dead_wrappers if functorch is not None else None
-
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        tracers = [value.tracer for value in (*args, *kwargs.values()) if isinstance(value, fx.Proxy)]
-        if tracers:
-            return tracers[0].create_proxy("call_function", original_apply.__get__(None, cls), args, kwargs)
-        if _has_proxy(args, kwargs):
-            raise UntraceableError("it hands tensors in containers to an autograd.Function")
-        return original_apply.__get__(None, cls)(*args, **kwargs)
-
-    def unwrap(args: Any) -> Any:
-        # Reached with proxies when code kept ``f = Function.apply`` from before the patch.
-        if _has_proxy(args):
-            raise UntraceableError("it calls an autograd.Function through a reference that the tracer cannot see")
-        return original_unwrap(args)  # type: ignore[misc]
-
-    def assign(self: nn.Module, name: str, value: Any) -> None:
-        if isinstance(value, fx.Proxy) and value.node.target in IN_PLACE:
-            changed = value.node.args[0]
-            slots = {**self._buffers, **self._parameters}
-            if name in slots and isinstance(changed, fx.Node) and changed.op == "get_attr":
-                owners: dict[str, tuple[nn.Module, str]] = getattr(value.tracer, "owners", {})
-                owner, key = owners.get(str(changed.target), (None, ""))
-                if owner is self and key == name:
-                    return  # ``self.count += 1``: the operation is recorded, and the object stays the same
-        original_setattr(self, name, value)
-
-    # Asks with isinstance whether a mask is a tensor, and then for its type.
-    original_dtype = getattr(F, "_none_or_dtype", None)
-
-    def dtype_of(value: Any) -> Any:
-        return value.dtype if isinstance(value, fx.Proxy) or original_dtype is None else original_dtype(value)
-
-    original_check = torch._check_with
-
-    def check_with(error: Any, condition: Any, message: Any = None) -> None:
-        original_check(error, bool(condition), message)  # type: ignore[no-untyped-call]
-
-    torch._check_with = check_with
-    F._none_or_dtype = dtype_of  # type: ignore[attr-defined]
-    function.apply = classmethod(apply)
-    nn.Module.__setattr__ = assign  # type: ignore[method-assign]
-    if functorch is not None:
-        functorch.utils.unwrap_dead_wrappers = unwrap
-    try:
-        yield
-    finally:
-        torch._check_with = original_check
-        if original_dtype is not None:
-            F._none_or_dtype = original_dtype  # type: ignore[attr-defined]
-        else:
-            del F._none_or_dtype  # type: ignore[attr-defined]
-        function.apply = original_apply
-        nn.Module.__setattr__ = original_setattr  # type: ignore[method-assign]
-        if functorch is not None:
-            functorch.utils.unwrap_dead_wrappers = original_unwrap

@@ -41,9 +41,9 @@ from lightning_rotor.errors import BudgetError
 from lightning_rotor.pipeline_simulator import MicroBatchLoad
 from lightning_rotor.planning.dynamic_program import Table
 from lightning_rotor.planning.extraction import Extraction
+from lightning_rotor.planning.packed import Seconds
 from lightning_rotor.planning.partition.sub_chains import END, all_in_one, with_end, without_end
 from lightning_rotor.planning.solver import Solver
-from lightning_rotor.planning.storage import Seconds
 from lightning_rotor.planning.thresholds import BackwardNeed, LeafCost, Thresholds, thresholds_of
 from lightning_rotor.schedule import Leaf, Schedule, Segment
 from lightning_rotor.simulator import Simulation, simulate
