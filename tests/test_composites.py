@@ -270,7 +270,7 @@ def test_transformers_of_torch_and_torchvision_are_cut_inside_of_attention() -> 
     mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
     x, memory = torch.randn(BATCH, LENGTH, WIDTH), torch.randn(BATCH, MEMORY, WIDTH)
     both_sides = nn.Transformer(WIDTH, HEADS, 1, 1, 16, dropout=0.1, batch_first=True)
-    planned = check(both_sides, memory, x, tgt_mask=mask)
+    planned = check(both_sides, src=memory, tgt=x, tgt_mask=mask)
     assert planned.chain is not None
     assert any(stage.name.endswith("multihead_attn.scaled_dot_product_attention") for stage in planned.chain.stages)
     vit = torchvision.models.VisionTransformer(16, 8, 2, 2, 16, 32, num_classes=3)

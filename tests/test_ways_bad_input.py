@@ -693,3 +693,23 @@ def test_hooks_see_what_they_would_see_plainly(
             handles.pop().remove()
     assert_same_bits(*outcomes)
     assert seen
+
+
+@pytest.mark.parametrize("make", [traced, recorded])
+def test_what_others_do_when_garbage_is_collected_is_no_part_of_a_forward(make: Callable[[Forward], nn.Module]) -> None:
+    collected: list[str] = []
+
+    def count(phase: str, _: Any) -> None:
+        collected.append(phase)
+
+    def forward(net: Net, x: torch.Tensor) -> torch.Tensor:
+        gc.collect()
+        return Net.forward(net, x)
+
+    gc.callbacks.append(count)
+    try:
+        cut = sequentialize(make(forward), (torch.randn(X),))
+    finally:
+        gc.callbacks.remove(count)
+    assert collected
+    assert len(cut.stages) > 4

@@ -372,5 +372,5 @@ def _sizes(value: Any) -> Iterator[int]:
         for each in inner if isinstance(inner, tuple) else (inner,):
             if is_dataclass(each):
                 yield from _sizes(each)
-            elif field.name.endswith("_bytes"):
+            elif field.name.endswith("_bytes") and each is not None:
                 yield each
