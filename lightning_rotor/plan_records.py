@@ -154,7 +154,7 @@ def _group_sizes(stages: Sequence[Stage], together: Iterable[Stage]) -> list[int
 
 def _chain(record: _Record) -> Chain:
     stages = [
-        StageCost(**{**stage, "options": tuple(_option(option) for option in stage["options"])})
+        StageCost(**{**stage, "options": tuple(map(_option, stage["options"])), "takes": tuple(stage["takes"])})
         for stage in record["stages"]
     ]
     skips = [

@@ -18,6 +18,7 @@ and the environment is not noticed.
 from __future__ import annotations
 
 import dis
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -62,12 +63,16 @@ class Surroundings:
         self._module_path = module_path
         self._closures = closures
         self.notes = Notes()
+        self._collecting = False
         self._known: set[tuple[CodeType, type]] = set()
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Context of a trace. A profiler that follows Python's calls by the same means pauses for its time."""
         profiler: Any = sys.getprofile()
+        # First and last, so that what others do whenever garbage is collected, and finalizers, is no code of the module's.
+        gc.callbacks.insert(0, self._pause)
+        gc.callbacks.append(self._go_on)
         if hasattr(profiler, "disable"):  # cProfile before Python 3.12, which Lightning's AdvancedProfiler uses
             profiler.disable()
         sys.setprofile(self._listen)
@@ -75,6 +80,8 @@ class Surroundings:
             yield
         finally:
             sys.setprofile(None)
+            gc.callbacks.remove(self._pause)
+            gc.callbacks.remove(self._go_on)
             if hasattr(profiler, "enable"):
                 profiler.enable()
             else:
@@ -82,8 +89,14 @@ class Surroundings:
 
     # ---------------------------------------------------------------- while the code runs
 
+    def _pause(self, phase: str, _: Any) -> None:
+        self._collecting = self._collecting or phase == "start"
+
+    def _go_on(self, phase: str, _: Any) -> None:
+        self._collecting = self._collecting and phase != "stop"
+
     def _listen(self, frame: FrameType, event: str, _: Any) -> None:
-        if event != "call":
+        if event != "call" or self._collecting:
             return
         code = frame.f_code
         if not is_users(code.co_filename):
