@@ -183,8 +183,12 @@ class Table:
         """Factor that makes ``seconds`` a lower bound: single precision rounds."""
         return 1 - 1e-12 if self._refined else 1 - 1e-6
 
-    def solve(self) -> None:
-        """Fill the table, band by band. Several threads follow one another through neighbouring bands, each a length behind the one before."""
+    def solve(self, *, packed: bool = True) -> None:
+        """Fill the table, band by band. Several threads follow one another through neighbouring bands, each a length behind the one before.
+
+        Args:
+            packed: Keep it in a quarter of its room, see :meth:`.Storage.pack`.
+        """
         n = self._top + 1
         # An accelerator takes whole diagonals: one band.
         rows = _ROWS if isinstance(self._splits, Splits) else n
@@ -197,7 +201,8 @@ class Table:
         with ThreadPoolExecutor(threads) as pool:
             for solved in [pool.submit(solve, number, band, progress) for number, band in enumerate(bands)]:
                 solved.result()
-        self.storage.pack()
+        if packed:
+            self.storage.pack()
 
     def _compiled_table(self, code: ModuleType) -> CompiledTable:
         return CompiledTable(self.decisions, self.storage, self._twins, self._whole, code)
@@ -213,7 +218,10 @@ class Table:
             progress.reach(number, NEVER)
 
     def solve_column(self, last: int) -> None:
-        """Fill all intervals that end in ``last`` again, after their thresholds have changed."""
+        """Fill all intervals that end in ``last`` again, after their thresholds have changed.
+
+        Of tables that NumPy has filled and that are not packed.
+        """
         for length in range(last + 1):
             self._solve_group(np.array([last - length]), length)
 

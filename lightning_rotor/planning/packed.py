@@ -15,6 +15,28 @@ _Integers: TypeAlias = npt.NDArray[np.int64]
 _ROWS = 256
 
 
+class OpenRows:
+    """Rows as they are, which may still change, to be asked like packed ones.
+
+    Args:
+        rows: ``(rows, slots)`` seconds.
+    """
+
+    def __init__(self, rows: Seconds) -> None:
+        self._rows = rows
+
+    def __getitem__(self, at: tuple[_Integers, _Integers]) -> Seconds:
+        """Numbers by row and slot, neither of them negative."""
+        row, slot = at
+        values: Seconds = self._rows[row, np.minimum(slot, self._rows.shape[1] - 1)]
+        return values
+
+    def number(self, row: int, slot: int) -> np.floating[Any]:
+        """One number; the slot is not negative."""
+        number: np.floating[Any] = self._rows[row, min(slot, self._rows.shape[1] - 1)]
+        return number
+
+
 class PackedRows:
     """What differs between neighbouring slots, row by row.
 

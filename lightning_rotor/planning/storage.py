@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_rotor.planning.decisions import Decisions, Integers
-from lightning_rotor.planning.packed import PackedRows, Seconds
+from lightning_rotor.planning.packed import OpenRows, PackedRows, Seconds
 
 Numbers: TypeAlias = type[np.float32] | type[np.float64]
 
@@ -64,6 +64,8 @@ class Storage:
         self.rests_flat = np.zeros(self.front + self._rest_rows * self.width + size, number)
         self.body_rows = self._bodies.reshape(-1, size)
         self.rest_rows = self.rests_flat[self.front : self.front + self._rest_rows * self.width].reshape(-1, self.width)
+        self._asked_bodies: OpenRows | PackedRows = OpenRows(self.body_rows)
+        self._asked_rests: OpenRows | PackedRows = OpenRows(self.rest_rows)
         self.body_low, self.body_high = (np.full((variants, n, n), size, np.int32) for _ in range(2))
         self.rest_low, self.rest_high = (np.full((endings, n, n), size, np.int32) for _ in range(2))
 
@@ -122,17 +124,17 @@ class Storage:
         """Keep what differs between neighbouring slots, about a quarter. No row can be asked for any more, single numbers can."""
         with ThreadPoolExecutor(2) as pool:
             bodies, rests = pool.map(PackedRows, (self.body_rows, self.rest_rows))
-        self._packed_bodies, self._packed_rests = bodies, rests
+        self._asked_bodies, self._asked_rests = bodies, rests
         self.body_rows = self.rest_rows = self._bodies = self.rests_flat = np.zeros((0, 0), self.number)
 
     def body(self, first: int, last: int, variant: int, memory: int) -> np.floating[Any]:
         """One number of a body."""
-        return self._packed_bodies.number(int(self.body_base[variant, first]) + last - first, memory)
+        return self._asked_bodies.number(int(self.body_base[variant, first]) + last - first, memory)
 
     def rest(self, first: int, last: int, ending: int, number: int, memory: int) -> float:
         """One number of a rest."""
         row = int(self.rest_base[ending, number, last]) + int(self.rest_rank[number, first])
-        return float(self._packed_rests.number(row, memory + int(self.alive[first])))
+        return float(self._asked_rests.number(row, memory + int(self.alive[first])))
 
     def segments(
         self, first: int, last: int, ending: int, variant: int, left: Integers, rest_left: Integers
@@ -140,9 +142,9 @@ class Storage:
         """By end of a segment that starts at ``first``: its body with ``left`` slots and what follows up to ``last`` with ``rest_left``."""
         body, rest = int(self.body_base[variant, first]), int(self.rest_base[ending, 0, last]) + 1
         ends = np.arange(last - first)
-        seconds = self._packed_bodies[body + ends, np.maximum(left, 0)].astype(np.float64)
+        seconds = self._asked_bodies[body + ends, np.maximum(left, 0)].astype(np.float64)
         slots = np.maximum(rest_left, 0) + self.alive[first + 1 : last + 1]
-        total: npt.NDArray[np.float64] = seconds + self._packed_rests[rest + first + ends, slots]
+        total: npt.NDArray[np.float64] = seconds + self._asked_rests[rest + first + ends, slots]
         return total
 
     # ---------------------------------------------------------------- rests

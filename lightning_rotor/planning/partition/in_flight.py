@@ -235,9 +235,12 @@ class _Columns:
         self.unit = float(divisor) if exact else most_bytes / slots
         self._thresholds = thresholds_of(chain, unit=self.unit, gradients_exist=True)
         self._table = Table(
-            self._thresholds, slots=math.ceil(most_bytes / self.unit) + len(chain) // 16 + 4, refined=len(chain) <= 40
+            self._thresholds,
+            slots=math.ceil(most_bytes / self.unit) + len(chain) // 16 + 4,
+            refined=len(chain) <= 40,
+            compiled=False,
         )
-        self._table.solve()
+        self._table.solve(packed=False)
         self.exact = exact
         self._floor = 0
         self._known: dict[int, Seconds] = {0: self._table.seconds.copy()}
