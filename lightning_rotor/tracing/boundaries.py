@@ -79,7 +79,7 @@ def stages_of(
     if not body:
         raise ModelError(f"the forward of {type(module).__name__} computes nothing: expected at least one operation")
     lives = _Lives(module, inputs, body, result)
-    cuts = lives.single_cuts() if footprints is None else lives.cuts(footprints)
+    cuts = lives.behind_results(lives.single_cuts() if footprints is None else lives.cuts(footprints))
     names = _Names(body)
     values = (*inputs, *body)
     number = {node: index for index, node in enumerate(values)}
@@ -229,6 +229,17 @@ class _Lives:
         return thinned(
             sorted(cuts), [footprints[node].made_bytes + footprints[node].saved_bytes for node in self._body]
         )
+
+    def behind_results(self, cuts: Sequence[int]) -> list[int]:
+        """The cuts before which something is made that is read behind them."""
+        # torch's attention, for one, may prepare a mask that it does not need.
+        kept, start = [], 0
+        for place in cuts:
+            made = set(self._body[start:place])
+            if not made.isdisjoint(self._values(place)):
+                kept.append(place)
+                start = place
+        return kept
 
     def _misleads(self, place: int, saved: Set[int], footprints: Mapping[fx.Node, Footprint]) -> bool:
         """Whether the stages around a cut would look larger, each by itself, than they are together.
