@@ -208,7 +208,8 @@ def _held_bytes(chain: Chain, schedule: Schedule) -> list[int]:
                 for number, skip in enumerate(chain.skips)
                 if skip.born < item.first and any(use in inside for use in skip.uses)
             )
-        else:  # nothing to recompute
+        else:  # nothing to recompute; what is before it may have saved its own output
+            held[item.first] = min(inputs, saved_output)
             saved_output = 0
     held[-1] += chain.stages[-1].output_bytes
     for number, skip in enumerate(chain.skips):
