@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_rotor.balance import balance_by_size, balance_by_time
 from lightning_rotor.chain import Chain, Option, StageCost
 from lightning_rotor.checkpointable import Checkpointable
 from lightning_rotor.cutting import sequentialize
@@ -32,23 +31,12 @@ from lightning_rotor.errors import (
     ScheduleError,
     UnitError,
 )
-from lightning_rotor.pipeline_schedule import PipelineError
 from lightning_rotor.planning import Frontier, Plan, frontier, plan
-from lightning_rotor.planning.partition import Link, Partition, PartitionError, PipelineDevice, partition
 from lightning_rotor.profiling import profile_chain
 from lightning_rotor.recomputation import is_checkpointing, is_recomputing
 from lightning_rotor.schedule import Leaf, Schedule, Segment
 from lightning_rotor.sequential import sequential_stages
 from lightning_rotor.simulator import Simulation, simulate
-from lightning_rotor.skip import (
-    Namespace,
-    SkipDeclarationError,
-    SkipError,
-    pop,
-    skippable,
-    stash,
-    verify_skippables,
-)
 from lightning_rotor.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -63,14 +51,8 @@ __all__ = [
     "ExecutionError",
     "Frontier",
     "Leaf",
-    "Link",
     "ModelError",
-    "Namespace",
     "Option",
-    "Partition",
-    "PartitionError",
-    "PipelineDevice",
-    "PipelineError",
     "Plan",
     "PlanError",
     "ProfilingError",
@@ -82,28 +64,19 @@ __all__ = [
     "ScheduleError",
     "Segment",
     "Simulation",
-    "SkipDeclarationError",
-    "SkipError",
     "StageCost",
     "UnitError",
     "__version__",
-    "balance_by_size",
-    "balance_by_time",
     "format_bytes",
     "frontier",
     "is_checkpointing",
     "is_recomputing",
     "parse_bytes",
-    "partition",
     "plan",
-    "pop",
     "profile_chain",
     "sequential_stages",
     "sequentialize",
     "simulate",
-    "skippable",
-    "stash",
-    "verify_skippables",
 ]
 
 

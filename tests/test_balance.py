@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_rotor import balance_by_size, balance_by_time
+from lightning_rotor.balance import balance_by_size, balance_by_time
 from lightning_rotor.errors import SampleError
 from lightning_rotor.pipeline_schedule import PipelineError
 from lightning_rotor.planning.partition import check_balance, partition
