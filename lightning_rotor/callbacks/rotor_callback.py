@@ -29,7 +29,7 @@ from lightning_rotor.training_memory import ResidentMemory, process_limit_bytes
 from lightning_rotor.units import MemoryLimit, format_bytes, parse_limit
 
 _log = logging.getLogger(__name__)
-_MAX_CORRECTIONS = 3
+_MAX_CORRECTIONS = 5
 
 
 class RotorCallback(pl.Callback):
@@ -380,6 +380,8 @@ class RotorCallback(pl.Callback):
             return
         reason = f"{_MAX_CORRECTIONS} better plans did not help"
         if self._corrections < _MAX_CORRECTIONS:
+            # Another plan peaks elsewhere, where what is outside of it may take more again: the steps grow.
+            excess *= 2**self._corrections
             self._corrections += 1
             self._correction_bytes += excess
             try:
