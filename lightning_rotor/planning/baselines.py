@@ -65,11 +65,20 @@ def _cut(chain: Chain, starts: list[int]) -> Schedule:
     """Segments from each start to the next; what follows the last start is kept."""
     items: list[Item] = []
     for start, following in pairwise(starts):
-        items += _segments(chain, start, following - 1)
+        items += segments_around(chain, start, following - 1)
     return Schedule((*items, *(Leaf(stage) for stage in range(starts[-1], len(chain)))))
 
 
-def _segments(chain: Chain, first: int, last: int) -> list[Item]:
+def keep_all_fastest(chain: Chain) -> Schedule:
+    """Nothing is recomputed, and every stage runs under the fastest of its options."""
+    fastest = []
+    for stage in chain:
+        seconds = [option.forward_seconds + option.backward_seconds for option in stage.options]
+        fastest.append(seconds.index(min(seconds)))
+    return Schedule(tuple(Leaf(stage, option) for stage, option in enumerate(fastest)))
+
+
+def segments_around(chain: Chain, first: int, last: int) -> list[Item]:
     """Stages ``first..last`` as one segment, or as several around stages that must be kept."""
     items: list[Item] = []
     run: list[Leaf] = []
@@ -89,5 +98,5 @@ def _halved(chain: Chain, first: int, last: int) -> list[Item]:
     if middle == first:
         return rest
     if not all(chain.stages[stage].recomputable for stage in range(first, middle)):
-        return [*_segments(chain, first, middle - 1), *rest]
+        return [*segments_around(chain, first, middle - 1), *rest]
     return [Segment(tuple(_halved(chain, first, middle - 1))), *rest]

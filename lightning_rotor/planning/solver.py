@@ -9,12 +9,13 @@ from functools import cached_property
 
 from lightning_rotor.chain import Chain, Option, StageCost
 from lightning_rotor.errors import BudgetError
+from lightning_rotor.planning.baselines import keep_all_fastest
 from lightning_rotor.planning.dynamic_program import Table
 from lightning_rotor.planning.plan import DEFAULT_SLOTS, Plan
 from lightning_rotor.planning.proposals import Proposal, Staircase
 from lightning_rotor.planning.sharing import aligned_unit
 from lightning_rotor.planning.thresholds import retains_from_birth, thresholds_of
-from lightning_rotor.schedule import Leaf, Schedule
+from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
 from lightning_rotor.units import format_bytes
 
@@ -177,11 +178,7 @@ class Solver:
     @cached_property
     def _keep_all(self) -> Proposal:
         """Nothing recomputed, every stage under the fastest of its options."""
-        fastest = []
-        for stage in self.chain:
-            seconds = [option.forward_seconds + option.backward_seconds for option in stage.options]
-            fastest.append(seconds.index(min(seconds)))
-        return self._judge(Schedule(tuple(Leaf(stage, option) for stage, option in enumerate(fastest))))
+        return self._judge(keep_all_fastest(self.chain))
 
     @property
     def _most_bytes(self) -> int:
@@ -259,7 +256,7 @@ class Solver:
 
     @cached_property
     def _divisor(self) -> int:
-        return math.gcd(*_sizes(self.chain), self._lingering_bytes)
+        return math.gcd(*sizes_in(self.chain), self._lingering_bytes)
 
 
 class _Judge:
@@ -287,7 +284,7 @@ def _is_positive_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _sizes(chain: Chain) -> list[int]:
+def sizes_in(chain: Chain) -> list[int]:
     """Every size that a simulation adds or subtracts."""
     sizes = [chain.rng_state_bytes]
     sizes += [size for skip in chain.skips for size in (skip.size_bytes, *skip.gradient_bytes)]

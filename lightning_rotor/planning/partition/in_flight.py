@@ -29,21 +29,20 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import BudgetError
 from lightning_rotor.pipeline_simulator import MicroBatchLoad
+from lightning_rotor.planning.baselines import keep_all_fastest, segments_around
 from lightning_rotor.planning.dynamic_program import Table
 from lightning_rotor.planning.extraction import Extraction
 from lightning_rotor.planning.packed import Seconds
-from lightning_rotor.planning.partition.sub_chains import END, all_in_one, with_end, without_end
-from lightning_rotor.planning.solver import Solver
+from lightning_rotor.planning.partition.sub_chains import END, with_end, without_end
+from lightning_rotor.planning.solver import Solver, sizes_in
 from lightning_rotor.planning.thresholds import BackwardNeed, LeafCost, Thresholds, thresholds_of
 from lightning_rotor.schedule import Leaf, Schedule, Segment
 from lightning_rotor.simulator import Simulation, simulate
@@ -133,20 +132,16 @@ def without_needless_end(plan: StagePlan) -> StagePlan:
 
 def keep_all(chain: Chain, in_flight: int = 1) -> StagePlan:
     """Nothing recomputed, every stage under the fastest of its options."""
-    items = []
-    for number, stage in enumerate(chain):
-        seconds = [option.forward_seconds + option.backward_seconds for option in stage.options]
-        items.append(Leaf(number, seconds.index(min(seconds))))
-    return StagePlan(chain, Schedule(tuple(items)), in_flight)
+    return StagePlan(chain, keep_all_fastest(chain), in_flight)
 
 
 def checkpoint_all(chain: Chain, in_flight: int = 1) -> StagePlan:
     """The whole stage in one segment, as torchgpipe checkpoints its partitions; what must be kept, is."""
-    items = all_in_one(chain)
+    items = segments_around(chain, 0, len(chain) - 1)
     if isinstance(items[-1], Segment):
         chain = with_end(chain)
-        items = (*items, Leaf(len(chain) - 1))
-    return StagePlan(chain, Schedule(items), in_flight)
+        items.append(Leaf(len(chain) - 1))
+    return StagePlan(chain, Schedule(tuple(items)), in_flight)
 
 
 class InFlightPlanner:
@@ -230,7 +225,7 @@ class _Columns:
 
     def __init__(self, chain: Chain, most_bytes: int, slots: int) -> None:
         self.chain, self.most_bytes = chain, most_bytes
-        divisor = math.gcd(*_sizes(chain))
+        divisor = math.gcd(*sizes_in(chain))
         exact = divisor * slots >= most_bytes
         self.unit = float(divisor) if exact else most_bytes / slots
         self._thresholds = thresholds_of(chain, unit=self.unit, gradients_exist=True)
@@ -366,14 +361,3 @@ def _with_floor(thresholds: Thresholds, floor: int) -> Thresholds:
 def _floored(leaf: LeafCost, floor: int) -> LeafCost:
     needs = (max(getattr(leaf.backward, each.name), leaf.retained + floor) for each in fields(BackwardNeed))
     return replace(leaf, backward=BackwardNeed(*needs))
-
-
-def _sizes(value: Any) -> Iterator[int]:
-    """Every size in a chain."""
-    for field in fields(value):
-        inner = getattr(value, field.name)
-        for each in inner if isinstance(inner, tuple) else (inner,):
-            if is_dataclass(each):
-                yield from _sizes(each)
-            elif field.name.endswith("_bytes") and each is not None:
-                yield each

@@ -101,20 +101,6 @@ def without_end(schedule: Schedule) -> Schedule | None:
     return Schedule(items) if items and isinstance(items[-1], Leaf) else None
 
 
-def all_in_one(chain: Chain) -> tuple[Item, ...]:
-    """Every stage of a chain in one segment, but those that must be kept."""
-    items: list[Item] = []
-    run: list[Leaf] = []
-    for number, stage in enumerate(chain):
-        if stage.recomputable:
-            run.append(Leaf(number))
-            continue
-        items += [Segment(tuple(run))] if run else []
-        items.append(Leaf(number))
-        run = []
-    return (*items, Segment(tuple(run))) if run else tuple(items)
-
-
 def shifted(item: Item, by: int) -> Item:
     """An item with other stage numbers."""
     match item:
