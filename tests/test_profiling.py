@@ -82,7 +82,7 @@ class _Blind:
         return 0.0
 
 
-def test_measuring_needs_no_more_than_the_largest_stage_and_two_boundaries() -> None:
+def test_measuring_needs_no_more_than_the_largest_stage_and_three_boundaries() -> None:
     net = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64))))
     sample = torch.randn(512, 64)
     chain = profile_of(net, sample).chain
@@ -98,7 +98,7 @@ def test_measuring_needs_no_more_than_the_largest_stage_and_two_boundaries() -> 
     profile_chain(sequential_stages(net), sample, repeats=1, meter=_Blind())
     peak = meter.stop().peak_bytes
     generator_states_and_scalars = 8 * torch.get_rng_state().nbytes
-    assert peak <= max(map(stage_bytes, chain)) + 2 * sample.nbytes + generator_states_and_scalars
+    assert peak <= max(map(stage_bytes, chain)) + 3 * sample.nbytes + generator_states_and_scalars
 
 
 def test_views_and_operations_in_place_are_merged_with_their_neighbours() -> None:

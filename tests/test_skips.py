@@ -145,12 +145,20 @@ class Encoder(nn.Module):
         return self.inner(x, mask=mask)
 
 
+def vision_transformer() -> nn.Module:
+    """Its class token makes the gradient of the patches a slice, which the backward of their convolution copies at the peak of the step."""
+    return torchvision.models.VisionTransformer(
+        64, 16, num_layers=1, num_heads=2, hidden_dim=64, mlp_dim=64, num_classes=8
+    )
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[torch.Tensor, ...]]]] = {
     "unet": (UNet, lambda: (torch.randn(2, 3, 32, 32),)),
     "dense": (Dense, lambda: (torch.randn(2, 3, 16, 16),)),
     "auxiliary": (Auxiliary, lambda: (torch.randn(2, 3, 16, 16),)),
     "biased": (Biased, lambda: (torch.randn(4, 8, 32), torch.randn(8, 32, requires_grad=True))),
     "llama": (Llama, lambda: (torch.randint(0, 50, (3, 16)), torch.ones(3, 16, dtype=torch.long).triu(-9))),
+    "vision_transformer": (vision_transformer, lambda: (torch.randn(4, 3, 64, 64),)),
     "encoder": (Encoder, lambda: (torch.randn(3, 16, 32), nn.Transformer.generate_square_subsequent_mask(16))),
 }
 

@@ -1,7 +1,9 @@
-"""Measuring a whole chain while holding one boundary at a time, so that it works when the model does not fit.
+"""Measuring a whole chain while holding two boundaries at a time, so that it works when the model does not fit.
 
 Two passes over the stages. The first looks at behaviour: a stage whose output is a view of its input, or that changes its input in place,
-cannot be cut from its neighbour and is merged with it; random numbers and updated buffers are noted. The second measures.
+cannot be cut from its neighbour and is merged with it; random numbers and updated buffers are noted. The second measures. A stage is measured
+with a gradient of its output that fills its memory; if the next one turns out to leave a slice of a larger gradient or an expanded one (as
+``torch.cat`` and ``sum`` do), which backward kernels copy first, the stage is measured again with such a gradient.
 
 Nothing is changed: generators are set back, buffers are lent (the stages write to copies), gradients are computed without touching
 ``.grad``, and no module changes its mode. :func:`lightning_rotor.recomputation.is_recomputing` is true meanwhile, for users' own counters.
@@ -24,7 +26,7 @@ from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.options import autocast_enabled, run_stage
 from lightning_rotor.profiling.boundary import Boundary
 from lightning_rotor.profiling.ends import StageEnds
-from lightning_rotor.profiling.gradients import SkipGradient
+from lightning_rotor.profiling.gradients import Layout, SkipGradient
 from lightning_rotor.profiling.meters import Meter, meter_for
 from lightning_rotor.profiling.stages import StageMeasurement, StageProfiler
 from lightning_rotor.profiling.storages import UnmeasuredSkip, merged, scout
@@ -98,8 +100,9 @@ def profile_chain(
         states: list[SegmentState] = []
         scratch: dict[tuple[torch.nn.Module, str], Statistic] = {}
         known: dict[Any, VariantsMeasurement] = {}
-        running: list[Stage] = []
-        measured: list[tuple[StageEnds, StageMeasurement]] = []
+        variants: list[VariantsMeasurement] = []
+        all_ends: list[StageEnds] = []
+        before: _Measurable | None = None
         values = dict(inputs)
         for number, (stage, group) in enumerate(zip(together, seen.groups, strict=True)):
             last = number == len(together) - 1
@@ -111,21 +114,15 @@ def profile_chain(
                 draws_random = any(seen.draws_random[index] for index in group) or may_draw(stage)
                 recomputable = passed.same_bits and not (number == 0 and seen.changes_input)
                 remembered = states[-1].remembered
-                key = (
-                    _identity(stage, compiled),
-                    boundary.signature,
-                    ends.signature,
-                    last,
-                    recomputable,
-                    len(remembered),
-                )
-                if key not in known:
-                    generators = GeneratorStates(device) if draws_random else None
-                    profiler = StageProfiler(stage, boundary, ends, meter, last, repeats, remembered, generators)
-                    with lent_buffers(stage):
-                        known[key] = measure(profiler, compiled, recomputable=recomputable)
-            measured.append((ends, known[key].stage))
-            running.append(compiled.with_variants(stage, known[key].names))
+                generators = GeneratorStates(device) if draws_random else None
+                profiler = StageProfiler(stage, boundary, ends, meter, last, repeats, remembered, generators)
+                measurable = _Measurable(profiler, recomputable, _identity(stage, compiled))
+                variants.append(measurable.measured(known, compiled))
+            layout = variants[-1].stage.link_layout
+            if before is not None and layout is not None:
+                variants[-2] = before.measured(known, compiled, layout)
+            before = measurable
+            all_ends.append(ends)
             traits.append(
                 {
                     "draws_random": draws_random,
@@ -138,6 +135,8 @@ def profile_chain(
                 del values[dead]
             if progress is not None:
                 progress(number + 1, len(together))
+        measured = [(ends, each.stage) for ends, each in zip(all_ends, variants, strict=True)]
+        running = [compiled.with_variants(stage, each.names) for stage, each in zip(together, variants, strict=True)]
         skips = _measured((skip for _, skip in numbered.values()), measured)
         costs = [
             replace(_cost(number, measured, skips), name=stage.name, **traits[number])
@@ -184,6 +183,28 @@ def _cost(number: int, measured: Sequence[tuple[StageEnds, StageMeasurement]], s
         for option in cost.options
     )
     return replace(cost, options=options)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Measurable:
+    """A stage at its boundary; what looks the same is measured once."""
+
+    profiler: StageProfiler
+    recomputable: bool
+    identity: tuple[Any, ...]
+
+    def measured(
+        self, known: dict[Any, VariantsMeasurement], compiled: CompiledModules, layout: Layout | None = None
+    ) -> VariantsMeasurement:
+        """What is known of such a stage whose output's gradient lies like this."""
+        profiler = self.profiler
+        stage, boundary, ends = profiler.stage, profiler.boundary, profiler.ends
+        about = profiler.last, self.recomputable, len(profiler.remembered), layout
+        key = self.identity, boundary.signature, ends.signature, *about
+        if key not in known:
+            with kept_attributes(stage), lent_buffers(stage):
+                known[key] = measure(replace(profiler, layout=layout), compiled, recomputable=self.recomputable)
+        return known[key]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -30,10 +30,41 @@ class SkipGradient:
 
 
 @dataclass(frozen=True, slots=True)
+class Layout:
+    """How a gradient lies in its memory, where it does not fill it: a slice of something larger, or an expanded tensor."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    storage_bytes: int
+
+    @classmethod
+    def of(cls, gradient: torch.Tensor) -> Layout | None:
+        """The layout of a gradient, or None if it fills its memory."""
+        storage_bytes = gradient.untyped_storage().nbytes()
+        if storage_bytes == gradient.nbytes:
+            return None
+        return cls(gradient.shape, gradient.stride(), int(gradient.storage_offset()), storage_bytes)
+
+    def ones(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A tensor that lies like this."""
+        whole = torch.ones(self.storage_bytes // dtype.itemsize, dtype=dtype, device=device)
+        return whole.as_strided(self.shape, self.stride, self.offset)
+
+
+@dataclass(frozen=True, slots=True)
 class Gradients:
-    """Bytes that a backward leaves: for its link, for skips by place, and for parameters once they are accumulated."""
+    """What a backward leaves.
+
+    Attributes:
+        link_bytes: For its link.
+        link_layout: How the link's gradient lies, if the link is one tensor and its gradient does not fill its memory.
+        of_skips: For skips by place.
+        parameter_bytes: For parameters, once they are accumulated.
+    """
 
     link_bytes: int
+    link_layout: Layout | None
     of_skips: Mapping[int, SkipGradient]
     parameter_bytes: int
 
@@ -58,7 +89,15 @@ class StageBackward:
 
     @classmethod
     def of(
-        cls, stage: Stage, ends: StageEnds, value: Any, output: Any, *, apart: bool, gradients_exist: bool = False
+        cls,
+        stage: Stage,
+        ends: StageEnds,
+        value: Any,
+        output: Any,
+        *,
+        apart: bool,
+        gradients_exist: bool = False,
+        layout: Layout | None = None,
     ) -> StageBackward:
         """Prepare the backward of a stage that has just run.
 
@@ -69,6 +108,7 @@ class StageBackward:
             output: Its output.
             apart: Gradients that later readers of its skips leave are slices.
             gradients_exist: Each parameter's gradient is added to one that is there and freed at once, rather than staying.
+            layout: How the gradient of its link lies, if the link is one tensor; by default like the link itself, filling its memory.
         """
         leaves = tree_flatten(value)[0]
         # Later readers of a skip have left its gradient; what the stage hands on itself gets it as an output.
@@ -78,8 +118,14 @@ class StageBackward:
             for leaf, later in zip(leaves, ends.passed, strict=True)
             if later and leaf.requires_grad and id(leaf) not in handed_on
         ]
-        outputs = [*(tensor for tensor in tensors_in(output) if tensor.requires_grad), *passed]
-        root = _GradientSource.apply(len(passed) if apart else 0, *outputs) if outputs else None
+        given = [
+            (leaf, layout if place is None else None)
+            for leaf, place in zip(tree_flatten(output)[0], ends.outputs, strict=True)
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        ]
+        outputs = [*(leaf for leaf, _ in given), *passed]
+        layouts = [each for _, each in given]
+        root = _GradientSource.apply(layouts, len(passed) if apart else 0, *outputs) if outputs else None
         learning = [
             (leaf, place)
             for leaf, place in zip(leaves, ends.inputs, strict=True)
@@ -93,7 +139,7 @@ class StageBackward:
         """Run the backward once."""
         root, self._root = self._root, None
         if root is None or not (self._inputs or self._parameters):
-            return Gradients(0, {}, 0)
+            return Gradients(0, None, {}, 0)
         # Not backward(): .grad and the hooks of gradient accumulation are the user's.
         ends: Any = [*self._inputs, *self._parameters]
         hooks = [parameter.register_hook(partial(_instead, parameter)) for parameter in self._given_up]
@@ -125,18 +171,20 @@ class StageBackward:
             for parameter, gradient in zip(self._parameters, gradients[len(self._inputs) :], strict=True)
             if gradient is not None
         )
-        return Gradients(requested_bytes(link), of_skips, parameter_bytes)
+        link_layout = Layout.of(link[0]) if len(link) == 1 else None
+        return Gradients(requested_bytes(link), link_layout, of_skips, parameter_bytes)
 
 
 class _GradientSource(torch.autograd.Function):
     """An empty tensor whose backward allocates the gradient of each input, as the backward of the stage behind would.
 
-    The last ``apart`` gradients are slices of something larger.
+    The first ones lie as ``layouts`` say, or else like the outputs; the last ``apart`` are slices of something larger.
     """
 
     @staticmethod
-    def forward(ctx: Any, apart: int, *outputs: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, layouts: list[Layout | None], apart: int, *outputs: torch.Tensor) -> torch.Tensor:
         ctx.likes = [(tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in outputs]
+        ctx.layouts = [*layouts, *[None] * (len(outputs) - len(layouts))]
         ctx.apart = apart
         return torch.empty(0, device=outputs[0].device)  # nothing to count
 
@@ -145,11 +193,13 @@ class _GradientSource(torch.autograd.Function):
         # Ones, not empty: uninitialized memory may hold denormals, whose arithmetic is slow.
         whole = len(ctx.likes) - ctx.apart
         dense = [
-            torch.empty_strided(shape, stride, dtype=dtype, device=device).fill_(1)
-            for shape, stride, dtype, device in ctx.likes[:whole]
+            layout.ones(dtype, device)
+            if layout is not None
+            else torch.empty_strided(shape, stride, dtype=dtype, device=device).fill_(1)
+            for layout, (shape, stride, dtype, device) in zip(ctx.layouts, ctx.likes[:whole], strict=False)
         ]
         slices = [_slice_like(shape, dtype, device) for shape, _, dtype, device in ctx.likes[whole:]]
-        return None, *dense, *slices
+        return None, None, *dense, *slices
 
 
 def _slice_like(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

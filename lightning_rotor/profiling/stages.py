@@ -22,7 +22,7 @@ from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.options import run_stage
 from lightning_rotor.profiling.boundary import Boundary
 from lightning_rotor.profiling.ends import StageEnds
-from lightning_rotor.profiling.gradients import SkipGradient, StageBackward
+from lightning_rotor.profiling.gradients import Layout, SkipGradient, StageBackward
 from lightning_rotor.profiling.meters import Meter
 from lightning_rotor.profiling.phases import Phases, peak_bytes_of
 from lightning_rotor.recomputation import recomputed
@@ -43,11 +43,13 @@ class StageMeasurement:
         cost: Where later readers leave dense gradients.
         cost_apart: Where they leave slices, so that the stage's own gradients cannot be added in place.
         skip_gradients: By the place of the skip, see :class:`StageEnds`.
+        link_layout: How it leaves the gradient of its link, if that does not fill its memory.
     """
 
     cost: StageCost
     cost_apart: StageCost
     skip_gradients: Mapping[int, SkipGradient]
+    link_layout: Layout | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ class _KeepRun:
     saved_skips: tuple[int, ...]
     saved_state_bytes: int
     skip_gradients: Mapping[int, SkipGradient]
+    link_layout: Layout | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,7 @@ class StageProfiler:
         gradients_apart: Gradients that later readers of a skip leave are slices, to which nothing can be added in place.
         gradients_exist: Parameters' gradients are given up as soon as they are there, as where autograd adds them to existing ones.
         option: Which of the stage's options runs.
+        layout: How the next stage leaves the gradient of the link between them, if that does not fill its memory.
     """
 
     stage: Stage
@@ -115,6 +119,7 @@ class StageProfiler:
     gradients_apart: bool = False
     gradients_exist: bool = False
     option: int = 0
+    layout: Layout | None = None
 
     def measure(self, *, recomputable: bool) -> StageMeasurement:
         """Bytes and seconds of the stage.
@@ -126,22 +131,22 @@ class StageProfiler:
         if self.meter.needs_warm_up or any(is_compiled(module) for _, module in self.stage.submodules()):
             self._keep_run(hold_input=False, hold_output=False)
         seconds = self._seconds()
-        cost, gradients = self._both_costs(seconds, recomputable=recomputable)
+        cost, run = self._both_costs(seconds, recomputable=recomputable)
         apart = cost
-        if any(self.ends.passed) and gradients:
+        if any(self.ends.passed) and run.skip_gradients:
             apart = replace(self, gradients_apart=True)._both_costs(seconds, recomputable=recomputable)[0]
-        return StageMeasurement(cost, apart, gradients)
+        return StageMeasurement(cost, apart, run.skip_gradients, run.link_layout)
 
-    def _both_costs(self, seconds: _Seconds, *, recomputable: bool) -> tuple[StageCost, Mapping[int, SkipGradient]]:
+    def _both_costs(self, seconds: _Seconds, *, recomputable: bool) -> tuple[StageCost, _KeepRun]:
         """Costs where parameters have no gradients yet, with the peaks of a backward where they have."""
-        cost, gradients = self._cost(seconds, recomputable=recomputable)
+        cost, run = self._cost(seconds, recomputable=recomputable)
         if cost.keep.parameter_gradient_bytes <= _NEGLIGIBLE * cost.keep.backward_held_peak_bytes:
-            return cost, gradients
+            return cost, run
         again, _ = replace(self, gradients_exist=True)._cost(seconds, recomputable=recomputable)
         keep = replace(cost.keep, accumulating=again.keep.backward_peaks(gradients_exist=False))
-        return replace(cost, options=(keep,)), gradients
+        return replace(cost, options=(keep,)), run
 
-    def _cost(self, seconds: _Seconds, *, recomputable: bool) -> tuple[StageCost, Mapping[int, SkipGradient]]:
+    def _cost(self, seconds: _Seconds, *, recomputable: bool) -> tuple[StageCost, _KeepRun]:
         sizes = self._keep_run(hold_input=False, hold_output=False)
         alone = self._keep_run(hold_input=False, hold_output=True) if self.last else sizes
         # An input that the stage does not save is no business of its backward, whoever holds it.
@@ -180,7 +185,7 @@ class StageProfiler:
             pinned_bytes=segment.pinned_bytes,
             recomputable=recomputable,
         )
-        return cost, sizes.skip_gradients
+        return cost, sizes
 
     def _keep_run(self, *, hold_input: bool, hold_output: bool) -> _KeepRun:
         saves = unpacks = 0
@@ -248,6 +253,7 @@ class StageProfiler:
             saved_skips=saved_skips,
             saved_state_bytes=requested_bytes(each for each in buffers if address_of(each) in saved),
             skip_gradients=gradients.of_skips,
+            link_layout=gradients.link_layout,
         )
 
     def _run(self, value: Any) -> Any:
@@ -262,7 +268,13 @@ class StageProfiler:
 
     def _backward(self, value: Any, output: Any) -> StageBackward:
         return StageBackward.of(
-            self.stage, self.ends, value, output, apart=self.gradients_apart, gradients_exist=self.gradients_exist
+            self.stage,
+            self.ends,
+            value,
+            output,
+            apart=self.gradients_apart,
+            gradients_exist=self.gradients_exist,
+            layout=self.layout,
         )
 
     def rewind(self) -> None:
