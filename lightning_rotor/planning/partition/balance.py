@@ -75,12 +75,12 @@ def check_balance(balance: Sequence[int], stages: int, parts: int) -> tuple[int,
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise PipelineError(
                 f"balance={given} has {count!r} at place {place}: expected positive integers, since every pipeline stage needs at least "
-                f"one stage of the model, such as balance={_even(stages, parts)}"
+                f"one stage of the model, such as balance={even_balance(stages, parts)}"
             )
     if len(given) != parts:
         raise PipelineError(
             f"balance={given} has {len(given)} entries for {parts} pipeline stages: expected one for each, such as "
-            f"balance={_even(stages, parts)}"
+            f"balance={even_balance(stages, parts)}"
         )
     if sum(given) != stages:
         raise PipelineError(
@@ -95,11 +95,17 @@ def cuts_of(balance: Sequence[int]) -> tuple[int, ...]:
     return tuple(int(sum(balance[:place])) for place in range(len(balance)))
 
 
+def runs_of(cuts: Sequence[int], stages: int) -> list[tuple[int, int]]:
+    """First and last stage of each part."""
+    return [(first, end - 1) for first, end in zip(cuts, (*cuts[1:], stages), strict=True)]
+
+
 def _stage_seconds(chain: Chain) -> list[float]:
     return [stage.keep.forward_seconds + stage.keep.backward_seconds for stage in chain]
 
 
-def _even(stages: int, parts: int) -> list[int]:
+def even_balance(stages: int, parts: int) -> list[int]:
+    """Parts of equal size, or of one stage each if there are too few."""
     return [stages // parts + (place < stages % parts) for place in range(parts)] if parts <= stages else [1] * stages
 
 

@@ -20,6 +20,7 @@ from itertools import combinations, pairwise
 import numpy as np
 
 from lightning_rotor.pipeline_simulator import device_peak_bytes, step_seconds
+from lightning_rotor.planning.partition.balance import runs_of
 from lightning_rotor.planning.partition.in_flight import keep_all
 from lightning_rotor.planning.partition.problem import Costs, Problem, Reals, StageChoice
 from lightning_rotor.planning.partition.search import Cuts, Found
@@ -67,7 +68,7 @@ class InterleavedSearch:
     def judge(self, cuts: Cuts) -> tuple[int, float]:
         """How many devices have too little memory for these cuts, and the seconds of a step if none has."""
         if cuts not in self._judged:
-            runs = [(first, end - 1) for first, end in zip(cuts, (*cuts[1:], self._n), strict=True)]
+            runs = runs_of(cuts, self._n)
             found = [self._choose(device, runs[device :: self._devices]) for device in range(self._devices)]
             misfits, choices = sum(each is None for each in found), []
             seconds = math.inf

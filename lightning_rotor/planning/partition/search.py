@@ -39,6 +39,7 @@ from typing import TypeAlias
 import numpy as np
 
 from lightning_rotor.pipeline_simulator import step_seconds
+from lightning_rotor.planning.partition.balance import runs_of
 from lightning_rotor.planning.partition.bounds import LeastSeconds
 from lightning_rotor.planning.partition.problem import Costs, Problem, Reals, StageChoice
 
@@ -124,7 +125,7 @@ class Search:
     def judge(self, cuts: Cuts) -> float:
         """Seconds of a step with these cuts; infinite if the memory does not suffice."""
         if cuts not in self._simulated:
-            choices = [self._choice(stage, *run) for stage, run in enumerate(self._runs(cuts))]
+            choices = [self._choice(stage, *run) for stage, run in enumerate(runs_of(cuts, self._n))]
             loads = [choice.load for choice in choices if choice is not None]
             seconds = math.inf
             if len(loads) == len(choices):
@@ -135,9 +136,6 @@ class Search:
         return self._simulated[cuts]
 
     # ---------------------------------------------------------------- runs of stages
-
-    def _runs(self, cuts: Cuts) -> list[tuple[int, int]]:
-        return [(first, end - 1) for first, end in zip(cuts, (*cuts[1:], self._n), strict=True)]
 
     def _choice(self, stage: int, first: int, last: int) -> StageChoice | None:
         choice = self._costs.choice(stage, first, last)
@@ -154,12 +152,12 @@ class Search:
     def _plan(self, cuts: Cuts) -> bool:
         """Plan the runs of these cuts; whether there was anything to plan."""
         before = len(self._known)
-        for stage, run in enumerate(self._runs(cuts)):
+        for stage, run in enumerate(runs_of(cuts, self._n)):
             self._choice(stage, *run)
         return len(self._known) > before
 
     def _choices(self, cuts: Cuts) -> tuple[StageChoice, ...]:
-        found = [self._choice(stage, *run) for stage, run in enumerate(self._runs(cuts))]
+        found = [self._choice(stage, *run) for stage, run in enumerate(runs_of(cuts, self._n))]
         return tuple(choice for choice in found if choice is not None)
 
     def _run_of(self, choice: StageChoice) -> _Run:
@@ -288,7 +286,9 @@ class Search:
         """The largest of its runs' bounds, in the partition where that is least."""
         cuts = least_bottleneck(through)
         assert cuts is not None
-        return float(max(through[stage, first, last - first] for stage, (first, last) in enumerate(self._runs(cuts))))
+        return float(
+            max(through[stage, first, last - first] for stage, (first, last) in enumerate(runs_of(cuts, self._n)))
+        )
 
     def _useful_runs(self, through: Reals) -> list[dict[int, list[tuple[int, _Run]]]]:
         """By pipeline stage and first stage of the chain, the runs that a partition faster than the best one may have."""

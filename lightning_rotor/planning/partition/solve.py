@@ -12,7 +12,14 @@ import numpy as np
 
 from lightning_rotor.chain import Chain
 from lightning_rotor.pipeline_schedule import PipelineError, PipelineScheduleName
-from lightning_rotor.planning.partition.balance import balance_by_size, balance_by_time, check_balance, cuts_of
+from lightning_rotor.planning.partition.balance import (
+    balance_by_size,
+    balance_by_time,
+    check_balance,
+    cuts_of,
+    even_balance,
+    runs_of,
+)
 from lightning_rotor.planning.partition.interleaved import InterleavedSearch
 from lightning_rotor.planning.partition.problem import Costs, Link, PipelineDevice, Problem, RecomputeMode, devices_of
 from lightning_rotor.planning.partition.result import Partition
@@ -111,7 +118,9 @@ def partition(
         cuts = () if found else _least_memory_cuts(problem, costs)
         found = found or _by_hand(problem, costs, cuts)
     else:
-        raise PipelineError(f'balance is {balance!r}: expected "auto" or numbers such as {_example(problem)}')
+        raise PipelineError(
+            f'balance is {balance!r}: expected "auto" or numbers such as {even_balance(len(chain), problem.stages)}'
+        )
     if found is None:
         raise _refusal(problem, costs, cuts, by_hand=not isinstance(balance, str))
     return Partition(problem, found.choices, found.bound_seconds, time.perf_counter() - start)
@@ -131,8 +140,7 @@ def _by_hand(problem: Problem, costs: Costs, cuts: Cuts) -> Found | None:
     """These cuts, whatever others would take."""
     if problem.stages_per_device > 1:
         return InterleavedSearch(problem, costs).only(cuts)
-    runs = zip(cuts, (*cuts[1:], len(problem.chain)), strict=True)
-    choices = [costs.choice(stage, first, end - 1) for stage, (first, end) in enumerate(runs)]
+    choices = [costs.choice(stage, *run) for stage, run in enumerate(runs_of(cuts, len(problem.chain)))]
     found = tuple(choice for choice in choices if choice is not None)
     return Found(cuts, found, math.nan, 0.0) if len(found) == len(choices) else None
 
@@ -149,7 +157,7 @@ def _refusal(problem: Problem, costs: Costs, cuts: Cuts, *, by_hand: bool) -> Pa
     has, needed = format_bytes(memories[device] or 0), format_bytes(max(needs))
     if has == needed:
         has, needed = f"{memories[device] or 0:,} bytes", f"{max(needs):,} bytes"
-    static = sum(problem.state_bytes) + sum(costs.gradient_bytes(*run) for run in _runs(problem, cuts))
+    static = sum(problem.state_bytes) + sum(costs.gradient_bytes(*run) for run in runs_of(cuts, len(problem.chain)))
     least = (
         "at least" if problem.stages_per_device == 1 else "about"
     )  # stages of one device are seldom at their worst together
@@ -166,22 +174,13 @@ def _refusal(problem: Problem, costs: Costs, cuts: Cuts, *, by_hand: bool) -> Pa
     )
 
 
-def _example(problem: Problem) -> list[int]:
-    n, parts = len(problem.chain), problem.stages
-    return [n // parts + (place < n % parts) for place in range(parts)]
-
-
-def _runs(problem: Problem, cuts: Cuts) -> list[tuple[int, int]]:
-    return [(first, end - 1) for first, end in zip(cuts, (*cuts[1:], len(problem.chain)), strict=True)]
-
-
 def _balance(problem: Problem, cuts: Cuts) -> tuple[int, ...]:
-    return tuple(last + 1 - first for first, last in _runs(problem, cuts))
+    return tuple(last + 1 - first for first, last in runs_of(cuts, len(problem.chain)))
 
 
 def _needs(problem: Problem, costs: Costs, cuts: Cuts) -> list[int]:
     """By device, the least memory; stages of one device as if all were at their worst at once."""
-    needs = [costs.least_bytes(stage, *run) for stage, run in enumerate(_runs(problem, cuts))]
+    needs = [costs.least_bytes(stage, *run) for stage, run in enumerate(runs_of(cuts, len(problem.chain)))]
     return [sum(needs[device :: len(problem.devices)]) for device in range(len(problem.devices))]
 
 
@@ -208,11 +207,13 @@ def _least_memory_cuts(problem: Problem, costs: Costs) -> Cuts:
     while True:
         cuts = least_bottleneck(bounds)
         assert cuts is not None, "every run can have the memory that it needs"
-        new = {(stage, *run) for stage, run in enumerate(_runs(problem, cuts))} - asked
+        new = {(stage, *run) for stage, run in enumerate(runs_of(cuts, len(problem.chain)))} - asked
         for stage, first, last in new:
             bounds[stage, first, last - first] = costs.least_bytes(stage, first, last)
         asked |= new
-        need = max(bounds[stage, first, last - first] for stage, (first, last) in enumerate(_runs(problem, cuts)))
+        need = max(
+            bounds[stage, first, last - first] for stage, (first, last) in enumerate(runs_of(cuts, len(problem.chain)))
+        )
         best = min(best or (math.inf, cuts), (float(need), cuts))
         if not new or len(asked) > _MOST_ASKED:
             return best[1]
