@@ -17,19 +17,16 @@ from __future__ import annotations
 
 import heapq
 import operator
-from collections import Counter
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
-from itertools import accumulate, count, pairwise
-from typing import Any
+from itertools import accumulate, pairwise
 
 import torch
 from torch import fx, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_rotor.errors import ModelError
 from lightning_rotor.sequential import Stage
-from lightning_rotor.tensors import address_of, sizes_by_address, tensors_in
+from lightning_rotor.tracing.footprints import Footprint, parts_of
+from lightning_rotor.tracing.names import Names, weightless
 from lightning_rotor.tracing.proxies import IN_PLACE
 from lightning_rotor.tracing.recorder import Recorder
 from lightning_rotor.tracing.slices import GraphSlice
@@ -38,27 +35,6 @@ from lightning_rotor.wiring import Wire, Wiring, packed
 
 # The time of planning grows with the cube of the stages, and the least of several hundred matter little.
 MOST_STAGES = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Footprint:
-    """Memory that one operation takes.
-
-    Attributes:
-        made_bytes: New storages in what it returns.
-        saved_bytes: Storages that autograd saves for its backward, parameters and buffers not among them.
-        storages: Sizes of the storages under what it returns, new or not, by a number for each.
-        pieces: Numbers of storages of which what it returns shows a part only.
-        saved: Numbers of the storages that autograd saves, as far as they are under values of the graph.
-        of_parameters: Whether what it returns shows parameters.
-    """
-
-    made_bytes: int
-    saved_bytes: int
-    storages: Mapping[int, int]
-    pieces: frozenset[int] = frozenset()
-    saved: frozenset[int] = frozenset()
-    of_parameters: bool = False
 
 
 def stages_of(
@@ -74,13 +50,13 @@ def stages_of(
     Raises:
         ModelError: There are no operations.
     """
-    inputs, body = _parts(graph)
+    inputs, body = parts_of(graph)
     (result,) = [node for node in graph.nodes if node.op == "output"]
     if not body:
         raise ModelError(f"the forward of {type(module).__name__} computes nothing: expected at least one operation")
     lives = _Lives(module, inputs, body, result)
     cuts = lives.behind_results(lives.single_cuts() if footprints is None else lives.cuts(footprints))
-    names = _Names(body)
+    names = Names(body)
     values = (*inputs, *body)
     number = {node: index for index, node in enumerate(values)}
     stages: list[Stage] = []
@@ -104,80 +80,6 @@ def stages_of(
     return stages
 
 
-def footprints_of(
-    module: nn.Module, graph: fx.Graph, tracer: Tracer | Recorder, tensors: Sequence[torch.Tensor]
-) -> dict[fx.Node, Footprint]:
-    """Run a graph, one operation after the other, and see what each of them makes and saves.
-
-    What is saved is let go at once, so this takes no more memory than a forward without gradients.
-
-    Args:
-        module: What it was traced from; the run updates its buffers and generators.
-        graph: Its operations.
-        tracer: What traced it.
-        tensors: Of the call.
-    """
-    inputs, body = _parts(graph)
-    last_use = {used: index for index, node in enumerate(body) for used in node.all_input_nodes}
-    values: dict[fx.Node, Any] = dict(zip(inputs, tensors, strict=True))
-    # What somebody holds anyway.
-    lasting = {address_of(tensor) for tensor in (*module.parameters(), *module.buffers(), *tracer.constants, *tensors)}
-    parameters = {address_of(parameter) for parameter in module.parameters()} - {0}
-    numbers = count()
-    numbered: dict[fx.Node, dict[int, int]] = {}  # by address, while the value is alive
-    found: dict[fx.Node, Footprint] = {}
-    for index, node in enumerate(body):
-        reads = [used for used in node.all_input_nodes if used.op != "get_attr"]
-        step = GraphSlice(reads, [node], node, root=module, owners=tracer.owners, constants=tracer.constants)
-        values[node], saved = run_and_watch(step, packed([values[used] for used in reads]))
-        old = {address: number for used in reads for address, number in numbered.get(used, {}).items()}
-        made = {
-            address: size
-            for address, size in sizes_by_address(tensors_in(values[node])).items()
-            if address not in lasting
-        }
-        numbered[node] = {address: old[address] if address in old else next(numbers) for address in made}
-        shown = _shown_bytes(values[node])
-        found[node] = Footprint(
-            made_bytes=sum(size for address, size in made.items() if address not in old),
-            saved_bytes=sum(size for address, size in saved.items() if address not in lasting),
-            storages={numbered[node][address]: size for address, size in made.items()},
-            pieces=frozenset(numbered[node][address] for address, size in made.items() if shown[address] < size),
-            saved=frozenset(number for address, number in (old | numbered[node]).items() if address in saved),
-            of_parameters=not parameters.isdisjoint(shown),
-        )
-        for used in (*reads, node):
-            if last_use.get(used, -1) <= index:
-                values.pop(used, None)
-                numbered.pop(used, None)
-    return found
-
-
-def _shown_bytes(value: Any) -> Counter[int]:
-    """Bytes of the tensors in a value, by address."""
-    shown: Counter[int] = Counter()
-    for tensor in tensors_in(value):
-        shown[address_of(tensor)] += tensor.nbytes
-    return shown
-
-
-def run_and_watch(step: GraphSlice, value: Any) -> tuple[Any, dict[int, int]]:
-    """What an operation returns, and the storages that it saves, which are dropped."""
-    saved: dict[int, int] = {}
-    with saved_tensors_hooks(lambda tensor: saved.update(sizes_by_address([tensor])), _never_unpacked):
-        return step(value), saved
-
-
-def _parts(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The inputs of a graph and its operations."""
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    return inputs, [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
-
-
-def _never_unpacked(_: None) -> torch.Tensor:
-    raise AssertionError("nobody differentiates this run")
-
-
 class _Lives:
     """What is alive after each operation."""
 
@@ -186,7 +88,7 @@ class _Lives:
         self._body = body
         position = {node: index for index, node in enumerate(body)} | {result: len(body)}
         self.last_use = {node: max((position[user] for user in node.users), default=-1) for node in (*inputs, *body)}
-        self._weightless = _weightless(body)
+        self._weightless = weightless(body)
         # By the number of operations that have run: what is read later. The chain's inputs are not among it, the caller holds them anyway.
         self._alive: list[list[fx.Node]] = []
         alive: dict[fx.Node, None] = {}
@@ -317,23 +219,6 @@ def thinned(cuts: Sequence[int], weights: Sequence[int]) -> list[int]:
 _NOTHING = 4096
 
 
-def _weightless(body: Sequence[fx.Node]) -> set[fx.Node]:
-    """Sizes, dtypes and devices, and what arithmetic makes of them."""
-    found: set[fx.Node] = set()
-    for node in body:
-        is_metadata = (node.op == "call_function" and node.target is getattr and node.args[1] in _METADATA) or (
-            node.op == "call_method" and node.target in ("size", "dim", "numel", "ndimension", "is_floating_point")
-        )
-        arithmetic = node.op == "call_function" and getattr(node.target, "__module__", "") in (
-            "_operator",
-            "math",
-            "builtins",
-        )
-        if is_metadata or (arithmetic and node.all_input_nodes and all(used in found for used in node.all_input_nodes)):
-            found.add(node)
-    return found
-
-
 # Several views of one storage: a stage that takes them cannot be measured alone, for a copy of each is another storage.
 _PIECES = (
     "chunk",
@@ -346,77 +231,3 @@ _PIECES = (
     torch.unbind,
     torch.tensor_split,
 )
-# Not what a stage is named after.
-_VIEWS = {
-    "chunk",
-    "contiguous",
-    "expand",
-    "flatten",
-    "getitem",
-    "narrow",
-    "permute",
-    "reshape",
-    "select",
-    "split",
-    "split_with_sizes",
-    "squeeze",
-    "swapaxes",
-    "t",
-    "tensor_split",
-    "transpose",
-    "unbind",
-    "unflatten",
-    "unsqueeze",
-    "view",
-}
-_METADATA = ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "layout")
-
-
-def _is_view(node: fx.Node) -> bool:
-    """Whether an operation only shows its input in another way; a few of these copy if they must."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return node.op != "call_module" and name in _VIEWS
-
-
-def _paths_around(node: fx.Node) -> list[str]:
-    """The module that an operation runs in, and those around it."""
-    return list(accumulate(str(node.meta["module"]).split("."), "{}.{}".format))
-
-
-class _Names:
-    """Names of stages in the user's terms."""
-
-    def __init__(self, body: Sequence[fx.Node]) -> None:
-        self._silent = _weightless(body)
-        # How many operations run inside of each module.
-        self._inside = Counter(path for node in body for path in _paths_around(node))
-        self._taken: Counter[str] = Counter()
-
-    def of(self, nodes: Sequence[fx.Node]) -> str:
-        """The module that all of it is, or from where to where it goes."""
-        name = self._describe(nodes)
-        self._taken[name] += 1
-        return name if self._taken[name] == 1 else f"{name} ({self._taken[name]})"
-
-    def _describe(self, nodes: Sequence[fx.Node]) -> str:
-        audible = [node for node in nodes if node not in self._silent and node.target is not torch._assert]
-        working = [node for node in audible if not _is_view(node)] or audible or list(nodes)
-        paths = [str(node.meta["module"]).split(".") for node in working]
-        common: list[str] = []
-        for parts in zip(*paths, strict=False):
-            if len(set(parts)) > 1:
-                break
-            common.append(parts[0])
-        prefix = ".".join(common)
-        if prefix and self._inside[prefix] == sum(prefix in _paths_around(node) for node in nodes):
-            return prefix
-        first, last = self._label(working[0]), self._label(working[-1])
-        return first if first == last else f"{first} … {last}"
-
-    @staticmethod
-    def _label(node: fx.Node) -> str:
-        path = str(node.meta["module"])
-        if node.op == "call_module":
-            return path
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-        return f"{path}.{name}" if path else str(name)

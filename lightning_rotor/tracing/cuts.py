@@ -16,8 +16,9 @@ from lightning_rotor.errors import ModelError
 from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.sequential import Stage, wiring_of
 from lightning_rotor.tensors import same_bits
-from lightning_rotor.tracing.boundaries import Footprint, footprints_of, stages_of
+from lightning_rotor.tracing.boundaries import stages_of
 from lightning_rotor.tracing.call import Call
+from lightning_rotor.tracing.footprints import Footprint, footprints_of
 from lightning_rotor.tracing.guards import Guards
 from lightning_rotor.tracing.insight import has_composites, samples_of
 from lightning_rotor.tracing.places import Closures

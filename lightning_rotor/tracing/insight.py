@@ -8,13 +8,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from lightning_rotor.tensors import address_of
-from lightning_rotor.tracing.boundaries import run_and_watch
 from lightning_rotor.tracing.composites import is_attention, is_composite
+from lightning_rotor.tracing.footprints import lasting_addresses, run_watched
 from lightning_rotor.tracing.samples import Sample
 from lightning_rotor.tracing.slices import GraphSlice
 from lightning_rotor.tracing.tracer import Tracer
-from lightning_rotor.wiring import packed
 
 
 def has_composites(module: nn.Module, graph: fx.Graph) -> bool:
@@ -27,8 +25,6 @@ def samples_of(
 ) -> list[Sample | None]:
     """Run a graph, and see what its composite operations are called with.
 
-    What is saved is let go at once, so this takes no more memory than a forward without gradients.
-
     Args:
         module: What it was traced from; the run updates its buffers and generators.
         graph: Its operations.
@@ -37,29 +33,20 @@ def samples_of(
     Returns:
         One for each composite operation in order, None for those that save one tensor at most: there is nothing to choose inside.
     """
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    body = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
-    last_use = {used: index for index, node in enumerate(body) for used in node.all_input_nodes}
-    values: dict[fx.Node, Any] = dict(zip(inputs, tensors, strict=True))
-    lasting = {address_of(tensor) for tensor in (*module.parameters(), *module.buffers(), *tracer.constants, *tensors)}
     found: list[Sample | None] = []
-    for index, node in enumerate(body):
-        reads = [used for used in node.all_input_nodes if used.op != "get_attr"]
-        step = GraphSlice(reads, [node], node, root=module, owners=tracer.owners, constants=tracer.constants)
-        given = packed([values[used] for used in reads])
-        if _is_composite(module, node):
-            arguments = GraphSlice(
-                reads, [], [node.args, node.kwargs], root=module, owners=tracer.owners, constants=tracer.constants
-            )
-            sample = Sample.of(arguments(given))
-            values[node], saved = run_and_watch(step, given)
-            found.append(sample if len(saved.keys() - lasting) > 1 and not _is_opaque(tracer, module, node) else None)
-        else:
-            values[node] = step(given)
-        del given
-        for used in (*reads, node):
-            if last_use.get(used, -1) <= index:
-                values.pop(used, None)
+    lasting = lasting_addresses(module, tracer, tensors)
+
+    def watch(node: fx.Node, reads: list[fx.Node], given: Any, _: Any, saved: dict[int, int]) -> None:
+        if not _is_composite(module, node):
+            return
+        if len(saved.keys() - lasting) <= 1 or _is_opaque(tracer, module, node):
+            found.append(None)
+            return
+        called = [node.args, node.kwargs]
+        arguments = GraphSlice(reads, [], called, root=module, owners=tracer.owners, constants=tracer.constants)
+        found.append(Sample.of(arguments(given)))
+
+    run_watched(module, graph, tracer, tensors, watch)
     return found
 
 
