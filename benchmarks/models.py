@@ -1,6 +1,6 @@
 """Every classification model of torchvision, taken as it is: does it become a chain, with the same bits, and what does a plan save?
 
-    python benchmarks/models.py                       all models; those with a result of the present cuts are skipped
+    python benchmarks/models.py                       all models; those that have been measured are skipped
     python benchmarks/models.py resnet18 swin_t       some of them
     python benchmarks/models.py --again resnet18      although there is a result
 
@@ -42,7 +42,7 @@ def main() -> None:
         return
     rows: dict[str, Any] = json.loads(TABLE.read_text()) if TABLE.exists() else {}
     for name in options.models or all_models():
-        if "commit" in rows.get(name, {}) and not options.again:
+        if "failed" not in rows.get(name, {"failed": ""}) and not options.again:
             continue
         rows[name] = run(name, options.limit) | {"commit": commit()}
         print(f"{name}: {rows[name]}", flush=True)
@@ -187,9 +187,8 @@ def total(outputs: Any) -> Any:
 
 def image_size(name: str) -> int:
     """The smallest that the model takes, more or less."""
-    if name == "inception_v3":
-        return 299
-    return 64 if not name.startswith(("maxvit", "alexnet", "squeezenet")) else 224 if name.startswith("maxvit") else 96
+    sizes = {"inception_v3": 299, "vit_h_14": 70, "maxvit": 224, "alexnet": 96, "squeezenet": 96}
+    return next((size for start, size in sizes.items() if name.startswith(start)), 64)
 
 
 def leftovers(net: Any, forward: Any, images: Any, state: dict[str, Any]) -> list[Any]:
@@ -221,17 +220,15 @@ def markdown(rows: dict[str, Any]) -> str:
         f"{len(good)} of {len(rows)} become a chain; {equal} of these give the bits of the plain model under every plan tried (least memory, the",
         f"middle, no recomputation). The allocator's peak exceeds the simulated one by {excess:,} bytes at most. Batch of {BATCH}, CPU,",
         "one thread; peaks count activations and their gradients; times are measured against the plain step, median of three in turns on a busy",
-        "machine. Made by `benchmarks/models.py`. Rows with a * are from before models were cut between any two operations that save something:",
-        "their plans chose between blocks only.",
+        "machine. Made by `benchmarks/models.py`.",
         "",
         "| model | image | stages | skips | same bits | real - plan | least peak | its time | middle peak | its time | trace | measure | solve |",
         "|---|--:|--:|--:|:-:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for name, row in sorted(good.items()):
         worst = max(row[f"{key}_excess_bytes"] for key in ("least", "middle", "keep_all"))
-        star = "" if "commit" in row else "*"
         lines.append(
-            f"| {name}{star} | {row['image']} | {row['stages']} | {row['skips']} | {'yes' if row['bit_equal'] else '**no**'} | {worst:,} B "
+            f"| {name} | {row['image']} | {row['stages']} | {row['skips']} | {'yes' if row['bit_equal'] else '**no**'} | {worst:,} B "
             f"| {row['least_ratio']:.0%} | {row['least_time_ratio']:.2f} | {row['middle_ratio']:.0%} | {row['middle_time_ratio']:.2f} "
             f"| {row['trace_seconds']:.2f} s | {row['measure_seconds']:.1f} s | {row['solve_seconds']:.1f} s |"
         )
