@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 # Read once, when torch and matplotlib are imported. Two test processes on two cores: one thread each.
@@ -9,7 +10,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MPLBACKEND"] = "Agg"
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import numpy as np
@@ -54,6 +57,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def hugging() -> Iterator[Any]:
+    """Hugging Face's package, which reports much."""
+    import transformers
+
+    level = logging.getLogger("transformers").level
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    yield transformers
+    logging.getLogger("transformers").setLevel(level)
 
 
 @pytest.fixture(autouse=True)

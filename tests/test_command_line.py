@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -14,8 +12,8 @@ import torch
 
 from lightning_rotor.command_line import main
 from lightning_rotor.schedule import Schedule
+from tests.processes import run_python
 
-ROOT = Path(__file__).resolve().parent.parent
 NETS = """
     import torch
     from torch import nn
@@ -217,18 +215,9 @@ def test_without_a_gpu_it_offers_an_estimate(nets: str, capsys: pytest.CaptureFi
 
 def test_as_a_program_it_plans_a_model_of_torchvision(tmp_path: Path) -> None:
     arguments = "plan --model torchvision.models.resnet101 --input 64x3x224x224 --budget 4GiB --device meta --json"
-    done = subprocess.run(
-        [sys.executable, "-m", "lightning_rotor", *arguments.split()],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    found = json.loads(done.stdout)
+    output, errors = run_python("-m", "lightning_rotor", *arguments.split(), cwd=tmp_path)
+    assert errors == ""
+    found = json.loads(output)
     assert found["peak_bytes"] <= found["budget_bytes"] == 4 * 2**30
     assert found["plain_peak_bytes"] > 8 * 2**30
     assert 0.05 < found["overhead"] < 0.3

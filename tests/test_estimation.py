@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,8 +20,8 @@ from lightning_rotor.planning import minimum_budget
 from lightning_rotor.profiling import profile_chain
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
+from tests.processes import ROOT, run_python
 
-ROOT = Path(__file__).resolve().parent.parent
 A100 = GPUS["A100-80GB"]
 EXACT = ("saved_bytes", "saved_input_bytes", "saved_output_bytes", "input_gradient_bytes", "parameter_gradient_bytes")
 # By how much a peak may be below the allocator's, where kernels need little memory of their own.
@@ -195,17 +192,8 @@ def test_a_model_of_seventy_gigabytes_is_planned_in_less_than_two() -> None:
         (peak,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
         print(size, int(peak.split()[1]) * 1024)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        cwd=ROOT / "tests",
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    model_bytes, resident_bytes = map(int, done.stdout.split())
+    output, _ = run_python("-c", textwrap.dedent(code), cwd=ROOT / "tests")
+    model_bytes, resident_bytes = map(int, output.split())
     assert model_bytes > 70e9
     assert resident_bytes < 2e9
 

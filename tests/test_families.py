@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,15 +61,6 @@ def test_families_of_timm(name: str, options: dict[str, Any], tmp_path: Path) ->
     # timm's name of the mixer fixes its depth.
     make = timm.models.mlp_mixer.MlpMixer if name.startswith("mixer") else partial(timm.create_model, name)
     check(lambda: Task(make(num_classes=5, **size, **options)), tensors, tmp_path)
-
-
-@pytest.fixture
-def hugging() -> Iterator[Any]:
-    transformers = pytest.importorskip("transformers")
-    level = logging.getLogger("transformers").level
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    yield transformers
-    logging.getLogger("transformers").setLevel(level)
 
 
 COMMON = {

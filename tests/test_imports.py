@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.processes import ROOT, run_python
+
 PACKAGE = ROOT / "lightning_rotor"
 
 # What a part of the package may import directly; what those may import it may import as well. A part is a module or a folder.
@@ -191,16 +190,7 @@ sys.meta_path.insert(0, NoLightning())
 
 
 def run_without_lightning(code: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", "-c", BLOCK_LIGHTNING + code],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run_python("-W", "error::UserWarning", "-c", BLOCK_LIGHTNING + code)[0]
 
 
 def test_the_core_imports_without_lightning():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import logging
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -894,15 +893,6 @@ def test_a_transformer_written_by_hand() -> None:
     record(GPT(), ids, ids)
     with pytest.raises(ModelError, match="cannot read 13 words"):
         cut_recording(GPT(), (torch.randint(50, (2, 13)),))
-
-
-@pytest.fixture(scope="module")
-def hugging() -> Iterator[Any]:
-    transformers = pytest.importorskip("transformers")
-    level = logging.getLogger("transformers").level
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    yield transformers
-    logging.getLogger("transformers").setLevel(level)
 
 
 SMALL = {
