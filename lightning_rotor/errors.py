@@ -83,5 +83,28 @@ class ExecutionError(RotorError, RuntimeError):
     """A schedule cannot be run: a stage changes its input in place, or a graph is used a second time."""
 
 
+class InverseError(RotorError, RuntimeError):
+    """A module's inverse is missing, does not undo its forward, or the module cannot go without its input for another reason.
+
+    Attributes:
+        stage: Name of the module.
+        error: How far the rebuilt input is from the real one, largest element; None if it never came to a comparison.
+        tolerance: What would have been allowed; None likewise.
+    """
+
+    def __init__(self, message: str, *, stage: str, error: float | None = None, tolerance: float | None = None) -> None:
+        super().__init__(message)
+        self.stage = stage
+        self.error = error
+        self.tolerance = tolerance
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild_inverse_error, (self.args[0], self.stage, self.error, self.tolerance)
+
+
+def _rebuild_inverse_error(message: str, stage: str, error: float | None, tolerance: float | None) -> InverseError:
+    return InverseError(message, stage=stage, error=error, tolerance=tolerance)
+
+
 class RotorWarning(UserWarning):
     """Something works, but not as well as the user might expect."""

@@ -34,7 +34,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "planning": ("simulator", "pipeline_simulator"),
     "skip": ("errors", "wiring"),
     "sequential": ("units", "wiring", "skip"),
-    "invertible": ("units",),
+    "invertible": ("recomputation", "tensors"),
     "state": ("sequential", "generators"),
     "recomputation": ("state",),
     "devices": ("units",),

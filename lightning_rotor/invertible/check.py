@@ -1,0 +1,223 @@
+"""Whether a module's inverse undoes its forward, tried on one input."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unflatten
+
+from lightning_rotor.errors import InverseError
+from lightning_rotor.generators import GeneratorStates
+from lightning_rotor.invertible.gradients import Roots, learning, stand_ins
+from lightning_rotor.invertible.moment import Moment
+from lightning_rotor.invertible.protocol import (
+    has_fused_backward,
+    require_invertible,
+    require_like,
+    require_own_output,
+    require_tensors,
+)
+
+_RANDOM = (
+    "The module draws random numbers (RNG): forward and inverse start from the same state of the generators, and each part must draw the "
+    "same numbers in both, though the inverse may run the parts in another order"
+)
+_INEXACT = "Correct the inverse; bound what it divides by; keep activations in float32 or float64; or allow more"
+
+
+@dataclass(frozen=True, slots=True)
+class InverseReport:
+    """What :func:`check_inverse` found.
+
+    Attributes:
+        error: Largest difference between the input and what the inverse made of the output.
+        tolerance: What was allowed.
+        draws_random: Whether the forward draws random numbers.
+        fused_error: Largest difference between the gradients of the fused backward and autograd's, relative to the largest element of each
+            gradient; None if there is no fused backward.
+        fused_agrees: Whether that is within ``rtol``; None likewise.
+    """
+
+    error: float
+    tolerance: float
+    draws_random: bool
+    fused_error: float | None = None
+    fused_agrees: bool | None = None
+
+
+def check_inverse(
+    module: nn.Module, x: Any, *, rtol: float = 1e-4, atol: float = 1e-6, name: str | None = None
+) -> InverseReport:
+    """Check that a module can go without its input: that its inverse rebuilds it, and that its fused backward, if any, is autograd's.
+
+    Runs the forward twice, the inverse, and the backward. Buffers, gradients, attributes, random number generators and the input
+    stay as they are. Precision is that of the input: in bfloat16 hardly any inverse is within the default tolerance.
+
+    Args:
+        module: With ``forward`` and ``inverse``.
+        x: An input as in training: a tensor, or tensors in a tuple, list or dict.
+        rtol: Allowed error of the inverse relative to the largest element of the input, and of the fused backward's gradients relative to the
+            largest element of each.
+        atol: Allowed error besides.
+        name: Of the module in error messages; by default its type's.
+    Returns:
+        What was found.
+    Raises:
+        InverseError: There is no inverse; it returns another number of tensors, other shapes or dtypes than the forward took; it is off by more
+            than the tolerance; something is not finite; the output is a view of the input or smaller; the input is modified in place; the
+            forward does not repeat itself.
+    Example:
+        >>> check_inverse(AdditiveCoupling(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 8)).fused_agrees
+        True
+    """
+    name = name or type(module).__name__
+    require_invertible(module, name=name)
+    inputs = require_tensors(x, name=name, what="input")
+    _require_finite(inputs, name=name, what="input")
+    device = inputs[0].device
+    trial = _Trial(module, tree_map(torch.Tensor.detach, x), name, Moment(module, device, keep_buffers=True))
+    generators = GeneratorStates(device)
+    try:
+        with torch.no_grad(), saved_tensors_hooks(_same, _same):  # whatever hooks are set around the call
+            return trial.run(rtol, atol)
+    finally:
+        generators.restore()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Trial:
+    module: Any
+    x: Any
+    name: str
+    moment: Moment
+
+    def run(self, rtol: float, atol: float) -> InverseReport:
+        inputs = require_tensors(self.x, name=self.name, what="input")
+        output = self._forward(self.moment.first())
+        made = require_tensors(output, name=self.name, what="output")
+        _require_finite(made, name=self.name, what="output")
+        again = require_tensors(self._forward(self.moment.again()), name=self.name, what="output")
+        if not all(map(torch.equal, made, again)):
+            raise InverseError(
+                f"{self.name!r} gives another output when it runs again from the same input, buffers and random numbers: expected the same "
+                "bits. Draw random numbers from torch's, NumPy's or Python's own generators, and keep no state outside of buffers",
+                stage=self.name,
+                error=_largest_difference(made, again),
+                tolerance=0.0,
+            )
+        del again
+        error, tolerance = self._compare_inverse(inputs, output, rtol, atol)
+        report = InverseReport(error, tolerance, self.moment.draws_random)
+        if not has_fused_backward(self.module):
+            return report
+        fused_error = self._compare_gradients(output)
+        return InverseReport(error, tolerance, report.draws_random, fused_error, fused_error <= rtol)
+
+    def _forward(self, context: AbstractContextManager[None]) -> Any:
+        """The output for a copy of the input, which a forward in place may spoil."""
+        copy = tree_map(torch.clone, self.x)
+        inputs = require_tensors(copy, name=self.name, what="input")
+        versions = [tensor._version for tensor in inputs]
+        with context:
+            output = self.module(copy)
+        require_own_output(inputs, versions, output, name=self.name)
+        return output
+
+    def _compare_inverse(
+        self, inputs: Sequence[torch.Tensor], output: Any, rtol: float, atol: float
+    ) -> tuple[float, float]:
+        copy = tree_map(torch.clone, output)
+        versions = [tensor._version for tensor in tree_leaves(copy)]
+        with self.moment.again():
+            rebuilt = self.module.inverse(copy)
+        if versions != [tensor._version for tensor in tree_leaves(copy)]:
+            raise InverseError(
+                f"the inverse of {self.name!r} changes the output in place: expected it untouched, for the loss may need it. "
+                "Use an operation that is not in place",
+                stage=self.name,
+            )
+        leaves = require_like(rebuilt, [(tensor.shape, tensor.dtype) for tensor in inputs], name=self.name)
+        _require_finite(leaves, name=self.name, what="inverse")
+        pairs = [
+            (_largest_difference([leaf], [tensor]), atol + rtol * _largest(tensor))
+            for leaf, tensor in zip(leaves, inputs, strict=True)
+        ]
+        error, tolerance = max(pairs, key=lambda pair: pair[0] - pair[1])
+        if error > tolerance:
+            why = _RANDOM if self.moment.draws_random else _INEXACT
+            raise InverseError(
+                f"the inverse of {self.name!r} is off by {error:.2g}: expected at most {tolerance:.2g} (rtol {rtol:g}, atol {atol:g}). {why}",
+                stage=self.name,
+                error=error,
+                tolerance=tolerance,
+            )
+        return error, tolerance
+
+    def _compare_gradients(self, output: Any) -> float:
+        """How far the fused backward is from autograd's, both with one gradient for the output."""
+        made = require_tensors(output, name=self.name, what="output")
+        slopes = [
+            torch.linspace(-1, 1, leaf.numel(), device=leaf.device).view(leaf.shape).to(leaf.dtype) for leaf in made
+        ]
+        parameters = list(self.module.parameters())
+        inputs, right = self._autograds(parameters, slopes)
+        fused = stand_ins(parameters)
+        with self.moment.again(dict(zip(map(id, parameters), fused, strict=True))):
+            gradient = tree_unflatten(slopes, tree_structure(output))
+            _, for_input = self.module.reversible_backward(tree_map(torch.clone, output), gradient)
+        shapes = [(tensor.shape, tensor.dtype) for tensor in inputs]
+        left = [
+            *require_like(for_input, shapes, name=self.name, what="fused backward"),
+            *(tensor.grad for tensor in fused),
+        ]
+        return max(
+            (_relative(mine, autograds) for mine, autograds in zip(left, right, strict=True) if autograds is not None),
+            default=0.0,
+        )
+
+    def _autograds(
+        self, parameters: Sequence[torch.Tensor], slopes: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        """The tensors of the input, and the gradients for them and for the parameters."""
+        plain = stand_ins(parameters)
+        with self.moment.again(dict(zip(map(id, parameters), plain, strict=True))), torch.enable_grad():
+            x = tree_map(learning, self.x)
+            inputs = require_tensors(x, name=self.name, what="input")
+            outputs = require_tensors(self.module(x), name=self.name, what="output")
+            return inputs, Roots(outputs, slopes).gradients_for([*inputs, *plain], name=self.name)
+
+
+def _require_finite(tensors: Sequence[torch.Tensor], *, name: str, what: str) -> None:
+    if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
+        raise InverseError(
+            f"the {what} of {name!r} holds values that are not finite (NaN or infinity): expected finite ones. "
+            "Check the data and the parameters; bound scales (a clamp)",
+            stage=name,
+        )
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def _largest_difference(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> float:
+    return max((_largest(mine.double() - other.double()) for mine, other in zip(left, right, strict=True)), default=0.0)
+
+
+def _relative(mine: torch.Tensor | None, autograds: torch.Tensor) -> float:
+    """Where the fused backward has no gradient, all of autograd's is missing."""
+    difference = _largest_difference([autograds if mine is None else mine], [autograds])
+    scale = _largest(autograds)
+    if mine is None:
+        return 1.0 if scale else 0.0
+    return difference / scale if scale else difference
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
