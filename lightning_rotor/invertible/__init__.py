@@ -1,17 +1,36 @@
-"""Modules that can rebuild their input from their output, and training them without their inputs."""
+"""Modules that can rebuild their input from their output, and training them without their inputs.
+
+::
+
+    blocks = InvertibleSequential(*(AdditiveCoupling(branch(), branch()) for _ in range(256)))
+    check_inverse(blocks[0], x)
+    y = invertible_checkpoint(blocks, x)      # holds y; a plain call holds hundreds of activations
+
+``docs/invertible.md`` is the guide.
+"""
 
 from lightning_rotor.errors import InverseError
 from lightning_rotor.invertible.check import InverseReport, check_inverse
+from lightning_rotor.invertible.checkpoint import invertible_checkpoint
+from lightning_rotor.invertible.convolution import InvertibleConvolution
+from lightning_rotor.invertible.coupling import AdditiveCoupling, AffineCoupling
 from lightning_rotor.invertible.guard import Guard
 from lightning_rotor.invertible.protocol import Invertible, Reversible, has_fused_backward, is_invertible
+from lightning_rotor.invertible.sequential import InvertibleSequential, reverse
 
 __all__ = [
+    "AdditiveCoupling",
+    "AffineCoupling",
     "Guard",
     "InverseError",
     "InverseReport",
     "Invertible",
+    "InvertibleConvolution",
+    "InvertibleSequential",
     "Reversible",
     "check_inverse",
     "has_fused_backward",
+    "invertible_checkpoint",
     "is_invertible",
+    "reverse",
 ]

@@ -1,0 +1,266 @@
+"""Training modules without their inputs, with no planner around.
+
+Each module becomes one node of autograd's graph. The node holds the module's output; the input and the parameters are its inputs, which is
+why ``torch.autograd.grad``, hooks, DistributedDataParallel and ``requires_grad`` of the output work as they do in a plain call. A fused
+backward, which makes all gradients at once, has no other place: non-reentrant checkpoints, which this package uses everywhere else, record
+the forward's own graph. A module that takes the output of another such node rebuilds it in the backward, so a run of them holds one output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._compile import _disable_dynamo
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from lightning_rotor.errors import ExecutionError
+from lightning_rotor.invertible.boundary import Boundary, second_backward
+from lightning_rotor.invertible.gradients import Roots, learning, stand_ins
+from lightning_rotor.invertible.guard import Guard
+from lightning_rotor.invertible.moment import Moment
+from lightning_rotor.invertible.protocol import (
+    has_fused_backward,
+    require_invertible,
+    require_like,
+    require_own_output,
+    require_tensors,
+)
+from lightning_rotor.invertible.sequential import members
+
+_keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: False)
+
+
+def invertible_checkpoint(module: nn.Module | Sequence[nn.Module], x: Any, *, name: str | None = None) -> Any:
+    """Call a module so that the backward rebuilds its input from its output instead of holding it.
+
+    A run of modules, in a list, an :class:`~lightning_rotor.invertible.InvertibleSequential` or several calls in a row, holds the last output
+    alone. Nothing is freed that anybody else refers to: ``x + invertible_checkpoint(module, x)`` is right, and holds ``x``.
+
+    Gradients are those of a plain call up to rounding in the rebuilt inputs. Autocast, random number generators and buffers are in the
+    backward as they were in the forward, and are left alone. Without gradients (``no_grad``, nothing that requires one) it is a plain call.
+    Under somebody else's hooks for saved tensors (``torch.utils.checkpoint``, ``save_on_cpu``) each module gives its output to them.
+
+    Args:
+        module: With an ``inverse``; or several, to run in a row. With a ``reversible_backward`` too, that one is used.
+        x: A tensor, or tensors in a tuple, list or dict.
+        name: Of the module in error messages; by default its type's.
+    Returns:
+        The output of the module.
+    Raises:
+        InverseError: A module has no inverse, changes its input in place, or returns a view of it or less than it took. In the backward: the
+            inverse returns something else than the forward took, or is off by more than :mod:`lightning_rotor.invertible.guard` allows.
+        ExecutionError: A second backward without ``retain_graph=True`` in the first; a gradient of a gradient; an output that was changed
+            in place; a tensor that requires a gradient and is neither input nor parameter.
+    Warns:
+        RotorWarning: In the backward: an inverse in float16 or bfloat16 is off by more than the guard expects.
+    Example:
+        >>> block = AdditiveCoupling(nn.Linear(4, 4), nn.Linear(4, 4))
+        >>> invertible_checkpoint([block] * 100, torch.randn(2, 8)).sum().backward()
+    """
+    return _outside_of_graphs(module, x, name)
+
+
+# torch's private spelling of torch.compiler.disable imports dynamo only when something is compiled.
+@_disable_dynamo  # type: ignore[untyped-decorator]
+def _outside_of_graphs(module: nn.Module | Sequence[nn.Module], x: Any, name: str | None) -> Any:
+    for member_name, member in _steps(module, name):
+        x = _step(member, x, member_name)
+    return x
+
+
+def _steps(module: nn.Module | Sequence[nn.Module], name: str | None) -> Iterator[tuple[str, nn.Module]]:
+    if isinstance(module, nn.Module):
+        yield from members(module, name or "")
+        return
+    for index, member in enumerate(module):
+        yield from members(member, f"{name}.{index}" if name else str(index))
+
+
+def _step(module: nn.Module, x: Any, name: str) -> Any:
+    require_invertible(module, name=name)
+    inputs = require_tensors(x, name=name, what="input")
+    parameters = tuple(module.parameters())
+    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in (*inputs, *parameters)):
+        return module(x)
+    call = _Call(module, name, x, parameters)
+    outputs = _Node.apply(call, *inputs, *parameters)
+    if call.source is not None:
+        call.source.hand_over(call.rebuild, call.output)
+    return tree_unflatten(outputs, call.made)
+
+
+def _boundary_of(inputs: Sequence[torch.Tensor]) -> Boundary | None:
+    """That of the call of ours whose outputs, all of them in order, the inputs are."""
+    node = inputs[0].grad_fn
+    call = getattr(node, "call", None)
+    if not isinstance(call, _Call) or len(inputs) != call.outputs:
+        return None
+    whole = all(tensor.grad_fn is node and tensor.output_nr == number for number, tensor in enumerate(inputs))
+    return call.output if whole else None
+
+
+class _Call:
+    """One call of one module, and its way back."""
+
+    made: TreeSpec
+    outputs: int
+
+    def __init__(self, module: nn.Module, name: str, x: Any, parameters: tuple[torch.Tensor, ...]) -> None:
+        inputs, self._taken = tree_flatten(x)
+        self._module: Any = module
+        self._name = name
+        self._parameters = parameters
+        self._shapes = [(tensor.shape, tensor.dtype) for tensor in inputs]
+        self._moment = Moment(module, inputs[0].device)
+        self._guard = Guard.of(inputs, name=name)
+        self._finished = False
+        self.output = Boundary(name)
+        # Under hooks every tensor goes through them, or an enclosing checkpoint would not get rid of it.
+        top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
+        self.hooked = top(True) is not None
+        self.source = None if self.hooked else _boundary_of(inputs)
+
+    @property
+    def inputs(self) -> int:
+        """How many tensors it takes."""
+        return len(self._shapes)
+
+    def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Run the module."""
+        versions = [tensor._version for tensor in inputs]
+        with self._moment.first():
+            output = self._module(tree_unflatten(inputs, self._taken))
+        outputs = require_own_output(inputs, versions, output, name=self._name)
+        self.made = tree_flatten(output)[1]
+        self.outputs = len(outputs)
+        return tuple(outputs)
+
+    def rebuild(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The input, by the inverse. Empties the list, so that the outputs can go."""
+        with torch.no_grad(), self._moment.again():
+            rebuilt = self._module.inverse(tree_unflatten(_drained(outputs), self.made))
+        inputs = require_like(rebuilt, self._shapes, name=self._name)
+        self._guard.check(inputs)
+        return inputs
+
+    def begin_backward(self, *, keep_graph: bool) -> None:
+        """Check that there was no last one yet."""
+        if self._finished:
+            raise second_backward(self._name)
+        self._finished = not keep_graph
+
+    def backward(
+        self,
+        outputs: list[torch.Tensor],
+        parameters: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        wanted: Sequence[bool],
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        """Rebuild the input, and run the backward of the module.
+
+        Args:
+            outputs: Of the module; the list is emptied.
+            parameters: As they were in the forward.
+            gradients: For the outputs.
+            wanted: For each input, whether it needs a gradient.
+        Returns:
+            The inputs, and the gradients for them and for the parameters.
+        """
+        substitutes = stand_ins(parameters)
+        by_id = dict(zip(map(id, self._parameters), substitutes, strict=True))
+        if has_fused_backward(self._module):
+            with torch.no_grad(), self._moment.again(by_id):
+                rebuilt, for_input = self._module.reversible_backward(
+                    tree_unflatten(_drained(outputs), self.made), tree_unflatten(gradients, self.made)
+                )
+            inputs = require_like(rebuilt, self._shapes, name=self._name, what="fused backward")
+            self._guard.check(inputs)
+            for_inputs = require_like(for_input, self._shapes, name=self._name, what="fused backward")
+            needed = [gradient if want else None for gradient, want in zip(for_inputs, wanted, strict=True)]
+            return inputs, [*needed, *(substitute.grad for substitute in substitutes)]
+        inputs = self.rebuild(outputs)
+        leaves = [learning(tensor, wanted=want) for tensor, want in zip(inputs, wanted, strict=True)]
+        with torch.enable_grad(), self._moment.again(by_id):
+            again = self._module(tree_unflatten(leaves, self._taken))
+            roots = Roots(require_tensors(again, name=self._name, what="output"), gradients)
+            del again
+        return inputs, roots.gradients_for([*leaves, *substitutes], name=self._name)
+
+
+class _Node(torch.autograd.Function):
+    """The node of one call in autograd's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        inputs, parameters = tensors[: call.inputs], tensors[call.inputs :]
+        outputs = call.forward(inputs)
+        ctx.call = call
+        ctx.mark_non_differentiable(
+            *(tensor for tensor in outputs if not (tensor.is_floating_point() or tensor.is_complex()))
+        )
+        if call.hooked:
+            ctx.save_for_backward(*outputs, *parameters)
+        else:
+            call.output.hold(outputs)
+            ctx.save_for_backward(*parameters)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        call: _Call = ctx.call
+        keep_graph = _keeps_graph()
+        call.begin_backward(keep_graph=keep_graph)
+        saved = ctx.saved_tensors
+        if call.hooked:
+            outputs, parameters = list(saved[: call.outputs]), saved[call.outputs :]
+            del saved
+        else:
+            outputs, parameters = call.output.lend(for_good=not keep_graph), saved
+        wanted = ctx.needs_input_grad[1 : 1 + call.inputs]
+        with torch.no_grad():
+            inputs, found = call.backward(outputs, parameters, gradients, wanted)
+        if call.source is not None:
+            call.source.refill(inputs, for_good=not keep_graph)
+        del inputs
+        return (None, *_once(call, found))
+
+
+def _once(call: _Call, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+    """Gradients; if somebody wants gradients of them, such that ask for the reason why there are none."""
+    if not torch.is_grad_enabled():
+        return gradients
+    numbers = [number for number, gradient in enumerate(gradients) if gradient is not None]
+    anchor = torch.zeros((), requires_grad=True)
+    guarded = _NoSecondDerivative.apply(call.output, anchor, *(gradients[number] for number in numbers))
+    result = list(gradients)
+    for number, gradient in zip(numbers, guarded, strict=True):
+        result[number] = gradient
+    return result
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    """The identity, for gradients that have none themselves."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, boundary: Boundary, anchor: torch.Tensor, *gradients: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.name = boundary.name
+        return tuple(gradient.view_as(gradient) for gradient in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> None:
+        raise ExecutionError(
+            f"gradients of the gradients of {ctx.name!r} are wanted, but its backward rebuilt its input outside of autograd's graph: expected first "
+            "derivatives alone. Call the module plainly where create_graph=True is needed"
+        )
+
+
+def _drained(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What a list holds, which it then does no more."""
+    content = tensors[:]
+    tensors.clear()
+    return content
