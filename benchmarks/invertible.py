@@ -2,8 +2,8 @@
 
     python benchmarks/invertible.py
 
-Depth blocks of :class:`AdditiveCoupling`, each branch Linear, BatchNorm1d, ReLU, Linear. Bytes are the allocator's above model, input and (existing) gradients:
-*held* at the end of the forward, the output included, and *peak* of the step. Both in units of one activation, the size of the input.
+Depth blocks of :class:`AdditiveCoupling`, each branch Linear, BatchNorm1d, ReLU, Linear. Bytes are the allocator's above model, input and
+(existing) gradients: *held* at the end of the forward, the output included, and *peak* of the step, in units of one activation (the input's size).
 Times are medians of steps taken in turns.
 """
 
@@ -132,10 +132,10 @@ def table(rows: list[dict[str, Any]]) -> str:
         "| blocks | way | held | peak | time |",
         "|--:|---|--:|--:|--:|",
     ]
-    for row in rows:
-        lines.append(
-            f"| {row['depth']} | {row['way']} | {row['held']:.2f} | {row['peak']:.2f} | {row['time_ratio']:.2f} |"
-        )
+    lines += [
+        f"| {row['depth']} | {row['way']} | {row['held']:.2f} | {row['peak']:.2f} | {row['time_ratio']:.2f} |"
+        for row in rows
+    ]
     return "\n".join([*lines, ""])
 
 

@@ -64,7 +64,7 @@ def invertible_checkpoint(module: nn.Module | Sequence[nn.Module], x: Any, *, na
 
 
 # torch's private spelling of torch.compiler.disable imports dynamo only when something is compiled.
-@_disable_dynamo  # type: ignore[untyped-decorator]
+@_disable_dynamo
 def _outside_of_graphs(module: nn.Module | Sequence[nn.Module], x: Any, name: str | None) -> Any:
     for member_name, member in _steps(module, name):
         x = _step(member, x, member_name)

@@ -12,8 +12,8 @@ class InvertibleConvolution(nn.Module):
     """Mixes channels by a matrix ``P L U``: a fixed permutation, a unit lower and an upper triangle with a diagonal that is never zero.
 
     Any number of spatial dimensions, none included: ``(batch, channels)``, ``(batch, channels, height, width)``, ... It begins as a random
-    rotation. The diagonal's signs are fixed; its logarithms are clamped, since the inverse divides by it. The matrix has the parameters'
-    dtype, under autocast as well: a coarser one would not be inverted.
+    rotation. The diagonal's signs are fixed; its logarithms are clamped, since the inverse divides by it. The matrix is in float32
+    or float64, under autocast as well: a coarser one would not be inverted.
 
     Args:
         channels: Number of channels.
@@ -53,7 +53,10 @@ class InvertibleConvolution(nn.Module):
         """The output, of the shape and dtype of the input."""
         with torch.autocast(x.device.type, enabled=False):
             lower, upper = self._triangles()
-            mixed = (lower @ upper)[self.permutation] @ self._columns(x)
+            matrix = (lower @ upper)[self.permutation]
+            columns = self._columns(x)
+            # Not "@", which takes another way, to other last bits, where no gradient is wanted.
+            mixed = torch.bmm(matrix.expand(len(columns), -1, -1), columns)
             return mixed.reshape(x.shape).to(x.dtype)
 
     def inverse(self, output: torch.Tensor) -> torch.Tensor:
@@ -66,10 +69,17 @@ class InvertibleConvolution(nn.Module):
             return solved.reshape(output.shape).to(output.dtype)
 
     def _triangles(self) -> tuple[torch.Tensor, torch.Tensor]:
-        identity = torch.eye(self.channels, dtype=self.lower.dtype, device=self.lower.device)
-        logarithms = self.clamp * (self.raw_logarithms / self.clamp).tanh()
-        diagonal = (self.signs * logarithms.exp()).diag()
-        return self.lower.tril(-1) + identity, self.upper.triu(1) + diagonal
+        lower, upper, raw_logarithms, signs = (
+            tensor.to(self._dtype) for tensor in (self.lower, self.upper, self.raw_logarithms, self.signs)
+        )
+        identity = torch.eye(self.channels, dtype=lower.dtype, device=lower.device)
+        logarithms = self.clamp * (raw_logarithms / self.clamp).tanh()
+        return lower.tril(-1) + identity, upper.triu(1) + (signs * logarithms.exp()).diag()
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """What systems are solved in: float32 at least."""
+        return torch.promote_types(self.lower.dtype, torch.float32)
 
     def _columns(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor as ``(batch, channels, places)``."""
@@ -79,4 +89,4 @@ class InvertibleConvolution(nn.Module):
                 f"(batch, {self.channels}, ...). Give that shape, or construct it for another number of channels",
                 stage=type(self).__name__,
             )
-        return tensor.reshape(tensor.shape[0], self.channels, -1).to(self.lower.dtype)
+        return tensor.reshape(tensor.shape[0], self.channels, -1).to(self._dtype)

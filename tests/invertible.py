@@ -1,0 +1,83 @@
+"""Invertible networks for tests, and everything that a training step with them leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_rotor.invertible import AdditiveCoupling, AffineCoupling, InvertibleConvolution, InvertibleSequential
+
+CHANNELS = 8
+
+
+def branch(channels: int = CHANNELS // 2, *, made: int | None = None, dropout: float = 0.0) -> nn.Sequential:
+    layers = [nn.Conv1d(channels, channels, 3, padding=1), nn.BatchNorm1d(channels), nn.Tanh()]
+    drop = [nn.Dropout(dropout)] if dropout else []
+    return nn.Sequential(*layers, *drop, nn.Conv1d(channels, made or channels, 1))
+
+
+class Unfused(nn.Module):
+    """A module without its fused backward."""
+
+    draws_by_parts = True
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Any) -> Any:
+        return self.module(x)
+
+    def inverse(self, output: Any) -> Any:
+        return self.module.inverse(output)  # type: ignore[operator]
+
+
+MAKERS: dict[str, Callable[[], nn.Module]] = {
+    "additive": lambda: AdditiveCoupling(branch(), branch()),
+    "dropout": lambda: AdditiveCoupling(branch(dropout=0.3), branch(dropout=0.3)),
+    "affine": lambda: AffineCoupling(branch(made=CHANNELS)),
+    "convolution": lambda: InvertibleConvolution(CHANNELS),
+    "unfused": lambda: Unfused(AdditiveCoupling(branch(dropout=0.3), branch(dropout=0.3))),
+    "unfused affine": lambda: Unfused(AffineCoupling(branch(made=CHANNELS, dropout=0.3))),
+}
+
+
+def network(kinds: Iterable[str] = MAKERS, dtype: torch.dtype = torch.float64) -> InvertibleSequential:
+    return InvertibleSequential(*(MAKERS[kind]() for kind in kinds)).to(dtype)
+
+
+def batch(dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(4, CHANNELS, 5, dtype=dtype)
+
+
+def step(net: nn.Module, forward: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """One forward and backward; buffers start anew, so that a step can be repeated."""
+    for module in net.modules():
+        if isinstance(module, nn.BatchNorm1d):
+            module.reset_running_stats()
+    net.zero_grad()
+    x = x.detach().requires_grad_(x.requires_grad)
+    torch.manual_seed(7)
+    output = forward(x)
+    if output.requires_grad:
+        (output * torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)).sum().backward()
+    left = {"output": output.detach(), "generator": torch.get_rng_state()}
+    left |= {f"buffer {name}": buffer.clone() for name, buffer in net.named_buffers()}
+    left |= {f"gradient {name}": p.grad for name, p in net.named_parameters() if p.grad is not None}
+    if x.grad is not None:
+        left["gradient of the input"] = x.grad
+    return left
+
+
+def assert_same_step(plain: dict[str, torch.Tensor], invertible: dict[str, torch.Tensor], tolerance: float) -> None:
+    """Gradients to within a tolerance, relative to the largest of all; the rest bit for bit."""
+    assert plain.keys() == invertible.keys()
+    scale = max((float(left.abs().max()) for name, left in plain.items() if "gradient" in name), default=1.0)
+    for name, left in plain.items():
+        if "gradient" in name:
+            assert float((left - invertible[name]).abs().max()) <= tolerance * scale, name
+        else:
+            assert torch.equal(left, invertible[name]), name

@@ -1,0 +1,273 @@
+"""Training without inputs leaves what plain training leaves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_rotor.errors import ExecutionError, InverseError, RotorWarning
+from lightning_rotor.invertible import AdditiveCoupling, InvertibleSequential, invertible_checkpoint
+from tests.invertible import CHANNELS, MAKERS, Unfused, assert_same_step, batch, network, step
+
+
+@settings(max_examples=12)
+@given(
+    st.lists(st.sampled_from(sorted(MAKERS)), min_size=1, max_size=4),
+    st.sampled_from([(torch.float64, 1e-12), (torch.float32, 1e-5)]),
+    st.booleans(),
+    st.sampled_from(["none", "prefix", "suffix", "all"]),
+    st.booleans(),
+)
+def test_a_step_leaves_what_a_plain_one_leaves(
+    kinds: list[str], precision: tuple[torch.dtype, float], input_learns: bool, frozen: str, training: bool
+):
+    torch.manual_seed(0)
+    net = network(kinds, precision[0]).train(training)
+    parameters = list(net.parameters())
+    middle = len(parameters) // 2
+    for parameter in {"none": [], "prefix": parameters[:middle], "suffix": parameters[middle:]}.get(frozen, parameters):
+        parameter.requires_grad_(False)
+    x = batch(precision[0]).requires_grad_(input_learns)
+    plain = step(net, net, x)
+    assert_same_step(plain, step(net, lambda x: invertible_checkpoint(net, x), x), precision[1])
+
+
+def one_by_one(net: InvertibleSequential, x: torch.Tensor) -> torch.Tensor:
+    for module in net:
+        x = invertible_checkpoint(module, x)
+    return x
+
+
+def test_ways_to_call():
+    net = network()
+    x = batch().requires_grad_()
+    plain = step(net, net, x)
+    assert_same_step(plain, step(net, lambda x: invertible_checkpoint(list(net), x), x), 1e-12)
+    assert_same_step(plain, step(net, lambda x: one_by_one(net, x), x), 1e-12)
+
+
+@pytest.mark.parametrize("way", ["one segment", "two segments"])
+def test_inside_of_checkpoints(way: str):
+    net = network()
+    x = batch().requires_grad_()
+    parts = [net] if way == "one segment" else [net[:3], net[3:]]
+
+    def checkpointed(run: Any) -> Any:
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            for part in parts:
+                x = checkpoint(run, part, x, use_reentrant=False)
+            return x
+
+        return forward
+
+    # Not plain training: torch's checkpoint counts a batch twice in running statistics.
+    expected = step(net, checkpointed(lambda part, x: part(x)), x)
+    assert_same_step(expected, step(net, checkpointed(invertible_checkpoint), x), 1e-12)
+
+
+def test_saved_tensors_on_the_cpu():
+    net = network()
+    x = batch().requires_grad_()
+    plain = step(net, net, x)
+    with torch.autograd.graph.save_on_cpu():
+        assert_same_step(plain, step(net, lambda x: invertible_checkpoint(net, x), x), 1e-12)
+
+
+def test_bfloat16_autocast():
+    net = network(dtype=torch.float32)
+    x = batch(torch.float32).requires_grad_()
+
+    def under_autocast(forward: Any) -> Any:
+        def run(x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                output: torch.Tensor = forward(x)
+            return output
+
+        return run
+
+    plain = step(net, under_autocast(net), x)
+    # A rebuilt input differs in its last bit, which now and then rounds to another bfloat16.
+    assert_same_step(plain, step(net, under_autocast(lambda x: invertible_checkpoint(net, x)), x), 1e-2)
+
+
+def test_accumulated_gradients_and_hooks():
+    net = network(["additive", "unfused"])
+    x = batch().requires_grad_()
+    calls: list[str] = []
+    for name, parameter in net.named_parameters():
+        parameter.register_hook(lambda gradient, name=name: calls.append(name) or gradient * 2)
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: calls.append(f"{name} done"))
+    plain = step(net, lambda x: net(x) + net(x), x)
+    expected, calls[:] = sorted(calls), []
+    twice = step(net, lambda x: invertible_checkpoint(net, x) + invertible_checkpoint(net, x), x)
+    assert_same_step(plain, twice, 1e-12)
+    assert sorted(calls) == expected
+
+
+def test_the_input_may_have_other_readers():
+    net = network(["dropout"])
+    x = batch().requires_grad_()
+
+    def twice_read(run: Any) -> Any:
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            inner = run(net, x)
+            return x * 2 + inner.tanh() + run(net, inner) * inner + run(net, inner)
+
+        return forward
+
+    plain = step(net, twice_read(lambda net, x: net(x)), x)
+    assert_same_step(plain, step(net, twice_read(invertible_checkpoint), x), 1e-12)
+
+
+def test_autograd_grad_for_some():
+    net = network(["additive", "affine", "unfused"])
+    x = batch().requires_grad_()
+    wanted = [x, *list(net[1].parameters())[:2]]
+    plain = torch.autograd.grad(net(x).square().sum(), wanted)
+    torch.manual_seed(1)
+    plain = torch.autograd.grad(net(x).square().sum(), wanted)
+    torch.manual_seed(1)
+    found = torch.autograd.grad(invertible_checkpoint(net, x).square().sum(), wanted)
+    assert all(torch.allclose(left, right, rtol=1e-10, atol=1e-12) for left, right in zip(plain, found, strict=True))
+    assert all(parameter.grad is None for parameter in net.parameters())
+
+
+def test_a_branch_whose_successor_never_runs_backward():
+    net = network(["additive", "unfused", "affine"]).eval()
+    x = batch().requires_grad_()
+    middle = invertible_checkpoint(net[0], x)
+    last = invertible_checkpoint(net[1:], middle)
+    (found,) = torch.autograd.grad(middle.square().sum(), x, retain_graph=True)
+    (also,) = torch.autograd.grad(last.square().sum(), x)
+    (plain,) = torch.autograd.grad(net[0](x).square().sum(), x)
+    (plain_also,) = torch.autograd.grad(net(x).square().sum(), x)
+    assert torch.allclose(found, plain, rtol=1e-11)
+    assert torch.allclose(also, plain_also, rtol=1e-11)
+
+
+def test_requires_grad_is_truthful():
+    block = MAKERS["additive"]()
+    assert invertible_checkpoint(block, batch(torch.float32)).requires_grad
+    with torch.no_grad():
+        assert not invertible_checkpoint(block, batch(torch.float32)).requires_grad
+    block.requires_grad_(False)
+    assert not invertible_checkpoint(block, batch(torch.float32)).requires_grad
+    assert invertible_checkpoint(block, batch(torch.float32).requires_grad_()).requires_grad
+
+
+def test_a_second_backward():
+    net = network(["additive", "unfused", "affine"])
+    x = batch().requires_grad_()
+    output = invertible_checkpoint(net, x).square().sum()
+    (first,) = torch.autograd.grad(output, x, retain_graph=True)
+    (second,) = torch.autograd.grad(output, x)
+    assert torch.equal(first, second)
+    output = invertible_checkpoint(net, x)
+    output.backward(torch.ones_like(output))
+    with pytest.raises(ExecutionError, match=r"a second time through '2 \(AffineCoupling\)'.*retain_graph=True"):
+        output.backward(torch.ones_like(output))
+
+
+def test_a_gradient_of_a_gradient():
+    x = batch().requires_grad_()
+    output = invertible_checkpoint(network(["additive"]), x).square().sum()
+    (gradient,) = torch.autograd.grad(output, x, create_graph=True)
+    with pytest.raises(ExecutionError, match=r"gradients of the gradients of '0 \(AdditiveCoupling\)'"):
+        gradient.square().sum().backward()
+
+
+def test_an_output_changed_in_place():
+    output = invertible_checkpoint(network(["additive"]), batch().requires_grad_())
+    total = output.mul_(2).sum()
+    with pytest.raises(ExecutionError, match=r"output of '0 \(AdditiveCoupling\)' was changed in place"):
+        total.backward()
+
+
+@pytest.mark.parametrize("wrap", [Unfused, lambda block: block], ids=["unfused", "fused"])
+def test_a_tensor_from_elsewhere(wrap: Any):
+    class Scaled(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * scale
+
+    scale = torch.ones(CHANNELS // 2, 1, requires_grad=True)
+    output = invertible_checkpoint(wrap(AdditiveCoupling(Scaled(), Scaled())), batch(torch.float32).requires_grad_())
+    with pytest.raises(ExecutionError, match=r"tensor of shape \(4, 1\) that requires a gradient and is neither"):
+        output.sum().backward()
+
+
+class Tuples(nn.Module):
+    """A coupling of two streams, and a count that is no number to differentiate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = nn.Linear(4, 4)
+
+    def forward(self, x: tuple[torch.Tensor, dict[str, torch.Tensor]]) -> Any:
+        first, rest = x
+        return first * 1, {"y": rest["y"] + self.f(first), "count": rest["count"] + 1}
+
+    def inverse(self, output: tuple[torch.Tensor, dict[str, torch.Tensor]]) -> Any:
+        first, rest = output
+        return first * 1, {"y": rest["y"] - self.f(first), "count": rest["count"] - 1}
+
+
+def test_tensors_in_tuples_and_dicts():
+    blocks = nn.ModuleList([Tuples(), Tuples()]).double()
+    first, second = (torch.randn(3, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    outputs: list[Any] = []
+    for run in (lambda x: blocks[1](blocks[0](x)), lambda x: invertible_checkpoint(list(blocks), x)):
+        blocks.zero_grad()
+        one, rest = run((first, {"y": second, "count": torch.tensor(3)}))
+        gradients = torch.autograd.grad((one * rest["y"]).sum(), [first, second, *blocks.parameters()])
+        outputs.append([one, rest["y"], rest["count"], *gradients])
+    assert outputs[1][2] == 5
+    assert all(torch.allclose(left, right, rtol=1e-12) for left, right in zip(*outputs, strict=True))
+
+
+class Wild(nn.Module):
+    """Scales far beyond what float32 undoes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 1e-6 + 1
+
+    def inverse(self, output: torch.Tensor) -> torch.Tensor:
+        return (output - 1) * 1e6
+
+
+def test_drift_is_an_error_with_numbers():
+    output = invertible_checkpoint(Wild(), batch(torch.float32).requires_grad_())
+    with pytest.raises(
+        InverseError, match=r"the input of 'Wild' as rebuilt .* off by .*: expected at most .* in float32"
+    ) as caught:
+        output.sum().backward()
+    assert caught.value.error is not None
+    assert caught.value.error > 1e-3
+
+
+def test_drift_in_pure_bfloat16_is_a_warning_with_numbers():
+    output = invertible_checkpoint(Wild(), batch(torch.bfloat16).requires_grad_())
+    with pytest.warns(
+        RotorWarning, match=r"'Wild' as rebuilt by its inverse is off by .*: expected at most .* in bfloat16"
+    ):
+        output.sum().backward()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    net = network(dtype=torch.float32).cuda()
+    x = batch(torch.float32).cuda().requires_grad_()
+    results = []
+    for run in (lambda net, x: net(x), invertible_checkpoint):
+        torch.manual_seed(3)
+        gradients = torch.autograd.grad(run(net, x).square().sum(), [x, *net.parameters()])
+        results.append((gradients, torch.get_rng_state(), torch.cuda.get_rng_state()))
+    (plain, *generators), (found, *found_generators) = results
+    scale = max(float(gradient.abs().max()) for gradient in plain)
+    assert all(float((left - right).abs().max()) <= 1e-4 * scale for left, right in zip(plain, found, strict=True))
+    assert all(map(torch.equal, generators, found_generators))
