@@ -28,8 +28,8 @@ from lightning_rotor.profiling.meters import CpuMeter
 
 RESULTS = Path(__file__).parent / "results"
 DEPTHS = (16, 64, 256)
-BATCH, CHANNELS = 8192, 16
-ROUNDS = 3
+BATCH, CHANNELS = 4096, 16
+ROUNDS = 2
 Forward = Callable[[InvertibleSequential, torch.Tensor], torch.Tensor]
 
 
