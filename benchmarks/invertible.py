@@ -4,7 +4,6 @@
 
 Depth blocks of :class:`AdditiveCoupling`, each branch Linear, BatchNorm1d, ReLU, Linear. Bytes are the allocator's above model, input and
 (existing) gradients: *held* at the end of the forward, the output included, and *peak* of the step, in units of one activation (the input's size).
-Times are medians of steps taken in turns.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ import gc
 import json
 import os
 import platform
-import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +26,6 @@ from lightning_rotor.profiling.meters import CpuMeter
 RESULTS = Path(__file__).parent / "results"
 DEPTHS = (16, 64, 256)
 BATCH, CHANNELS = 4096, 16
-ROUNDS = 2
 Forward = Callable[[InvertibleSequential, torch.Tensor], torch.Tensor]
 
 
@@ -74,24 +70,14 @@ def main() -> None:
 
 
 def measure(depth: int) -> list[dict[str, Any]]:
-    """Bytes and time of each way at one depth."""
+    """Bytes of each way at one depth."""
     torch.manual_seed(0)
     net = InvertibleSequential(*(AdditiveCoupling(branch(CHANNELS // 2), branch(CHANNELS // 2)) for _ in range(depth)))
     for parameter in net.parameters():
         parameter.grad = torch.zeros_like(parameter)
     x = torch.randn(BATCH, CHANNELS, requires_grad=True)
     x.grad = torch.zeros_like(x)
-    rows = {name: {"depth": depth, "way": name, **held_and_peak(forward, net, x)} for name, forward in FORWARDS.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in FORWARDS}
-    for _ in range(ROUNDS):
-        for name, forward in FORWARDS.items():
-            start = time.perf_counter()
-            forward(net, x).sum().backward()
-            seconds[name].append(time.perf_counter() - start)
-    plain = statistics.median(seconds["plain"])
-    for name, row in rows.items():
-        row["time_ratio"] = round(statistics.median(seconds[name]) / plain, 2)
-    return list(rows.values())
+    return [{"depth": depth, "way": name, **held_and_peak(forward, net, x)} for name, forward in FORWARDS.items()]
 
 
 def held_and_peak(forward: Forward, net: InvertibleSequential, x: torch.Tensor) -> dict[str, float]:
@@ -127,15 +113,12 @@ def table(rows: list[dict[str, Any]]) -> str:
         f"{platform.machine()}, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}; Python {platform.python_version()}, "
         f"torch {torch.__version__}; `python benchmarks/invertible.py`. One activation is {rows[0]['input_bytes'] / 2**10:.0f} KiB, "
         f"{BATCH} x {CHANNELS} in float32.",
-        "Held at the end of the forward (the output included) and peak of the step, in activations; time as a ratio to plain.",
+        "Held at the end of the forward (the output included) and peak of the step, in activations.",
         "",
-        "| blocks | way | held | peak | time |",
-        "|--:|---|--:|--:|--:|",
+        "| blocks | way | held | peak |",
+        "|--:|---|--:|--:|",
     ]
-    lines += [
-        f"| {row['depth']} | {row['way']} | {row['held']:.2f} | {row['peak']:.2f} | {row['time_ratio']:.2f} |"
-        for row in rows
-    ]
+    lines += [f"| {row['depth']} | {row['way']} | {row['held']:.2f} | {row['peak']:.2f} |" for row in rows]
     return "\n".join([*lines, ""])
 
 
