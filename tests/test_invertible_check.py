@@ -168,6 +168,9 @@ def test_values_that_are_not_finite(where: str):
 def test_an_odd_dimension_to_split():
     with pytest.raises(InverseError, match=r"AdditiveCoupling cannot split a tensor of shape \(2, 3\) .* dimension 1"):
         check_inverse(AdditiveCoupling(nn.Linear(2, 2), nn.Linear(2, 2)), torch.randn(2, 3))
+    with pytest.raises(InverseError, match=r"'0 \(AdditiveCoupling\)': .* dimension 1") as caught:
+        invertible_checkpoint([AdditiveCoupling(nn.Linear(2, 2), nn.Linear(2, 2))], torch.randn(2, 3))
+    assert caught.value.stage == "0 (AdditiveCoupling)"
 
 
 def test_a_wrong_fused_backward_is_found():

@@ -16,7 +16,7 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from lightning_rotor.errors import ExecutionError
+from lightning_rotor.errors import ExecutionError, InverseError
 from lightning_rotor.invertible.boundary import Boundary, second_backward
 from lightning_rotor.invertible.gradients import Roots, learning, stand_ins
 from lightning_rotor.invertible.guard import Guard
@@ -131,8 +131,11 @@ class _Call:
     def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Run the module."""
         versions = [tensor._version for tensor in inputs]
-        with self._moment.first():
-            output = self._module(tree_unflatten(inputs, self._taken))
+        try:
+            with self._moment.first():
+                output = self._module(tree_unflatten(inputs, self._taken))
+        except InverseError as error:  # modules know their type, not where they are
+            raise InverseError(f"{self._name!r}: {error}", stage=self._name) from error
         outputs = require_own_output(inputs, versions, output, name=self._name)
         self.made = tree_flatten(output)[1]
         self.outputs = len(outputs)
