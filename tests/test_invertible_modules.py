@@ -138,3 +138,18 @@ def test_a_network_in_bfloat16_keeps_dtypes():
     x = torch.randn(4, CHANNELS, 5, dtype=torch.bfloat16)
     assert net(x).dtype == torch.bfloat16
     assert net.inverse(net(x)).dtype == torch.bfloat16
+
+
+def test_compiled_branches():
+    plain = InvertibleSequential(*(AdditiveCoupling(branch(), branch()) for _ in range(2)))
+    compiled = InvertibleSequential(
+        *(
+            AdditiveCoupling(*(torch.compile(part, backend="aot_eager") for part in (block.f, block.g)))
+            for block in plain
+        )
+    )
+    x = batch(torch.float32).requires_grad_()
+    expected, found = step(plain, plain, x), step(compiled, lambda x: invertible_checkpoint(compiled, x), x)
+    assert torch.allclose(expected["output"], found["output"], atol=1e-6)
+    assert torch.allclose(expected["gradient of the input"], found["gradient of the input"], atol=1e-5)
+    assert sum("gradient" in name for name in found) == sum("gradient" in name for name in expected)
