@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_rotor.allowance import Allowance
 from lightning_rotor.attaching import attached
 from lightning_rotor.chain import Chain
 from lightning_rotor.devices import resolve_limit
 from lightning_rotor.errors import ProfilingError
-from lightning_rotor.planned import Allowance, PlannedForward
+from lightning_rotor.planned import PlannedForward
 from lightning_rotor.planning import Frontier, Plan, frontier
 from lightning_rotor.profiling import Profile
 from lightning_rotor.units import MemoryLimit, parse_limit

@@ -55,6 +55,27 @@ class TrialError(BudgetError, RuntimeError):
         )
 
 
+class ShortageError(RotorError, RuntimeError):
+    """The device ran out of memory inside a planned module, and no smaller plan is left to try, or none can be tried safely.
+
+    Attributes:
+        limit_bytes: What the user allowed.
+        predicted_bytes: What the plan that failed was to take of it.
+    """
+
+    def __init__(self, message: str, *, limit_bytes: int, predicted_bytes: int) -> None:
+        super().__init__(message)
+        self.limit_bytes = limit_bytes
+        self.predicted_bytes = predicted_bytes
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild_shortage_error, (self.args[0], self.limit_bytes, self.predicted_bytes)
+
+
+def _rebuild_shortage_error(message: str, limit_bytes: int, predicted_bytes: int) -> ShortageError:
+    return ShortageError(message, limit_bytes=limit_bytes, predicted_bytes=predicted_bytes)
+
+
 class ScheduleError(RotorError, ValueError):
     """A schedule is malformed, or does not belong to the chain that it is used with."""
 

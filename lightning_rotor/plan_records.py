@@ -7,9 +7,8 @@ that differs, it is not used and the model is measured again.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,12 +17,10 @@ from torch import nn
 from lightning_rotor.chain import BackwardPeaks, Chain, Option, Skip, StageCost
 from lightning_rotor.errors import RotorError
 from lightning_rotor.planning import Plan
+from lightning_rotor.planning.records import PlanRecord
 from lightning_rotor.profiling import Profile
-from lightning_rotor.profiling.storages import merged
-from lightning_rotor.schedule import Schedule
+from lightning_rotor.profiling.moved import group_sizes, profile_over, remembered_places
 from lightning_rotor.sequential import Stage
-from lightning_rotor.simulator import simulate
-from lightning_rotor.state import Statistic, state_of
 
 _Record = Mapping[str, Any]
 
@@ -74,22 +71,12 @@ def record_of(call: str, stages: Sequence[Stage], profile: Profile, plan: Plan |
     """
     record: dict[str, Any] = {
         "call": call,
-        "group_sizes": _group_sizes(stages, profile.stages),
-        "remembered": [
-            [place for place, (_, module) in enumerate(stage.submodules()) if module in state.remembered]
-            for stage, state in zip(profile.stages, profile.states, strict=True)
-        ],
+        "group_sizes": group_sizes(stages, profile.stages),
+        "remembered": remembered_places(profile),
         "chain": _listed(asdict(profile.chain)),
     }
     if plan is not None:
-        record["plan"] = {
-            "schedule": str(plan.schedule),
-            "budget_bytes": plan.budget_bytes,
-            "solve_seconds": plan.solve_seconds,
-            "gradients_exist": plan.gradients_exist,
-            "lingering_bytes": plan.lingering_bytes,
-            "slots": plan.slots,
-        }
+        record["plan"] = PlanRecord.of(plan).to_plain() | {"solve_seconds": plan.solve_seconds}
     return record
 
 
@@ -108,48 +95,12 @@ def recall(record: _Record, stages: Sequence[Stage]) -> Recalled | None:
 
 
 def _profile(record: _Record, stages: Sequence[Stage]) -> Profile:
-    chain = _chain(record["chain"])
-    starts = [0]
-    for size in record["group_sizes"]:
-        starts.append(starts[-1] + size)
-    if starts[-1] != len(stages) or len(chain) != len(starts) - 1:
-        raise ValueError("the record has other stages than the model")
-    together = merged(stages, [range(start, end) for start, end in pairwise(starts)])
-    if chain.names != tuple(stage.name for stage in together):
-        raise ValueError("the record names other stages than the model")
-    scratch: dict[tuple[nn.Module, str], Statistic] = {}
-    states = []
-    for stage, places in zip(together, record["remembered"], strict=True):
-        modules = [module for _, module in stage.submodules()]
-        states.append(state_of(stage, [modules[place] for place in places], scratch))
-    return Profile(chain, together, tuple(states))
+    sizes, remembered = record["group_sizes"], record["remembered"]
+    return profile_over(stages, _chain(record["chain"]), group_sizes=sizes, remembered=remembered)
 
 
 def _plan(record: _Record | None, chain: Chain) -> Plan | None:
-    if record is None:
-        return None
-    schedule = Schedule.parse(record["schedule"])
-    circumstances = {"gradients_exist": record["gradients_exist"], "lingering_bytes": record["lingering_bytes"]}
-    return Plan(
-        chain=chain,
-        schedule=schedule,
-        budget_bytes=record["budget_bytes"],
-        simulation=simulate(chain, schedule, **circumstances),
-        solve_seconds=record["solve_seconds"],
-        slots=record["slots"],
-        **circumstances,
-    )
-
-
-def _group_sizes(stages: Sequence[Stage], together: Iterable[Stage]) -> list[int]:
-    sizes, rest = [], iter(stages)
-    for stage in together:
-        modules = len(stage.modules)
-        sizes.append(0)
-        while modules > 0:
-            modules -= len(next(rest).modules)
-            sizes[-1] += 1
-    return sizes
+    return None if record is None else PlanRecord.from_plain(record).plan(chain, solve_seconds=record["solve_seconds"])
 
 
 def _chain(record: _Record) -> Chain:

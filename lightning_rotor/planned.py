@@ -6,108 +6,40 @@ differ in where the budget comes from. :mod:`lightning_rotor.attaching` puts one
 
 from __future__ import annotations
 
+import itertools
 import logging
-import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch._compile import _disable_dynamo
-from torch.nn.parameter import UninitializedParameter
 
+from lightning_rotor.allowance import Allowance, AllowanceSource
 from lightning_rotor.compiled import CompiledModules
-from lightning_rotor.cutting import WAYS, SequentialCut, check_module, sequentialize
-from lightning_rotor.errors import (
-    BudgetError,
-    ModelError,
-    ProfilerBusyError,
-    ProfilingError,
-    RotorWarning,
-    SampleError,
-    UnitError,
-)
-from lightning_rotor.execution import Executor
+from lightning_rotor.cutting import SequentialCut, check_module
+from lightning_rotor.errors import BudgetError, ModelError, ProfilerBusyError, ProfilingError, UnitError
 from lightning_rotor.execution.second_backward import guard_second_backward
+from lightning_rotor.known_cuts import KnownCuts, Signature
+from lightning_rotor.measurements import Measurements
+from lightning_rotor.plan_cache import PlanCache, Prepared
 from lightning_rotor.plan_records import call_fingerprint, recall, record_of
-from lightning_rotor.planning import Plan, plan
+from lightning_rotor.planning import Plan, menu, minimum_budget, plan
 from lightning_rotor.profiling import Profile, profile_chain
 from lightning_rotor.profiling.progress import MeasuringProgress
-from lightning_rotor.profiling.reference import require_same
 from lightning_rotor.recomputation import is_recomputing
-from lightning_rotor.sequential import is_plain_stock
-from lightning_rotor.tensors import tensors_in
+from lightning_rotor.schedule import Schedule
+from lightning_rotor.shortage import BeforeForward, is_shortage, shortage_error
+from lightning_rotor.tensors import check_sample
 from lightning_rotor.tracing import GraphCut
 from lightning_rotor.units import format_bytes
 
 _log = logging.getLogger(__name__)
 
-_MAX_PLANS = 16
-_MAX_CUTS = 8
-_MANY_CUTS = 12
-
-
-@dataclass(frozen=True, slots=True)
-class Allowance:
-    """What a plan may use.
-
-    Attributes:
-        budget_bytes: Most that the chain may allocate in one step, beyond what is allocated when its forward begins.
-        gradients_exist: As in :func:`~lightning_rotor.simulator.simulate`.
-        lingering_bytes: As in :func:`~lightning_rotor.simulator.simulate`.
-        reserved_bytes: The part of the user's limit that is not for the chain; only error messages need it.
-        reserved_for: What that part is for.
-        error: What to raise where the limit is too low.
-    """
-
-    budget_bytes: int
-    gradients_exist: bool = False
-    lingering_bytes: int = 0
-    reserved_bytes: int = 0
-    reserved_for: str = ""
-    error: type[BudgetError] = BudgetError
-
-    def fits(self, plan: Plan) -> bool:
-        """Whether a plan is what would be planned with this allowance."""
-        return (plan.budget_bytes, plan.gradients_exist, plan.lingering_bytes) == (
-            max(self.budget_bytes, 1),
-            self.gradients_exist,
-            self.lingering_bytes,
-        )
-
-    def explain(self, error: BudgetError) -> BudgetError:
-        """The planner's error in terms of the limit that the user set."""
-        if not self.reserved_bytes:
-            return error
-        limit_bytes, minimum_bytes = self.budget_bytes + self.reserved_bytes, error.minimum_bytes + self.reserved_bytes
-        return self.error(
-            f"mem_limit {format_bytes(limit_bytes)} is below the minimum {format_bytes(minimum_bytes)} ({minimum_bytes:,} bytes) for this model "
-            "and batch: "
-            f"{format_bytes(self.reserved_bytes)} for {self.reserved_for}, and at least {format_bytes(error.minimum_bytes)} for activations "
-            f"and new gradients (set by {error.stage!r}). Raise mem_limit or lower the batch size",
-            budget_bytes=limit_bytes,
-            minimum_bytes=minimum_bytes,
-            stage=error.stage,
-        )
-
-
-class AllowanceSource(Protocol):
-    """Says what a plan may use, once the chain has been measured."""
-
-    def __call__(self, profile: Profile) -> Allowance:
-        """Called before each plan."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Prepared:
-    """Everything that belongs to one input signature."""
-
-    profile: Profile
-    plan: Plan | None = None
-    executor: Executor | None = None
+MAX_PLANS = 64
+# Out of memory so many times, a forward gets the plan that takes the least.
+_CAUTIOUS_ATTEMPTS = 2
 
 
 def _outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -128,22 +60,25 @@ def _outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
 class PlannedForward:
     """Runs a module under a recomputation plan, one plan for each input signature.
 
-    Outside training (``eval()``, ``no_grad``, inference mode) the module runs plainly. How it is cut into stages is found out at the first
+    Outside training (``eval()``, ``no_grad``, inference mode) the module runs plainly. So it does under a plan that recomputes nothing, if
+    that has room for what its code holds longer than stages would. How it is cut into stages is found out at the first
     training call, again for a call whose arguments differ in more than their tensors, and again when the module has changed.
 
     Args:
         module: An ``nn.Sequential``, or any module that :func:`~lightning_rotor.cutting.sequentialize` can cut.
         allowance: Where the budget comes from.
         slots: Resolution of the dynamic program.
+        max_plans: Plans that are kept, those used last; a plan that was dropped is made again when its signature returns.
         show_progress: Show a progress bar when measuring takes longer than two seconds.
         on_measure: Called before measuring, which needs torch's profiler for itself.
         on_plan: Called after each plan, before it runs for the first time.
+        on_run: Called before each run of a plan.
         on_unsupported: Called if the module turns out to be no chain; then it runs plainly. By default the error is raised.
         on_busy: Called if it cannot be measured in this call, because torch's profiler is recording; then it runs plainly this time. By
             default the error is raised.
     Raises:
         ModelError: The module can be no chain, whatever its input.
-        UnitError: ``slots`` is no positive integer.
+        UnitError: ``slots`` or ``max_plans`` is no positive integer.
     """
 
     def __init__(
@@ -152,28 +87,31 @@ class PlannedForward:
         allowance: AllowanceSource,
         *,
         slots: int = 500,
+        max_plans: int = MAX_PLANS,
         show_progress: bool = True,
         on_measure: Callable[[], None] | None = None,
         on_plan: Callable[[Plan], None] | None = None,
+        on_run: Callable[[Plan], None] | None = None,
         on_unsupported: Callable[[ModelError], None] | None = None,
         on_busy: Callable[[ProfilerBusyError], None] | None = None,
     ) -> None:
-        if slots < 1:
-            raise UnitError(f"slots is {slots!r}: expected a positive integer, such as the default 500")
+        for name, number in (("slots", slots), ("max_plans", max_plans)):
+            if number < 1:
+                default = {"slots": 500, "max_plans": MAX_PLANS}[name]
+                raise UnitError(f"{name} is {number!r}: expected a positive integer, such as the default {default}")
         check_module(module)
         self._module = module
-        self._prepared: OrderedDict[Any, _Prepared] = OrderedDict()
-        self._cuts: list[SequentialCut | GraphCut] = []
-        self._cuts_made = 0
+        self._cuts = KnownCuts(module, most=max_plans)
+        self._cache = PlanCache(max_plans)
+        self._measurements = Measurements(self._menu)
         self._compiled = CompiledModules()
-        self._submodules: tuple[nn.Module, ...] | None = None
-        self._stock: tuple[bool, ...] = ()
-        self._parameters: tuple[nn.Parameter, ...] = ()
-        self._allowance = allowance
+        self._allowance_source = allowance
+        self._ceiling_bytes: int | None = None
         self._slots = slots
         self._show_progress = show_progress
         self._on_measure = on_measure
         self._on_plan = on_plan
+        self._on_run = on_run
         self._on_unsupported = on_unsupported
         self._on_busy = on_busy
         self._active = True
@@ -194,12 +132,21 @@ class PlannedForward:
     @property
     def plan(self) -> Plan | None:
         """The plan of the input signature used last, or None."""
-        return self._latest().plan if self._prepared else None
+        return self._cache.latest[1].plan if len(self._cache) else None
 
     @property
     def profile(self) -> Profile | None:
-        """What was measured for the input signature used last, or None."""
-        return self._latest().profile if self._prepared else None
+        """The costs of the input signature used last, or None."""
+        return self._cache.latest[1].profile if len(self._cache) else None
+
+    @property
+    def ceiling_bytes(self) -> int | None:
+        """The most that any plan may take since the device ran out of memory, or None if it never did."""
+        return self._ceiling_bytes
+
+    @ceiling_bytes.setter
+    def ceiling_bytes(self, ceiling_bytes: int | None) -> None:
+        self._ceiling_bytes = ceiling_bytes
 
     def measure(self, sample: Any) -> Profile:
         """Measure the module for the sample's signature, again if it was measured before.
@@ -214,33 +161,42 @@ class PlannedForward:
         check_sample(sample)
         args, kwargs = self._arguments(sample)
         with self._training_mode():
+            self._follow_changes()
             cut, value = self._bind(args, kwargs)
-            return self._measure(cut, value)
+            return self._measure(self._cuts.signature(cut, value), value)
 
-    def replan(self) -> Plan:
-        """Plan for the signature used last, with the allowance of this moment. The others plan anew when they come again.
+    def replan(self, stale: Plan | None = None) -> Plan:
+        """Plan with the allowance of this moment.
 
+        Args:
+            stale: A plan in use, which the new one replaces; the others stay. By default the plan for the signature used last, and the others are
+                made anew when they come again.
         Raises:
             ProfilingError: Nothing has been measured yet.
             BudgetError: No schedule fits.
         """
-        if not self._prepared:
+        if not len(self._cache):
             raise ProfilingError("there is nothing to plan yet: measure a sample first, with measure(sample)")
-        signature, latest = next(reversed(self._prepared.items()))
-        solved = self._plan(signature, latest.profile)
-        for other, prepared in self._prepared.items():
-            if other != signature:
-                self._prepared[other] = _Prepared(prepared.profile)
+        if stale is not None:
+            found = next((entry for entry in self._cache if entry[1].plan is stale), None)
+            return stale if found is None else self._plan(*found)  # dropped from the cache in the meantime
+        solved = self._plan(*self._cache.latest)
+        self.unplan(lambda plan: plan is solved)
         return solved
+
+    def unplan(self, keep: Callable[[Plan], bool]) -> None:
+        """Plan anew, when they come again, all signatures whose plan is not to be kept."""
+        self._cache.unplan(keep)
 
     def records(self) -> list[dict[str, Any]]:
         """Everything measured and planned so far in plain types, for :meth:`recall`."""
         found = {
-            call: record_of(call, signature[1][0].stages, prepared.profile, prepared.plan)
-            for signature, prepared in self._prepared.items()
+            call: record_of(call, signature.cut.stages, prepared.profile, prepared.plan)
+            for signature, prepared in self._cache
+            if not prepared.estimated
             for call in [self._call(signature)]
         }
-        return list({**self._records, **found}.values())[-_MAX_PLANS:]
+        return list({**self._records, **found}.values())[-MAX_PLANS:]
 
     def recall(self, records: Iterable[dict[str, Any]]) -> None:
         """Do not measure what an equal module has measured before on this machine, and plan it as before if the allowance is the same.
@@ -252,8 +208,9 @@ class PlannedForward:
 
     def forget(self) -> None:
         """Drop every plan and measurement; the next training call starts afresh."""
-        self._prepared.clear()
-        self._cuts.clear()
+        self._cache.clear()
+        self._measurements.clear()
+        self._cuts.forget()
 
     @_outside_of_graphs
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -267,6 +224,7 @@ class PlannedForward:
             ModelError: The module cannot be turned into a chain.
             SampleError: The input holds no tensor.
             BudgetError: No schedule fits.
+            ShortageError: The device has no memory left, whatever the plan.
         """
         if not (self._active and module.training and torch.is_grad_enabled()) or torch.is_inference_mode_enabled():
             return type(module).forward(module, *args, **kwargs)
@@ -279,37 +237,117 @@ class PlannedForward:
                 module, *args, **kwargs
             )  # inside a stage that is being measured: no plan of its own now
         try:
+            self._follow_changes()
             cut, value = self._bind(args, kwargs)
         except ModelError as error:
-            if self._on_unsupported is None or self._cuts_made:
+            if self._on_unsupported is None or self._cuts.made:
                 raise
             self._on_unsupported(error)
             return type(module).forward(module, *args, **kwargs)
+        signature = self._cuts.signature(cut, value)
         try:
-            prepared = self._prepare(cut, value)
+            prepared = self._prepare(signature, value)
         except ProfilerBusyError as error:
             if self._on_busy is None:
                 raise
             self._on_busy(error)
             return type(module).forward(module, *args, **kwargs)
-        assert prepared.executor is not None
-        output = prepared.executor(value)
+        if self._on_run is not None and prepared.plan is not None:
+            self._on_run(prepared.plan)
+        if prepared.may_run_plainly(signature):
+            return self._run(signature, prepared, value, plainly=lambda: type(module).forward(module, *args, **kwargs))
+        output = self._run(signature, prepared, value)
         guard_second_backward(output, value)
         return output
 
+    # ---------------------------------------------------------------- running
+
+    def _run(
+        self, signature: Signature, prepared: Prepared, value: Any, *, plainly: Callable[[], Any] | None = None
+    ) -> Any:
+        """Run a call; if the device has no memory left for it, once more under a smaller plan, and so on."""
+        before = BeforeForward(prepared.profile, value)
+        for attempt in itertools.count():
+            try:
+                if plainly is not None and not attempt:
+                    return plainly()
+                assert prepared.executor is not None
+                return prepared.executor(value)
+            except RuntimeError as error:
+                if not is_shortage(error):
+                    raise
+                failure = error
+            failure.__traceback__ = failure.__context__ = None  # whose frames hold what the failed forward has made
+            prepared = self._with_less(signature, prepared, failure, restored=before.restore(), attempt=attempt)
+        raise AssertionError
+
+    def _with_less(
+        self, signature: Signature, prepared: Prepared, failure: RuntimeError, *, restored: bool, attempt: int
+    ) -> Prepared:
+        """The next smaller plan for a forward that has failed.
+
+        Raises:
+            ShortageError: There is none, or the forward cannot run again.
+        """
+        assert prepared.plan is not None
+        allowance, solved = self._allowance(prepared.profile), prepared.plan
+        reason = "The forward has changed its input or a large buffer, so it cannot run again with a smaller plan"
+        if restored:
+            reason = "No plan takes less"
+            if self.lower_ceiling(to_the_least=attempt >= _CAUTIOUS_ATTEMPTS):
+                if signature.device.type == "cuda":
+                    torch.cuda.empty_cache()
+                ceiling = self._ceiling_bytes
+                self.unplan(lambda plan: ceiling is None or plan.peak_bytes <= ceiling)
+                self._plan(signature, prepared)
+                _log.warning(
+                    "out of memory under a plan of %s: the forward runs again, and all that follow, with plans of at most %s",
+                    format_bytes(solved.peak_bytes),
+                    format_bytes(self._ceiling_bytes or 0),
+                )
+                return self._cache.latest[1]
+        raise shortage_error(
+            failure,
+            reason,
+            limit_bytes=allowance.limit_bytes,
+            predicted_bytes=allowance.reserved_bytes + solved.peak_bytes,
+        ) from failure
+
+    def lower_ceiling(self, *, to_the_least: bool = False) -> bool:
+        """Let all plans from now on take less than the one used last, which was too much for the device. Whether that is possible.
+
+        Args:
+            to_the_least: As little as a plan can do with, rather than halfway to that.
+        """
+        if not len(self._cache) or (solved := self.plan) is None:
+            return False
+        least = minimum_budget(
+            solved.chain,
+            slots=self._slots,
+            gradients_exist=solved.gradients_exist,
+            lingering_bytes=solved.lingering_bytes,
+        ).peak_bytes
+        if solved.peak_bytes <= least:
+            return False
+        self._ceiling_bytes = least if to_the_least else (solved.peak_bytes + least) // 2
+        return True
+
     # ---------------------------------------------------------------- planning
 
-    def _latest(self) -> _Prepared:
-        return next(reversed(self._prepared.values()))
+    def _allowance(self, profile: Profile) -> Allowance:
+        return self._allowance_source(profile).capped(self._ceiling_bytes)
 
     def _follow_changes(self) -> None:
-        """Start afresh if a module was replaced at any depth, or if one got hooks."""
-        submodules = tuple(self._module.modules())[1:]  # without the module itself, whose forward may be ours
-        stock = tuple(map(is_plain_stock, submodules))
-        if submodules != self._submodules or stock != self._stock:
-            self._submodules, self._stock = submodules, stock
-            self._parameters = tuple(self._module.parameters())
+        if self._cuts.follow_changes():
             self.forget()
+
+    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[SequentialCut | GraphCut, Any]:
+        made = self._cuts.made
+        bound = self._cuts.bind(args, kwargs)
+        if self._cuts.made != made:
+            for cache in (self._cache, self._measurements):
+                cache.drop(lambda signature: signature.cut in self._cuts)
+        return bound
 
     def _arguments(self, sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What a sample stands for: as Lightning's ``example_input_array``, but an ``nn.Sequential`` takes one input, whatever it is."""
@@ -321,105 +359,45 @@ class PlannedForward:
 
     def _is_prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         self._follow_changes()
-        bound = ((cut, cut.bind(args, kwargs)) for cut in self._cuts)
-        return any(value is not None and self._signature(cut, value) in self._prepared for cut, value in bound)
+        return any(self._cuts.signature(cut, value) in self._cache for cut, value in self._cuts.known(args, kwargs))
 
-    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[SequentialCut | GraphCut, Any]:
-        """The stages for a call and their input; the module is cut now if it must be."""
-        _require_tensors(args[0] if len(args) == 1 and not kwargs else (args, kwargs))
-        self._follow_changes()
-        for index in reversed(range(len(self._cuts))):
-            value = self._cuts[index].bind(args, kwargs)
-            if value is not None:
-                self._cuts.append(self._cuts.pop(index))
-                return self._cuts[-1], value
-        self._require_shapes()
-        cut = self._renewed(sequentialize(self._module, args, kwargs))
-        if cut not in self._cuts:
-            if isinstance(cut, GraphCut):
-                require_same(self._module, cut, args, kwargs)
-            _log.info(
-                "%s becomes %d stages %s%s",
-                type(self._module).__name__,
-                len(cut.stages),
-                WAYS[cut.way],
-                "".join(f"; not {WAYS[way]}: {reason}" for way, reason in getattr(cut, "reasons", {}).items()),
-            )
-            self._take(cut)
-        value = cut.bind(args, kwargs)
-        if value is None:
-            raise ModelError(
-                f"{type(self._module).__name__} changes whenever its forward runs, so no trace of it holds: expected attributes that stay the "
-                "same from call to call"
-            )
-        return cut, value
-
-    def _renewed(self, cut: SequentialCut | GraphCut) -> SequentialCut | GraphCut:
-        """The known cut that runs the same operations, if there is one: what was changed made no difference."""
-        if isinstance(cut, GraphCut):
-            for known in self._cuts:
-                if isinstance(known, GraphCut) and known.renewed_by(cut):
-                    return known
-        return cut
-
-    def _take(self, cut: SequentialCut | GraphCut) -> None:
-        """Remember a cut, and drop those of layers that are gone, with their plans."""
-        present = set(self._module.modules())
-        kept = [known for known in self._cuts if isinstance(known, GraphCut) and known.lives_in(present)]
-        self._cuts = [*kept[1 - _MAX_CUTS :], cut]
-        for signature in [signature for signature in self._prepared if signature[1][0] not in self._cuts]:
-            del self._prepared[signature]
-        self._cuts_made += 1
-        if self._cuts_made == _MANY_CUTS:
-            warnings.warn(
-                f"{type(self._module).__name__} was traced and measured {_MANY_CUTS} times, because an argument that is no tensor, or an "
-                "attribute that its forward could read, keeps changing: expected only tensors to differ from step to step",
-                RotorWarning,
-                stacklevel=2,
-            )
-
-    def _prepare(self, cut: SequentialCut | GraphCut, value: Any) -> _Prepared:
-        signature = self._signature(cut, value)
-        prepared = self._prepared.get(signature)
-        if prepared is None:
-            prepared = self._larger_batch(signature)
-        if prepared is None:
-            prepared = self._recalled(signature, cut)
-        if prepared is None:
-            self._measure(cut, value)
-            prepared = self._prepared[signature]
+    def _prepare(self, signature: Signature, value: Any) -> Prepared:
+        """The ladder of :mod:`lightning_rotor.measurements`."""
+        prepared = self._cache.use(signature) or self._recalled(signature)
+        if prepared is None and not self._estimated(signature):
+            self._measure(signature, value)
+        prepared = self._cache.latest[1]
         if prepared.executor is None:
-            self._plan(signature, prepared.profile)
-            prepared = self._prepared[signature]
-        elif signature in self._prepared:
-            self._prepared.move_to_end(signature)
-        return prepared
+            self._plan(signature, prepared)
+        return self._cache.latest[1]
 
-    def _recalled(self, signature: Any, cut: SequentialCut | GraphCut) -> _Prepared | None:
+    def _estimated(self, signature: Signature) -> bool:
+        """Plan a new shape from what is known of others, if that will do."""
+        profile = self._measurements.estimate(signature)
+        if profile is None:
+            return False
+        solved = self._measurements.choose(signature, profile, self._allowance(profile), slots=self._slots)
+        if solved is None or (solved.recomputed and self._measurements.is_vague(signature)):
+            return False
+        self._use(signature, Prepared.of(profile, solved, estimated=True))
+        return True
+
+    def _recalled(self, signature: Signature) -> Prepared | None:
         record = self._records.pop(self._call(signature), None) if self._records else None
-        recalled = None if record is None else recall(record, cut.stages)
+        recalled = None if record is None else recall(record, signature.cut.stages)
         if recalled is None:
             return None
         profile, solved = recalled.profile, recalled.plan
-        self._remember(signature, _Prepared(profile))
-        if solved is not None:
-            allowance = self._allowance(profile)
-            if allowance.fits(solved) and solved.slots >= self._slots:
-                self._use(signature, profile, solved)
-        return self._prepared[signature]
+        self._measurements.add(signature, profile)
+        self._cache.put(signature, Prepared(profile))
+        if solved is not None and self._allowance(profile).fits(solved) and solved.slots >= self._slots:
+            self._use(signature, Prepared.of(profile, solved))
+        return self._cache.latest[1]
 
-    def _call(self, signature: Any) -> str:
-        shapes, (cut, *settings) = signature
-        return call_fingerprint(cut.stages, (shapes, settings), shapes[0][2])
-
-    def _require_shapes(self) -> None:
-        lazy = [
-            name for name, parameter in self._module.named_parameters() if isinstance(parameter, UninitializedParameter)
-        ]
-        if lazy:
-            raise ModelError(
-                f"parameter {lazy[0]!r} of a lazy module has no shape yet: expected an initialized model. Run a batch through it first"
-            )
+    @staticmethod
+    def _call(signature: Signature) -> str:
+        plain = signature.shapes, signature.kinds, signature.settings
+        return call_fingerprint(signature.cut.stages, plain, signature.device)
 
     @contextmanager
     def _training_mode(self) -> Iterator[None]:
@@ -436,103 +414,53 @@ class PlannedForward:
             for submodule, mode in training:
                 submodule.training = mode
 
-    def _measure(self, cut: SequentialCut | GraphCut, value: Any) -> Profile:
+    def _measure(self, signature: Signature, value: Any) -> Profile:
         if self._on_measure is not None:
             self._on_measure()
         with MeasuringProgress(enabled=self._show_progress) as progress:
-            profile = profile_chain(cut.stages, value, progress=progress, compiled=self._compiled)
-        self._remember(self._signature(cut, value), _Prepared(profile))
+            profile = profile_chain(signature.cut.stages, value, progress=progress, compiled=self._compiled)
+        self._measurements.add(signature, profile)
+        self._cache.put(signature, Prepared(profile))
         return profile
 
-    def _plan(self, signature: Any, profile: Profile) -> Plan:
+    def _plan(self, signature: Signature, prepared: Prepared) -> Plan:
+        """Plan anew for known costs. Estimated ones are not worth a solution, unless no schedule at hand fits."""
+        profile = prepared.profile
         allowance = self._allowance(profile)
-        try:
-            solved = plan(
-                profile.chain,
-                max(allowance.budget_bytes, 1),
-                slots=self._slots,
-                gradients_exist=allowance.gradients_exist,
-                lingering_bytes=allowance.lingering_bytes,
-            )
-        except BudgetError as error:
-            raise allowance.explain(error) from None
-        self._use(signature, profile, solved)
+        solved = None
+        if prepared.estimated:
+            solved = self._measurements.choose(signature, profile, allowance, slots=self._slots)
+        if solved is None:
+            try:
+                solved = plan(
+                    profile.chain,
+                    max(allowance.budget_bytes, 1),
+                    slots=self._slots,
+                    gradients_exist=allowance.gradients_exist,
+                    lingering_bytes=allowance.lingering_bytes,
+                )
+            except BudgetError as error:
+                raise allowance.explain(error) from None
+        self._use(signature, Prepared.of(profile, solved, estimated=prepared.estimated))
         return solved
 
-    def _use(self, signature: Any, profile: Profile, solved: Plan) -> None:
-        executor = Executor(profile.stages, profile.chain, solved.schedule, profile.states)
-        self._remember(signature, _Prepared(profile, solved, executor))
+    def _use(self, signature: Signature, prepared: Prepared) -> None:
+        assert prepared.plan is not None
+        self._cache.put(signature, prepared)
+        self._measurements.note(signature, prepared.plan)
         if self._on_plan is not None:
-            self._on_plan(solved)
+            self._on_plan(prepared.plan)
 
-    def _remember(self, signature: Any, prepared: _Prepared) -> None:
-        self._prepared[signature] = prepared
-        self._prepared.move_to_end(signature)
-        while len(self._prepared) > _MAX_PLANS:
-            self._prepared.popitem(last=False)
-
-    def _signature(self, cut: SequentialCut | GraphCut, value: Any) -> Any:
-        """What a plan is made for: shapes, autocast, which parameters learn, and which modules train (dropout may be switched off)."""
-        shapes = tuple(
-            (tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad) for tensor in tensors_in(value)
+    def _menu(self, profile: Profile, allowance: Allowance) -> tuple[Schedule, ...]:
+        return menu(
+            profile.chain,
+            slots=self._slots,
+            gradients_exist=allowance.gradients_exist,
+            lingering_bytes=allowance.lingering_bytes,
         )
-        settings = (
-            cut,
-            tuple((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")),
-            tuple(module.training for module in self._submodules or ()),
-            tuple((parameter.requires_grad, parameter.dtype) for parameter in self._parameters),
-        )
-        return shapes, settings
-
-    def _larger_batch(self, signature: Any) -> _Prepared | None:
-        """The plan of a batch that is the same but longer: it serves a smaller last batch, whose every tensor is smaller."""
-        shapes, settings = signature
-        for (known_shapes, known_settings), prepared in reversed(self._prepared.items()):
-            if known_settings == settings and prepared.executor is not None and _only_longer(known_shapes, shapes):
-                return prepared
-        return None
-
-
-def _only_longer(known: Any, wanted: Any) -> bool:
-    """Whether shapes differ in their first dimension alone, which is nowhere larger in ``wanted``."""
-    return len(known) == len(wanted) and all(
-        len(long[0]) == len(short[0]) > 0
-        and long[0][0] >= short[0][0]
-        and long[0][1:] == short[0][1:]
-        and long[1:] == short[1:]
-        for long, short in zip(known, wanted, strict=True)
-    )
 
 
 def _inactive() -> PlannedForward:
     planned = PlannedForward.__new__(PlannedForward)
     planned._active = False
     return planned
-
-
-# -------------------------------------------------------------------- checks
-
-
-def check_sample(sample: Any) -> None:
-    """Check that a sample can be measured with.
-
-    Raises:
-        SampleError: It is missing, holds no tensor, or values that are not finite.
-    """
-    if sample is None:
-        raise SampleError(
-            "there is no sample: expected an input as in training, a tensor or tensors in tuples, lists or dicts"
-        )
-    _require_tensors(sample)
-    for tensor in tensors_in(sample):
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise SampleError(
-                f"the sample of shape {tuple(tensor.shape)} holds values that are not finite (NaN or infinity): expected an input as in training"
-            )
-
-
-def _require_tensors(value: Any) -> None:
-    if not tensors_in(value):
-        raise SampleError(
-            f"the input is {type(value).__name__} and holds no tensor: expected a tensor, or tensors in tuples, lists or dicts"
-        )

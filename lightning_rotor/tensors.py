@@ -9,6 +9,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
+from lightning_rotor.errors import SampleError
+
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors in a nesting that torch's pytree knows (tuples, lists, dicts, registered containers), in order.
@@ -54,3 +56,33 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
         return True
     # A NaN equals no NaN, so where both are one, the values are compared as "same".
     return bool(((left == right) | ((left != left) & (right != right))).all())
+
+
+def require_tensors(value: Any) -> None:
+    """Check that an input holds a tensor.
+
+    Raises:
+        SampleError: It does not.
+    """
+    if not tensors_in(value):
+        raise SampleError(
+            f"the input is {type(value).__name__} and holds no tensor: expected a tensor, or tensors in tuples, lists or dicts"
+        )
+
+
+def check_sample(sample: Any) -> None:
+    """Check that a sample can be measured with.
+
+    Raises:
+        SampleError: It is missing, holds no tensor, or values that are not finite.
+    """
+    if sample is None:
+        raise SampleError(
+            "there is no sample: expected an input as in training, a tensor or tensors in tuples, lists or dicts"
+        )
+    require_tensors(sample)
+    for tensor in tensors_in(sample):
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise SampleError(
+                f"the sample of shape {tuple(tensor.shape)} holds values that are not finite (NaN or infinity): expected an input as in training"
+            )

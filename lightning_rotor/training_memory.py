@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from lightning_rotor.allowance import Allowance
 from lightning_rotor.devices import free_bytes, resolve_limit
 from lightning_rotor.optimizer_prediction import predict_optimizer_state_bytes
-from lightning_rotor.planned import Allowance
 from lightning_rotor.training_state import (
     buffer_bytes,
     existing_gradient_bytes,

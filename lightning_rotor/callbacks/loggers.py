@@ -31,11 +31,15 @@ _log = logging.getLogger(__name__)
 _WITH_PICTURES = (TensorBoardLogger, WandbLogger, MLFlowLogger)
 
 
+def is_logging_step(trainer: pl.Trainer) -> bool:
+    """Whether the Trainer logs after this step, and somebody listens."""
+    return bool(trainer.loggers) and trainer._logger_connector.should_update_logs
+
+
 def log_metrics(trainer: pl.Trainer, prefix: str, metrics: Mapping[str, float]) -> None:
-    """Give numbers to every logger, at the steps at which the Trainer logs."""
-    if trainer._logger_connector.should_update_logs:
-        for logger in trainer.loggers:
-            logger.log_metrics(_named(logger, prefix, metrics), step=_step(trainer))
+    """Give numbers to every logger."""
+    for logger in trainer.loggers:
+        logger.log_metrics(_named(logger, prefix, metrics), step=_step(trainer))
 
 
 def log_hyperparameters(trainer: pl.Trainer, prefix: str, values: Mapping[str, Any]) -> None:

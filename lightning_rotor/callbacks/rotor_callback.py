@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from typing import Any
 
@@ -11,33 +10,36 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from rich.console import Console
+from torch import nn
 
-from lightning_rotor.attaching import attach, detach
-from lightning_rotor.callbacks.dry_step import compute_of_training_step
-from lightning_rotor.callbacks.loggers import log_hyperparameters, log_metrics, log_plan
+from lightning_rotor.allowance import Allowance
+from lightning_rotor.callbacks.attachment import Attachment
+from lightning_rotor.callbacks.loggers import is_logging_step, log_hyperparameters, log_metrics, log_plan
+from lightning_rotor.callbacks.process_limit import ProcessLimit
 from lightning_rotor.callbacks.process_plan import ProcessPlan
 from lightning_rotor.callbacks.saved_plans import SavedPlans
 from lightning_rotor.callbacks.step_watch import StepWatch
-from lightning_rotor.errors import BudgetError, ModelError, ProfilerBusyError, ProfilingError, RotorWarning, TrialError
+from lightning_rotor.errors import ProfilerBusyError, RotorWarning, TrialError
 from lightning_rotor.plan_records import model_fingerprint
-from lightning_rotor.planned import Allowance, PlannedForward
+from lightning_rotor.planned import MAX_PLANS, PlannedForward
 from lightning_rotor.planning import Plan
 from lightning_rotor.profiling import Profile
-from lightning_rotor.target import Target, TargetSearch, named_target
+from lightning_rotor.shortage import is_shortage, shortage_message
 from lightning_rotor.tensors import tensors_in
-from lightning_rotor.training_memory import ResidentMemory, process_limit_bytes
 from lightning_rotor.units import MemoryLimit, format_bytes, parse_limit
-
-_log = logging.getLogger(__name__)
-_MAX_CORRECTIONS = 5
 
 
 class RotorCallback(pl.Callback):
     """Keeps training inside a memory limit by recomputing activations, as few as possible, with bit-equal results.
 
     At the first training batch the callback measures the stages of one module, plans, and runs the plan from that very forward on. After the
-    first steps it compares the allocator's peak with the limit, and plans again with less if something outside the module (the loss, say)
-    needed more than was left for it.
+    first steps it compares the allocator's peak with the limit. If something outside the module (the loss, say) needed more than was left for it,
+    it plans again with less; if much was left over while the plan recomputes, with more.
+
+    A new input shape gets a plan within the step. Its costs follow from those that were measured, as a bound that they stay below, and the plan
+    is one of those at hand; only shapes much larger than any before, and a handful of others, are measured.
+
+    If the device runs out of memory in the module's forward all the same, that forward runs again under a smaller plan, to the same bits.
 
     Args:
         mem_limit: What the whole training process may use on the device: parameters, gradients, optimizer state, the batch and activations.
@@ -47,15 +49,17 @@ class RotorCallback(pl.Callback):
             counted in a dry run without values, or failing that (the log says why) trainable parameters. It is the LightningModule itself
             if its forward reaches much more than any submodule.
         slots: Resolution of the planner: more finds better schedules in long chains, and takes longer.
+        max_plans: Plans that are kept, one for each input shape, those used last. One that was dropped is made again when its shape returns.
         show_table: Print a table of the plan after the first steps.
         progress_bar: Show overhead and measured peak in the progress bar.
         log_plan: Give the plan to loggers that take pictures and text (TensorBoard, W&B, MLflow): memory over a step as a figure, if
             matplotlib is installed, and the table of stages as text.
     Raises:
-        UnitError: ``mem_limit`` is not positive, or cannot be read.
+        UnitError: ``mem_limit`` is not positive, or cannot be read; in ``setup``: ``slots`` or ``max_plans`` is not positive.
         ModelError: In ``setup``: no such module, or none that is supported. In the first training batch: it cannot be cut into stages, or
             ``training_step`` calls none that can.
-        BudgetError: In the first training batch: no schedule fits; says the least limit that would.
+        BudgetError: In the first training batch, or that of a larger shape: no schedule fits; says the least limit that would.
+        ShortageError: In a training batch: the device has no memory left, whatever the plan.
     Example:
         >>> trainer = L.Trainer(callbacks=[RotorCallback(mem_limit="2GiB")])  # doctest: +SKIP
 
@@ -69,6 +73,7 @@ class RotorCallback(pl.Callback):
         module: str | None = None,
         *,
         slots: int = 500,
+        max_plans: int = MAX_PLANS,
         show_table: bool = True,
         progress_bar: bool = False,
         log_plan: bool = True,
@@ -77,26 +82,24 @@ class RotorCallback(pl.Callback):
         self._limit = parse_limit(mem_limit)
         self._module_name = module
         self._slots = slots
+        self._max_plans = max_plans
         self._show_table = show_table
         self._progress_bar = progress_bar
         self._log_plan = log_plan
-        self._search: TargetSearch | None = None
-        self._target: Target | None = None
-        self._planned: PlannedForward | None = None
+        self._attachment: Attachment | None = None
         self._trainer: pl.Trainer | None = None
         self._model: pl.LightningModule | None = None
         self._saved: SavedPlans | None = None
         self._reset()
 
     def _reset(self) -> None:
-        self._choice_due = self._left_out_due = self._was_put_off = False
+        self._was_put_off = False
         self._plan: Plan | None = None
+        self._planned_module = ""
         self._batch: list[torch.Tensor] = []
-        self._in_step = False
-        self._resident: ResidentMemory | None = None
-        self._limit_bytes = 0
-        self._correction_bytes = 0
-        self._corrections = 0
+        self._runs: list[Plan] = []
+        self._in_step = self._stepped_before = False
+        self._process = ProcessLimit(self._limit)
         self._watch = StepWatch()
         self._report_due = False
 
@@ -113,7 +116,7 @@ class RotorCallback(pl.Callback):
     @property
     def budget_bytes(self) -> int:
         """The limit of the whole process in bytes, known once there is a plan."""
-        return self._limit_bytes
+        return self._process.limit_bytes
 
     @property
     def predicted_peak_bytes(self) -> int | None:
@@ -137,17 +140,18 @@ class RotorCallback(pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Attach now if ``setup`` could not."""
-        if self._planned is None:
+        if self._attachment is None:
             self._attach(trainer, pl_module)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Choose what to plan at the first batch, and measure the step if a plan is new."""
-        if self._choice_due:
-            self._choose(batch, batch_idx)
+        if self._attachment is not None:
+            self._attachment.choose(batch, batch_idx)
         self._batch = tensors_in(batch)
-        self._in_step = True
+        self._runs.clear()
+        self._in_step, self._stepped_before = True, trainer.global_step > 0
         if self._watch.due:
             self._watch.start(trainer, pl_module, self._batch)
 
@@ -160,7 +164,7 @@ class RotorCallback(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Read the meter, log, and plan again if the limit was exceeded."""
+        """Read the meter, log, and plan again if the limit was exceeded, or missed by far."""
         self._in_step = False
         if self._plan is None:
             return
@@ -175,7 +179,7 @@ class RotorCallback(pl.Callback):
         """Report the plan of a short training, and say so if nothing was planned."""
         if self._report_due:
             self._report(trainer)
-        if self._plan is None and self._planned is not None and not self._was_put_off:
+        if self._plan is None and self._attachment is not None and not self._was_put_off:
             rank_zero_warn(
                 "RotorCallback planned nothing: the module it works on never ran forward in training mode with gradients. Name another one "
                 "with RotorCallback(module=...)",
@@ -188,7 +192,12 @@ class RotorCallback(pl.Callback):
             self._detach()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Give the module its own forward back; Lightning calls no ``teardown`` after an exception."""
+        """Give the module its own forward back; Lightning calls no ``teardown`` after an exception.
+
+        Out of memory in a step, the next training plans with less.
+        """
+        if self._in_step and is_shortage(exception):
+            self._note_shortage(exception)
         self._detach()
 
     # ---------------------------------------------------------------- checkpoints
@@ -206,8 +215,11 @@ class RotorCallback(pl.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on without measuring again, if the model is the one that was measured."""
         saved = SavedPlans.from_state(state_dict)
-        target = None if saved is None or self._model is None else saved.target_in(self._model)
-        if self._model is not None and target is None:
+        if self._attachment is None or self._model is None:
+            self._saved = saved
+            return
+        target = None if saved is None else saved.target_in(self._model)
+        if target is None:
             rank_zero_warn(
                 f"the checkpoint's plan is not for this {type(self._model).__name__}: expected one for the same layers, made with this version "
                 "of lightning-rotor. It is left aside, and the model is measured anew",
@@ -215,77 +227,51 @@ class RotorCallback(pl.Callback):
             )
             return
         self._saved = saved
-        if target is not None:
-            self._attach_to_known(target)
+        self._attachment.move_to(target)
+        if self._attachment.target.module is target.module:
+            self._recall()
 
     def _save(self) -> None:
-        if self._planned is not None and self._target is not None and self._plan is not None:
+        attachment = self._attachment
+        if attachment is not None and attachment.planned is not None and self._plan is not None:
             self._saved = SavedPlans(
-                self._target.name,
-                model_fingerprint(self._target.module),
-                self._correction_bytes,
-                self._corrections,
-                self._planned.records(),
+                attachment.target.name,
+                model_fingerprint(attachment.target.module),
+                self._process.corrections,
+                attachment.planned.ceiling_bytes,
+                attachment.planned.records(),
             )
 
-    def _attach_to_known(self, target: Target) -> None:
-        """The saved plans' module is the choice, unless the user names another one now."""
-        if self._search is not None:
-            self._choice_due = self._left_out_due = False
-            self._attach_to(target)
-        self._recall()
-
     def _recall(self) -> None:
-        if (
-            self._saved is None
-            or self._target is None
-            or self._planned is None
-            or self._target.name != self._saved.module
-        ):
-            return
-        if self._saved.speak_of(self._target.module):
-            self._planned.recall(self._saved.records)
-            self._correction_bytes, self._corrections = self._saved.correction_bytes, self._saved.corrections
+        assert self._saved is not None
+        assert self._attachment is not None
+        assert self._attachment.planned is not None
+        self._attachment.planned.recall(self._saved.records)
+        self._attachment.planned.ceiling_bytes = self._saved.ceiling_bytes
+        self._process.recall(self._saved.corrections)
 
     # ---------------------------------------------------------------- attaching
 
     def _attach(self, trainer: pl.Trainer, model: pl.LightningModule) -> None:
-        """What has most of the compute shows in the first batch. That a tuner may never bring here, so there is a first guess."""
         self._trainer, self._model = trainer, model
-        if self._module_name is not None:
-            self._attach_to(named_target(model, self._module_name))
+        attachment = Attachment(trainer, model, self._planned_forward)
+        self._attachment = attachment
+        if attachment.begin(self._module_name, self._saved):
             self._recall()
-            return
-        compiled = model._compiler_ctx is not None  # as a whole, which leaves its forward to torch.compile
-        self._search = TargetSearch(model, may_be_whole=is_overridden("forward", model) and not compiled)
-        known = None if self._saved is None else self._saved.target_in(model)
-        if known is not None:
-            self._attach_to_known(known)
-            return
-        self._choice_due = self._left_out_due = True
-        self._attach_to(self._search.best())
 
-    def _choose(self, batch: Any, batch_idx: int) -> None:
-        assert self._search is not None
-        assert self._trainer is not None
-        assert self._model is not None
-        self._choice_due = False
-        try:
-            self._search.use(compute_of_training_step(self._trainer, self._model, batch, batch_idx))
-        except ProfilingError as error:
-            self._search.do_without(str(error))
-        self._attach_to(self._search.best())
-
-    def _descend(self, error: ModelError) -> None:
-        """From inside the first forward: the target turned out to be no chain, so try the next."""
-        assert self._search is not None
-        assert self._target is not None
-        self._search.refuse(self._target)
-        found = self._search.best()
-        if found is None:
-            raise error
-        _log.info("RotorCallback cannot plan %s: %s", self._target.place, error)
-        self._attach_to(found)
+    def _planned_forward(self, module: nn.Module, on_unsupported: Any) -> PlannedForward:
+        self._plan = None
+        return PlannedForward(
+            module,
+            self._allowance,
+            slots=self._slots,
+            max_plans=self._max_plans,
+            on_measure=self._watch.drop,
+            on_plan=self._on_plan,
+            on_run=self._runs.append,
+            on_unsupported=on_unsupported,
+            on_busy=self._put_off,
+        )
 
     def _put_off(self, error: ProfilerBusyError) -> None:
         if not self._was_put_off:
@@ -295,62 +281,22 @@ class RotorCallback(pl.Callback):
                 category=RotorWarning,
             )
 
-    def _attach_to(self, target: Target | None) -> None:
-        if target is None:
-            raise ModelError(
-                f"{type(self._model).__name__} holds no submodule with several layers and trainable parameters that its training_step calls: "
-                "expected one. Put the layers that take most of the memory into an nn.Sequential or a module of their own, and call that"
-            )
-        if self._target is None or self._target.module is not target.module:
-            if self._target is not None:
-                detach(self._target.module)
-            self._target, self._plan = None, None
-            self._planned = PlannedForward(
-                target.module,
-                self._allowance,
-                slots=self._slots,
-                on_measure=self._watch.drop,
-                on_plan=self._on_plan,
-                on_unsupported=self._descend if self._search is not None else None,
-                on_busy=self._put_off,
-            )
-            attach(target.module, self._planned)
-        self._target = target
-        if not (self._trainer is None or self._trainer.global_rank):
-            level = logging.DEBUG if self._choice_due else logging.INFO
-            _log.log(level, "RotorCallback plans %s. RotorCallback(module=...) names another", target)
-
     def _detach(self) -> None:
         self._watch.drop()
         self._save()
-        if self._target is not None:
-            detach(self._target.module)
-        self._target = self._search = self._planned = self._trainer = self._model = None
+        if self._attachment is not None:
+            self._attachment.end()
+        self._attachment = self._trainer = self._model = None
         self._batch = []
 
     # ---------------------------------------------------------------- planning
 
     def _allowance(self, profile: Profile) -> Allowance:
-        assert self._model is not None
-        assert self._target is not None
-        assert self._trainer is not None
-        device = torch.device(profile.chain.device)
-        optimizers = self._trainer.optimizers
-        self._resident = ResidentMemory.of(self._model, self._target.module, optimizers, self._batch, device)
-        if not self._batch:  # a tuner's trial, which is known from its forward alone
-            self._resident = replace(self._resident, batch_bytes=profile.chain.input_bytes)
-        self._limit_bytes = process_limit_bytes(self._limit, self._model, optimizers, self._batch, device)
-        return self._current_allowance()
-
-    def _current_allowance(self) -> Allowance:
-        assert self._resident is not None
+        assert self._attachment is not None
         assert self._model is not None
         assert self._trainer is not None
-        # zero_grad runs between forward and backward, so gradients of the step before linger through the forward. Not so when
-        # several backwards add up, or when the user decides.
-        linger = self._model.automatic_optimization and self._trainer.accumulate_grad_batches == 1
-        allowed = self._resident.allowance(
-            self._limit_bytes, gradients_linger=linger, correction_bytes=self._correction_bytes
+        allowed = self._process.allowance(
+            profile.chain, self._trainer, self._model, target=self._attachment.target.module, batch=self._batch
         )
         # Tuners take all callbacks out of the Trainer; one of them tries another batch when memory does not suffice.
         callbacks: list[pl.Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
@@ -358,14 +304,15 @@ class RotorCallback(pl.Callback):
 
     def _process_plan(self) -> ProcessPlan:
         assert self._plan is not None
-        return ProcessPlan(self._plan, self._limit_bytes, self._watch.peak_bytes, str(self._target))
+        return ProcessPlan(self._plan, self._process.limit_bytes, self._watch.peak_bytes, self._planned_module)
 
     def _on_plan(self, plan: Plan) -> None:
+        assert self._attachment is not None
         self._plan = plan
+        self._planned_module = str(self._attachment.target)
         self._watch.renew()
         self._report_due = True
-        if self._left_out_due and not self._choice_due:
-            self._tell_what_is_left_out()
+        self._attachment.tell_what_is_left_out()
         if self._in_step and not self._watch.running:
             assert self._trainer is not None
             assert self._model is not None
@@ -375,43 +322,42 @@ class RotorCallback(pl.Callback):
 
     def _correct(self) -> None:
         """Closed loop: what the plan could not know shows in the measured peak."""
-        excess = self._watch.backward_peak_bytes - self._limit_bytes
-        if excess <= 0 or self._planned is None:
+        assert self._attachment is not None
+        if self._attachment.planned is None:
             return
-        reason = f"{_MAX_CORRECTIONS} better plans did not help"
-        if self._corrections < _MAX_CORRECTIONS:
-            # Another plan peaks elsewhere, where what is outside of it may take more again: the steps grow.
-            excess *= 2**self._corrections
-            self._corrections += 1
-            self._correction_bytes += excess
-            try:
-                self._planned.replan()
-            except BudgetError as error:
-                self._correction_bytes -= excess
-                self._corrections = _MAX_CORRECTIONS
-                reason = f"no plan saves that much: {error}"
-            else:
-                return
-        self._watch.give_up()
-        rank_zero_warn(
-            f"the step took {format_bytes(self._watch.backward_peak_bytes)}, more than mem_limit {format_bytes(self._limit_bytes)}. The current plan "
-            f"stays, since {reason}",
-            category=RotorWarning,
+        settled = self._stepped_before and not self._watch.due  # with all that a step finds from those before it
+        peak_bytes = self._watch.backward_peak_bytes
+        reason = self._process.correct(self._attachment.planned, self._runs, peak_bytes, may_grow=settled)
+        if reason is not None:
+            self._watch.give_up()
+            rank_zero_warn(
+                f"the step took {format_bytes(peak_bytes)}, more than mem_limit {format_bytes(self._process.limit_bytes)}. The current plan "
+                f"stays, since {reason}",
+                category=RotorWarning,
+            )
+
+    def _note_shortage(self, exception: BaseException) -> None:
+        """A failed backward cannot run again: some gradients are added already, and the graph in between is gone."""
+        planned = None if self._attachment is None else self._attachment.planned
+        if planned is None or self._plan is None:
+            return
+        process = self._process_plan()
+        reason = "A backward cannot run a second time"
+        if planned.lower_ceiling():
+            reason += ", but the next training with this callback plans with less"
+        message = shortage_message(
+            exception, reason, limit_bytes=process.limit_bytes, predicted_bytes=process.predicted_peak_bytes
         )
+        rank_zero_warn(f"RotorCallback: {message}", category=RotorWarning)
 
     # ---------------------------------------------------------------- telling
 
-    def _tell_what_is_left_out(self) -> None:
-        assert self._search is not None
-        assert self._target is not None
-        self._left_out_due = False
-        message = self._search.what_is_left_out(self._target)
-        if message is not None:
-            rank_zero_warn(f"RotorCallback {message}", category=RotorWarning)
-
     def _log_metrics(self, trainer: pl.Trainer) -> None:
+        if not (self._progress_bar or is_logging_step(trainer)):
+            return
         process = self._process_plan()
-        log_metrics(trainer, self._prefix, process.metrics())
+        if is_logging_step(trainer):
+            log_metrics(trainer, self._prefix, process.metrics())
         if self._progress_bar and self._model is not None:
             shown = {"rotor_overhead_%": 100 * process.plan.overhead}
             if process.measured_peak_bytes is not None:

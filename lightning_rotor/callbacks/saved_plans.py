@@ -19,15 +19,15 @@ class SavedPlans:
     Attributes:
         module: Dotted name of the module in its model.
         model: Its fingerprint.
-        correction_bytes: What the closed loop had found to be needed outside of it.
-        corrections: How often it had planned again.
+        corrections: What the closed loop had found out, from :attr:`.process_limit.ProcessLimit.corrections`.
+        ceiling_bytes: The most that a plan may take since the device ran out of memory, or None.
         records: From :meth:`lightning_rotor.planned.PlannedForward.records`.
     """
 
     module: str
     model: str
-    correction_bytes: int
-    corrections: int
+    corrections: dict[str, list[int]]
+    ceiling_bytes: int | None
     records: list[dict[str, Any]]
 
     @classmethod
@@ -45,10 +45,11 @@ class SavedPlans:
     def target_in(self, model: nn.Module) -> Target | None:
         """The module in a model, or None if there is no such module in it."""
         module = dict(model.named_modules()).get(self.module)
-        if module is None or not may_be_planned(module) or not self.speak_of(module):
+        if module is None or not may_be_planned(module):
             return None
-        return Target(self.module, module, "as before")
+        target = Target(self.module, module, "as before")
+        return target if self.are_for(target) else None
 
-    def speak_of(self, module: nn.Module) -> bool:
-        """Whether a module is made like the one that they are for."""
-        return model_fingerprint(module) == self.model
+    def are_for(self, target: Target) -> bool:
+        """Whether a module has their name, and is made like the one that they are for."""
+        return target.name == self.module and model_fingerprint(target.module) == self.model

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_rotor.allowance import Allowance
 from lightning_rotor.command_line.loading import model_maker, optimizer_maker
 from lightning_rotor.command_line.options import Options
 from lightning_rotor.cutting import sequentialize
@@ -18,7 +19,6 @@ from lightning_rotor.devices import resolve_limit
 from lightning_rotor.errors import BudgetError, ProfilingError
 from lightning_rotor.estimation import GPUS, Accelerator, build_on_meta, estimate_profile
 from lightning_rotor.estimation.estimate import arguments
-from lightning_rotor.planned import Allowance
 from lightning_rotor.planning import Frontier, Plan, Solver, frontier_of
 from lightning_rotor.profiling import Profile, profile_chain
 from lightning_rotor.profiling.progress import MeasuringProgress

@@ -16,9 +16,11 @@ from lightning_rotor.planning.baselines import baselines
 from lightning_rotor.planning.bounds import lower_bound_seconds
 from lightning_rotor.planning.files import load_plan, save_plan
 from lightning_rotor.planning.frontier import Frontier, FrontierPoint, Gain, frontier_of
+from lightning_rotor.planning.menu import fastest_of, menu_of
 from lightning_rotor.planning.plan import DEFAULT_SLOTS, Plan
 from lightning_rotor.planning.proposals import Proposal
 from lightning_rotor.planning.solver import Solver, fine_slots
+from lightning_rotor.schedule import Schedule
 
 __all__ = [
     "Frontier",
@@ -28,11 +30,13 @@ __all__ = [
     "Proposal",
     "Solver",
     "baselines",
+    "fastest_of",
     "fine_slots",
     "frontier",
     "frontier_of",
     "load_plan",
     "lower_bound_seconds",
+    "menu",
     "minimum_budget",
     "plan",
     "save_plan",
@@ -100,6 +104,16 @@ def frontier(
     Arguments as for :func:`plan`.
     """
     return frontier_of(_solver(chain, slots, gradients_exist, lingering_bytes, device))
+
+
+def menu(
+    chain: Chain, *, slots: int = DEFAULT_SLOTS, gradients_exist: bool = False, lingering_bytes: int = 0
+) -> tuple[Schedule, ...]:
+    """Schedules from the least memory to no recomputation, for :func:`fastest_of` to choose from when the chain's sizes have changed.
+
+    Arguments as for :func:`plan`; after that, with the same ones, it takes next to no time.
+    """
+    return menu_of(_solver(chain, slots, gradients_exist, lingering_bytes, None))
 
 
 # Whoever plans a chain is likely to plan it again at once: for another budget, its curve, its minimum. Tables take tens of megabytes.

@@ -14,8 +14,7 @@ from typing import Any
 from lightning_rotor.chain import Chain, StageIdentity
 from lightning_rotor.errors import PlanError, ScheduleError
 from lightning_rotor.planning.plan import Plan
-from lightning_rotor.schedule import Schedule
-from lightning_rotor.simulator import simulate
+from lightning_rotor.planning.records import PlanRecord
 from lightning_rotor.units import format_bytes
 
 _FORMAT = 1
@@ -33,11 +32,7 @@ def save_plan(plan: Plan, path: Path | str) -> None:
         "fingerprint": plan.chain.fingerprint,
         "device": plan.chain.device,
         "stages": [_as_json(stage) for stage in plan.chain.identity],
-        "schedule": str(plan.schedule),
-        "budget_bytes": plan.budget_bytes,
-        "gradients_exist": plan.gradients_exist,
-        "lingering_bytes": plan.lingering_bytes,
-        "slots": plan.slots,
+        **PlanRecord.of(plan).to_plain(),
     }
     Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
@@ -59,9 +54,7 @@ def load_plan(path: Path | str, chain: Chain) -> Plan:
         if content["format"] != _FORMAT:
             raise PlanError(f"{path} has format {content['format']!r}: expected {_FORMAT}, written by this version")
         saved = [_from_json(stage) for stage in content["stages"]]
-        schedule = Schedule.parse(content["schedule"])
-        budget_bytes, slots = int(content["budget_bytes"]), int(content["slots"])
-        gradients_exist, lingering_bytes = bool(content["gradients_exist"]), int(content["lingering_bytes"])
+        record = PlanRecord.from_plain(content)
         device, fingerprint = content["device"], content["fingerprint"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, PlanError):
@@ -71,22 +64,13 @@ def load_plan(path: Path | str, chain: Chain) -> Plan:
     if fingerprint != chain.fingerprint:
         difference = _difference(saved, device, chain)
         raise PlanError(f"{path} was made for something else: {difference}. Plan for this model and input anew")
-    simulation = simulate(chain, schedule, gradients_exist=gradients_exist, lingering_bytes=lingering_bytes)
-    if simulation.peak_bytes > budget_bytes:
+    plan = record.plan(chain)
+    if plan.peak_bytes > plan.budget_bytes:
         raise PlanError(
-            f"{path} takes {format_bytes(simulation.peak_bytes)} on this machine, which is more than its budget of "
-            f"{format_bytes(budget_bytes)}: plan anew"
+            f"{path} takes {format_bytes(plan.peak_bytes)} on this machine, which is more than its budget of "
+            f"{format_bytes(plan.budget_bytes)}: plan anew"
         )
-    return Plan(
-        chain,
-        schedule,
-        budget_bytes,
-        simulation,
-        0.0,
-        gradients_exist=gradients_exist,
-        lingering_bytes=lingering_bytes,
-        slots=slots,
-    )
+    return plan
 
 
 def _as_json(stage: StageIdentity) -> dict[str, Any]:

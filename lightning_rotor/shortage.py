@@ -1,0 +1,106 @@
+"""A device that runs out of memory inside a planned forward: what to say of it, and how the forward can run a second time.
+
+A failed forward has left no gradient and no graph that anybody holds, so it may run again, once what it has already changed is set back: random
+number generators, BatchNorm's statistics, buffers and attributes of modules. A failed backward may not: some parameters have their gradients
+added already, and the graph in between is freed. There the error goes on to the user, and the next training plans with less.
+"""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_rotor.errors import ShortageError
+from lightning_rotor.generators import GeneratorStates
+from lightning_rotor.profiling import Profile
+from lightning_rotor.state import Attributes, SegmentState
+from lightning_rotor.tensors import tensors_in
+from lightning_rotor.units import format_bytes
+
+_RSS_UNIT = 1 if platform.system() == "Darwin" else 1024
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Whether an error means that the device has no memory left. The CPU's allocator raises no type of its own."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator: " in str(error)
+    )
+
+
+class BeforeForward:
+    """What a forward may change, as it was before.
+
+    Args:
+        profile: Of the chain that is about to run; says which state its modules have.
+        value: Its input.
+    """
+
+    __slots__ = ("_attributes", "_copies", "_generators", "_versions")
+
+    def __init__(self, profile: Profile, value: Any) -> None:
+        state = sum(profile.states, SegmentState())
+        draws = bool(state.attributed) or any(stage.draws_random for stage in profile.chain)
+        tensors = tensors_in(value)
+        self._generators = GeneratorStates(tensors[0].device) if draws else None
+        self._attributes = Attributes(state.attributed)
+        changing = [
+            statistic.module._buffers[statistic.name] for statistic in state.statistics if statistic.module.training
+        ]
+        changing += _buffers(state.remembered)
+        self._copies = [(buffer, buffer.detach().clone()) for buffer in changing if buffer is not None]
+        self._versions = [(tensor, tensor._version) for tensor in (*tensors, *_buffers(state.watched))]
+
+    def restore(self) -> bool:
+        """Set everything back. Whether that was possible: an input or a large buffer that has changed is not remembered."""
+        if any(tensor._version != version for tensor, version in self._versions):
+            return False
+        self._attributes.restore()
+        with torch.no_grad():
+            for buffer, copy in self._copies:
+                buffer.copy_(copy)
+        if self._generators is not None:
+            self._generators.restore()
+        return True
+
+
+def _buffers(modules: tuple[nn.Module, ...]) -> list[torch.Tensor]:
+    return [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
+
+
+def shortage_error(failure: BaseException, reason: str, *, limit_bytes: int, predicted_bytes: int) -> ShortageError:
+    """The typed error for a failure.
+
+    Args:
+        failure: What torch raised.
+        reason: Why no other plan is tried.
+        limit_bytes: As the user set it.
+        predicted_bytes: What the plan that failed was to take.
+    """
+    return ShortageError(
+        shortage_message(failure, reason, limit_bytes=limit_bytes, predicted_bytes=predicted_bytes),
+        limit_bytes=limit_bytes,
+        predicted_bytes=predicted_bytes,
+    )
+
+
+def shortage_message(failure: BaseException, reason: str, *, limit_bytes: int, predicted_bytes: int) -> str:
+    """What happened, in terms of the user's limit, and what to set. torch's own words are in it: tuners look for them."""
+    return (
+        f"out of memory inside mem_limit {format_bytes(limit_bytes)}: the plan was to peak at {format_bytes(predicted_bytes)}; "
+        f"{_actual_peak()}. {reason}. Set mem_limit to less than what the device really has for this process, lower the batch size, or free "
+        f"what others hold there. torch said: {failure}"
+    )
+
+
+def _actual_peak() -> str:
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return f"the allocator has given out {format_bytes(torch.cuda.max_memory_allocated())} at most"
+    try:
+        import resource
+    except ModuleNotFoundError:  # Windows
+        return "the actual peak is not known here"
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT
+    return f"the whole process has had {format_bytes(resident)} in memory at most"
