@@ -8,8 +8,9 @@ budget, in steps of unknown size, so this is a search for the largest budget tha
                   keeps the limit           has exceeded it
 
 Above the limit without any good budget, the budget falls by the excess, and by twice as much each further time. Below it, the budget grows by no more
-than the room that the peak left, shared by all calls of the step. Between a good and a bad budget the next one is interpolated; what was bad is
-never tried again, and the gap closes by a tenth each time at least, so the search ends.
+than the room that the peak left, shared by all calls of the step. Between a good and a bad budget the next one is interpolated; a plan that
+was too much is never tried again, and the gap closes by a tenth each time at
+least, so the search ends.
 """
 
 from __future__ import annotations
@@ -48,25 +49,20 @@ class ClosedLoop:
         self._overshoots = 0
         self._growths = 0
 
-    @property
-    def is_exhausted(self) -> bool:
-        """Whether so many smaller budgets did not help that another one would not either."""
-        return self._overshoots >= _MOST_OVERSHOOTS
-
     def too_much(self, trial: Trial, limit_bytes: int) -> int | None:
-        """The next budget after a peak above the limit, or None if it is no use."""
-        if self.is_exhausted:
-            return None
-        if self._bad is None or trial.budget_bytes <= self._bad.budget_bytes:
+        """The next budget after a peak above the limit, or None if so many did not help that another one would not either."""
+        if self._bad is None or trial.plan_bytes <= self._bad.plan_bytes:
             self._bad = trial
         if self._good is not None and self._good.budget_bytes >= trial.budget_bytes:
             self._good = None  # what did once does not always
         self._overshoots += 1
         if self._good is not None:
-            return self._between(limit_bytes) or self._good.budget_bytes
-        excess = trial.measured_bytes - limit_bytes
+            between = None if self._overshoots > _MOST_OVERSHOOTS else self._between(limit_bytes)
+            return between or self._good.budget_bytes
+        if self._overshoots > _MOST_OVERSHOOTS:
+            return None
         # Another plan peaks elsewhere, where what is outside of it may take more again: the steps grow.
-        return trial.budget_bytes - (excess << (self._overshoots - 1))
+        return trial.plan_bytes - ((trial.measured_bytes - limit_bytes) << (self._overshoots - 1))
 
     def too_little(self, trial: Trial, limit_bytes: int, *, calls: int) -> int | None:
         """The next budget after a peak that kept the limit, or None if this one is good enough.
@@ -81,7 +77,7 @@ class ClosedLoop:
         if trial.measured_bytes >= _CLOSE * limit_bytes or self._growths >= _MOST_GROWTHS:
             return None
         grown: int | None = trial.plan_bytes + (limit_bytes - trial.measured_bytes) // max(calls, 1)
-        if self._bad is not None and grown is not None and grown >= self._bad.budget_bytes:
+        if self._bad is not None and grown is not None and grown >= self._bad.plan_bytes:
             grown = self._between(limit_bytes)
         if grown is None or grown <= trial.budget_bytes + _NARROW * limit_bytes:
             return None
@@ -89,10 +85,10 @@ class ClosedLoop:
         return grown
 
     def _between(self, limit_bytes: int) -> int | None:
-        """Where the limit should be reached, going by the peaks of the good and the bad budget."""
+        """Where the limit should be reached, going by the peaks of the good and the bad budget: any that allows the bad plan is bad."""
         assert self._good is not None
         assert self._bad is not None
-        gap = self._bad.budget_bytes - self._good.budget_bytes
+        gap = self._bad.plan_bytes - self._good.budget_bytes
         if gap <= _NARROW * limit_bytes:
             return None
         share = (limit_bytes - self._good.measured_bytes) / (self._bad.measured_bytes - self._good.measured_bytes)
