@@ -29,6 +29,7 @@ from lightning_rotor.errors import (
     RotorWarning,
     SampleError,
     ScheduleError,
+    ShortageError,
     UnitError,
 )
 from lightning_rotor.planning import Frontier, Plan, frontier, plan
@@ -63,6 +64,7 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "Segment",
+    "ShortageError",
     "Simulation",
     "StageCost",
     "UnitError",

@@ -21,6 +21,7 @@ class Allowance:
         lingering_bytes: As in :func:`~lightning_rotor.simulator.simulate`.
         reserved_bytes: The part of the user's limit that is not for the chain; only error messages need it.
         reserved_for: What that part is for.
+        guessed_bytes: What of it is a guess, and not worth an error.
         error: What to raise where the limit is too low.
     """
 
@@ -29,6 +30,7 @@ class Allowance:
     lingering_bytes: int = 0
     reserved_bytes: int = 0
     reserved_for: str = ""
+    guessed_bytes: int = 0
     error: type[BudgetError] = BudgetError
 
     @property

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol
 from torch import nn
 
 from lightning_rotor.errors import ModelError
-from lightning_rotor.sequential import Stage, sequential_stages
+from lightning_rotor.sequential import Stage, sequential_members, sequential_stages
 from lightning_rotor.tracing import GraphCut, cut_graph, cut_recording
 
 WAYS = {
@@ -66,11 +66,11 @@ class SequentialCut:
         """The one input, unless a layer was replaced, or a container got hooks that the flat chain would never fire."""
         inspect.signature(type(self._module).forward).bind(self._module, *args, **kwargs)
         (value,) = (*args, *kwargs.values())
-        try:
-            now = sequential_stages(self._module)
-        except ModelError:
-            return None
-        return value if [stage.modules for stage in now] == [stage.modules for stage in self._stages] else None
+        now = sequential_members(self._module)
+        same = len(now) == len(self._stages) and all(
+            stage.modules == (member,) for stage, member in zip(self._stages, now, strict=True)
+        )
+        return value if same else None
 
 
 def sequentialize(

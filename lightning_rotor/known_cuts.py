@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,10 +62,12 @@ class KnownCuts:
     Args:
         module: Is cut when a call is of a new kind.
         most: So many are kept.
+        on_cut: Called before the module is cut, which may run it.
     """
 
-    def __init__(self, module: nn.Module, *, most: int) -> None:
+    def __init__(self, module: nn.Module, *, most: int, on_cut: Callable[[], None] = lambda: None) -> None:
         self._module = module
+        self._on_cut = on_cut
         self._most = most
         self._cuts: list[SequentialCut | GraphCut] = []
         self._made = 0
@@ -116,6 +118,7 @@ class KnownCuts:
             self._cuts.append(cut)
             return cut, value
         self._require_initialized()
+        self._on_cut()
         cut = self._renewed(sequentialize(self._module, args, kwargs))
         if cut not in self._cuts:
             if isinstance(cut, GraphCut):

@@ -70,7 +70,7 @@ class PlannedForward:
         slots: Resolution of the dynamic program.
         max_plans: Plans that are kept, those used last; a plan that was dropped is made again when its signature returns.
         show_progress: Show a progress bar when measuring takes longer than two seconds.
-        on_measure: Called before measuring, which needs torch's profiler for itself.
+        on_measure: Called before cutting and measuring, which run the module, and need torch's profiler for themselves.
         on_plan: Called after each plan, before it runs for the first time.
         on_run: Called before each run of a plan.
         on_unsupported: Called if the module turns out to be no chain; then it runs plainly. By default the error is raised.
@@ -101,7 +101,7 @@ class PlannedForward:
                 raise UnitError(f"{name} is {number!r}: expected a positive integer, such as the default {default}")
         check_module(module)
         self._module = module
-        self._cuts = KnownCuts(module, most=max_plans)
+        self._cuts = KnownCuts(module, most=max_plans, on_cut=self._stop_watching)
         self._cache = PlanCache(max_plans)
         self._measurements = Measurements(self._menu)
         self._compiled = CompiledModules()
@@ -290,7 +290,7 @@ class PlannedForward:
             ShortageError: There is none, or the forward cannot run again.
         """
         assert prepared.plan is not None
-        allowance, solved = self._allowance(prepared.profile), prepared.plan
+        allowance, solved = self._allowance_source(prepared.profile), prepared.plan  # as if there were enough
         reason = "The forward has changed its input or a large buffer, so it cannot run again with a smaller plan"
         if restored:
             reason = "No plan takes less"
@@ -340,6 +340,10 @@ class PlannedForward:
     def _follow_changes(self) -> None:
         if self._cuts.follow_changes():
             self.forget()
+
+    def _stop_watching(self) -> None:
+        if self._on_measure is not None:
+            self._on_measure()
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[SequentialCut | GraphCut, Any]:
         made = self._cuts.made
@@ -415,8 +419,7 @@ class PlannedForward:
                 submodule.training = mode
 
     def _measure(self, signature: Signature, value: Any) -> Profile:
-        if self._on_measure is not None:
-            self._on_measure()
+        self._stop_watching()
         with MeasuringProgress(enabled=self._show_progress) as progress:
             profile = profile_chain(signature.cut.stages, value, progress=progress, compiled=self._compiled)
         self._measurements.add(signature, profile)
@@ -431,18 +434,26 @@ class PlannedForward:
         if prepared.estimated:
             solved = self._measurements.choose(signature, profile, allowance, slots=self._slots)
         if solved is None:
-            try:
-                solved = plan(
-                    profile.chain,
-                    max(allowance.budget_bytes, 1),
-                    slots=self._slots,
-                    gradients_exist=allowance.gradients_exist,
-                    lingering_bytes=allowance.lingering_bytes,
-                )
-            except BudgetError as error:
-                raise allowance.explain(error) from None
+            solved = self._solve(profile, allowance)
         self._use(signature, Prepared.of(profile, solved, estimated=prepared.estimated))
         return solved
+
+    def _solve(self, profile: Profile, allowance: Allowance) -> Plan:
+        def solve(budget_bytes: int) -> Plan:
+            return plan(
+                profile.chain,
+                max(budget_bytes, 1),
+                slots=self._slots,
+                gradients_exist=allowance.gradients_exist,
+                lingering_bytes=allowance.lingering_bytes,
+            )
+
+        try:
+            return solve(allowance.budget_bytes)
+        except BudgetError as error:
+            if error.minimum_bytes <= allowance.budget_bytes + allowance.guessed_bytes:
+                return solve(error.minimum_bytes)
+            raise allowance.explain(error) from None
 
     def _use(self, signature: Signature, prepared: Prepared) -> None:
         assert prepared.plan is not None

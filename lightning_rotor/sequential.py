@@ -125,6 +125,13 @@ def sequential_stages(module: nn.Module) -> tuple[Stage, ...]:
     return stages
 
 
+def sequential_members(module: nn.Module) -> list[nn.Module]:
+    """The members of an ``nn.Sequential`` that :func:`sequential_stages` makes stages of; none if it refuses the module."""
+    if not isinstance(module, nn.Sequential) or not _runs_members_in_a_row(module):
+        return []
+    return [member for _, member in _flatten(module, "")]
+
+
 def is_plain_stock(module: nn.Module) -> bool:
     """Whether a module is one of torch's own layers, unhooked and not parametrized, so that its behaviour is known."""
     return (

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import combinations, product
 from typing import Any, TypeAlias
 
@@ -158,6 +158,8 @@ def _weights(known: _Matrix, wanted: _Matrix, totals: _Matrix) -> _Matrix:
 
 def _bounded(values: Sequence[Any], bound: Bound, name: str) -> Any:
     """One value that bounds several of the same kind: every size and duration in them, while all else must be equal."""
+    if isinstance(values[0], StageCost):
+        values = _alike(values)
     first = values[0]
     if is_dataclass(first) and not isinstance(first, type):
         parts = {
@@ -181,3 +183,28 @@ def _bounded(values: Sequence[Any], bound: Bound, name: str) -> Any:
     if any(value != first for value in values):
         raise UnlikeChainsError(name)
     return first
+
+
+def _alike(stages: Sequence[StageCost]) -> Sequence[StageCost]:
+    """The same costs with peaks written out that only some of the measurements have of their own."""
+    options = [option for stage in stages for option in stage.options]
+    apart = [
+        tuple(option.accumulating is None for option in options),
+        tuple(o.discard_peak_bytes is None for o in options),
+    ]
+    if not any(len(set(each)) > 1 for each in apart):
+        return stages
+    return [
+        replace(
+            stage,
+            options=tuple(
+                replace(
+                    option,
+                    accumulating=option.backward_peaks(gradients_exist=True),
+                    discard_peak_bytes=stage.discard_peak_of(option),
+                )
+                for option in stage.options
+            ),
+        )
+        for stage in stages
+    ]

@@ -29,14 +29,14 @@ class Loss(nn.Module):
 
 
 def mlp() -> nn.Module:
-    return nn.Sequential(*(layer for _ in range(5) for layer in (nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.1))), Loss())
+    return nn.Sequential(
+        *(layer for _ in range(5) for layer in (nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.1))), Loss()
+    )
 
 
 def cnn() -> nn.Module:
     blocks = [[nn.Conv2d(2 if not n else 8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()] for n in range(4)]
-    return nn.Sequential(
-        nn.Unflatten(1, (2, 4, 4)), *(layer for block in blocks for layer in block), Loss()
-    )
+    return nn.Sequential(nn.Unflatten(1, (2, 4, 4)), *(layer for block in blocks for layer in block), Loss())
 
 
 def transformer() -> nn.Module:
@@ -96,9 +96,7 @@ def extremes(make: Callable[[], nn.Module], optimizer: Any, folder: Path) -> tup
 def run(make: Callable[[], nn.Module], optimizer: Any, rotor: RotorCallback, folder: Path, *, batches: int) -> Peaks:
     peaks = Peaks(rotor)
     data = [torch.randn(BATCH * batches, 32)]
-    train(
-        lambda: Regression(make(), optimizer), data, folder, callback=rotor, batch_size=BATCH, callbacks=[peaks]
-    )
+    train(lambda: Regression(make(), optimizer), data, folder, callback=rotor, batch_size=BATCH, callbacks=[peaks])
     return peaks
 
 

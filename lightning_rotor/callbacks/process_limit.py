@@ -75,7 +75,9 @@ class ProcessLimit:
         # zero_grad runs between forward and backward, so gradients of the step before linger through the forward. Not so when
         # several backwards add up, or when the user decides.
         linger = model.automatic_optimization and trainer.accumulate_grad_batches == 1
-        return resident.allowance(self.limit_bytes, gradients_linger=linger, correction_bytes=self._correction(chain))
+        correction = self._correction(chain)
+        allowed = resident.allowance(self.limit_bytes, gradients_linger=linger, correction_bytes=correction)
+        return allowed if chain.fingerprint in self._corrections else replace(allowed, guessed_bytes=correction)
 
     def _correction(self, chain: Chain) -> int:
         """A chain's own, or for one that was never measured in a step that of the others, as far as it is larger in proportion."""

@@ -1,0 +1,176 @@
+"""Shapes that change from step to step: bounds on costs that were never measured, and plans for them within the step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import DataLoader
+
+import lightning_rotor.planned
+from lightning_rotor import RotorCallback, UnitError
+from lightning_rotor.callbacks import step_watch
+from lightning_rotor.chain import Chain, Option, StageCost
+from lightning_rotor.profiling import profile_chain
+from lightning_rotor.shape_costs import UnlikeChainsError, chain_at
+from tests.training import Witness, assert_same_bits
+
+FIELDS = [
+    name for name in Option.__dataclass_fields__ if name.endswith("_bytes") and name not in ("discard_peak_bytes",)
+]
+
+
+def chain(coefficients: list[list[int]], batch: int, length: int, name: str = "layer") -> Chain:
+    """One stage, each of whose sizes is a polynomial of batch size and length."""
+    monomials = [1, length, length**2, batch, batch * length, batch * length**2]
+    sizes = [sum(c * m for c, m in zip(row, monomials, strict=True)) for row in coefficients]
+    option = Option("keep", saved_tensors=1, **dict(zip(FIELDS, sizes, strict=False)), forward_seconds=1.0,
+                    replay_seconds=1.0, backward_seconds=1.0)  # fmt: skip
+    return Chain((StageCost(name, sizes[-1], sizes[-1], 1.0, (option,)),))
+
+
+@given(
+    coefficients=st.lists(
+        st.lists(st.integers(0, 9), min_size=6, max_size=6), min_size=len(FIELDS), max_size=len(FIELDS)
+    ),
+    known=st.lists(st.tuples(st.integers(1, 64), st.integers(1, 64)), min_size=1, max_size=5, unique=True),
+    wanted=st.tuples(st.integers(1, 96), st.integers(1, 96)),
+)
+def test_costs_for_other_shapes_are_never_too_low(
+    coefficients: list[list[int]], known: list[tuple[int, int]], wanted: tuple[int, int]
+) -> None:
+    measured = [(((batch, length), (batch, 3)), chain(coefficients, batch, length)) for batch, length in known]
+    bound = chain_at((wanted, (wanted[0], 3)), measured).stages[0]
+    truth = chain(coefficients, *wanted).stages[0]
+    assert bound.output_bytes >= truth.output_bytes
+    for name in FIELDS:
+        assert getattr(bound.keep, name) >= getattr(truth.keep, name)
+    if wanted in known:
+        assert bound == truth
+
+
+def test_three_lengths_say_what_every_other_one_costs() -> None:
+    rows = [[5, 3, 2, 7, 11, 1]] * len(FIELDS)
+    measured = [(((8, length),), chain(rows, 8, length)) for length in (16, 40, 64)]
+    for length in (8, 24, 50, 90):
+        assert chain_at(((8, length),), measured) == chain(rows, 8, length)
+
+
+def test_chains_that_differ_in_more_than_sizes_say_nothing_of_each_other() -> None:
+    rows = [[1] * 6] * len(FIELDS)
+    measured = [(((8, 16),), chain(rows, 8, 16)), (((8, 32),), chain(rows, 8, 32, "another"))]
+    with pytest.raises(UnlikeChainsError, match="name"):
+        chain_at(((8, 20),), measured)
+
+
+# -------------------------------------------------------------------- training
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(width), nn.Linear(width, 3 * width)
+        self.hidden, self.out = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.mix(self.norm(x)).chunk(3, -1)
+        x = x + self.dropout((query @ key.transpose(-2, -1)).softmax(-1) @ value)
+        return x + self.out(torch.relu(self.hidden(x)))
+
+
+class Loss(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.square().mean()
+
+
+class Recorded(nn.Sequential):
+    """Looks at the values of its input, so that it cannot be traced on symbols."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x if bool(x.isfinite().all()) else x.nan_to_num())
+
+
+class Reader(L.LightningModule):
+    def __init__(self, kind: type[nn.Sequential]) -> None:
+        super().__init__()
+        self.body = kind(*(Block(16) for _ in range(2)), Loss())
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.body(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+
+class PeakOfEachStep(L.Callback):
+    def __init__(self, rotor: RotorCallback) -> None:
+        self.rotor, self.peaks = rotor, []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.peaks.append(self.rotor.measured_peak_bytes)
+
+
+def train(kind: type[nn.Sequential], lengths: list[int], folder: Path, rotor: RotorCallback | None = None) -> Any:
+    L.seed_everything(3, verbose=False)
+    model, witness = Reader(kind), Witness(None, None)
+    callbacks: list[L.Callback] = [witness]
+    if rotor is not None:
+        callbacks = [rotor, witness, PeakOfEachStep(rotor)]
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=folder, callbacks=callbacks,
+    )  # fmt: skip
+    trainer.fit(model, DataLoader([torch.randn(8, length, 16) for length in lengths], batch_size=None))
+    return model, witness, callbacks[-1]
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The samples with which the model is measured. Every step is watched, so that every peak is known."""
+    samples: list[Any] = []
+
+    def noting(stages: Any, sample: Any, **options: Any) -> Any:
+        samples.append(sample)
+        return profile_chain(stages, sample, **options)
+
+    monkeypatch.setattr(lightning_rotor.planned, "profile_chain", noting)
+    monkeypatch.setattr(step_watch, "_STEPS", 10**6)
+    return samples
+
+
+@pytest.mark.parametrize(("kind", "number"), [(nn.Sequential, 30), (Recorded, 6)], ids=["traced", "recorded"])
+@pytest.mark.feature(
+    "Shapes", "sequences of many lengths: inside the limit at every step, with a handful of measurements"
+)
+def test_many_lengths(tmp_path: Path, measured: list[Any], kind: type[nn.Sequential], number: int) -> None:
+    lengths = (torch.randperm(50, generator=torch.Generator().manual_seed(1))[:number] + 14).tolist()
+    roomy = RotorCallback("1GiB", "body", show_table=False)
+    train(kind, [max(lengths)], tmp_path, roomy)
+    assert roomy.measured_peak_bytes is not None
+    limit = int(0.7 * roomy.measured_peak_bytes)
+    measured.clear()
+    rotor = RotorCallback(limit, "body", show_table=False)
+    planned, left, watch = train(kind, lengths, tmp_path, rotor)
+    plain, right, _ = train(kind, lengths, tmp_path)
+    assert rotor.plan is not None
+    assert max(watch.peaks) <= limit
+    assert max(watch.peaks) >= 0.8 * limit
+    assert len(measured) <= 5
+    assert_same_bits(dict(planned.state_dict()), dict(plain.state_dict()))
+    assert_same_bits(left.losses, right.losses)
+
+
+def test_the_plans_used_last_are_kept(tmp_path: Path, measured: list[Any]) -> None:
+    rotor = RotorCallback("1GiB", "body", max_plans=2, show_table=False)
+    train(nn.Sequential, [16, 20, 18, 16, 20], tmp_path, rotor)
+    assert rotor.plan is not None
+    assert len(measured) == 1
+    with pytest.raises(UnitError, match="max_plans is 0: expected a positive integer"):
+        train(nn.Sequential, [16], tmp_path, RotorCallback("1GiB", "body", max_plans=0, show_table=False))

@@ -1,0 +1,110 @@
+"""A device that runs out of memory in the planned module: the forward runs again with less, to the same bits, or says what to set."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_rotor import Checkpointable, ShortageError
+from tests.training import assert_same_bits, generator_states
+
+HUGE = 2**60
+
+
+class Greedy(nn.Module):
+    """Asks for an exabyte in some of its training forwards, as a device does that somebody else has filled."""
+
+    def __init__(self, *fails: int, changes_input: bool = False) -> None:
+        super().__init__()
+        self.fails, self.changes_input, self.armed = list(fails), changes_input, False
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        if self.armed and self.fails and torch.is_grad_enabled():
+            self.fails[0] -= 1
+            if not self.fails[0]:
+                self.fails.pop(0)
+                torch.empty(HUGE, dtype=torch.uint8)
+        return x * 2
+
+
+def network(greedy: Greedy) -> nn.Sequential:
+    torch.manual_seed(2)
+    blocks = [[nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Tanh()] for _ in range(4)]
+    return nn.Sequential(*(layer for block in blocks for layer in block), greedy, nn.Linear(16, 1))
+
+
+def step(net: Any, batch: torch.Tensor) -> dict[str, Any]:
+    torch.manual_seed(5)
+    net.zero_grad()
+    net(batch).sum().backward()
+    gradients = {name: parameter.grad for name, parameter in net.named_parameters()}
+    return {"gradients": gradients, "buffers": dict(net.named_buffers()), "generators": str(generator_states())}
+
+
+@pytest.mark.parametrize("budget", ["1GiB", "150KiB"], ids=["nothing recomputed", "some recomputed"])
+def test_a_forward_that_fails_runs_again_with_less_and_gives_the_same_bits(budget: str) -> None:
+    batch, greedy = torch.randn(256, 16), Greedy(1)
+    plain = copy.deepcopy(network(Greedy()))
+    net = Checkpointable(network(greedy), batch, budget)
+    assert net.plan is not None
+    before = net.plan.peak_bytes
+    for number in range(3):
+        greedy.armed = number == 1
+        assert_same_bits(step(plain, batch), step(net, batch))
+    assert not greedy.fails
+    assert net.plan.peak_bytes < before
+    assert net.plan.recomputed
+
+
+def test_a_forward_that_keeps_failing_says_what_to_set() -> None:
+    batch, greedy = torch.randn(256, 16), Greedy(*[1] * 9)
+    net = Checkpointable(network(greedy), batch, "1GiB")
+    greedy.armed = True
+    expected = (
+        r"out of memory inside mem_limit 1\.00 GiB: the plan was to peak at .* KiB; the whole process has had .* in memory at most\. No plan takes "
+        r"less\. Set mem_limit to less .* lower the batch size.* torch said: .*DefaultCPUAllocator"
+    )
+    with pytest.raises(ShortageError, match=expected) as caught:
+        step(net, batch)
+    assert len(greedy.fails) >= 9 - 4
+    copied = pickle.loads(pickle.dumps(caught.value))
+    assert (copied.limit_bytes, copied.predicted_bytes) == (2**30, caught.value.predicted_bytes)
+    greedy.fails.clear()
+    assert_same_bits(step(copy.deepcopy(net.module), batch)["gradients"], step(net, batch)["gradients"])
+
+
+@pytest.mark.filterwarnings("ignore:stage .* gives other bits when it runs again:lightning_rotor.RotorWarning")
+def test_a_forward_that_has_changed_its_input_does_not_run_again() -> None:
+    class InPlace(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.add_(1)
+
+    batch, greedy = torch.randn(256, 16), Greedy(1)
+    net = Checkpointable(nn.Sequential(InPlace(), *network(greedy)), mem_limit="1GiB", show_progress=False)
+    step(net, batch.clone())
+    greedy.armed = True
+    with pytest.raises(
+        ShortageError, match="The forward has changed its input or a large buffer, so it cannot run again"
+    ):
+        step(net, batch.clone())
+
+
+def test_other_errors_go_through_as_they_are() -> None:
+    class Broken(Greedy):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.armed:
+                raise RuntimeError("a bug of the user")
+            return super().forward(x)
+
+    batch, broken = torch.randn(8, 16), Broken()
+    net = Checkpointable(network(broken), batch, "1GiB")
+    broken.armed = True
+    with pytest.raises(RuntimeError, match=r"^a bug of the user$"):
+        step(net, batch)
