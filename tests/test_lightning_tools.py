@@ -368,7 +368,7 @@ def test_the_limit_bounds_the_batch_size(tmp_path: Path, mode: str) -> None:
             enable_model_summary=False, default_root_dir=tmp_path, callbacks=[rotor],
         )  # fmt: skip
         found = Tuner(trainer).scale_batch_size(
-            model, mode=mode, init_val=BATCH // 2, steps_per_trial=1, max_trials=5, margin=0.0
+            model, mode=mode, init_val=BATCH // 2, steps_per_trial=1, max_trials=5
         )
         assert found == model.hparams["batch_size"]
         trainer.fit(model)
