@@ -8,15 +8,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import MethodType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from lightning_rotor.errors import ModelError
-from lightning_rotor.planned import PlannedForward
 
 _KEY = "_lightning_rotor"
+
+
+class ForwardInPlace(Protocol):
+    """What runs instead of a module's ``forward``. A copy of it, in a copied module, is inactive and runs the module plainly."""
+
+    @property
+    def active(self) -> bool:
+        """Whether it is more than a copy."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the module."""
 
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -39,14 +49,14 @@ def _is_captured() -> bool:
 _is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
 
 
-def attach(module: nn.Module, planned: PlannedForward) -> None:
+def attach(module: nn.Module, planned: ForwardInPlace) -> None:
     """Run a module through a planned forward from now on.
 
     Raises:
         ModelError: Somebody has already replaced the module's ``forward``.
     """
     leftover = module.__dict__.get(_KEY)
-    if "forward" in module.__dict__ and not (isinstance(leftover, PlannedForward) and not leftover.active):
+    if "forward" in module.__dict__ and (leftover is None or leftover.active):
         raise ModelError(
             f"the forward of this {type(module).__name__} has been replaced already: expected a module that only one callback or patch works "
             "on. torch.compile of a whole LightningModule replaces its forward too: name one of its submodules"
@@ -62,7 +72,7 @@ def detach(module: nn.Module) -> None:
 
 
 @contextmanager
-def attached(module: nn.Module, planned: PlannedForward) -> Iterator[None]:
+def attached(module: nn.Module, planned: ForwardInPlace) -> Iterator[None]:
     """:func:`attach` for one call."""
     attach(module, planned)
     try:

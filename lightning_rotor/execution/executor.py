@@ -41,6 +41,7 @@ class Executor:
         chain: Says which stages draw random numbers and which cannot be recomputed.
         schedule: What to keep and what to recompute.
         states: For each stage, what recomputation must leave alone; by default there is nothing.
+        wanted: Numbers of the values to return; by default those that the last stage makes.
     Raises:
         ScheduleError: The schedule does not fit the chain.
     """
@@ -51,6 +52,8 @@ class Executor:
         chain: Chain,
         schedule: Schedule,
         states: Sequence[SegmentState] = (),
+        *,
+        wanted: Collection[int] | None = None,
     ) -> None:
         check_schedule(chain, schedule)
         make_room_for(_CALLS * schedule.depth)
@@ -60,12 +63,17 @@ class Executor:
         self._states = tuple(states) or (SegmentState(),) * len(self._stages)
         self._runs = {id(segment): self._how_to_run(segment) for segment in segments_in(schedule.items)}
         self._wirings: dict[int, Wiring] = {}
-        self._wire(schedule.items, self._stages[-1].writes)
+        self._wire_of_all = self._wire(schedule.items, self._stages[-1].writes if wanted is None else wanted)
 
     @property
     def schedule(self) -> Schedule:
         """What is kept and what is recomputed."""
         return self._schedule
+
+    @property
+    def wire(self) -> Wire:
+        """Which values it takes, and which it returns."""
+        return self._wire_of_all
 
     def __call__(self, value: Any) -> Any:
         """Run the forward; autograd does the rest.

@@ -1,0 +1,364 @@
+"""A module that runs as a pipeline: cut, measured, planned, and attached in the place of the module's ``forward``.
+
+module, sample ──► chain (cut, measured) ──► Partition ──► parts of this process ──► PipelineRunner
+                   the first process's counts    (rank 0's)
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_rotor.chain import Chain
+from lightning_rotor.cutting import SequentialCut, sequentialize
+from lightning_rotor.errors import ModelError, RotorError
+from lightning_rotor.pipeline.batch_statistics import values_per_row
+from lightning_rotor.pipeline.ownership import Ownership
+from lightning_rotor.pipeline.parts import ForwardContext, Part, PartPlan
+from lightning_rotor.pipeline.runner import PipelineRunner
+from lightning_rotor.pipeline.seeding import mixed
+from lightning_rotor.pipeline.splitting import join, rows_in, sizes_of, split
+from lightning_rotor.pipeline.suspended import suspended_call
+from lightning_rotor.pipeline_schedule import PipelineError, PipelineScheduleName
+from lightning_rotor.planning.partition import Partition, PipelineDevice, RecomputeMode, partition
+from lightning_rotor.profiling import Profile, profile_chain
+from lightning_rotor.profiling.reference import require_same
+from lightning_rotor.sequential import Stage, wiring_of
+from lightning_rotor.state import SegmentState
+from lightning_rotor.tracing import GraphCut
+from lightning_rotor.wiring import unpacked
+
+_log = logging.getLogger(__name__)
+
+Balance: TypeAlias = Literal["auto"] | Sequence[int]
+StateBytes: TypeAlias = Callable[[Sequence[Stage]], Sequence[int]]
+"""By stage of a chain, what training keeps of it besides gradients."""
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineOptions:
+    """How to pipeline.
+
+    Attributes:
+        micro_batches: Into how many parts a batch is split.
+        schedule: In which order devices work.
+        recompute: See :class:`lightning_rotor.planning.partition.Problem`.
+        balance: ``"auto"``, or how many stages of the chain each pipeline stage gets.
+        stages_per_device: More than one for ``"interleaved"``.
+        deferred_batch_norm: Running statistics of BatchNorm are updated once for each batch, as if it had not been split.
+    """
+
+    micro_batches: int = 8
+    schedule: PipelineScheduleName = "1f1b"
+    recompute: RecomputeMode = "rotor"
+    balance: Balance = "auto"
+    stages_per_device: int = 1
+    deferred_batch_norm: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Way:
+    """A module as stages in training, or in evaluation."""
+
+    cut: SequentialCut | GraphCut
+    runner: PipelineRunner
+    reads: int
+
+    def inputs(self, module: nn.Module, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Sequence[Any]]:
+        """By micro-batch, the values that the chain takes."""
+        found = []
+        for args, kwargs in calls:
+            value = self.cut.bind(args, kwargs)
+            if value is None:
+                raise PipelineError(
+                    f"{type(module).__name__} was cut into pipeline stages for another kind of call: expected arguments that differ in their "
+                    "tensors alone, and a module that has not changed since training began"
+                )
+            found.append(unpacked(value, self.reads))
+        return found
+
+
+@dataclass(eq=False)
+class PipelinedModule:
+    """Runs a module as a pipeline, in the place of its ``forward``.
+
+    Attributes:
+        module: The user's.
+        partition: How it is cut, and how each part runs.
+        ownership: Which process has which weights.
+        options: How it was to be done.
+    """
+
+    module: nn.Module
+    partition: Partition
+    ownership: Ownership
+    options: PipelineOptions
+    _training: _Way
+    _evaluation: _Way
+    _parameters: tuple[tuple[nn.Module, str], ...]
+    _device: torch.device
+    _seed: int
+    _evaluations: int = 0
+
+    # A copy of a live module computes with its own weights, plainly.
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Inactive:
+        return _Inactive()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Inactive, ()
+
+    @property
+    def active(self) -> bool:
+        """It is no copy."""
+        return True
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        return self._device
+
+    @property
+    def runner(self) -> PipelineRunner:
+        """Runs training steps."""
+        return self._training.runner
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """In a training step, wait for the pipeline; without gradients, run forward."""
+        waiting = suspended_call()
+        if waiting is not None:
+            return waiting.call(args, kwargs)
+        if torch.is_grad_enabled():
+            raise PipelineError(
+                f"{type(module).__name__} is cut into pipeline stages and was called with gradients outside of training_step: expected calls in "
+                "training_step, or under torch.no_grad()"
+            )
+        return self.evaluate(args, kwargs)
+
+    def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's output for a whole batch, on every process, without gradients."""
+        sizes = sizes_of(rows_in((args, kwargs)), self.options.micro_batches)
+        way = self._training if self.module.training else self._evaluation
+        calls = split((args, kwargs), sizes)
+        self._evaluations += 1
+        seed = mixed(self.seed(0), self._evaluations)  # for dropout that is on without gradients
+        return join(way.runner.forward(way.inputs(self.module, calls), seed=seed, signature=self.signature()))
+
+    def seed(self, step: int) -> int:
+        """The seed of a step: of the seed that torch was given on the pipeline's first process, and of the step's number."""
+        return mixed(self._seed, step)
+
+    def inputs(self, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Sequence[Any]]:
+        """By micro-batch, what the chain takes in training."""
+        return self._training.inputs(self.module, calls)
+
+    def signature(self) -> Any:
+        """What shapes depend on besides inputs: which parameters learn."""
+        return tuple(
+            parameter.requires_grad
+            for module, name in self._parameters
+            if (parameter := module._parameters[name]) is not None
+        )
+
+
+class _Inactive:
+    """In the place of a pipeline in a copied module."""
+
+    active = False
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return type(module).forward(module, *args, **kwargs)
+
+
+def pipelined(
+    model: nn.Module,
+    module: nn.Module,
+    call: tuple[tuple[Any, ...], dict[str, Any]],
+    *,
+    options: PipelineOptions,
+    devices: Sequence[PipelineDevice],
+    state_bytes: StateBytes,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    context: ForwardContext = nullcontext,
+) -> PipelinedModule:
+    """Cut a module into pipeline stages. Every process of the pipeline does it at once, with the whole model.
+
+    Args:
+        model: Whatever the weights belong to.
+        module: Part of it, or itself.
+        call: Arguments of a micro-batch's call as in training.
+        options: How to pipeline.
+        devices: In the order of the pipeline.
+        state_bytes: What training keeps, by stage.
+        device: Where this process computes.
+        group: Processes of the pipeline.
+        context: Of each forward in training, autocast for one; it is active now.
+    Raises:
+        PipelineError: It cannot be cut so; on every process.
+        PartitionError: There is too little memory; says how much would do.
+        ModelError: The module is no chain.
+    """
+    args, kwargs = call
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    training = _cut(module, args, kwargs)
+    profile = profile_chain(training.stages, training.bind(args, kwargs), repeats=3 if rank == 0 else 1)
+    chain = _agreed(profile.chain, group)
+    answer: Partition | RotorError | None = None
+    if rank == 0:
+        try:
+            answer = _partition(chain, devices, options, state_bytes(profile.stages))
+        except RotorError as error:
+            answer = error
+    made: Partition = _first(answer, group)
+    if isinstance(made, RotorError):
+        raise made
+    pieces = [profile.stages[choice.first : choice.last + 1] for choice in made.choices]
+    ownership = Ownership(model, pieces, group)
+    evaluation, plain = _evaluation(module, call, training, profile, made, ownership)
+
+    norms = values_per_row(module, args, kwargs, rows_in(call)) if options.deferred_batch_norm else None
+
+    def runner(
+        stages: Sequence[Stage], states: Sequence[SegmentState], plans: Sequence[PartPlan], seeds: Chain | None = None
+    ) -> PipelineRunner:
+        parts = {
+            number: Part(stages, states, plan, seeds) for number, plan in enumerate(plans) if number % size == rank
+        }
+        return PipelineRunner(
+            parts, len(plans), schedule=options.schedule, device=device, group=group, context=context, batch_norms=norms
+        )
+
+    plans = [
+        PartPlan(
+            choice.first,
+            choice.last,
+            made.plan(number),
+            made.plan(number, last_micro_batch=True) if choice.last_plan is not None else None,
+        )
+        for number, choice in enumerate(made.choices)
+    ]
+    trained = runner(profile.stages, profile.states, plans, chain)
+    reads = len(wiring_of(profile.stages).wire.reads)
+    evaluated = trained if plain is None else runner(evaluation.stages, (), plain)
+    _log.info("%s: %s", type(module).__name__, made.summary())
+    whole = PipelinedModule(
+        module,
+        made,
+        ownership,
+        options,
+        _Way(training, trained, reads),
+        _Way(evaluation, evaluated, len(wiring_of(evaluation.stages).wire.reads)),
+        tuple((owner, name) for owner in module.modules() for name in owner._parameters),
+        device,
+        _first(torch.initial_seed(), group),
+    )
+    trained.check(whole.inputs([call])[0], signature=whole.signature())
+    return whole
+
+
+def _cut(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SequentialCut | GraphCut:
+    cut = sequentialize(module, args, kwargs)
+    if isinstance(cut, GraphCut):
+        require_same(module, cut, args, kwargs)
+    return cut
+
+
+def _agreed(chain: Chain, group: dist.ProcessGroup | None) -> Chain:
+    """The first process's measurements, if all have cut alike."""
+    if dist.get_world_size(group) == 1:
+        return chain
+    first: Chain = _first(chain, group)
+    alikes: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(alikes, first.names == chain.names, group=group)
+    if not all(alikes):
+        raise PipelineError(
+            f"processes cut the model into different stages (those that differ from the first: {[n for n, same in enumerate(alikes) if not same]}): "
+            "expected the same model on every process"
+        )
+    return first
+
+
+def _first(value: Any, group: dist.ProcessGroup | None) -> Any:
+    """The first process's value."""
+    box = [value]
+    if dist.get_world_size(group) > 1:
+        dist.broadcast_object_list(box, group=group, group_src=0)
+    return box[0]
+
+
+def _partition(
+    chain: Chain, devices: Sequence[PipelineDevice], options: PipelineOptions, state_bytes: Sequence[int]
+) -> Partition:
+    return partition(
+        chain,
+        devices,
+        micro_batches=options.micro_batches,
+        balance=options.balance,
+        schedule=options.schedule,
+        stages_per_device=options.stages_per_device,
+        recompute=options.recompute,
+        state_bytes=state_bytes,
+    )
+
+
+# -------------------------------------------------------------------- evaluation
+
+
+def _evaluation(
+    module: nn.Module,
+    call: tuple[tuple[Any, ...], dict[str, Any]],
+    training: SequentialCut | GraphCut,
+    profile: Profile,
+    made: Partition,
+    ownership: Ownership,
+) -> tuple[SequentialCut | GraphCut, list[PartPlan] | None]:
+    """The module as stages in evaluation, where its code may go another way, and which of them belong to which part; None: as in training."""
+    if isinstance(training, SequentialCut):
+        return training, None
+    modes = [(each, each.training) for each in module.modules()]
+    module.eval()
+    try:
+        with torch.no_grad():
+            cut = sequentialize(module, *call)
+    except ModelError as error:
+        raise PipelineError(f"{type(module).__name__} can be cut in training, but not in evaluation: {error}") from None
+    finally:
+        for each, mode in modes:
+            each.training = mode
+    return cut, _shared_out(cut.stages, profile, made, ownership)
+
+
+def _shared_out(stages: Sequence[Stage], profile: Profile, made: Partition, ownership: Ownership) -> list[PartPlan]:
+    """Stages where their weights are, those without weights as soon as their input is there."""
+    at, numbers = 0, []
+    for stage in stages:
+        tensors = [
+            *stage.parameters(),
+            *(b for _, m in stage.submodules() for b in m._buffers.values() if b is not None),
+        ]
+        owners = {owner for tensor in tensors if (owner := ownership.stage_of(tensor)) is not None}
+        if len(owners) > 1 or (owners and min(owners) < at):
+            raise PipelineError(
+                f"in evaluation the model runs {stage.name!r} together with what other pipeline stages hold: expected code that does the same in "
+                "training and in evaluation but for its layers (nn.Dropout, not a branch on self.training), or another balance=[...]"
+            )
+        at = max([at, *owners])
+        numbers.append(at)
+    missing = sorted(set(range(len(made.choices))) - set(numbers))
+    if missing:
+        raise PipelineError(
+            f"in evaluation nothing is left for pipeline stages {missing}: expected a balance in which every stage has weights, such as "
+            "one with fewer, larger stages"
+        )
+    firsts = [numbers.index(number) for number in range(len(made.choices))]
+    return [
+        PartPlan(first, (firsts[number + 1] if number + 1 < len(firsts) else len(stages)) - 1, None)
+        for number, first in enumerate(firsts)
+    ]

@@ -1,0 +1,169 @@
+"""Tiny models for tests of pipelines, and a training step of each in one process, micro-batch by micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_rotor.chain import Chain
+from lightning_rotor.cutting import sequentialize
+from lightning_rotor.pipeline.seeding import mixed, seeded, with_seeds
+from lightning_rotor.recomputation import is_recomputing
+from lightning_rotor.sequential import wiring_of
+from lightning_rotor.skip import pop, skippable, stash
+
+ROWS = 10
+
+
+class UNet(nn.Module):
+    """Two long skips, one across the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down1, self.down2 = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.middle = nn.Conv2d(4, 4, 3, padding=1)
+        self.up2, self.up1 = nn.Conv2d(8, 4, 3, padding=1), nn.Conv2d(8, 4, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = torch.tanh(self.down1(x))
+        second = torch.tanh(self.down2(first))
+        third = torch.tanh(self.middle(second))
+        fourth = torch.tanh(self.up2(torch.cat([second, third], 1)))
+        return self.up1(torch.cat([first, fourth], 1)).mean((2, 3))
+
+
+class Attention(nn.Module):
+    """A transformer's block, with dropout as a layer and as a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(8, 8)
+        self.drop = nn.Dropout(0.2)
+        self.mlp = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        x = x + self.drop(self.out(F.scaled_dot_product_attention(q, k, v)))
+        return x + F.dropout(self.mlp(x), 0.1, self.training)
+
+
+class Transformer(nn.Module):
+    """Tokens in, four numbers out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.blocks = nn.ModuleList(Attention() for _ in range(3))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(1))
+
+
+class Tail(nn.Module):
+    """Hands over something that is no tensor, and takes it."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.place = place
+
+    def forward(self, x: Any) -> Any:
+        return (x * 1, 3) if self.place == 0 else x[0] * x[1]
+
+
+class Counting(nn.Module):
+    """Counts its forwards, and those that repeat one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = [0, 0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.counts[is_recomputing()] += 1
+        return x.tanh()
+
+
+@skippable(stash=["skip"])
+class Down(nn.Linear):
+    """The start of a skip."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        yield stash("skip", x)
+        return super().forward(x).tanh()
+
+
+@skippable(pop=["skip"])
+class Up(nn.Linear):
+    """Its end."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        skip = yield pop("skip")
+        return super().forward(x) + skip
+
+
+def wide() -> tuple[nn.Module, torch.Tensor]:
+    """Layers whose activations outweigh everything else."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *[each for _ in range(6) for each in (nn.Linear(64, 64), nn.Tanh())], nn.Linear(64, 8)
+    ), torch.randn(512, 64)
+
+
+def model_of(kind: str) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """A model, its input and its target, the same in every process."""
+    torch.manual_seed(0)
+    x, target = torch.randn(ROWS, 3, 6, 6), torch.randn(ROWS, 4)
+    match kind:
+        case "mlp":
+            layers = [layer for _ in range(5) for layer in (nn.Linear(16, 16), nn.Tanh())]
+            return nn.Sequential(*layers, nn.Linear(16, 4)), torch.randn(ROWS, 16), target
+        case "cnn":
+            layers = [
+                layer
+                for n in range(3)
+                for layer in (nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(inplace=n > 0))
+            ]
+            return nn.Sequential(*layers, nn.Flatten(), nn.Linear(108, 4)), x, target
+        case "transformer":
+            return Transformer(), torch.randint(0, 11, (ROWS, 5)), target
+        case "skips":
+            layers = [nn.Linear(16, 16), Down(16, 16), nn.Linear(16, 16), Up(16, 16), nn.Linear(16, 4)]
+            return nn.Sequential(*layers), torch.randn(ROWS, 16), target
+        case _:
+            return UNet(), x, target
+
+
+def reference_step(
+    model: nn.Module,
+    x: torch.Tensor,
+    target: torch.Tensor,
+    sizes: Sequence[int],
+    *,
+    seed: int,
+    chain: Chain | None = None,
+) -> list[torch.Tensor]:
+    """Losses of micro-batches in one process; gradients are added. With a chain, random numbers are those of a pipeline."""
+    outputs, start = [], 0
+    run: Any = model
+    if chain is not None:
+        cut = sequentialize(model, (x[: sizes[0]],))
+        stages = with_seeds(cut.stages, chain)
+
+        def run(value: torch.Tensor) -> Any:
+            return wiring_of(stages).run(cut.bind((value,), {}), lambda place, given: stages[place](given))
+
+    for number, size in enumerate(sizes):
+        part = slice(start, start + size)
+        with seeded(mixed(seed, number)):
+            loss = F.mse_loss(run(x[part]), target[part])
+        (loss * (size / sum(sizes))).backward()
+        outputs.append(loss.detach())
+        start += size
+    return outputs

@@ -1,0 +1,323 @@
+"""The engine of pipelines: real processes give what one process gives, hold what was predicted, and nothing else."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from pipeline_models import ROWS, Counting, Tail, model_of, reference_step, wide
+from pipelines import Failure, Processes, good, processes
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_rotor.pipeline.pipelined import PipelinedModule, PipelineOptions, pipelined
+from lightning_rotor.pipeline.splitting import join, rows_in, sizes_of, split
+from lightning_rotor.pipeline_schedule import PipelineError
+from lightning_rotor.pipeline_simulator import device_peak_bytes
+from lightning_rotor.planning.partition import PartitionError, PipelineDevice
+from lightning_rotor.planning.partition.sub_chains import boundary_bytes
+from lightning_rotor.profiling.meters import CpuMeter
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[Processes]:
+    with processes(4) as made:
+        yield made
+
+
+def build(kind: str, world: int, options: PipelineOptions, memory_bytes: int | None = None) -> Any:
+    model, x, target = model_of(kind)
+    call = split(((x,), {}), sizes_of(ROWS, options.micro_batches))[0]
+    made = pipelined(
+        model,
+        model,
+        call,
+        options=options,
+        devices=[PipelineDevice(memory_bytes)] * world,
+        state_bytes=lambda stages: [0] * len(stages),
+        device=torch.device("cpu"),
+    )
+    return model, x, target, made
+
+
+def step(made: PipelinedModule, x: torch.Tensor, target: torch.Tensor, seed: int) -> dict[int, torch.Tensor]:
+    sizes = sizes_of(len(x), made.options.micro_batches)
+    targets, losses = split(target, sizes), {}
+
+    def loss(output: torch.Tensor, number: int) -> torch.Tensor:
+        value = F.mse_loss(output, targets[number])
+        losses[number] = value.detach()
+        return value * (sizes[number] / sum(sizes))
+
+    made.runner.train(made.inputs(split(((x,), {}), sizes)), loss, seed=seed, signature=made.signature())
+    return losses
+
+
+def ten_steps(rank: int, kind: str, world: int, options: PipelineOptions) -> dict[str, float]:
+    """How far losses, gradients of the first step and weights after ten are from those of one process."""
+    model, x, target, made = build(kind, world, options)
+    other = model_of(kind)[0]
+    made.ownership.give_up()
+    optimizers = [torch.optim.AdamW(each.parameters(), 1e-2) for each in (model, other)]
+    worst = {"loss": 0.0, "gradient": 0.0, "weight": 0.0, "buffer": 0.0}
+    for number in range(10):
+        rows = ROWS if number % 3 else 7  # smaller batches among them
+        losses = step(made, x[:rows], target[:rows], seed=number)
+        chain = made.partition.problem.chain if kind == "transformer" else None
+        expected = reference_step(
+            other, x[:rows], target[:rows], sizes_of(rows, options.micro_batches), seed=number, chain=chain
+        )
+        worst["loss"] = max([worst["loss"], *(float(abs(losses[n] - expected[n])) for n in losses)])
+        for (_, mine), (_, theirs) in zip(model.named_parameters(), other.named_parameters(), strict=True):
+            if mine.device.type != "meta":
+                worst["gradient"] = max(worst["gradient"], float((mine.grad - theirs.grad).abs().max()))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    made.ownership.restore()
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    worst["weight"] = max(float((mine - theirs).abs().max()) for mine, theirs in pairs)
+    buffers = zip(model.buffers(), other.buffers(), strict=True)
+    worst["buffer"] = max([0.0, *(float((mine - theirs).abs().max()) for mine, theirs in buffers)])
+    return worst
+
+
+CASES = [
+    (2, "mlp", PipelineOptions(4, "gpipe", "never")),
+    (2, "mlp", PipelineOptions(4, "1f1b", "except_last")),
+    (3, "mlp", PipelineOptions(4, "1f1b", "always")),
+    (2, "cnn", PipelineOptions(3, "1f1b", "always")),
+    (2, "cnn", PipelineOptions(4, "interleaved", "rotor", stages_per_device=2)),
+    (4, "cnn", PipelineOptions(4, "gpipe", "except_last", [2, 2, 2, 2])),
+    (2, "transformer", PipelineOptions(4, "1f1b", "rotor")),
+    (3, "transformer", PipelineOptions(3, "gpipe", "always")),
+    (2, "transformer", PipelineOptions(4, "interleaved", "always", stages_per_device=2)),
+    (2, "unet", PipelineOptions(4, "1f1b", "always")),
+    (3, "skips", PipelineOptions(4, "1f1b", "always", [3, 1, 2])),
+    (4, "unet", PipelineOptions(4, "1f1b", "never")),
+    (2, "unet", PipelineOptions(4, "interleaved", "except_last", stages_per_device=2)),
+]
+
+
+@pytest.mark.parametrize(("world", "kind", "options"), CASES, ids=lambda value: getattr(value, "schedule", str(value)))
+def test_ten_steps_equal_those_of_one_process(
+    group: Processes, world: int, kind: str, options: PipelineOptions
+) -> None:
+    for worst in good(group.run(world, ten_steps, kind, world, options)):
+        assert max(worst.values()) <= 1e-6, worst
+
+
+# -------------------------------------------------------------------------------------------------- memory
+
+
+def peaks(rank: int, world: int, options: PipelineOptions, memory_bytes: int | None) -> dict[str, int]:
+    """The allocator's peak in the third step, and what was predicted for it; most micro-batches in flight."""
+    model, x = wide()
+    sizes = sizes_of(len(x), options.micro_batches)
+    calls = split(((x,), {}), sizes)
+    made = pipelined(
+        model,
+        model,
+        calls[0],
+        options=options,
+        devices=[PipelineDevice(memory_bytes)] * world,
+        state_bytes=lambda stages: [0] * len(stages),
+        device=torch.device("cpu"),
+    )
+    inputs = made.inputs(calls)
+
+    def run() -> None:
+        made.runner.train(inputs, lambda output, number: output.sum(), seed=1, signature=made.signature())
+
+    run(), run()
+    held = []
+    (stage,) = made.runner.stages
+    forward = stage.forward_one_chunk
+    stage.forward_one_chunk = lambda *args, **kwargs: (forward(*args, **kwargs), held.append(len(stage.fwd_cache)))[0]
+    with CpuMeter().recording() as recording:
+        run()
+    problem, load = made.partition.problem, made.partition.choices[rank].load
+    predicted = device_peak_bytes(
+        problem.order[rank],
+        [each.load for each in made.partition.choices],
+        micro_batches=len(sizes),
+        gradients_exist=True,
+    )
+    return {
+        "measured": recording.phases[-1].peak_bytes,
+        "predicted": predicted - load.static_bytes - load.gradient_bytes,
+        "in_flight": max(held),
+        "boundary": max(boundary_bytes(problem.chain, cut) for cut in range(len(problem.chain))),
+        "recomputed": round(load.micro_batch.recompute_seconds * 1e9),
+    }
+
+
+@pytest.mark.parametrize(
+    ("world", "options", "memory_bytes"),
+    [
+        (2, PipelineOptions(8, "gpipe", "never"), None),
+        (2, PipelineOptions(8, "gpipe", "rotor"), 600_000),
+        (3, PipelineOptions(8, "1f1b", "never"), None),
+        (2, PipelineOptions(8, "1f1b", "always"), None),
+    ],
+    ids=["gpipe-never", "gpipe-rotor", "1f1b-never", "1f1b-always"],
+)
+def test_each_process_holds_what_was_predicted(
+    group: Processes, world: int, options: PipelineOptions, memory_bytes: int | None
+) -> None:
+    """GPipe to the byte but for the losses; torch's 1F1B holds on to at most one tensor that it has sent."""
+    found = good(group.run(world, peaks, world, options, memory_bytes))
+    for rank, each in enumerate(found):
+        ahead = options.micro_batches if options.schedule == "gpipe" else min(options.micro_batches, world - rank)
+        assert each["in_flight"] == ahead
+        losses = 12 * options.micro_batches if rank == world - 1 else 0
+        sent = each["boundary"] if options.schedule == "1f1b" else 0
+        assert each["measured"] <= each["predicted"] + losses + sent
+    if memory_bytes is not None:
+        assert any(each["recomputed"] for each in found)
+
+
+def counted(rank: int, options: PipelineOptions) -> list[int]:
+    """How often layers in the middle of the stages ran first and again in a step."""
+    counting = [Counting(), Counting()]
+    layers = [nn.Linear(4, 4), counting[0], nn.Linear(4, 4), nn.Linear(4, 4), counting[1], nn.Linear(4, 4)]
+    model, x = nn.Sequential(*layers), torch.randn(8, 4)
+    calls = split(((x,), {}), sizes_of(8, options.micro_batches))
+    made = pipelined(
+        model,
+        model,
+        calls[0],
+        options=options,
+        devices=[PipelineDevice()] * 2,
+        state_bytes=lambda stages: [0] * len(stages),
+        device=torch.device("cpu"),
+    )
+    made.ownership.give_up()
+    made.runner.train(made.inputs(calls), lambda output, _: output.sum(), seed=0)  # looks at shapes as well
+    counting[rank].counts[:] = 0, 0
+    made.runner.train(made.inputs(calls), lambda output, _: output.sum(), seed=0)
+    return list(counting[rank].counts)
+
+
+@pytest.mark.parametrize(("recompute", "again"), [("always", 4), ("except_last", 3), ("never", 0)])
+def test_modes_recompute_as_often_as_those_of_torchgpipe(group: Processes, recompute: str, again: int) -> None:
+    options = PipelineOptions(4, "gpipe", recompute, [3, 3])
+    assert good(group.run(2, counted, options)) == [[4, again], [4, again]]
+
+
+def deferred(rank: int, momentum: float | None) -> float:
+    """How far running statistics of a BatchNorm that sees the batch itself are from those of the whole batch, after two steps."""
+    model = nn.Sequential(nn.BatchNorm2d(3, momentum=momentum), nn.Conv2d(3, 3, 1), nn.Tanh(), nn.Conv2d(3, 3, 1))
+    layer, other = model[0], nn.BatchNorm2d(3, momentum=momentum)
+    torch.manual_seed(2)
+    batches = [torch.randn(10, 3, 4, 4) * 3 + 1, torch.randn(7, 3, 4, 4)]
+    made = pipelined(
+        model,
+        model,
+        split(((batches[0],), {}), sizes_of(10, 4))[0],
+        options=PipelineOptions(4, "1f1b", "always", deferred_batch_norm=True),
+        devices=[PipelineDevice()] * 2,
+        state_bytes=lambda stages: [0] * len(stages),
+        device=torch.device("cpu"),
+    )
+    for x in batches:
+        other(x)
+        made.runner.train(made.inputs(split(((x,), {}), sizes_of(len(x), 4))), lambda output, _: output.sum(), seed=0)
+    if rank:
+        return 0.0
+    pairs = zip(layer.buffers(), other.buffers(), strict=True)
+    return max(float((mine - theirs).abs().max()) for mine, theirs in pairs)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_deferred_statistics_are_those_of_whole_batches(group: Processes, momentum: float | None) -> None:
+    assert max(good(group.run(2, deferred, momentum))) <= 1e-5
+
+
+# -------------------------------------------------------------------------------------------------- evaluation, errors
+
+
+def evaluated(rank: int, kind: str, world: int) -> float:
+    """How far the output in evaluation is from that of one process."""
+    model, x, _, made = build(kind, world, PipelineOptions(4, "1f1b", "always"))
+    other = model_of(kind)[0].eval()
+    made.ownership.give_up()
+    model.eval()
+    with torch.no_grad():
+        return float((made.evaluate((x,), {}) - other(x)).abs().max())
+
+
+@pytest.mark.parametrize("kind", ["transformer", "unet"])
+def test_evaluation_goes_the_way_of_the_models_code(group: Processes, kind: str) -> None:
+    assert max(good(group.run(2, evaluated, kind, 2))) <= 1e-6
+
+
+def broken(rank: int, what: str) -> None:
+    options, memory_bytes = PipelineOptions(4, "1f1b"), None
+    model: nn.Module = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+    x: Any = torch.randn(8, 4)
+    if what == "few layers":
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    elif what == "shared":
+        model[3].weight = model[0].weight
+    elif what == "no tensor":
+        model = nn.Sequential(nn.Linear(4, 4), Tail(0), Tail(1), nn.Linear(4, 4))
+        options = PipelineOptions(4, "1f1b", balance=[2, 1, 1])
+    elif what == "balance":
+        options = PipelineOptions(4, "1f1b", balance=[3, 2, 1])
+    else:
+        memory_bytes = 300
+    call = split(((x,), {}), sizes_of(8, 4))[0]
+    pipelined(
+        model,
+        model,
+        call,
+        options=options,
+        devices=[PipelineDevice(memory_bytes)] * 3,
+        state_bytes=lambda stages: [0] * len(stages),
+        device=torch.device("cpu"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "message"),
+    [
+        ("few layers", PipelineError, "use fewer devices"),
+        ("shared", PipelineError, "share the parameter '0.weight'"),
+        ("no tensor", PipelineError, "hands over int: expected tensors"),
+        ("balance", PipelineError, "balance=\\[2, 1, 1\\]"),
+        ("memory", PartitionError, "expected at least"),
+    ],
+)
+def test_what_cannot_be_a_pipeline_is_refused_on_every_process(
+    group: Processes, what: str, kind: type[Exception], message: str
+) -> None:
+    for answer in group.run(3, broken, what):
+        assert isinstance(answer, Failure)
+        assert answer.kind == kind.__name__, answer.text
+        assert re.search(message, answer.message), answer.message
+
+
+# -------------------------------------------------------------------------------------------------- micro-batches
+
+
+def test_micro_batches_are_as_equal_as_can_be() -> None:
+    assert [sizes_of(rows, 4) for rows in (8, 10, 3, 1)] == [(2, 2, 2, 2), (3, 3, 2, 2), (1, 1, 1), (1,)]
+
+
+def test_a_batch_is_split_along_its_rows_and_put_together_again() -> None:
+    batch = {"x": torch.arange(10).view(5, 2), "scale": torch.tensor(3.0), "name": "n"}
+    parts = split(batch, (3, 2))
+    assert [len(part["x"]) for part in parts] == [3, 2]
+    assert torch.equal(join(parts)["x"], batch["x"])
+    assert parts[1]["scale"] == 3
+    assert parts[1]["name"] == "n"
+
+
+@pytest.mark.parametrize("batch", [3, (torch.ones(2, 1), torch.ones(3, 1)), torch.tensor(1.0)])
+def test_a_batch_without_rows_is_refused(batch: Any) -> None:
+    with pytest.raises(PipelineError, match="expected tensors that all have one row for each sample"):
+        rows_in(batch)
