@@ -1,0 +1,334 @@
+"""RotorPipelineStrategy under a real Trainer, on real processes, against the same training on one."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from pipelines import Failure, Processes, good, processes
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_rotor.pipeline_schedule import PipelineError
+from lightning_rotor.strategies import RotorPipelineStrategy
+
+ROWS, BATCH = 42, 8  # the last batch has two rows
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[Processes]:
+    with processes(4, ("lightning.pytorch", "torch.distributed.pipelining")) as made:
+        yield made
+
+
+class Model(L.LightningModule):
+    """A pipeline in the middle, and layers that learn on both sides of it."""
+
+    def __init__(self, frozen: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.stem = nn.Linear(8, 16)
+        self.net = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.Tanh())])
+        self.head = nn.Linear(16, 4)
+        for parameter in [*self.stem.parameters(), *self.net.parameters()][: 2 * frozen]:
+            parameter.requires_grad_(False)
+        self.steps: list[tuple[float, float]] = []
+        self.predicted: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.net(self.stem(x)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        self.log("loss", loss)
+        return {"loss": loss, "rows": batch[1]}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", F.cross_entropy(self(batch[0]), batch[1]))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), 1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert torch.equal(outputs["rows"], batch[1])
+        self.steps.append((float(outputs["loss"]), float(self.trainer.callback_metrics["loss"])))
+
+
+def loader(rows: int = ROWS, batch: int = BATCH, shuffle: bool = True) -> DataLoader:
+    generator = torch.Generator().manual_seed(3)
+    data = TensorDataset(torch.randn(rows, 8, generator=generator), torch.randint(0, 4, (rows,), generator=generator))
+    return DataLoader(data, batch, shuffle=shuffle)
+
+
+def trainer(folder: str, strategy: RotorPipelineStrategy | None, world: int, **options: Any) -> L.Trainer:
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
+    where = {"strategy": strategy, "devices": world} if strategy is not None else {"devices": 1}
+    return L.Trainer(accelerator="cpu", default_root_dir=folder, **{"max_epochs": 2, **quiet, **where, **options})
+
+
+def fit(
+    folder: str,
+    strategy: RotorPipelineStrategy | None,
+    world: int,
+    *,
+    frozen: int = 0,
+    shuffle: bool = True,
+    resume: str | None = None,
+    rows: int = ROWS,
+    batch: int = BATCH,
+    kind: type[Model] = Model,
+    **options: Any,
+) -> tuple[Model, L.Trainer]:
+    model = kind(frozen)
+    L.seed_everything(3, verbose=False)
+    made = trainer(folder, strategy, world, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made.fit(model, loader(rows, batch, shuffle), loader(rows, batch, False), ckpt_path=resume)
+    return model, made
+
+
+def seen(model: Model, made: L.Trainer) -> dict[str, Any]:
+    return {
+        "steps": model.steps,
+        "weights": {name: value.clone() for name, value in model.state_dict().items()},
+        "val_loss": float(made.callback_metrics["val_loss"]),
+    }
+
+
+def fitted(rank: int, folder: str, options: dict[str, Any], world: int, training: dict[str, Any]) -> dict[str, Any]:
+    strategy = RotorPipelineStrategy("net", **options)
+    return seen(*fit(folder, strategy, world, **training))
+
+
+def alone(folder: Path, **training: Any) -> dict[str, Any]:
+    return seen(*fit(str(folder), None, 1, **training))
+
+
+def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert len(found["steps"]) == len(expected["steps"])
+    assert torch.allclose(torch.tensor(found["steps"]), torch.tensor(expected["steps"]), atol=1e-6, rtol=0)
+    assert found["val_loss"] == pytest.approx(expected["val_loss"], abs=1e-6)
+    for name, value in expected["weights"].items():
+        assert torch.allclose(found["weights"][name], value, atol=1e-6, rtol=0), name
+
+
+TRAININGS = [
+    (2, {"micro_batches": 4}, {}),
+    (3, {"micro_batches": 3, "schedule": "gpipe", "recompute": "always"}, {"gradient_clip_val": 0.3}),
+    (2, {"micro_batches": 4, "schedule": "interleaved"}, {"accumulate_grad_batches": 2}),
+    (2, {"micro_batches": 2, "recompute": "except_last", "balance": [3, 5]}, {"frozen": 3, "gradient_clip_val": 0.3}),
+]
+
+
+@pytest.mark.parametrize(("world", "options", "training"), TRAININGS)
+def test_training_equals_that_of_one_process(
+    group: Processes, tmp_path: Path, world: int, options: dict[str, Any], training: dict[str, Any]
+) -> None:
+    expected = alone(tmp_path, **training)
+    for found in good(group.run(world, fitted, str(tmp_path), options, world, training)):
+        assert_equal(found, expected)
+
+
+# -------------------------------------------------------------------------------------------------- checkpoints
+
+
+class Save(L.Callback):
+    """Writes a checkpoint in the middle of the second epoch, from every process as Lightning's callbacks do."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: L.Trainer, model: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.current_epoch == 0 and batch_idx == 5:
+            trainer.save_checkpoint(self.path)
+
+
+def saving(rank: int, folder: str, world: int, options: dict[str, Any]) -> dict[str, Any]:
+    path = f"{folder}/piped.ckpt"
+    model, made = fit(folder, RotorPipelineStrategy("net", **options), world, shuffle=False, callbacks=[Save(path)])
+    return seen(model, made)
+
+
+def resuming(rank: int, folder: str, world: int, options: dict[str, Any]) -> dict[str, Any]:
+    return seen(
+        *fit(folder, RotorPipelineStrategy("net", **options), world, shuffle=False, resume=f"{folder}/alone.ckpt")
+    )
+
+
+def test_checkpoints_are_those_of_one_process_and_resume_in_both_directions(group: Processes, tmp_path: Path) -> None:
+    expected = seen(*fit(str(tmp_path), None, 1, shuffle=False, callbacks=[Save(f"{tmp_path}/alone.ckpt")]))
+    options = {"micro_batches": 2, "balance": [3, 5]}
+    for found in good(group.run(2, saving, str(tmp_path), 2, options)):
+        assert_equal(found, expected)
+    one, two = (torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("alone", "piped"))
+    assert list(one["state_dict"]) == list(two["state_dict"])
+    assert one["optimizer_states"][0]["param_groups"] == two["optimizer_states"][0]["param_groups"]
+    for key, value in one["optimizer_states"][0]["state"].items():
+        for name, tensor in value.items():
+            assert torch.allclose(two["optimizer_states"][0]["state"][key][name], tensor, atol=1e-6), (key, name)
+    # On the other kind of Trainer each goes on for the second epoch.
+    rest = {**expected, "steps": expected["steps"][6:]}
+    assert_equal(seen(*fit(str(tmp_path), None, 1, shuffle=False, resume=f"{tmp_path}/piped.ckpt")), rest)
+    for found in good(group.run(3, resuming, str(tmp_path), 3, {"micro_batches": 3})):
+        assert_equal(found, rest)
+
+
+# -------------------------------------------------------------------------------------------------- what else a Trainer does
+
+
+def predicting(rank: int, folder: str) -> Any:
+    """Predictions, and the weights that a fit leaves in the model."""
+    model, made = fit(folder, RotorPipelineStrategy("net", micro_batches=2), 2, max_epochs=1)
+    L.seed_everything(0, verbose=False)
+    predictions = torch.cat(made.predict(model, loader(shuffle=False)))
+    metrics = made.validate(model, loader(shuffle=False), verbose=False)
+    x = next(iter(loader(shuffle=False)))[0]
+    with torch.no_grad():
+        return predictions, model(x), metrics[0]["val_loss"]
+
+
+def test_prediction_and_the_model_behind_a_fit_are_whole(group: Processes, tmp_path: Path) -> None:
+    model, made = fit(str(tmp_path), None, 1, max_epochs=1)
+    val_loss = float(made.callback_metrics["val_loss"])
+    expected = torch.cat(made.predict(model, loader(shuffle=False)))
+    for predictions, output, loss in good(group.run(2, predicting, str(tmp_path))):
+        assert torch.allclose(predictions, expected, atol=1e-5)
+        assert torch.allclose(output, expected[:BATCH], atol=1e-5)
+        assert loss == pytest.approx(val_loss, abs=1e-5)
+
+
+def in_two_copies(rank: int, folder: str) -> dict[str, Any]:
+    strategy = RotorPipelineStrategy("net", micro_batches=2, pipeline_stages=2)
+    model, made = fit(folder, strategy, 4, max_epochs=6, batch=4, rows=8, gradient_clip_val=0.3)
+    return seen(model, made)
+
+
+def test_two_copies_of_a_pipeline_share_the_batches(group: Processes, tmp_path: Path) -> None:
+    """Two copies, each with half of the eight rows, are one process with all of them."""
+    expected = alone(tmp_path, max_epochs=6, rows=8, gradient_clip_val=0.3)
+    answers = good(group.run(4, in_two_copies, str(tmp_path)))
+    for found in answers:
+        for name, value in expected["weights"].items():
+            assert torch.allclose(found["weights"][name], value, atol=1e-6, rtol=0), name
+    for (one, _), (two, _), (whole, _) in zip(answers[0]["steps"], answers[3]["steps"], expected["steps"], strict=True):
+        assert (one + two) / 2 == pytest.approx(whole, abs=1e-6)
+
+
+def test_bfloat16_mixed_is_that_of_one_process_but_for_rounding(group: Processes, tmp_path: Path) -> None:
+    training = {"precision": "bf16-mixed", "max_epochs": 1}
+    expected = alone(tmp_path, **training)
+    for found in good(group.run(2, fitted, str(tmp_path), {"micro_batches": 4, "recompute": "always"}, 2, training)):
+        assert torch.allclose(torch.tensor(found["steps"]), torch.tensor(expected["steps"]), atol=2e-2)
+        assert found["val_loss"] == pytest.approx(expected["val_loss"], abs=2e-2)
+
+
+# -------------------------------------------------------------------------------------------------- what is refused
+
+
+class Lbfgs(Model):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class Never(Model):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.stem(x))
+
+
+class Manual(Model):
+    automatic_optimization = False
+
+
+REFUSED = [
+    (Model, {"pipeline_stages": 3}, {}, "devices=3"),
+    (Model, {"micro_batches": 1}, {}, 'Use micro_batches=2, or schedule="gpipe"'),
+    (Model, {"micro_batches": 9}, {}, "the first batch has 8 rows for 9 micro-batches"),
+    (Model, {"module": "nothing"}, {}, "no submodule 'nothing'"),
+    (Model, {"mem_limit": 2000}, {}, "no partition fits 2 devices"),
+    (Model, {"balance": [8]}, {}, "expected one for each, such as balance=\\[4, 4\\]"),
+    (Model, {}, {"sync_batchnorm": True}, "expected sync_batchnorm=False"),
+    (Lbfgs, {}, {}, "LBFGS evaluates the loss several times"),
+    (Never, {}, {}, "never called the module"),
+    (Manual, {}, {}, "expected automatic optimization"),
+]
+
+
+def refused(rank: int, folder: str, kind: type[Model], options: dict[str, Any], training: dict[str, Any]) -> None:
+    strategy = RotorPipelineStrategy(**{"module": "net", "micro_batches": 4, **options})
+    fit(folder, strategy, 2, kind=kind, **training)
+
+
+@pytest.mark.parametrize(("kind", "options", "training", "message"), REFUSED)
+def test_what_cannot_be_trained_is_refused_on_every_process(
+    group: Processes, tmp_path: Path, kind: type[Model], options: dict[str, Any], training: dict[str, Any], message: str
+) -> None:
+    for answer in group.run(2, refused, str(tmp_path), kind, options, training):
+        assert isinstance(answer, Failure)
+        assert answer.kind in {"PipelineError", "PartitionError", "ModelError"}, answer.text
+        assert re.search(message, answer.message), answer.message
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"micro_batches": 0}, "micro_batches is 0"),
+        ({"schedule": "zero-bubble"}, "schedule is 'zero-bubble'"),
+        ({"recompute": "some"}, "recompute is 'some'"),
+        ({"balance": "fair"}, "balance is 'fair'"),
+        ({"pipeline_stages": -1}, "devices is -1"),
+    ],
+)
+def test_arguments_without_sense_are_refused_at_once(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(PipelineError, match=message):
+        RotorPipelineStrategy(**options)
+
+
+SCRIPT = """
+import sys, time, torch, lightning.pytorch as L
+sys.path.insert(0, {tests!r})
+from test_pipeline_strategy import Model, loader, trainer, RotorPipelineStrategy
+
+class Breaks(torch.nn.Tanh):
+    def forward(self, x):
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls > 20:
+            print("raised at", time.monotonic(), file=sys.stderr, flush=True)
+            raise RuntimeError("this layer broke")
+        return super().forward(x)
+
+model = Model()
+model.net[{place}] = Breaks()
+trainer({folder!r}, RotorPipelineStrategy("net", micro_batches=4), 2, enable_checkpointing=True).fit(model, loader())
+"""
+
+
+@pytest.mark.parametrize("place", [1, 7], ids=["first process", "last process"])
+def test_an_error_in_one_process_ends_the_job(tmp_path: Path, place: int) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(tests=str(Path(__file__).parent), place=place, folder=str(tmp_path)))
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode != 0
+    assert "RuntimeError: this layer broke" in done.stderr
+    raised = float(re.search(r"raised at (\S+)", done.stderr)[1])
+    assert time.monotonic() - raised < 30
+    assert not list(tmp_path.rglob("*.ckpt"))
