@@ -52,7 +52,7 @@ class ImageNetCLI(LightningCLI):
         if chosen.data.root is None and chosen.demo:
             print("data.root is null: the demo, with the settings of the section 'demo' in place of the recipe's.")
             after_files = max((index + 1 for index in range(len(args)) if _is_file(args, index)), default=1)
-            demo = ["--config", json.dumps(chosen.demo, default=vars)]
+            demo = ["--config", json.dumps(chosen.demo, default=_plain)]
             self.config = parser.parse_args([*args[:after_files], *demo, *args[after_files:], "--demo=null"])
 
     def instantiate_classes(self) -> None:
@@ -73,6 +73,11 @@ class ImageNetCLI(LightningCLI):
                 print(
                     f"measured peak    {format_bytes(callback.measured_peak_bytes)} of {format_bytes(callback.budget_bytes)}"
                 )
+
+
+def _plain(value: Any) -> Any:
+    """Sections as dicts, durations and the like as they are written."""
+    return vars(value) if hasattr(value, "__dict__") else str(value)
 
 
 def _is_file(args: list[str], index: int) -> bool:
