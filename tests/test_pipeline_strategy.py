@@ -149,6 +149,27 @@ def test_training_equals_that_of_one_process(
         assert_equal(found, expected)
 
 
+def in_default(rank: int, folder: str, options: dict[str, Any], world: int) -> tuple[list[Any], str]:
+    """Steps, and the module that was cut."""
+    strategy = RotorPipelineStrategy(micro_batches=2, **options)
+    model, _ = fit(folder, strategy, world, max_epochs=1)
+    assert strategy.partition is None  # after the fit the model is whole
+    return model.steps, strategy.module_name
+
+
+def test_the_module_with_most_of_the_compute_is_cut_and_a_sample_will_do(group: Processes, tmp_path: Path) -> None:
+    expected = alone(tmp_path, max_epochs=1)["steps"]
+    for world, options in ((2, {}), (1, {"module": "net"}), (2, {"module": "net", "sample": torch.randn(8, 16)})):
+        for steps, name in good(group.run(world, in_default, str(tmp_path), options, world)):
+            assert name == "net"
+            assert torch.allclose(torch.tensor(steps), torch.tensor(expected), atol=1e-6)
+
+
+def test_the_strategy_has_a_name() -> None:
+    made = L.Trainer(strategy="rotor_pipeline", accelerator="cpu", devices=2, logger=False)
+    assert isinstance(made.strategy, RotorPipelineStrategy)
+
+
 # -------------------------------------------------------------------------------------------------- checkpoints
 
 

@@ -106,6 +106,11 @@ class RotorPipelineStrategy(DDPStrategy):
         return None if self._pipelined is None else self._pipelined.partition
 
     @property
+    def module_name(self) -> str | None:
+        """Dotted name of the module that is cut, once known."""
+        return self._module_name if self._target is None else self._target.name
+
+    @property
     def _devices_per_pipeline(self) -> int:
         return self._pipeline_stages or self.world_size
 
