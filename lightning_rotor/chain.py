@@ -71,8 +71,10 @@ class Option:
     All sizes are integers of bytes, all durations seconds.
 
     Attributes:
-        name: ``"keep"`` saves what autograd saves; ``"budget 0.3"`` is a compiled stage under another activation memory budget.
-        saved_bytes: Storages that stay alive for the backward: not the stage's input or output, not parameters or buffers.
+        name: ``"keep"`` saves what autograd saves; ``"budget 0.3"`` is a compiled stage under another activation memory budget;
+            ``"invert"`` saves the output alone.
+        saved_bytes: Storages that stay alive for the backward: not the stage's input or output, not parameters or buffers. For an option
+            that inverts, what its first pass remembers (generators, buffers), be it in a segment or not.
         saved_input_bytes: The part of the input boundary that autograd saves (0 for Dropout, all of it for Linear).
         saved_output_bytes: The part of the output boundary that autograd saves (all of it for Tanh).
         saved_tensors: Number of tensors saved; 0 means that the backward needs no forward at all.
@@ -94,6 +96,10 @@ class Option:
         accumulating: Peaks of the backward where parameters already have gradients, so that each new one is added to its own and freed at
             once. None if they are those of a backward whose gradients pile up.
         discard_peak_bytes: Peak of the forward whose saved tensors are dropped, output included. None if it is the stage's.
+        inverts: The stage drops its input when it has run, whoever saved it, and rebuilds it from the output in the backward. The peaks of
+            its backward count the rebuilt input: plain is where it dies with the stage, held where the stage before has saved it.
+        needs_exact_output: Of the output that it saves the backward asks what a rounding error changes, such as where ReLU's is zero. So the
+            next stage must not be inverted, which would give back an output with rounding errors.
     """
 
     name: str
@@ -117,9 +123,18 @@ class Option:
     saved_state_bytes: int = 0
     accumulating: BackwardPeaks | None = None
     discard_peak_bytes: int | None = None
+    inverts: bool = False
+    needs_exact_output: bool = False
 
     def __post_init__(self) -> None:
         _check_costs(self)
+        if self.inverts and (self.saved_input_bytes or self.saved_skips or not self.saved_tensors):
+            raise ScheduleError(
+                f"option {self.name!r} inverts its stage: expected it to save the output, and neither input nor skips"
+            )
+
+        if self.needs_exact_output and not self.saved_output_bytes:
+            raise ScheduleError(f"option {self.name!r} needs its exact output: expected it to save some of it")
 
     def backward_peaks(self, *, gradients_exist: bool) -> BackwardPeaks:
         """Peaks of the backward, where parameters have gradients already or where they do not."""
@@ -183,6 +198,7 @@ class StageCost:
         recomputable: Running the stage twice gives the same bits; otherwise it must be kept.
         options: Ways to keep the stage; the first one is ``"keep"``.
         takes: Tensors that it reads, such as ``"float32[4, 64, 8, 8]"``; empty for stages that were not measured.
+        not_inverted: Why no option inverts it although its module has an inverse; empty if there is nothing to say.
     """
 
     name: str
@@ -195,11 +211,16 @@ class StageCost:
     state_bytes: int = 0
     recomputable: bool = True
     takes: tuple[str, ...] = ()
+    not_inverted: str = ""
 
     def __post_init__(self) -> None:
         _check_costs(self)
         if not self.options:
             raise ScheduleError(f"stage {self.name!r} has no option: expected at least one way to keep it")
+        if self.options[0].inverts:
+            raise ScheduleError(
+                f"the first option of stage {self.name!r} inverts it: expected the one that keeps what autograd saves"
+            )
         for option in self.options:
             if self.discard_peak_of(option) > self.discard_peak_bytes:
                 raise ScheduleError(

@@ -16,6 +16,7 @@ class Boundaries:
         self._holders = [1] + [0] * len(chain)
         self._saved_by_producer = [0] * (len(chain) + 1)
         self._saved_by_consumer = [0] * (len(chain) + 1)
+        self._dropped = [False] * (len(chain) + 1)
 
     def is_held(self, boundary: int) -> bool:
         """Whether somebody holds it besides saved tensors."""
@@ -46,10 +47,23 @@ class Boundaries:
             self._saved_by_consumer[boundary] = consumer
         return self._live_bytes(boundary) - before
 
+    def drop(self, boundary: int) -> int:
+        """The stage behind it will rebuild it: what saved it goes without it meanwhile. Returns the bytes that this frees."""
+        before = self._live_bytes(boundary)
+        self._dropped[boundary] = True
+        return before - self._live_bytes(boundary)
+
+    def rebuild(self, boundary: int) -> int:
+        """It is there again for what saved it; returns the bytes that this brings to life."""
+        self._dropped[boundary] = False
+        return self._live_bytes(boundary)
+
     def _live_bytes(self, boundary: int) -> int:
         size = self._size_bytes[boundary]
         if self._holders[boundary]:
             return size
+        if self._dropped[boundary]:
+            return 0
         return min(size, self._saved_by_producer[boundary] + self._saved_by_consumer[boundary])
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
+from lightning_rotor.inversion import Way
 from lightning_rotor.sequential import Stage
+from lightning_rotor.state import SegmentState
 
 _AUTOCAST_DEVICES = ("cuda", "cpu")
 
@@ -21,8 +24,35 @@ def run_stage(stage: Stage, value: Any, option: int = 0) -> Any:
     try:
         return stage.variants[option - 1](value) if option else stage(value)
     finally:
-        if torch.is_autocast_cache_enabled() and autocast_enabled():
-            torch.clear_autocast_cache()
+        forget_casts()
+
+
+def way_of(stage: Stage, *, draws_random: bool, state: SegmentState) -> Way:
+    """How a stage with an inverse runs if it is inverted.
+
+    Args:
+        stage: The stage.
+        draws_random: Whether it reads random number generators.
+        state: What recomputation must leave alone.
+    """
+    return Way(
+        stage.name, partial(run_stage, stage), partial(_run_inverse, stage), draws_random=draws_random, state=state
+    )
+
+
+def _run_inverse(stage: Stage, output: Any) -> Any:
+    assert stage.inverse is not None
+    try:
+        return stage.inverse(output)
+    finally:
+        # What was cast without gradients must not serve the forward that follows.
+        forget_casts()
+
+
+def forget_casts() -> None:
+    """Empty autocast's cache if it is in use."""
+    if torch.is_autocast_cache_enabled() and autocast_enabled():
+        torch.clear_autocast_cache()
 
 
 def autocast_enabled() -> bool:

@@ -8,13 +8,14 @@ random numbers, count calls.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
+from torch.autograd.graph import Node
 from torch.utils.checkpoint import checkpoint
 
 from lightning_rotor.errors import ExecutionError
@@ -88,6 +89,15 @@ class _Again:
         self._replay.__exit__(kind, error, trace)
 
 
+def is_last_backward_through(nodes: Collection[Node]) -> bool:
+    """Whether a backward is running that goes on to all of some nodes and frees what is before them; False if there are none."""
+    if not _ENGINE_ANSWERS or torch._C._current_graph_task_id() == _NO_TASK:
+        return False
+    if torch._C._autograd._get_current_graph_task_keep_graph():
+        return False
+    return bool(nodes) and all(map(torch._C._will_engine_execute_node, nodes))
+
+
 class _Inputs:
     """Inputs of one segment, until the last backward that runs through it has them.
 
@@ -123,13 +133,11 @@ class _Inputs:
         each, a gradient for some of the inputs, an input that nobody trains.
         """
         task = torch._C._current_graph_task_id()
-        if task == _NO_TASK or torch._C._autograd._get_current_graph_task_keep_graph():
-            return False
-        if task != self._last_task:
+        if task != _NO_TASK and task != self._last_task:
             nodes = [tensor.grad_fn for tensor in self._tensors if tensor is not None and tensor.grad_fn is not None]
-            if nodes and all(map(torch._C._will_engine_execute_node, nodes)):
+            if is_last_backward_through(nodes):
                 self._last_task = task
-        return task == self._last_task
+        return task == self._last_task != _NO_TASK
 
 
 def _giving_up_inputs(name: str) -> AbstractContextManager[Any]:

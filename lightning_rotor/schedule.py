@@ -9,8 +9,10 @@ input, and runs them again when the backward arrives, this time under the segmen
     0 ((1 2) 3 4) 5      recomputation of the outer segment keeps 3 and 4 and only the input of 1;
                          stages 1 and 2 run a third time when 4 and 3 are done
 
-The text form is one line: stage numbers, ``a-b`` for a run of kept stages, ``3:1`` for stage 3 under its option 1, and parentheses
-around a segment. ``Schedule.parse(str(schedule)) == schedule``. Pickles and copies hold the text.
+A stage under an option that inverts it is a leaf, too: it keeps its output, from which it rebuilds its input.
+
+The text form is one line: stage numbers, ``a-b`` for a run of kept stages, ``3:1`` for stage 3 under its option 1, ``3-7:1`` for a run of
+such stages, and parentheses around a segment. ``Schedule.parse(str(schedule)) == schedule``. Pickles and copies hold the text.
 
 Segments may be nested as deeply as the chain is long. So nothing here calls itself for what is inside: a segment knows its ends, its depth and
 its hash from when it was made, and whatever must visit all of it keeps a stack.
@@ -257,9 +259,9 @@ def _check_items(items: tuple[Item, ...]) -> None:
 
 
 def _format(items: tuple[Item, ...]) -> str:
-    """Text of items, runs of three or more plain leaves shortened to ``a-b``; so are runs of two, for ``1-2`` is no longer than ``1 2``."""
+    """Text of items, runs of leaves under one option shortened to ``a-b``; so are runs of two, for ``1-2`` is no longer than ``1 2``."""
     words: list[str] = []
-    run: list[int] = []  # plain leaves side by side
+    run: list[Leaf] = []  # leaves side by side under one option
     opening = ""  # parentheses before the next word
 
     def add(word: str) -> None:
@@ -269,7 +271,7 @@ def _format(items: tuple[Item, ...]) -> str:
 
     def close_run() -> None:
         if run:
-            add(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}")
+            add(str(run[0]) if len(run) == 1 else f"{run[0].stage}-{run[-1]}")
             run.clear()
 
     pending = [iter(items)]
@@ -280,11 +282,9 @@ def _format(items: tuple[Item, ...]) -> str:
                 opening += "("
                 pending.append(iter(item.items))
                 break
-            if item.option:
+            if run and item.option != run[-1].option:
                 close_run()
-                add(str(item))
-            else:
-                run.append(item.stage)
+            run.append(item)
         else:
             close_run()
             pending.pop()
@@ -309,13 +309,12 @@ def _parse(text: str) -> tuple[Item, ...]:
             if not open_items:
                 raise ScheduleError(f"schedule {text!r} has a closing parenthesis too many")
             open_items[-1].append(Segment(tuple(inside)))
-        elif match := re.fullmatch(r"(\d+)-(\d+)", token):
-            open_items[-1].extend(Leaf(stage) for stage in range(int(match[1]), int(match[2]) + 1))
-        elif match := re.fullmatch(r"(\d+)(?::(\d+))?", token):
-            open_items[-1].append(Leaf(int(match[1]), int(match[2] or 0)))
+        elif match := re.fullmatch(r"(\d+)(?:-(\d+))?(?::(\d+))?", token):
+            stages = range(int(match[1]), int(match[2] or match[1]) + 1)
+            open_items[-1].extend(Leaf(stage, int(match[3] or 0)) for stage in stages)
         else:
             raise ScheduleError(
-                f"schedule {text!r} holds {token!r}: expected stage numbers such as 3, 3-7 or 3:1, and parentheses"
+                f"schedule {text!r} holds {token!r}: expected stage numbers such as 3, 3-7, 3:1 or 3-7:1, and parentheses"
             )
     if len(open_items) > 1:
         raise ScheduleError(f"schedule {text!r} lacks a closing parenthesis")

@@ -54,6 +54,17 @@ class Stage:
         return self.modules[index](value)
 
     @property
+    def inverse(self) -> Callable[[Any], Any] | None:
+        """What rebuilds the stage's input from its output; None if it has no inverse."""
+        inverse = getattr(self.invertible, "inverse", None)
+        return inverse if callable(inverse) else None
+
+    @property
+    def invertible(self) -> nn.Module | None:
+        """The module that may have an inverse: the only one, which is all that the stage runs."""
+        return self.modules[0] if len(self.modules) == 1 else None
+
+    @property
     def reads(self) -> tuple[int, ...]:
         """Numbers of the values that it takes."""
         return self.wiring.wire.reads
@@ -110,7 +121,7 @@ def sequential_stages(module: nn.Module) -> tuple[Stage, ...]:
     """
     if not isinstance(module, nn.Sequential):
         raise ModelError(f"{type(module).__name__} is none: expected an nn.Sequential (nested ones are flattened)")
-    if not _runs_members_in_a_row(module):
+    if not runs_members_in_a_row(module):
         raise ModelError(
             f"{type(module).__name__} is an nn.Sequential with a forward of its own, so its members may not run one after the other: "
             "expected a plain nn.Sequential"
@@ -160,11 +171,12 @@ def _flatten(module: nn.Sequential, prefix: str) -> Iterator[tuple[str, nn.Modul
             continue
         full_name = f"{prefix}.{name}" if prefix else name
         # Hooks on a container fire when the container is called, which the flat chain never does.
-        if isinstance(child, nn.Sequential) and _runs_members_in_a_row(child) and not has_own_call(child):
+        if isinstance(child, nn.Sequential) and runs_members_in_a_row(child) and not has_own_call(child):
             yield from _flatten(child, full_name)
         else:
             yield full_name, child
 
 
-def _runs_members_in_a_row(module: nn.Sequential) -> bool:
+def runs_members_in_a_row(module: nn.Sequential) -> bool:
+    """Whether an ``nn.Sequential`` has no forward of its own."""
     return type(module).forward is nn.Sequential.forward and type(module).__call__ is nn.Module.__call__

@@ -7,7 +7,8 @@ What is alive, and until when::
 
     boundary i      from the forward of stage i-1 on, while somebody holds it:
                       the caller (the chain's input and output), the running forward (its current value),
-                      a segment that starts here and is not recomputed yet, or the saved tensors of stage i-1 or stage i
+                      a segment that starts here and is not recomputed yet, or the saved tensors of stage i-1 or stage i;
+                    if stage i is inverted, not from the end of its forward to its backward, whoever saved it
     skip            from the forward of the stage that makes it on, while somebody holds it: the forward that runs until its last
                       reader is done, a segment that reads it, the caller if it is a part of the output, or saved tensors
     saved tensors   from the stage's recorded forward to its backward
@@ -28,7 +29,7 @@ from lightning_rotor.chain import Chain, Option
 from lightning_rotor.errors import ScheduleError
 from lightning_rotor.liveness import Boundaries, Skips
 from lightning_rotor.recursion import make_room_for
-from lightning_rotor.schedule import Item, Leaf, Schedule, Segment, leaves
+from lightning_rotor.schedule import Item, Leaf, Schedule, Segment, leaves, segments_in
 
 # Calls for one more segment inside others: a backward in a backward, and then a discarded pass in a discarded pass.
 _CALLS = 3
@@ -97,7 +98,7 @@ def simulate(
     Returns:
         Peak and duration. The peak is exact for the executor of this package on the device where the chain was measured.
     Raises:
-        ScheduleError: The schedule has another number of stages or unknown options, or recomputes a stage that must be kept.
+        ScheduleError: See :func:`check_schedule`.
     """
     return _Simulator(chain, schedule, gradients_exist, lingering_bytes).run()
 
@@ -106,7 +107,8 @@ def check_schedule(chain: Chain, schedule: Schedule) -> None:
     """Check that a schedule belongs to a chain.
 
     Raises:
-        ScheduleError: It has another number of stages or unknown options, or recomputes a stage that must be kept.
+        ScheduleError: It has another number of stages or unknown options, or recomputes a stage that must be kept. Or it inverts a stage whose
+            input must not be dropped: the first one of a chain or of a segment, or one after a stage that needs its exact output.
     """
     if len(schedule) != len(chain):
         raise ScheduleError(f"schedule {schedule} covers {len(schedule)} stages, but the chain has {len(chain)}")
@@ -121,6 +123,27 @@ def check_schedule(chain: Chain, schedule: Schedule) -> None:
                 raise ScheduleError(
                     f"schedule {schedule} recomputes stage {stage.name!r}, which does not give the same bits twice: keep it"
                 )
+    if (first := first_inverted(chain, schedule)) is not None:
+        raise ScheduleError(
+            f"schedule {schedule} inverts stage {chain.stages[first].name!r} where nothing comes before it in the chain or its segment, or a kept "
+            "stage that needs every bit of its output (ReLU does), so its input must not be dropped: expected it after a segment, an inverted "
+            "stage or a stage that can do with a rebuilt output"
+        )
+
+
+def first_inverted(chain: Chain, schedule: Schedule) -> int | None:
+    """A stage that is inverted though its input must not be dropped; None if there is none.
+
+    That of the first stage of the chain or of a segment is somebody else's, and a stage before may need its exact bits.
+    """
+    for items in (schedule.items, *(segment.items for segment in segments_in(schedule.items))):
+        needed = True
+        for item in items:
+            option = chain.stages[item.stage].options[item.option] if isinstance(item, Leaf) else None
+            if needed and option is not None and option.inverts:
+                return item.first
+            needed = option is not None and option.needs_exact_output
+    return None
 
 
 class _Simulator:
@@ -190,11 +213,13 @@ class _Simulator:
         stage, option = leaf.stage, self._option(leaf)
         peak = option.replay_peak_bytes if replay else option.forward_peak_bytes
         level = self._touch(stage, peak)
-        self._add(option.saved_bytes)
+        self._add_saved(option, phase)
         if phase == "forward":
             self._add(self._chain.stages[stage].pinned_bytes)  # until the graph dies, after the step
         self._set_saved(stage, consumer=option.saved_input_bytes)
         self._set_saved(stage + 1, producer=option.saved_output_bytes)
+        if option.inverts:
+            self._live_bytes -= self._boundaries.drop(stage)
         for skip in option.saved_skips:
             self._live_bytes += self._skips.hold(skip)
         made: set[int] = set()
@@ -221,6 +246,8 @@ class _Simulator:
                 case Leaf(stage):
                     cost = self._chain.stages[stage]
                     level = self._touch(stage, cost.discard_peak_of(self._option(item)))
+                    if self._option(item).inverts:
+                        self._add_saved(self._option(item), phase)
                     self._hold(stage + 1)
                     running |= self._hold_made(stage)
                     self._add(cost.pinned_bytes if phase == "forward" else 0)
@@ -233,6 +260,12 @@ class _Simulator:
         if not _saves(self._chain, segment):
             self._forget_states(segment, phase)
         return running
+
+    def _add_saved(self, option: Option, phase: Phase) -> None:
+        """What an option saves is there; an inverted stage remembers states in every first pass, as a segment does."""
+        self._add(option.saved_bytes)
+        if option.inverts and phase == "recompute":
+            self._unused_state_bytes += option.saved_bytes
 
     def _forget_states(self, segment: Segment, phase: Phase) -> None:
         """A segment that saves nothing is forgotten as soon as it has run: it holds neither states nor its input."""
@@ -292,6 +325,8 @@ class _Simulator:
         self._saved_state_bytes[stage] = 0
         self._set_saved(stage, consumer=0)
         self._set_saved(stage + 1, producer=0)
+        if option.inverts:
+            self._live_bytes += self._boundaries.rebuild(stage)
         for skip in option.saved_skips:
             self._live_bytes -= self._skips.release(skip)
         self._gradient_bytes = option.input_gradient_bytes

@@ -26,7 +26,8 @@ class Judged:
 def all_schedules(chain: Chain) -> Iterator[Schedule]:
     """Every schedule of a chain, once."""
     for items in _all_items(chain, 0, len(chain) - 1):
-        yield Schedule(items)
+        if not _inverts(chain, items[0]):
+            yield Schedule(items)
 
 
 def judge_all(chain: Chain, *, gradients_exist: bool = False, lingering_bytes: int = 0) -> list[Judged]:
@@ -55,10 +56,19 @@ def _all_items(chain: Chain, first: int, last: int) -> Iterator[tuple[Item, ...]
         yield from ((leaf,) for leaf in options)
         return
     for rest in _all_items(chain, first + 1, last):
-        yield from ((leaf, *rest) for leaf in options)
+        drops = _inverts(chain, rest[0])
+        ways = [leaf for leaf in options if not (drops and chain.stages[first].options[leaf.option].needs_exact_output)]
+        yield from ((leaf, *rest) for leaf in ways)
     for end in range(first, last):
         if not chain.stages[end].recomputable:
             return
         for body in _all_items(chain, first, end):
+            if _inverts(chain, body[0]):
+                continue
             for rest in _all_items(chain, end + 1, last):
                 yield (Segment(body), *rest)
+
+
+def _inverts(chain: Chain, item: Item) -> bool:
+    """An inverted stage, which may not come first."""
+    return isinstance(item, Leaf) and chain.stages[item.stage].options[item.option].inverts

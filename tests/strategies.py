@@ -23,11 +23,15 @@ heterogeneous   every size and duration drawn anew
 odd             heterogeneous, with stages that save nothing, draw random numbers, have buffers, pin tensors or cannot be recomputed
 options         heterogeneous, with a second option that saves less and takes longer in some stages
 """
+InvertibleKind = Literal["invertible"]
+"""heterogeneous, with an option that inverts in some stages, whose output is as large as their input"""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 _COARSE = 8
 
 
-def random_chain(rng: random.Random, stages: int, kind: Kind, *, grain: int = 1, most_options: int = 2) -> Chain:
+def random_chain(
+    rng: random.Random, stages: int, kind: Kind | InvertibleKind, *, grain: int = 1, most_options: int = 2
+) -> Chain:
     """A chain of any kind; all sizes are multiples of ``grain`` bytes."""
     costs: list[StageCost] = []
     # States of generators and buffers are small beside boundaries: kilobytes against hundreds of them.
@@ -39,8 +43,19 @@ def random_chain(rng: random.Random, stages: int, kind: Kind, *, grain: int = 1,
         shape = common if kind == "transformer" else _shape(rng, coarse)
         if kind == "cnn":
             shape["output"] = max(before // rng.choice((1, 1, 2, 4)) // grain, 1) * grain
+        inverts = kind == "invertible" and index > 0 and rng.random() < 0.6
+        if inverts:
+            shape["output"] = before
         two = kind == "options" and rng.random() < 0.5 and sum(len(cost.options) > 1 for cost in costs) < most_options
         costs.append(_stage(rng, index, before, shape, grain=grain, odd=kind == "odd", two_options=two))
+        if kind == "invertible":
+            exact = (
+                replace(option, needs_exact_output=option.saved_output_bytes > 0 and rng.random() < 0.5)
+                for option in costs[-1].options
+            )
+            costs[-1] = replace(costs[-1], options=tuple(exact))
+        if inverts:
+            costs[-1] = with_inversion(rng, costs[-1], grain=grain)
         before = costs[-1].output_bytes
     return Chain(
         tuple(costs),
@@ -48,6 +63,35 @@ def random_chain(rng: random.Random, stages: int, kind: Kind, *, grain: int = 1,
         rng_state_bytes=grain * rng.choice((0, 1)) if kind == "odd" else 0,
         segment_seconds=rng.choice((0.0, 1e-5)),
     )
+
+
+def with_inversion(rng: random.Random, cost: StageCost, *, grain: int = 1) -> StageCost:
+    """The stage with an option that inverts it: inverse, another forward, and the backward, with the rebuilt input."""
+    keep = cost.keep
+    if not keep.saved_tensors:
+        return cost
+    size, work = cost.output_bytes, keep.saved_bytes + rng.choice((0, 1)) * _size(rng, 24, grain)
+    peaks = {name: getattr(keep, name) + size + work for name in _BACKWARD_PEAKS if name != "unpack_peak_bytes"}
+    existing = keep.backward_peaks(gradients_exist=True)
+    option = replace(
+        keep,
+        name="invert",
+        needs_exact_output=False,
+        saved_bytes=grain * rng.choice((0, 0, 1)),
+        saved_input_bytes=0,
+        saved_output_bytes=size,
+        saved_tensors=1,
+        forward_peak_bytes=cost.discard_peak_bytes,
+        replay_peak_bytes=cost.discard_peak_bytes,
+        unpack_peak_bytes=size,
+        unpack_bytes=size,
+        **peaks,
+        accumulating=BackwardPeaks(*(peak + size + work for peak in astuple(existing))),
+        replay_seconds=keep.forward_seconds,
+        backward_seconds=keep.backward_seconds + rng.choice((1, 2)) * keep.forward_seconds,
+        inverts=True,
+    )
+    return replace(cost, options=(*cost.options, option))
 
 
 def with_skips(rng: random.Random, chain: Chain) -> Chain:
@@ -71,7 +115,7 @@ def with_skips(rng: random.Random, chain: Chain) -> Chain:
         options = tuple(
             replace(
                 option,
-                saved_skips=saved,
+                saved_skips=() if option.inverts else saved,
                 saved_tensors=max(option.saved_tensors, len(saved)),
                 forward_peak_bytes=option.forward_peak_bytes + made,
                 replay_peak_bytes=option.replay_peak_bytes + made,
@@ -108,7 +152,8 @@ def random_schedule(rng: random.Random, chain: Chain, *, segment_probability: fl
                 run.append(Segment(items(first, end)))
                 first = end + 1
             else:
-                run.append(Leaf(first, rng.randrange(len(chain.stages[first].options))))
+                options = chain.stages[first].options
+                run.append(Leaf(first, rng.choice([o for o, each in enumerate(options) if run or not each.inverts])))
                 first += 1
         return tuple(run)
 

@@ -87,8 +87,9 @@ class _Solver:
         if first == 0:
             return ("held",)
         remembering = self.needs.held[first, first:].any()
-        freeing = any(leaf.input_retained[0] < stage.input_slots for leaf in stage.leaves)
-        apart = len(stage.leaves) > 1 or (self.refined and (remembering or freeing))
+        leaves = [leaf for leaf in stage.leaves if not leaf.inverts]
+        freeing = any(leaf.input_retained[0] < stage.input_slots for leaf in leaves)
+        apart = len(leaves) > 1 or (self.refined and (remembering or freeing))
         return ("nested", "segment", "held") if apart else ("any",)
 
     def base(self, first: int, ending: Ending) -> int:
@@ -135,13 +136,15 @@ class _Solver:
                 number,
                 ending,
                 paid,
-                max(forward, paid + (backward.held if saved else backward.plain)),
+                max(forward, paid + (backward.saved if saved else backward.plain)),
             )
         return rest
 
     def solve_start(self, first: int, number: int, ending: Ending, context: str, split: Seconds) -> Seconds:
         start, last = split.copy(), ending.last
         for leaf in self.leaves(first, ending):
+            if leaf.inverts:  # its input is somebody else's here
+                continue
             backward, freed = self.backward(leaf, first, last), self.stages[first].input_slots - leaf.input_retained[0]
             need = max(self.forward(leaf, first, ending), by_context(backward, context))
             self.keep(start, leaf, first, number, ending, 0, need)

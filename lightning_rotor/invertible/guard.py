@@ -32,6 +32,7 @@ SAMPLES = 8
 """Elements of each tensor that are compared."""
 
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+_GOLDEN = (math.sqrt(5) - 1) / 2
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
@@ -39,7 +40,7 @@ _LOW_PRECISION = (torch.float16, torch.bfloat16)
 class Guard:
     """Samples of tensors that are about to be dropped.
 
-    Positions are fixed and evenly spaced, so no random number is drawn. A few bytes on the tensors' device; a comparison there waits for it.
+    Positions are fixed and spread, so no random number is drawn. A few bytes on the tensors' device; a comparison there waits for it.
 
     Attributes:
         name: Of the module that will rebuild the tensors.
@@ -60,7 +61,7 @@ class Guard:
             name: Of the module.
         """
         floating = [tensor for tensor in tensors if tensor.is_floating_point()]
-        coarsest = max((precision_of(tensor) for tensor in floating), key=_tolerance, default=torch.float64)
+        coarsest = max((precision_of(tensor) for tensor in floating), key=tolerance_of, default=torch.float64)
         return cls(name, tuple(_sample(tensor) if tensor.is_floating_point() else None for tensor in tensors), coarsest)
 
     def check(self, rebuilt: Sequence[torch.Tensor]) -> float:
@@ -81,7 +82,7 @@ class Guard:
             if sample is not None and sample.numel()
         ]
         for error, scale in errors:
-            tolerance = _tolerance(self.precision) * max(scale, 1.0)
+            tolerance = tolerance_of(self.precision) * max(scale, 1.0)
             if not math.isfinite(error) or (error > tolerance and self.precision not in _LOW_PRECISION):
                 raise InverseError(self._message(error, tolerance), stage=self.name, error=error, tolerance=tolerance)
             if error > tolerance:
@@ -105,18 +106,20 @@ def precision_of(tensor: torch.Tensor) -> torch.dtype:
     """What a module computes in if it takes this tensor: its dtype, or autocast's if that is coarser."""
     kind = tensor.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        return max(tensor.dtype, torch.get_autocast_dtype(kind), key=_tolerance)
+        return max(tensor.dtype, torch.get_autocast_dtype(kind), key=tolerance_of)
     return tensor.dtype
 
 
-def _tolerance(dtype: torch.dtype) -> float:
+def tolerance_of(dtype: torch.dtype) -> float:
+    """What a rebuilt input may be off by in some precision, relative to its largest element."""
     return _TOLERANCES.get(dtype, _TOLERANCES[torch.bfloat16])
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Elements at evenly spaced positions; a tensor of its own."""
+    """Elements at fixed positions; a tensor of its own."""
     count = min(SAMPLES, tensor.numel())
-    numbers = [(2 * index + 1) * tensor.numel() // (2 * count) for index in range(count)]
+    # Multiples of the golden ratio, not evenly spaced: those would often be one column of a matrix, that is, one half of a coupling.
+    numbers = [int((index + 1) * _GOLDEN % 1 * tensor.numel()) for index in range(count)]
     # Not through a flat view: one of a channels-last tensor is a copy of all of it.
     places = [torch.tensor(place) for place in zip(*(_place(number, tensor.shape) for number in numbers), strict=True)]
     detached = tensor.detach()

@@ -17,6 +17,7 @@ Source: Chen et al., "Training deep nets with sublinear memory cost", arXiv:1604
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 from lightning_rotor.chain import Chain
@@ -70,10 +71,12 @@ def _cut(chain: Chain, starts: list[int]) -> Schedule:
 
 
 def keep_all_fastest(chain: Chain) -> Schedule:
-    """Nothing is recomputed, and every stage runs under the fastest of its options."""
+    """Nothing is recomputed, not even an input from its output, and every stage runs under the fastest of its options."""
     fastest = []
     for stage in chain:
-        seconds = [option.forward_seconds + option.backward_seconds for option in stage.options]
+        seconds = [
+            math.inf if option.inverts else option.forward_seconds + option.backward_seconds for option in stage.options
+        ]
         fastest.append(seconds.index(min(seconds)))
     return Schedule(tuple(Leaf(stage, option) for stage, option in enumerate(fastest)))
 

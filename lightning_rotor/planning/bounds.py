@@ -53,6 +53,9 @@ counts; stages from ``t`` on then take ``both`` at least. The largest of all the
 states that they remember, and that a gap needs the skips which its stages read, so the bound of chains with many skips is loose. Saved
 skips count, divided among the stages that may save them.
 
+**Stages that can be inverted** get their input from their output, which is none of these operations. The bound takes them as stages that
+need no memory, with boundaries that need none, so nothing is ever gained by inverting them; it is loose where most of a chain can be inverted.
+
 ``n`` stages and ``S`` slots: O(n³ S) time, O(n² S) memory. Long gaps are cut in two and the costs of the parts added, which is less.
 
 Knapsacks over one moment alone, and the linear relaxation of Checkmate's program (Jain et al., arXiv:1910.02653), which sees all moments at once
@@ -71,7 +74,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_rotor.chain import Chain
-from lightning_rotor.planning.least_costs import LeastStage, LeastWay, least_stages
+from lightning_rotor.planning.least_costs import LeastStage, LeastWay, least_stages, without_inverted
 
 Seconds: TypeAlias = npt.NDArray[np.float64]
 _Key: TypeAlias = tuple[int, Literal["no", "kept", "gap"]]
@@ -106,6 +109,7 @@ def lower_bound_seconds(
 
 @lru_cache(maxsize=32)
 def _lower_bound_seconds(chain: Chain, budget_bytes: int, gradients_exist: bool, lingering_bytes: int) -> float:
+    chain = without_inverted(chain)
     stages = least_stages(chain, budget_bytes, gradients_exist=gradients_exist, lingering_bytes=lingering_bytes)
     n = len(stages)
     reach = min(n, max(int(math.sqrt(2 * _SUMS / (_LEAST_SLOTS * n))), 2))

@@ -42,13 +42,13 @@ VARIANT, NEED = range(2)
 # Of ``endings``; behind them, by option, whether a stage ends so under it:
 BASE, TRIGGER, ENDS = range(3)
 # Of ``leaves``; behind them the needs of the backward, and of that at the end of a recomputation, by who holds the input:
-RETAINED, FREED, OUTPUT_CLASS, FORWARD, REPLAY, BARE, BACKWARD, LAST_BACKWARD = 0, 1, 2, 3, 4, 5, 6, 10
+RETAINED, FREED, OUTPUT_CLASS, FORWARD, REPLAY, BARE, BACKWARD, LAST_BACKWARD = 0, 1, 2, 3, 4, 5, 6, 11
 # Of ``seconds``:
 SECONDS, LAST_SECONDS, BARE_SECONDS = range(3)
 # Of ``pairs``:
 DISCARD, FIRST_DISCARD, REMEMBERED, HELD_SLOTS, HANDED_ON = range(5)
 
-_PLAIN, _NESTED, _SEGMENT, _HELD = range(4)  # who holds an input: the fields of BackwardNeed
+_PLAIN, _NESTED, _SEGMENT, _HELD, _SAVED = range(5)  # who holds an input: the fields of BackwardNeed
 _INFINITE = np.float32(np.inf)
 _NEVER = NEVER
 
@@ -238,7 +238,7 @@ def _keep_first(a: Arrays, at: _Interval, variant: int, start: Singles) -> None:
 @_inner
 def _keep_paid(a: Arrays, at: _Interval, number: int, rest: Singles) -> None:
     """Its input must be paid for, after class ``number`` of it."""
-    column = _HELD if a.class_held[at.first, number] else _PLAIN
+    column = _SAVED if a.class_held[at.first, number] else _PLAIN
     for option in range(a.leaves.shape[1]):
         paid = a.input_retained[at.first, number, option]
         forward = a.stages[at.first, INPUT] + _forward_need(a, at, option)

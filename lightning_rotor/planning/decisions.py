@@ -27,13 +27,18 @@ Integers: TypeAlias = npt.NDArray[np.int64]
 Reals: TypeAlias = npt.NDArray[np.float64]
 
 _APART: tuple[Context, ...] = ("nested", "segment", "held")
-COLUMN_OF = {"plain": 0, "any": 1, "nested": 1, "segment": 2, "held": 3}
-"""Where the need of a context, or of nobody holding the input, stands among four, in the order of :class:`BackwardNeed`."""
+COLUMN_OF = {"plain": 0, "any": 1, "nested": 1, "segment": 2, "held": 3, "saved": 4}
+"""Where the need of a context, or of nobody else holding the input, stands among five, in the order of :class:`BackwardNeed`."""
 
 
 def by_context(need: BackwardNeed, context: Context) -> int:
     """The need that counts in a context."""
-    return _in_columns(need)[COLUMN_OF[context]]
+    return in_columns(need)[COLUMN_OF[context]]
+
+
+def in_columns(need: BackwardNeed) -> tuple[int, int, int, int, int]:
+    """In the order of :data:`COLUMN_OF`."""
+    return need.plain, need.nested, need.segment, need.held, need.saved
 
 
 class Decisions:
@@ -84,10 +89,10 @@ class Decisions:
         self.gives_up_input = np.array([stage.gives_up_input for stage in stages])
         self.class_count = np.array([len(stage.saved_before) for stage in stages], np.int64)
         self.class_held = np.zeros((n, classes), bool)
-        self.needs_as_segment = np.array([_in_columns(stage.needs_as_segment) for stage in stages], np.int64)
+        self.needs_as_segment = np.array([in_columns(stage.needs_as_segment)[:4] for stage in stages], np.int64)
         self.forward, self.replay, self.bare = (np.full((n, options), NEVER, np.int64) for _ in range(3))
         self.retained, self.output_class = (np.zeros((n, options), np.int64) for _ in range(2))
-        self.backward, self.last_backward = (np.full((n, options, 4), NEVER, np.int64) for _ in range(2))
+        self.backward, self.last_backward = (np.full((n, options, 5), NEVER, np.int64) for _ in range(2))
         self.input_retained = np.zeros((n, classes, options), np.int64)
         self.seconds, self.last_seconds = (np.zeros((n, options)) for _ in range(2))
         self.bare_seconds = np.zeros((n, options))
@@ -97,13 +102,15 @@ class Decisions:
                 at = index, option
                 self.forward[at], self.replay[at], self.retained[at] = leaf.forward, leaf.replay, leaf.retained
                 self.output_class[at] = leaf.output_class
-                self.backward[at], self.last_backward[at] = _in_columns(leaf.backward), _in_columns(leaf.last_backward)
+                self.backward[at], self.last_backward[at] = in_columns(leaf.backward), in_columns(leaf.last_backward)
                 self.input_retained[index, : len(stage.saved_before), option] = leaf.input_retained
                 self.seconds[at], self.last_seconds[at] = leaf.seconds, leaf.last_seconds
                 if not leaf.saves:
                     self.bare[at], self.bare_seconds[at] = leaf.bare, leaf.backward_seconds + stage.discard_seconds
         self.last_seconds[-1] = self.seconds[-1]
         self.freed = self.input_slots[:, None] - self.input_retained[:, 0]
+        for index, stage in enumerate(stages):  # what an inverted stage frees is never paid for
+            self.freed[index, [option for option, leaf in enumerate(stage.leaves) if leaf.inverts]] = 0
 
     def _read_endings(self) -> None:
         n, most = len(self.endings), max(len(endings) for endings in self.endings)
@@ -149,7 +156,9 @@ class Decisions:
             return ("held",)
         stage = self.stages[first]
         remembering = bool(self.thresholds.held[first, first:].any())
-        apart = len(stage.leaves) > 1 or (self._refined and (remembering or bool(self.freed[first].any())))
+        apart = sum(not leaf.inverts for leaf in stage.leaves) > 1 or (
+            self._refined and (remembering or bool(self.freed[first].any()))
+        )
         return _APART if apart else ("any",)
 
     def _find_variants(self) -> None:
@@ -174,7 +183,7 @@ class Decisions:
                 if comparable:
                     self.alike[first, len(kept)] = kept.index(comparable[0])
                     both = needs[..., [column, COLUMN_OF[comparable[0]]]]
-                    self.alike_from[first, len(kept)] = both.max()
+                    self.alike_from[first, len(kept)] = both[both < NEVER].max()
                 kept.append(context)
             self.contexts[first] = tuple(kept)
         self.variant_count = np.array([len(contexts) for contexts in self.contexts], np.int64)
@@ -226,7 +235,7 @@ class Decisions:
         """``(rows, options)``: to keep ``first`` when its input must be paid for and the stage before saved class ``number`` of it."""
         paid, backward = self.input_retained[first, number], self.backward_needs(first, last)
         held = self.class_held[first, number]
-        needs = paid + np.where(held[:, None], backward[..., COLUMN_OF["held"]], backward[..., COLUMN_OF["plain"]])
+        needs = paid + np.where(held[:, None], backward[..., COLUMN_OF["saved"]], backward[..., COLUMN_OF["plain"]])
         rest: Integers = np.maximum(self.input_slots[first, None] + forward, needs)
         return rest
 
@@ -257,7 +266,3 @@ class Decisions:
     def discarded_seconds(self, first: Integers, last: Integers) -> Reals:
         """By row, the first pass over a segment."""
         return self.discard_before[last + 1] - self.discard_before[first] + self.thresholds.segment_seconds
-
-
-def _in_columns(need: BackwardNeed) -> tuple[int, int, int, int]:
-    return need.plain, need.nested, need.segment, need.held

@@ -17,13 +17,17 @@ from collections.abc import Iterator
 
 from lightning_rotor.chain import Chain
 from lightning_rotor.schedule import Item, Leaf, Schedule, Segment
+from lightning_rotor.simulator import first_inverted
 
 _LONGEST_WRAP = 3
 
 
 def edits(schedule: Schedule, chain: Chain) -> Iterator[Schedule]:
     """Every schedule that is one edit away. There are O(n) of them for ``n`` stages."""
-    return (Schedule(items) for items in _edited(schedule.items, chain))
+    found = (Schedule(items) for items in _edited(schedule.items, chain))
+    if not any(option.inverts for stage in chain for option in stage.options):
+        return found
+    return (each for each in found if first_inverted(chain, each) is None)
 
 
 def _edited(items: tuple[Item, ...], chain: Chain) -> Iterator[tuple[Item, ...]]:

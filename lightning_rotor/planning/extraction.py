@@ -93,7 +93,8 @@ class Extraction:
             for leaf in (ending.leaves if first == last else self._stages[first].leaves)
             for taken, need in self._ways(leaf, first, ending, number, paid)
         ]
-        best = min(leaves, key=lambda decision: decision.seconds)
+        nothing = _Decision(math.inf, None, first, memory, "any")
+        best = min(leaves, key=lambda decision: decision.seconds, default=nothing)
         # What the table holds is the least of all, so a leaf that is no worse needs no comparison.
         if best.seconds < math.inf and best.seconds <= self._known(memory, first, last, number, paid):
             return best
@@ -120,7 +121,9 @@ class Extraction:
         stage = self._stages[first]
         if isinstance(paid, int):
             taken, held = leaf.input_retained[paid], stage.saved_before[paid] > 0
-            return [(taken, max(stage.input_slots + forward, taken + (backward.held if held else backward.plain)))]
+            return [(taken, max(stage.input_slots + forward, taken + (backward.saved if held else backward.plain)))]
+        if leaf.inverts:
+            return []
         need = max(forward, by_context(backward, paid))
         freed = stage.input_slots - leaf.input_retained[0]
         if paid != "nested" or not freed or first == last:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 
-from lightning_rotor.chain import BackwardPeaks, Chain, Option
+from lightning_rotor.chain import BackwardPeaks, Chain, Option, StageCost
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +103,62 @@ def least_stages(
             )
         )
     return stages
+
+
+def without_inverted(chain: Chain) -> Chain:
+    """A chain that is no slower within any budget, in which nothing is inverted.
+
+    Where a stage can be inverted, it and the boundaries around it take no memory: whoever inverts it could as well keep it there.
+    """
+    free = [any(option.inverts for option in stage.options) for stage in chain]
+    if not any(free):
+        return chain
+    last = len(chain) - 1
+    stages = []
+    for index, stage in enumerate(chain):
+        behind = index < last and free[index + 1]
+        options = (_without_memory(stage),) if free[index] else stage.options
+        options = tuple(
+            replace(
+                option,
+                saved_output_bytes=0 if behind else option.saved_output_bytes,
+                needs_exact_output=False,
+                saved_input_bytes=0 if index and free[index - 1] else option.saved_input_bytes,
+            )
+            for option in options
+        )
+        output = 0 if behind or (free[index] and index < last) else stage.output_bytes
+        peak = min(map(stage.discard_peak_of, stage.options)) if free[index] else stage.discard_peak_bytes
+        stages.append(replace(stage, options=options, output_bytes=output, discard_peak_bytes=peak))
+    return replace(chain, stages=tuple(stages))
+
+
+def _without_memory(stage: StageCost) -> Option:
+    """The least of all its options, none of which takes memory beyond its moment."""
+    options = stage.options
+    new, existing = (
+        [astuple(option.backward_peaks(gradients_exist=exist)) for option in options] for exist in (False, True)
+    )
+    plain, segment, held = map(min, zip(*new, strict=True))
+    return replace(
+        stage.keep,
+        saved_bytes=0,
+        saved_input_bytes=0,
+        saved_output_bytes=0,
+        needs_exact_output=False,
+        forward_peak_bytes=min(option.forward_peak_bytes for option in options),
+        replay_peak_bytes=min(option.replay_peak_bytes for option in options),
+        unpack_peak_bytes=min(option.unpack_peak_bytes for option in options),
+        unpack_bytes=min(option.unpack_bytes for option in options),
+        backward_peak_bytes=plain,
+        backward_segment_peak_bytes=segment,
+        backward_held_peak_bytes=held,
+        accumulating=BackwardPeaks(*map(min, zip(*existing, strict=True))),
+        forward_seconds=min(option.forward_seconds for option in options),
+        replay_seconds=min(option.replay_seconds for option in options),
+        backward_seconds=min(option.backward_seconds for option in options),
+        discard_peak_bytes=None,
+    )
 
 
 def _way(

@@ -11,7 +11,7 @@ from rich.console import Group
 from lightning_rotor.chain import Chain
 from lightning_rotor.planning.bounds import lower_bound_seconds
 from lightning_rotor.planning.tables import plan_table, rendered, stage_table
-from lightning_rotor.schedule import Schedule
+from lightning_rotor.schedule import Schedule, leaves
 from lightning_rotor.simulator import Simulation
 from lightning_rotor.units import format_bytes, format_seconds
 
@@ -79,6 +79,12 @@ class Plan:
     def recomputed(self) -> tuple[int, ...]:
         """Numbers of the stages whose forward runs more than once."""
         return self.schedule.recomputed
+
+    @property
+    def inverted(self) -> tuple[int, ...]:
+        """Numbers of the stages that drop their input and rebuild it from their output."""
+        every = (leaf for item in self.schedule.items for leaf in leaves(item))
+        return tuple(leaf.stage for leaf in every if self.chain.stages[leaf.stage].options[leaf.option].inverts)
 
     def frontier(self) -> Frontier:
         """What every other budget would cost: the curve of memory against time for the same chain.

@@ -242,6 +242,7 @@ class Solver:
         table = Table(thresholds, slots=slots, refined=refined, device=self._device)
         table.solve()
         states = sum(stage.state_bytes for stage in self.chain)
+        states += sum(option.saved_bytes for stage in self.chain for option in stage.options if option.inverts)
         states += self.chain.rng_state_bytes if any(stage.draws_random for stage in self.chain) else 0
         skips = max((max(skip.size_bytes, *skip.gradient_bytes) for skip in self.chain.skips), default=0)
         uncertain_bytes = 4 * states + skips + (0 if exact else math.ceil(2 * unit))

@@ -78,6 +78,10 @@ def plan_table(
     table.add_row("Recompute overhead", f"{100 * plan.overhead:.1f} % of the step")
     table.add_row("Gap to the optimum", f"at most {100 * plan.gap:.1f} % of the step")
     table.add_row("Recomputed stages", f"{len(plan.recomputed)} of {len(plan.chain)}")
+    if plan.inverted:
+        table.add_row("Inverted stages", f"{len(plan.inverted)} of {len(plan.chain)}")
+    if withheld := [stage for stage in plan.chain if stage.not_inverted]:
+        table.add_row("Not inverted", f"{len(withheld)}, such as {withheld[-1].name!r}: {withheld[-1].not_inverted}")
     table.add_row("Planning", format_seconds(plan.solve_seconds))
     table.add_row("Schedule", schedule_line(plan.schedule))
     for name, value in extra_rows:
@@ -180,7 +184,8 @@ def _rows(plan: Plan) -> list[_Row]:
 
 def _treatment(chain: Chain, item: Item) -> str:
     if isinstance(item, Leaf):
-        return f"keep, {_option(chain, item).name}" if item.option else "keep"
+        option = _option(chain, item)
+        return option.name if option.inverts else f"keep, {option.name}" if item.option else "keep"
     nested = sum(1 for _ in segments_in(item.items))
     return "recompute" + (f", {nested} nested" if nested else "")
 
@@ -196,7 +201,8 @@ def _held_bytes(chain: Chain, schedule: Schedule) -> list[int]:
         inputs = chain.stages[item.first - 1].output_bytes if item.first else 0
         if isinstance(item, Leaf):
             option = _option(chain, item)
-            held[item.stage] = min(inputs, saved_output + option.saved_input_bytes) + option.saved_bytes
+            kept_input = 0 if option.inverts else min(inputs, saved_output + option.saved_input_bytes)
+            held[item.stage] = kept_input + option.saved_bytes
             saved_output = option.saved_output_bytes
             kept_skips.update(option.saved_skips)
         elif any(_option(chain, leaf).saved_tensors for leaf in leaves(item)):

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -47,13 +48,15 @@ class BackwardNeed:
         nested: It is first in a segment, which has given the input up. The input is paid for, so what the stage itself does
             not save of it is free again.
         segment: It is first in a segment that holds the input: one that is not recomputed, or cannot tell that nobody else asks for it.
-        held: The stage before saved it, or the caller holds it.
+        held: The stage before saved it, or the caller holds it, and it is paid for.
+        saved: The stage before saved it, which is counted here.
     """
 
     plain: int
     nested: int
     segment: int
     held: int
+    saved: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,7 @@ class LeafCost:
         backward: Own retained tensors and peak of the backward, by who holds the input.
         last_backward: The same when the stage ends a recomputation.
         bare: Peak of the backward when nothing is recomputed for it (a stage that saves nothing and ends a segment).
+        inverts: It drops its input, so it can do so where that is nobody else's: not as the first of a chain or a segment.
     """
 
     option: int
@@ -89,6 +93,7 @@ class LeafCost:
     backward: BackwardNeed
     last_backward: BackwardNeed
     bare: int
+    inverts: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,7 +119,8 @@ class StageNeeds:
 
     Attributes:
         input_slots: Size of the input boundary, 0 for the first stage: the caller holds it.
-        saved_before: Classes of the input boundary: the distinct parts of it that the stage before may save, in bytes, 0 first.
+        saved_before: Classes of the input boundary: the parts of it that the stage before may save, in bytes, 0 first. The same part is
+            twice among them if only one of two options can do without it.
         endings: How it ends a recomputation; none if it saves nothing under any option.
         needs_as_segment: Least memory for the backward of the stage when it starts a segment, by who holds its input.
         discard_seconds: Forward whose saved tensors are dropped.
@@ -276,8 +282,7 @@ def _stage_needs(
 ) -> StageNeeds:
     stage = chain.stages[index]
     size = _input_bytes(chain, index)
-    saved_before = _classes(chain, index)
-    saved_after = _classes(chain, index + 1)
+    classes_before, classes_after = _classes(chain, index), _classes(chain, index + 1)
     leaves = tuple(
         _leaf_cost(
             number,
@@ -285,8 +290,8 @@ def _stage_needs(
             option.backward_peaks(gradients_exist=gradients_exist),
             index,
             size,
-            saved_before,
-            saved_after,
+            classes_before,
+            classes_after,
             ruler,
             base,
             skip_bytes=skips.retained(index, option, chain),
@@ -296,7 +301,7 @@ def _stage_needs(
     )
     return StageNeeds(
         input_slots=ruler.boundary(index, size),
-        saved_before=saved_before,
+        saved_before=tuple(saved for saved, _ in classes_before),
         needs_as_segment=BackwardNeed(
             *(min(getattr(leaf.last_backward, field.name) for leaf in leaves) for field in fields(BackwardNeed))
         ),
@@ -325,8 +330,8 @@ def _leaf_cost(
     peaks: BackwardPeaks,
     index: int,
     size: int,
-    saved_before: tuple[int, ...],
-    saved_after: tuple[int, ...],
+    classes_before: tuple[_Class, ...],
+    classes_after: tuple[_Class, ...],
     ruler: _Ruler,
     base: int,
     *,
@@ -342,7 +347,15 @@ def _leaf_cost(
             own + state_bytes + max(peak, least_peak)
             for peak in (peaks.plain_bytes, peaks.segment_bytes, peaks.held_bytes)
         )
-        return BackwardNeed(*(ruler.slots(need) for need in (plain, max(plain - freed, 0), segment, held)))
+        if option.inverts:
+            return BackwardNeed(ruler.slots(plain), NEVER, NEVER, NEVER, ruler.slots(held))
+        return BackwardNeed(*(ruler.slots(need) for need in (plain, max(plain - freed, 0), segment, held, held)))
+
+    def retained_input(before: _Class) -> int:
+        saved, is_exact = before
+        if option.inverts:
+            return NEVER if is_exact else 0
+        return ruler.boundary(index, min(size, saved + option.saved_input_bytes))
 
     return LeafCost(
         option=number,
@@ -351,15 +364,14 @@ def _leaf_cost(
         backward_seconds=option.backward_seconds,
         saves=option.saved_tensors > 0,
         retained=ruler.retained(index, option) + ruler.slots(skip_bytes),
-        output_class=saved_after.index(option.saved_output_bytes),
-        input_retained=tuple(
-            ruler.boundary(index, min(size, saved + option.saved_input_bytes)) for saved in saved_before
-        ),
+        output_class=classes_after.index(_class_of(option, classes_after)),
+        input_retained=tuple(map(retained_input, classes_before)),
         forward=ruler.slots(option.forward_peak_bytes),
         replay=ruler.slots(option.replay_peak_bytes),
         backward=backward_need(option.unpack_peak_bytes),
         last_backward=backward_need(0, option.saved_state_bytes),
         bare=ruler.slots(base + max(peaks.plain_bytes, option.unpack_peak_bytes)),
+        inverts=option.inverts,
     )
 
 
@@ -367,11 +379,25 @@ def _input_bytes(chain: Chain, index: int) -> int:
     return chain.stages[index - 1].output_bytes if index else 0
 
 
-def _classes(chain: Chain, boundary: int) -> tuple[int, ...]:
-    """Parts of a boundary that the stage before it may save. 0 is always among them: it may be in a segment."""
+_Class: TypeAlias = tuple[int, bool]
+"""A part of a boundary that the stage before it saves, and whether the stage behind it must not drop that."""
+
+
+def _classes(chain: Chain, boundary: int) -> tuple[_Class, ...]:
+    """Parts of a boundary that the stage before it may save. Nothing is always among them: it may be in a segment."""
     if boundary == 0:
-        return (0,)
-    return tuple(sorted({0, *(option.saved_output_bytes for option in chain.stages[boundary - 1].options)}))
+        return ((0, False),)
+    inverted = boundary < len(chain) and any(option.inverts for option in chain.stages[boundary].options)
+    saved = {
+        (option.saved_output_bytes, inverted and option.needs_exact_output)
+        for option in chain.stages[boundary - 1].options
+    }
+    return tuple(sorted({(0, False), *saved}))
+
+
+def _class_of(option: Option, classes: tuple[_Class, ...]) -> _Class:
+    exact = option.saved_output_bytes, option.needs_exact_output
+    return exact if exact in classes else (option.saved_output_bytes, False)
 
 
 def _backward_bases(chain: Chain, gradients_exist: bool) -> list[int]:

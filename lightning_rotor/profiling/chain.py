@@ -11,6 +11,7 @@ Nothing is changed: generators are set back, buffers are lent (the stages write 
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -23,10 +24,12 @@ from lightning_rotor.chain import Chain, Skip, StageCost
 from lightning_rotor.compiled import CompiledModules
 from lightning_rotor.errors import RotorWarning
 from lightning_rotor.generators import GeneratorStates
-from lightning_rotor.options import autocast_enabled, run_stage
+from lightning_rotor.inversion import Way
+from lightning_rotor.options import autocast_enabled, run_stage, way_of
 from lightning_rotor.profiling.boundary import Boundary
 from lightning_rotor.profiling.ends import StageEnds
 from lightning_rotor.profiling.gradients import Layout, SkipGradient
+from lightning_rotor.profiling.inverted import why_not, with_inversion
 from lightning_rotor.profiling.meters import Meter, meter_for
 from lightning_rotor.profiling.stages import StageMeasurement, StageProfiler
 from lightning_rotor.profiling.storages import UnmeasuredSkip, merged, scout
@@ -38,6 +41,8 @@ from lightning_rotor.tensors import is_fake, same_bits, tensors_in
 from lightning_rotor.tracing import GraphSlice
 from lightning_rotor.undisturbed import kept_attributes, lent_buffers, undisturbed
 from lightning_rotor.wiring import unpacked
+
+_log = logging.getLogger(__name__)
 
 Progress: TypeAlias = Callable[[int, int], None]
 
@@ -116,7 +121,9 @@ def profile_chain(
                 remembered = states[-1].remembered
                 generators = GeneratorStates(device) if draws_random else None
                 profiler = StageProfiler(stage, boundary, ends, meter, last, repeats, remembered, generators)
-                measurable = _Measurable(profiler, recomputable, _identity(stage, compiled))
+                reason = _reason_against_inverse(number, stage, boundary)
+                way = way_of(stage, draws_random=draws_random, state=states[-1]) if reason == "" else None
+                measurable = _Measurable(profiler, recomputable, _identity(stage, compiled), way)
                 variants.append(measurable.measured(known, compiled))
             layout = variants[-1].stage.link_layout
             if before is not None and layout is not None:
@@ -128,6 +135,7 @@ def profile_chain(
                     "draws_random": draws_random,
                     "state_bytes": states[-1].remembered_bytes,
                     "takes": boundary.tensors,
+                    "not_inverted": variants[-1].not_inverted or reason or "",
                 }
             )
             values.update(zip(stage.writes, passed.outputs, strict=True))
@@ -153,6 +161,13 @@ def profile_chain(
             skips=skips,
         )
     return Profile(chain, tuple(running), tuple(states))
+
+
+def _reason_against_inverse(number: int, stage: Stage, boundary: Boundary) -> str | None:
+    """Why a stage must not be inverted: empty if it may be, None if there is nothing to say, since it has no inverse."""
+    if stage.inverse is None:
+        return None
+    return why_not(stage, boundary) if number else "the chain's input belongs to the caller"
 
 
 def _measured(
@@ -192,6 +207,7 @@ class _Measurable:
     profiler: StageProfiler
     recomputable: bool
     identity: tuple[Any, ...]
+    way: Way | None
 
     def measured(
         self, known: dict[Any, VariantsMeasurement], compiled: CompiledModules, layout: Layout | None = None
@@ -199,11 +215,16 @@ class _Measurable:
         """What is known of such a stage whose output's gradient lies like this."""
         profiler = self.profiler
         stage, boundary, ends = profiler.stage, profiler.boundary, profiler.ends
-        about = profiler.last, self.recomputable, len(profiler.remembered), layout
+        about = profiler.last, self.recomputable, len(profiler.remembered), layout, self.way is None
         key = self.identity, boundary.signature, ends.signature, *about
         if key not in known:
             with kept_attributes(stage), lent_buffers(stage):
-                known[key] = measure(replace(profiler, layout=layout), compiled, recomputable=self.recomputable)
+                profiler = replace(profiler, layout=layout)
+                found = measure(profiler, compiled, recomputable=self.recomputable)
+                if self.way is not None:
+                    inverted, reason = with_inversion(profiler, self.way, found.stage)
+                    found = replace(found, stage=inverted, not_inverted=reason)
+                known[key] = found
         return known[key]
 
 
@@ -353,6 +374,8 @@ def _segment_seconds(device: torch.device, meter: Meter) -> float:
 
 def _warn(costs: Sequence[StageCost]) -> None:
     for cost in costs:
+        if cost.not_inverted:
+            _log.info("%r is not inverted: %s", cost.name, cost.not_inverted)
         if not cost.recomputable:
             warnings.warn(
                 f"stage {cost.name!r} gives other bits when it runs again, so it is kept and never recomputed. Typical reasons are state "

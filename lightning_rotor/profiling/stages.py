@@ -8,7 +8,8 @@ saved tensor that needs it.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,10 +28,10 @@ from lightning_rotor.profiling.meters import Meter
 from lightning_rotor.profiling.phases import Phases, peak_bytes_of
 from lightning_rotor.recomputation import recomputed
 from lightning_rotor.sequential import Stage
-from lightning_rotor.tensors import address_of, requested_bytes
+from lightning_rotor.tensors import address_of, requested_bytes, tensors_in
 
-# Long enough for the noise of a busy machine to even out within one run.
-_ENOUGH_SECONDS = 0.5
+ENOUGH_SECONDS = 0.5
+"""Long enough for the noise of a busy machine to even out within one run."""
 # Parameters' gradients below this part of a backward's peak may count as piling up though they do not; measuring takes time, too.
 _NEGLIGIBLE = 1 / 256
 
@@ -71,6 +72,7 @@ class _KeepRun:
     saved_state_bytes: int
     skip_gradients: Mapping[int, SkipGradient]
     link_layout: Layout | None
+    needs_exact_output: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +175,7 @@ class StageProfiler:
             backward_seconds=seconds.backward,
             saved_skips=sizes.saved_skips,
             saved_state_bytes=sizes.saved_state_bytes,
+            needs_exact_output=sizes.needs_exact_output,
         )
         cost = StageCost(
             name=self.stage.name,
@@ -190,7 +193,7 @@ class StageProfiler:
     def _keep_run(self, *, hold_input: bool, hold_output: bool) -> _KeepRun:
         saves = unpacks = 0
         in_backward = False  # a stage may differentiate in its own forward
-        saved: set[int] = set()
+        saved: Counter[int] = Counter()
         buffers = [buffer for module in self.remembered for buffer in module._buffers.values() if buffer is not None]
         self.rewind()
         with self.meter.recording() as recording:
@@ -198,7 +201,7 @@ class StageProfiler:
             def pack(tensor: torch.Tensor) -> torch.Tensor:
                 nonlocal saves
                 saves += 1
-                saved.add(address_of(tensor))
+                saved[address_of(tensor)] += 1
                 recording.mark("save")
                 return tensor
 
@@ -214,7 +217,8 @@ class StageProfiler:
             recording.mark("forward")
             with saved_tensors_hooks(pack, unpack):
                 output = self._run(value)
-            saved_skips = self._saved_skips(value, output, saved)
+            saved_skips = self._saved_skips(value, output, saved.keys())
+            needs_exact_output = _needs_exact_output(output, saved)
             recording.mark("root")
             backward = self._backward(value, output)
             recording.mark("drop input")
@@ -254,12 +258,13 @@ class StageProfiler:
             saved_state_bytes=requested_bytes(each for each in buffers if address_of(each) in saved),
             skip_gradients=gradients.of_skips,
             link_layout=gradients.link_layout,
+            needs_exact_output=needs_exact_output and saved_output > 0,
         )
 
     def _run(self, value: Any) -> Any:
         return run_stage(self.stage, value, self.option)
 
-    def _saved_skips(self, value: Any, output: Any, saved: set[int]) -> tuple[int, ...]:
+    def _saved_skips(self, value: Any, output: Any, saved: Set[int]) -> tuple[int, ...]:
         """Places of the skips among the saved storages."""
         leaves = (*tree_flatten(value)[0], *tree_flatten(output)[0])
         places = (*self.ends.inputs, *self.ends.outputs)
@@ -325,7 +330,7 @@ class StageProfiler:
     def _seconds(self) -> _Seconds:
         forward: list[float] = []
         backward: list[float] = []
-        while len(forward) < self.repeats and sum(forward) + sum(backward) < _ENOUGH_SECONDS:
+        while len(forward) < self.repeats and sum(forward) + sum(backward) < ENOUGH_SECONDS:
             value = self.boundary.fresh()
             start = self.meter.now()
             output = self._run(value)
@@ -352,6 +357,18 @@ class StageProfiler:
         last_save = self.meter.seconds_between(times[0], times[-1])
         total = self.meter.seconds_between(times[0], self.meter.now())
         return min(max(last_save / total, 0.0), 1.0) if total > 0 else 1.0
+
+
+_SMOOTH = ("ExpBackward0", "LogSoftmaxBackward0", "SigmoidBackward0", "SoftmaxBackward0", "TanhBackward0")
+"""Operations whose backward is a smooth function of the output that they save. ReLU's is not: it asks where the output is zero."""
+
+
+def _needs_exact_output(output: Any, saved: Counter[int]) -> bool:
+    """Whether rounding errors in what a stage saved of its output could change its gradients by more than rounding errors."""
+    return any(
+        saved[address_of(tensor)] > (tensor.grad_fn is not None and tensor.grad_fn.name() in _SMOOTH)
+        for tensor in tensors_in(output)
+    )
 
 
 def _never_a_segment(sizes: _KeepRun) -> _SegmentRun:

@@ -136,7 +136,9 @@ def scout(stages: Sequence[Stage], inputs: dict[int, Boundary], device: torch.de
         results = [storage for number in stage.writes for storage in storages[number] if storage is not None]
         old = [storage.born < index for storage in results]
         if all(old) or open_head:
-            cuts.discard(index)
+            # A view may join either neighbour, but whatever joins an invertible stage takes its inverse away.
+            to_next = 0 < index < len(stages) - 1 and stages[index - 1].inverse is not None and not open_head
+            cuts.discard(index + 1 if to_next else index)
         open_head = (index == 0 or open_head) and all(storage.born < 0 for storage in results)
         for storage in changed:
             changes_input = changes_input or storage.born < 0

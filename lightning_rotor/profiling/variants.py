@@ -32,10 +32,12 @@ class VariantsMeasurement:
     Attributes:
         stage: With an option for each variant that is worth having.
         names: Of these variants.
+        not_inverted: Why it has no option that inverts it, although its inverse is right.
     """
 
     stage: StageMeasurement
     names: tuple[str, ...] = ()
+    not_inverted: str = ""
 
 
 def measure(profiler: StageProfiler, compiled: CompiledModules, *, recomputable: bool) -> VariantsMeasurement:

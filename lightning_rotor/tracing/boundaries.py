@@ -26,6 +26,7 @@ from torch import fx, nn
 from lightning_rotor.errors import ModelError
 from lightning_rotor.sequential import Stage
 from lightning_rotor.tracing.footprints import Footprint, parts_of
+from lightning_rotor.tracing.modules import is_invertible_as_a_whole
 from lightning_rotor.tracing.names import Names, weightless
 from lightning_rotor.tracing.proxies import IN_PLACE
 from lightning_rotor.tracing.recorder import Recorder
@@ -128,9 +129,17 @@ class _Lives:
             if places:
                 # Where that is the same, copies in another layout belong to what is before them as well.
                 cuts.add(min(places, key=lambda place: (held[place], len(self._alive[place]), -place)))
+        alone = {index for index, node in enumerate(self._body) if self._inverts_as_a_whole(node)}
+        cuts.update(place for index in alone for place in (index, index + 1) if self._may_cut(place))
         return thinned(
-            sorted(cuts), [footprints[node].made_bytes + footprints[node].saved_bytes for node in self._body]
+            sorted(cuts), [footprints[node].made_bytes + footprints[node].saved_bytes for node in self._body], alone
         )
+
+    def _may_cut(self, place: int) -> bool:
+        return 0 < place < len(self._body) and self._is_possible(place)
+
+    def _inverts_as_a_whole(self, node: fx.Node) -> bool:
+        return node.op == "call_module" and is_invertible_as_a_whole(self._module.get_submodule(str(node.target)))
 
     def behind_results(self, cuts: Sequence[int]) -> list[int]:
         """The cuts before which something is made that is read behind them."""
@@ -185,25 +194,31 @@ class _Lives:
         )
 
 
-def thinned(cuts: Sequence[int], weights: Sequence[int]) -> list[int]:
+def thinned(cuts: Sequence[int], weights: Sequence[int], alone: Set[int] = frozenset()) -> list[int]:
     """The cuts that matter: the lightest stage joins its lighter neighbour, as long as it weighs next to nothing or there are too many.
 
     Args:
         cuts: Rising places.
         weights: Bytes that each operation makes and saves.
+        alone: Operations to which nothing is joined, unless there are too many stages.
     """
     sums = [0, *accumulate(weights)]
     left = {end: start for start, end in pairwise((0, *cuts, len(weights)))}
     right = {start: end for end, start in left.items()}
     lightest = [(sums[end] - sums[start], start, end) for end, start in left.items()]
     heapq.heapify(lightest)
-    while len(right) > 1:
+    while len(right) > 1 and lightest:
         weight, start, end = heapq.heappop(lightest)
         if right.get(start) != end:
             continue  # it has joined another since
         if len(right) <= MOST_STAGES and weight >= sums[-1] / _NOTHING:
             break
         before, after = left.get(start), right.get(end)
+        if len(right) <= MOST_STAGES:
+            before = None if before is not None and alone.intersection(range(before, start)) else before
+            after = None if after is not None and alone.intersection(range(end, after)) else after
+            if before is after is None or alone.intersection(range(start, end)):
+                continue
         if after is None or (before is not None and sums[start] - sums[before] <= sums[after] - sums[end]):
             del right[start]
             start = left.pop(start)

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from lightning_rotor.sequential import has_own_call
+from lightning_rotor.invertible.protocol import is_invertible
+from lightning_rotor.sequential import has_own_call, runs_members_in_a_row
 
 BLOCKS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 """Modules of torch that are several layers, so that one wants to choose between these."""
@@ -52,9 +53,11 @@ class ModuleCalls:
         return module in self._paths
 
     def is_opaque(self, module: nn.Module) -> bool:
-        """Whether a module was found to be untraceable, or calling it does more than its code says."""
+        """Whether a module was found to be untraceable, calling it does more than its code says, or it can be inverted as a whole alone."""
         opaque, opaque_types = self.opaque
-        return module in opaque or type(module) in opaque_types or hides_code(module)
+        return (
+            module in opaque or type(module) in opaque_types or hides_code(module) or is_invertible_as_a_whole(module)
+        )
 
     def path_of(self, module: nn.Module) -> str:
         """Where a module is that is called.
@@ -91,6 +94,11 @@ def hides_code(module: nn.Module) -> bool:
         or isinstance(module, torch.jit.ScriptModule)
         or type(module).__name__ == "OptimizedModule"
     )
+
+
+def is_invertible_as_a_whole(module: nn.Module) -> bool:
+    """Whether a module has an inverse, and is no row of modules, each of which may have one of its own."""
+    return is_invertible(module) and not (isinstance(module, nn.Sequential) and runs_members_in_a_row(module))
 
 
 def is_torchs_module(module: nn.Module) -> bool:

@@ -147,6 +147,18 @@ class GraphSlice(nn.Module):
                 values[dead] = None
         return _decode(self._output, values)
 
+    @property
+    def inverse(self) -> Callable[[Any], Any] | None:
+        """That of a module, if calling it is all that is done."""
+        match self._steps:
+            case [_Step(kind="call_module", target=module, args=(_Ref(0),), kwargs={}) as step] if (
+                self._inputs == 1 and not step.kwargs and self._output == _Ref(1)
+            ):
+                inverse = getattr(module, "inverse", None)
+                return inverse if callable(inverse) else None
+            case _:
+                return None
+
     def calling(self, replacements: Mapping[nn.Module, Callable[..., Any]]) -> GraphSlice:
         """The same operations, with other callables in the place of some modules."""
         other = copy(self)

@@ -38,6 +38,7 @@ from lightning_rotor.chain import Chain
 from lightning_rotor.errors import BudgetError
 from lightning_rotor.pipeline_simulator import MicroBatchLoad
 from lightning_rotor.planning.baselines import keep_all_fastest, segments_around
+from lightning_rotor.planning.decisions import in_columns
 from lightning_rotor.planning.dynamic_program import Table
 from lightning_rotor.planning.extraction import Extraction
 from lightning_rotor.planning.packed import Seconds
@@ -266,8 +267,7 @@ class _Columns:
         decisions.thresholds, decisions.stages = thresholds, thresholds.stages
         decisions.endings[top] = (replace(decisions.endings[top][0], leaves=thresholds.stages[top].leaves),)
         for number, leaf in enumerate(thresholds.stages[top].leaves):
-            need = leaf.backward
-            decisions.backward[top, number] = (need.plain, need.nested, need.segment, need.held)
+            decisions.backward[top, number] = in_columns(leaf.backward)
         self._table.solve_column(top)
 
 

@@ -1,0 +1,315 @@
+"""Inverted stages as they run: gradients against plain autograd, the simulator against the allocator, and what is refused."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import hypothesis.strategies as st
+import lightning.pytorch as L
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_rotor import Checkpointable, RotorCallback, sequentialize
+from lightning_rotor.errors import ExecutionError, InverseError, ScheduleError
+from lightning_rotor.execution import Executor
+from lightning_rotor.invertible import AdditiveCoupling, InvertibleSequential
+from lightning_rotor.planning import minimum_budget
+from lightning_rotor.profiling import Profile, profile_chain
+from lightning_rotor.schedule import Schedule
+from lightning_rotor.sequential import sequential_stages
+from lightning_rotor.simulator import first_inverted, simulate
+from tests.models import Case, training_step
+from tests.strategies import random_schedule
+
+LOSS_BYTES = 16
+WIDTH = 32
+
+
+def branch(dropout: float = 0.0, *, norm: bool = False) -> nn.Module:
+    half = WIDTH // 2
+    layers: list[nn.Module] = [nn.Linear(half, WIDTH), nn.GELU(), nn.Linear(WIDTH, half)]
+    layers += [nn.BatchNorm1d(half)] if norm else []
+    return nn.Sequential(*layers, *([nn.Dropout(dropout)] if dropout else []))
+
+
+def coupling(dropout: float = 0.0, *, norm: bool = False) -> AdditiveCoupling:
+    return AdditiveCoupling(branch(dropout, norm=norm), branch(dropout, norm=norm))
+
+
+class Wrong(AdditiveCoupling):
+    """Its inverse can be made wrong."""
+
+    error = 0.0
+
+    def inverse(self, output: torch.Tensor) -> torch.Tensor:
+        return super().inverse(output) + self.error
+
+
+@st.composite
+def mixed_cases(draw: st.DrawFn) -> Case:
+    """Invertible and ordinary stages in any order."""
+    torch.manual_seed(draw(st.integers(0, 2**16)))
+    kinds: dict[str, Callable[[], nn.Module]] = {
+        "coupling": coupling,
+        "dropping coupling": lambda: coupling(0.3),
+        "normalizing coupling": lambda: coupling(norm=True),
+        "Linear": lambda: nn.Linear(WIDTH, WIDTH),
+        "ReLU": nn.ReLU,
+        "Tanh": nn.Tanh,
+        "Softmax": lambda: nn.Softmax(1),
+        "Dropout": lambda: nn.Dropout(0.2),
+        "LayerNorm": lambda: nn.LayerNorm(WIDTH),
+    }
+    weights = [*kinds, "coupling", "coupling", "dropping coupling"]
+    layers = [kinds[draw(st.sampled_from(weights))]() for _ in range(draw(st.integers(2, 7)))]
+    dtype = draw(st.sampled_from([torch.float32, torch.float64]))
+    return Case(nn.Sequential(*layers).to(dtype), torch.randn(64, WIDTH, dtype=dtype))
+
+
+def executor(profile: Profile, schedule: Schedule | str) -> Executor:
+    schedule = Schedule.parse(schedule) if isinstance(schedule, str) else schedule
+    return Executor(profile.stages, profile.chain, schedule, profile.states)
+
+
+def profile_of(net: nn.Sequential, sample: torch.Tensor) -> Profile:
+    return profile_chain(sequential_stages(net), sample, repeats=1)
+
+
+def assert_close(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    """Gradients up to rounding; output, buffers and generators bit for bit."""
+    assert left.keys() == right.keys()
+    for name, expected in left.items():
+        if not name.startswith("gradient"):
+            assert torch.equal(expected, right[name]), name
+            continue
+        tolerance = 1e-12 if expected.dtype == torch.float64 else 1e-5
+        # A bias before a normalization has no gradient but rounding errors.
+        scale = max(expected.abs().max().item(), 1.0)
+        assert (expected - right[name]).abs().max().item() <= tolerance * scale * 10, name
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(mixed_cases(), st.randoms(use_true_random=False), st.booleans())
+def test_any_schedule_gives_the_gradients_of_plain_autograd_and_the_simulated_peak(
+    case: Case, rng: random.Random, gradients_exist: bool
+) -> None:
+    profile = profile_of(case.net, case.batch)
+    for stage in profile.chain.stages[1:]:
+        assert (len(stage.options) == 2) == stage.name.isdigit() * isinstance(
+            case.net[int(stage.name)], AdditiveCoupling
+        )
+    state = {key: value.clone() for key, value in case.net.state_dict().items()}
+    plain = training_step(case, case.net, state, gradients_exist=gradients_exist)
+    for _ in range(3):
+        schedule = random_schedule(rng, profile.chain)
+        if first_inverted(profile.chain, schedule) is not None:
+            continue
+        planned = training_step(case, executor(profile, schedule), state, gradients_exist=gradients_exist)
+        assert_close(plain.tensors, planned.tensors)
+        simulated = simulate(profile.chain, schedule, gradients_exist=gradients_exist).peak_bytes
+        assert planned.peak_bytes <= simulated + LOSS_BYTES, schedule
+        assert planned.peak_bytes >= 0.99 * simulated, schedule
+
+
+@pytest.fixture
+def case() -> Case:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.Tanh(), coupling(0.2), coupling(norm=True), nn.Sigmoid(), coupling()
+    )
+    return Case(net.double(), torch.randn(256, WIDTH, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    "schedule", ["0-1 2-3:1 4 5:1", "0 (1 2-3:1 4) 5:1", "((0-1 2:1) 3:1 4) 5", "0 ((1 2:1) 3-4) 5:1"]
+)
+def test_peak_is_exact(case: Case, schedule: str) -> None:
+    profile = profile_of(case.net, case.batch)
+    state = {key: value.clone() for key, value in case.net.state_dict().items()}
+    peak = training_step(case, executor(profile, schedule), state).peak_bytes
+    assert 0 <= peak - simulate(profile.chain, Schedule.parse(schedule)).peak_bytes <= LOSS_BYTES
+
+
+@pytest.mark.parametrize("schedule", ["0-1 2-3:1 4 5:1", "0 (1 2-3:1 4) 5:1"])
+def test_two_backwards_through_one_graph_and_gradients_of_some_parameters(case: Case, schedule: str) -> None:
+    net, run = case.net, executor(profile_of(case.net, case.batch), schedule)
+
+    def gradients(forward: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        loss = forward(case.batch).square().sum()
+        some = torch.autograd.grad(loss, [net[3].f[0].weight], retain_graph=True)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        found = [parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None]
+        net.zero_grad()
+        return [*some, *found]
+
+    for expected, found in zip(gradients(net), gradients(run), strict=True):
+        torch.testing.assert_close(expected, found, rtol=1e-10, atol=1e-10)
+
+
+def test_input_with_another_use_is_right_and_bfloat16_autocast_too(case: Case) -> None:
+    class Twice(nn.Module):
+        """Its input is used a second time, around the chain."""
+
+        def __init__(self, inside: Callable[[torch.Tensor], torch.Tensor]) -> None:
+            super().__init__()
+            self.inside = inside
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.inside(x)
+
+    net, batch = case.net.float(), case.batch.float().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        profile = profile_of(net, batch)
+        assert [len(stage.options) for stage in profile.chain] == [1, 1, 2, 2, 1, 2]
+        results = []
+        for inside in (net, executor(profile, "0-1 2-3:1 4 5:1")):
+            torch.manual_seed(2)
+            output = Twice(inside)(batch)
+            results.append(torch.autograd.grad(output.float().square().sum(), [batch, *net.parameters()]))
+    scale = max(
+        gradient.abs().max().item() for gradient in results[0]
+    )  # a bias before a normalization has but rounding errors
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(expected, found, rtol=0.02, atol=0.02 * scale)
+
+
+# ---------------------------------------------------------------------------------------------------- refused, by name
+
+
+def test_a_stage_after_relu_is_not_inverted_for_rebuilt_zeros_may_be_none() -> None:
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), coupling(), nn.Tanh(), coupling()).double()
+    batch = torch.randn(64, WIDTH, dtype=torch.float64)
+    profile = profile_of(net, batch)
+    assert [stage.keep.needs_exact_output for stage in profile.chain] == [False, True, False, False, False]
+    with pytest.raises(ScheduleError, match="a kept stage that needs every bit of its output"):
+        executor(profile, "0-1 2:1 3-4")
+    state = {key: value.clone() for key, value in net.state_dict().items()}
+    plain = training_step(Case(net, batch), net, state)
+    planned = training_step(Case(net, batch), executor(profile, "0 (1) 2:1 3 4:1"), state)
+    assert_close(plain.tensors, planned.tensors)
+
+
+def test_a_stage_whose_inverse_is_wrong_keeps_its_input_and_the_chain_says_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    wrong = Wrong(branch(), branch())
+    wrong.error = 0.5
+    with caplog.at_level(logging.INFO, "lightning_rotor"):
+        chain = profile_of(nn.Sequential(nn.Linear(WIDTH, WIDTH), wrong), torch.randn(8, WIDTH)).chain
+    assert [len(stage.options) for stage in chain] == [1, 1]
+    assert "the inverse of '1' is off by 0.5" in chain.stages[1].not_inverted
+    assert "'1' is not inverted: the inverse of '1' is off by 0.5" in caplog.text
+    assert "Not inverted" in str(minimum_budget(chain))
+
+
+def test_the_callers_input_is_not_dropped_and_the_chain_says_so() -> None:
+    chain = profile_of(nn.Sequential(coupling(), coupling()), torch.randn(8, WIDTH)).chain
+    assert [len(stage.options) for stage in chain] == [1, 2]
+    assert chain.stages[0].not_inverted == "the chain's input belongs to the caller"
+
+
+def test_an_inverse_that_drifts_later_is_an_error_with_the_stages_name() -> None:
+    wrong = coupling()
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), wrong, nn.Tanh())
+    profile = profile_of(net, torch.randn(8, WIDTH))
+    loss = executor(profile, "0 1:1 2")(torch.randn(8, WIDTH)).sum()
+    with torch.no_grad():
+        wrong.f[2].bias += 0.5  # an optimizer's step between forward and backward
+    with pytest.raises(InverseError, match=r"the input of '1' as rebuilt by its inverse is off by 0\.5"):
+        loss.backward()
+    executor(profile, "0 1:1 2")(torch.randn(8, WIDTH)).sum().backward()
+
+
+def test_a_second_backward_is_refused_with_the_remedy(case: Case) -> None:
+    loss = executor(profile_of(case.net, case.batch), "0-1 2-3:1 4 5:1")(case.batch).sum()
+    loss.backward()
+    with pytest.raises((ExecutionError, RuntimeError), match="retain_graph=True"):
+        loss.backward()
+
+
+# ---------------------------------------------------------------------------------------------------- from a model to a plan
+
+
+class Flow(nn.Module):
+    """Traced, not an nn.Sequential: couplings between ordinary layers, one of them followed by a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = InvertibleSequential(*(coupling() for _ in range(10)))
+        self.last = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.blocks(torch.tanh(self.first(x))).flatten(1))
+
+
+@pytest.mark.parametrize("make", [Flow, lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Flow().blocks, nn.Tanh())])
+def test_invertible_modules_stay_whole_and_a_tight_limit_inverts_them(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    net, batch = make(), torch.randn(256, WIDTH)
+    stages = sequentialize(net, (batch,)).stages
+    assert sum(stage.inverse is not None for stage in stages) == 10
+    probe = Checkpointable(net)
+    chain = probe.measure(batch)
+    assert sum(len(stage.options) == 2 for stage in chain) == 10, [stage.not_inverted for stage in chain]
+    least = minimum_budget(chain).peak_bytes
+    plans = [Checkpointable(net, batch, int(ratio * least)) for ratio in (1.05, 1.3)]
+    planned = next(each for each in plans if each.plan is not None and each.plan.inverted)
+    assert planned.plan is not None
+    case, state = Case(net, batch), {key: value.clone() for key, value in net.state_dict().items()}  # type: ignore[arg-type]
+    plain, step = training_step(case, net, state), training_step(case, planned, state)
+    assert_close(plain.tensors, step.tensors)
+    assert 0.98 * planned.plan.peak_bytes <= step.peak_bytes <= planned.plan.peak_bytes + LOSS_BYTES
+
+
+def test_callback_trains_with_inverted_stages_as_without_it(tmp_path: Path) -> None:
+    class Model(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(
+                nn.Linear(WIDTH, WIDTH), *(coupling(0.1, norm=True) for _ in range(10)), nn.Linear(WIDTH, 4)
+            )
+
+        def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], _: int) -> torch.Tensor:
+            return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.05)
+
+    def trained(*callbacks: L.Callback) -> dict[str, torch.Tensor]:
+        L.seed_everything(1, verbose=False)
+        model = Model().double()
+        generator = torch.Generator().manual_seed(2)
+        data = TensorDataset(
+            torch.randn(768, WIDTH, generator=generator, dtype=torch.float64),
+            torch.randint(4, (768,), generator=generator),
+        )
+        trainer = L.Trainer(
+            accelerator="cpu",
+            max_epochs=1,
+            callbacks=list(callbacks),
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=tmp_path,
+        )
+        trainer.fit(model, DataLoader(data, 256))
+        return model.state_dict()
+
+    with pytest.raises(Exception, match="Raise mem_limit") as refused:
+        trained(RotorCallback(mem_limit="10KiB", show_table=False))
+    callback = RotorCallback(mem_limit=int(1.05 * refused.value.minimum_bytes), show_table=False)
+    plain, planned = trained(), trained(callback)
+    assert callback.plan is not None
+    assert callback.plan.inverted
+    for name, expected in plain.items():
+        torch.testing.assert_close(planned[name], expected, rtol=1e-9, atol=1e-9)
