@@ -306,6 +306,7 @@ class Inversion:
             before = FirstPass(self._way.state)
             with before:
                 pass
+            before.generators = None  # they are among the states
             with Replay(before):
                 value = self._way.inverse(self.output.get(repr(self._way.name), self._nodes))
             if states is not None:

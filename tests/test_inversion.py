@@ -62,12 +62,15 @@ def mixed_cases(draw: st.DrawFn) -> Case:
         "Linear": lambda: nn.Linear(WIDTH, WIDTH),
         "ReLU": nn.ReLU,
         "Tanh": nn.Tanh,
-        "Softmax": lambda: nn.Softmax(1),
+        "Sigmoid": nn.Sigmoid,
         "Dropout": lambda: nn.Dropout(0.2),
         "LayerNorm": lambda: nn.LayerNorm(WIDTH),
     }
     weights = [*kinds, "coupling", "coupling", "dropping coupling"]
-    layers = [kinds[draw(st.sampled_from(weights))]() for _ in range(draw(st.integers(2, 7)))]
+    layers = [
+        nn.Linear(WIDTH, WIDTH),
+        *(kinds[draw(st.sampled_from(weights))]() for _ in range(draw(st.integers(1, 6)))),
+    ]
     dtype = draw(st.sampled_from([torch.float32, torch.float64]))
     return Case(nn.Sequential(*layers).to(dtype), torch.randn(64, WIDTH, dtype=dtype))
 
@@ -103,7 +106,7 @@ def test_any_schedule_gives_the_gradients_of_plain_autograd_and_the_simulated_pe
     for stage in profile.chain.stages[1:]:
         assert (len(stage.options) == 2) == stage.name.isdigit() * isinstance(
             case.net[int(stage.name)], AdditiveCoupling
-        )
+        ), stage.not_inverted
     state = {key: value.clone() for key, value in case.net.state_dict().items()}
     plain = training_step(case, case.net, state, gradients_exist=gradients_exist)
     for _ in range(3):
@@ -261,7 +264,7 @@ def test_invertible_modules_stay_whole_and_a_tight_limit_inverts_them(make: Call
     chain = probe.measure(batch)
     assert sum(len(stage.options) == 2 for stage in chain) == 10, [stage.not_inverted for stage in chain]
     least = minimum_budget(chain).peak_bytes
-    plans = [Checkpointable(net, batch, int(ratio * least)) for ratio in (1.05, 1.3)]
+    plans = [Checkpointable(net, batch, int(ratio * least)) for ratio in (1.0, 1.02, 1.05)]
     planned = next(each for each in plans if each.plan is not None and each.plan.inverted)
     assert planned.plan is not None
     case, state = Case(net, batch), {key: value.clone() for key, value in net.state_dict().items()}  # type: ignore[arg-type]
@@ -307,7 +310,7 @@ def test_callback_trains_with_inverted_stages_as_without_it(tmp_path: Path) -> N
 
     with pytest.raises(Exception, match="Raise mem_limit") as refused:
         trained(RotorCallback(mem_limit="10KiB", show_table=False))
-    callback = RotorCallback(mem_limit=int(1.05 * refused.value.minimum_bytes), show_table=False)
+    callback = RotorCallback(mem_limit=refused.value.minimum_bytes, show_table=False)
     plain, planned = trained(), trained(callback)
     assert callback.plan is not None
     assert callback.plan.inverted

@@ -20,6 +20,7 @@ of larger numbers. A value that is not finite, where the input's was, is an erro
 from __future__ import annotations
 
 import math
+import random
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,7 +33,6 @@ SAMPLES = 8
 """Elements of each tensor that are compared."""
 
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
-_GOLDEN = (math.sqrt(5) - 1) / 2
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
@@ -40,7 +40,7 @@ _LOW_PRECISION = (torch.float16, torch.bfloat16)
 class Guard:
     """Samples of tensors that are about to be dropped.
 
-    Positions are fixed and spread, so no random number is drawn. A few bytes on the tensors' device; a comparison there waits for it.
+    Positions are fixed, and the global random number generators are left alone. A few bytes on the device; a comparison there waits for it.
 
     Attributes:
         name: Of the module that will rebuild the tensors.
@@ -118,8 +118,8 @@ def tolerance_of(dtype: torch.dtype) -> float:
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
     """Elements at fixed positions; a tensor of its own."""
     count = min(SAMPLES, tensor.numel())
-    # Multiples of the golden ratio, not evenly spaced: those would often be one column of a matrix, that is, one half of a coupling.
-    numbers = [int((index + 1) * _GOLDEN % 1 * tensor.numel()) for index in range(count)]
+    # Any regular pattern may fall into few columns of a matrix, that is, into one half of a coupling. The generator is our own.
+    numbers = random.Random(tensor.numel()).sample(range(tensor.numel()), count)
     # Not through a flat view: one of a channels-last tensor is a copy of all of it.
     places = [torch.tensor(place) for place in zip(*(_place(number, tensor.shape) for number in numbers), strict=True)]
     detached = tensor.detach()

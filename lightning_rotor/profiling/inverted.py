@@ -87,6 +87,8 @@ def objection(profiler: StageProfiler, cost: StageCost) -> str:
         return "its input is the caller's, or is read elsewhere, too"
     if ends.outputs[0] is not None:
         return "its output is read by more than the next stage"
+    if not profiler.boundary.requires_grad[0]:
+        return "nothing before it learns"
     if not is_whole(leaves[0]):
         return "its input is a part of something larger"
     if not cost.recomputable:
