@@ -215,9 +215,9 @@ def thinned(cuts: Sequence[int], weights: Sequence[int], alone: Set[int] = froze
             break
         before, after = left.get(start), right.get(end)
         if len(right) <= MOST_STAGES:
-            before = None if before is not None and alone.intersection(range(before, start)) else before
-            after = None if after is not None and alone.intersection(range(end, after)) else after
-            if before is after is None or alone.intersection(range(start, end)):
+            before = None if before is not None and not alone.isdisjoint(range(before, start)) else before
+            after = None if after is not None and not alone.isdisjoint(range(end, after)) else after
+            if before is after is None or not alone.isdisjoint(range(start, end)):
                 continue
         if after is None or (before is not None and sums[start] - sums[before] <= sums[after] - sums[end]):
             del right[start]
