@@ -57,7 +57,7 @@ class Stage:
     def inverse(self) -> Callable[[Any], Any] | None:
         """What rebuilds the stage's input from its output; None if it has no inverse."""
         inverse = getattr(self.invertible, "inverse", None)
-        return inverse if callable(inverse) else None
+        return inverse if callable(inverse) and not isinstance(inverse, nn.Module) else None
 
     @property
     def invertible(self) -> nn.Module | None:

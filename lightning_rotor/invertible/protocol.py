@@ -48,7 +48,8 @@ class Reversible(Invertible, Protocol):
 
 def is_invertible(module: object) -> bool:
     """Whether a module has an ``inverse``. Whether that one is right, :func:`~lightning_rotor.invertible.check_inverse` finds out."""
-    return callable(getattr(module, "inverse", None))
+    inverse = getattr(module, "inverse", None)
+    return callable(inverse) and not isinstance(inverse, torch.nn.Module)  # a layer may have that name
 
 
 def has_fused_backward(module: object) -> bool:

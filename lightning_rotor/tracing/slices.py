@@ -155,7 +155,7 @@ class GraphSlice(nn.Module):
                 self._inputs == 1 and not step.kwargs and self._output == _Ref(1)
             ):
                 inverse = getattr(module, "inverse", None)
-                return inverse if callable(inverse) else None
+                return inverse if callable(inverse) and not isinstance(inverse, nn.Module) else None
             case _:
                 return None
 
