@@ -138,7 +138,7 @@ def sequential_stages(module: nn.Module) -> tuple[Stage, ...]:
 
 def sequential_members(module: nn.Module) -> list[nn.Module]:
     """The members of an ``nn.Sequential`` that :func:`sequential_stages` makes stages of; none if it refuses the module."""
-    if not isinstance(module, nn.Sequential) or not _runs_members_in_a_row(module):
+    if not isinstance(module, nn.Sequential) or not runs_members_in_a_row(module):
         return []
     return [member for _, member in _flatten(module, "")]
 

@@ -367,9 +367,7 @@ def test_the_limit_bounds_the_batch_size(tmp_path: Path, mode: str) -> None:
             accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
             enable_model_summary=False, default_root_dir=tmp_path, callbacks=[rotor],
         )  # fmt: skip
-        found = Tuner(trainer).scale_batch_size(
-            model, mode=mode, init_val=BATCH // 2, steps_per_trial=1, max_trials=5
-        )
+        found = Tuner(trainer).scale_batch_size(model, mode=mode, init_val=BATCH // 2, steps_per_trial=1, max_trials=5)
         assert found == model.hparams["batch_size"]
         trainer.fit(model)
         assert rotor.plan is not None
