@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_rotor.errors import ModelError
 from lightning_rotor.sequential import Stage, sequential_members, sequential_stages
+from lightning_rotor.sharding import sharded_units
 from lightning_rotor.tracing import GraphCut, cut_graph, cut_recording
 
 WAYS = {
@@ -145,9 +146,16 @@ def check_module(module: nn.Module) -> None:
     """Find out without any input that a module can be no chain.
 
     Raises:
-        ModelError: It is a single layer of torch, a container without a forward, or an empty ``nn.Sequential``.
+        ModelError: It is a single layer of torch, a container without a forward, an empty ``nn.Sequential``, or holds FSDP units.
     """
     name = type(module).__name__
+    units = sharded_units(module)
+    if units:
+        raise ModelError(
+            f"{name} holds {len(units)} FSDP unit{'s' * (len(units) > 1)} (the first is {units[0]!r}), whose parameters are gathered and "
+            "spread again around each of their forwards, which cannot be measured or planned: expected a module inside of one unit, or the "
+            f"unit itself, such as {units[0]!r}. Or let fully_shard take {name} as a whole"
+        )
     if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
         sequential_stages(module)
     if type(module).forward is nn.Module.forward:

@@ -139,7 +139,9 @@ def storages_of(tensor: Any) -> Iterator[torch.UntypedStorage]:
     """The storages behind a tensor: several for a sparse one or a wrapper such as DTensor."""
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
-            yield from storages_of(getattr(tensor, name))
+            part = getattr(tensor, name)
+            if isinstance(part, torch.Tensor):  # a DTensor lists its mesh as well
+                yield from storages_of(part)
     elif tensor.layout is torch.sparse_coo:
         yield from storages_of(tensor._indices())
         yield from storages_of(tensor._values())
