@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 
+from lightning_rotor.agreement import Agreement
 from lightning_rotor.allowance import Allowance, AllowanceSource
 from lightning_rotor.compiled import CompiledModules
 from lightning_rotor.cutting import SequentialCut, check_module
@@ -76,6 +77,7 @@ class PlannedForward:
         on_unsupported: Called if the module turns out to be no chain; then it runs plainly. By default the error is raised.
         on_busy: Called if it cannot be measured in this call, because torch's profiler is recording; then it runs plainly this time. By
             default the error is raised.
+        agreement: With the other processes of a distributed training.
     Raises:
         ModelError: The module can be no chain, whatever its input.
         UnitError: ``slots`` or ``max_plans`` is no positive integer.
@@ -94,6 +96,7 @@ class PlannedForward:
         on_run: Callable[[Plan], None] | None = None,
         on_unsupported: Callable[[ModelError], None] | None = None,
         on_busy: Callable[[ProfilerBusyError], None] | None = None,
+        agreement: Agreement | None = None,
     ) -> None:
         for name, number in (("slots", slots), ("max_plans", max_plans)):
             if number < 1:
@@ -114,6 +117,7 @@ class PlannedForward:
         self._on_run = on_run
         self._on_unsupported = on_unsupported
         self._on_busy = on_busy
+        self._agreement = agreement
         self._active = True
         self._records: dict[str, dict[str, Any]] = {}
 
@@ -177,6 +181,8 @@ class PlannedForward:
         """
         if not len(self._cache):
             raise ProfilingError("there is nothing to plan yet: measure a sample first, with measure(sample)")
+        if self._together:
+            return self._replan_together(stale)
         if stale is not None:
             found = next((entry for entry in self._cache if entry[1].plan is stale), None)
             return stale if found is None else self._plan(*found)  # dropped from the cache in the meantime
@@ -186,7 +192,10 @@ class PlannedForward:
 
     def unplan(self, keep: Callable[[Plan], bool]) -> None:
         """Plan anew, when they come again, all signatures whose plan is not to be kept."""
-        self._cache.unplan(keep)
+        if self._together:
+            self.forget()
+        else:
+            self._cache.unplan(keep)
 
     def records(self) -> list[dict[str, Any]]:
         """Everything measured and planned so far in plain types, for :meth:`recall`."""
@@ -236,6 +245,7 @@ class PlannedForward:
             return type(module).forward(
                 module, *args, **kwargs
             )  # inside a stage that is being measured: no plan of its own now
+        self._keep_in_step(args, kwargs)
         try:
             self._follow_changes()
             cut, value = self._bind(args, kwargs)
@@ -292,7 +302,9 @@ class PlannedForward:
         assert prepared.plan is not None
         allowance, solved = self._allowance_source(prepared.profile), prepared.plan  # as if there were enough
         reason = "The forward has changed its input or a large buffer, so it cannot run again with a smaller plan"
-        if restored:
+        if self._together:
+            reason = "The forward communicates with other processes, so it cannot run again here alone"
+        elif restored:
             reason = "No plan takes less"
             if self.lower_ceiling(to_the_least=attempt >= _CAUTIOUS_ATTEMPTS):
                 if signature.device.type == "cuda":
@@ -337,6 +349,28 @@ class PlannedForward:
     def _allowance(self, profile: Profile) -> Allowance:
         return self._allowance_source(profile).capped(self._ceiling_bytes)
 
+    @property
+    def _together(self) -> bool:
+        """Whether other processes measure and plan whenever this one does."""
+        return self._agreement is not None and self._agreement.together
+
+    def _keep_in_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Start afresh if another process must, and cannot do so alone."""
+        if self._agreement is not None and self._agreement.together:
+            ready = self._is_prepared(args, kwargs)
+            if self._agreement.must_start_afresh(ready=ready):
+                self._records.clear()
+                self.forget()
+
+    def _replan_together(self, stale: Plan | None) -> Plan:
+        """The plan that this process proposes next time; the others learn of it at the next forward, and plan with this process."""
+        prepared = next((entry[1] for entry in self._cache if entry[1].plan is stale), self._cache.latest[1])
+        solved = self._solve(prepared.profile, self._allowance(prepared.profile))
+        if isinstance(solved, BudgetError):
+            raise solved
+        self.forget()
+        return solved
+
     def _follow_changes(self) -> None:
         if self._cuts.follow_changes():
             self.forget()
@@ -377,7 +411,7 @@ class PlannedForward:
 
     def _estimated(self, signature: Signature) -> bool:
         """Plan a new shape from what is known of others, if that will do."""
-        profile = self._measurements.estimate(signature)
+        profile = None if self._together else self._measurements.estimate(signature)
         if profile is None:
             return False
         solved = self._measurements.choose(signature, profile, self._allowance(profile), slots=self._slots)
@@ -434,11 +468,20 @@ class PlannedForward:
         if prepared.estimated:
             solved = self._measurements.choose(signature, profile, allowance, slots=self._slots)
         if solved is None:
-            solved = self._solve(profile, allowance)
+            outcome = self._solve(profile, allowance)
+            solved = self._agreed(signature, outcome)
         self._use(signature, Prepared.of(profile, solved, estimated=prepared.estimated))
         return solved
 
-    def _solve(self, profile: Profile, allowance: Allowance) -> Plan:
+    def _agreed(self, signature: Signature, outcome: Plan | BudgetError) -> Plan:
+        """What all processes run, if there are others."""
+        if self._agreement is not None:
+            return self._agreement.settle(self._call(signature), outcome)
+        if isinstance(outcome, BudgetError):
+            raise outcome
+        return outcome
+
+    def _solve(self, profile: Profile, allowance: Allowance) -> Plan | BudgetError:
         def solve(budget_bytes: int) -> Plan:
             return plan(
                 profile.chain,
@@ -453,7 +496,7 @@ class PlannedForward:
         except BudgetError as error:
             if error.minimum_bytes <= allowance.budget_bytes + allowance.guessed_bytes:
                 return solve(error.minimum_bytes)
-            raise allowance.explain(error) from None
+            return allowance.explain(error)
 
     def _use(self, signature: Signature, prepared: Prepared) -> None:
         assert prepared.plan is not None

@@ -6,6 +6,7 @@ What the process holds on the device besides the chain, and when::
     parameters, buffers ██████████████████████████████████████████████████
     optimizer state     ██████████████████████████████████████████████████   predicted before it exists
     batch               ██████████████████████████████████████████████████
+    messages            ██████████████████████████████████████████████████   buckets of gradients under DDP
     gradients           ▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒      ▁▂▃▄▅▆▇████████████████████   ▒: of the step before, if it lingers
     chain                      ▁▂▃▄▅▆▇███▇▆▅▄▃▂▁
 """
@@ -43,6 +44,7 @@ class ResidentMemory:
         gradient_bytes: Gradients of all parameters.
         chain_gradient_bytes: The part of them that belongs to the planned module.
         batch_bytes: The batch.
+        communication_bytes: What a strategy keeps for messages between processes.
     """
 
     parameter_bytes: int
@@ -51,6 +53,7 @@ class ResidentMemory:
     gradient_bytes: int
     chain_gradient_bytes: int
     batch_bytes: int
+    communication_bytes: int = 0
 
     @classmethod
     def of(
@@ -74,7 +77,13 @@ class ResidentMemory:
     @property
     def steady_bytes(self) -> int:
         """Held from one step to the next, gradients not counted."""
-        return self.parameter_bytes + self.buffer_bytes + self.optimizer_bytes + self.batch_bytes
+        return (
+            self.parameter_bytes
+            + self.buffer_bytes
+            + self.optimizer_bytes
+            + self.batch_bytes
+            + self.communication_bytes
+        )
 
     def allowance(self, limit_bytes: int, *, gradients_linger: bool, correction_bytes: int = 0) -> Allowance:
         """What remains for the chain.
@@ -93,6 +102,7 @@ class ResidentMemory:
             ("optimizer state", self.optimizer_bytes),
             ("gradients", outside_bytes + chain_gradients),
             ("the batch", self.batch_bytes),
+            ("messages between processes", self.communication_bytes),
             ("the rest of the step", correction_bytes),
         ]
         return Allowance(
@@ -128,8 +138,19 @@ def process_limit_bytes(
     optimizers: Sequence[torch.optim.Optimizer],
     batch: Iterable[torch.Tensor],
     device: torch.device,
+    *,
+    sharing: int = 1,
 ) -> int:
-    """A user's limit for the whole process; None is what is free, and what training has taken already."""
+    """A user's limit for the whole process; None is what is free, and what training has taken already.
+
+    Args:
+        limit: As the user gave it.
+        model: Everything that trains; its memory is not free, but is part of what the process may use.
+        optimizers: Likewise.
+        batch: Likewise.
+        device: Where they are.
+        sharing: Number of processes that divide what is free.
+    """
     if limit is None:
-        return free_bytes(device) + allocated_bytes(model, optimizers, batch, device)
+        return free_bytes(device) // sharing + allocated_bytes(model, optimizers, batch, device)
     return resolve_limit(limit, device)

@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_rotor.attaching import attach, detach
 from lightning_rotor.callbacks.dry_step import compute_of_training_step
+from lightning_rotor.callbacks.ranks import same_target
 from lightning_rotor.callbacks.saved_plans import SavedPlans
 from lightning_rotor.errors import ModelError, ProfilingError, RotorWarning
 from lightning_rotor.planned import PlannedForward
@@ -78,7 +79,7 @@ class Attachment:
             self._search.use(compute_of_training_step(self._trainer, self._model, batch, batch_idx))
         except ProfilingError as error:
             self._search.do_without(str(error))
-        self._attach_to(self._search.best())
+        self._attach_to(same_target(self._trainer, self._model, self._search.best()))
 
     def tell_what_is_left_out(self) -> None:
         """Warn, once, of other modules with a notable share of the compute."""

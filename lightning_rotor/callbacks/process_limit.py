@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_rotor.allowance import Allowance
 from lightning_rotor.callbacks.closed_loop import ClosedLoop, Trial
+from lightning_rotor.callbacks.ranks import communication_bytes, processes_sharing
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import BudgetError
 from lightning_rotor.planned import PlannedForward
@@ -64,20 +65,29 @@ class ProcessLimit:
         *,
         target: nn.Module,
         batch: Sequence[torch.Tensor],
+        agreed_bytes: int | None,
     ) -> Allowance:
-        """What a plan for a chain may use now."""
+        """What a plan for a chain may use now, under the limit that all processes have agreed on, if they have."""
         device, optimizers = torch.device(chain.device), trainer.optimizers
         with _untoggled(model):
             resident = ResidentMemory.of(model, target, optimizers, batch, device)
+        resident = replace(resident, communication_bytes=communication_bytes(trainer, model))
         if not batch:  # a tuner's trial, which is known from its forward alone
             resident = replace(resident, batch_bytes=chain.input_bytes)
-        self.limit_bytes = process_limit_bytes(self._limit, model, optimizers, batch, device)
+        self.limit_bytes = agreed_bytes or self.own_limit_bytes(trainer, model, batch, device)
         # zero_grad runs between forward and backward, so gradients of the step before linger through the forward. Not so when
         # several backwards add up, or when the user decides.
         linger = model.automatic_optimization and trainer.accumulate_grad_batches == 1
         correction = self._correction(chain)
         allowed = resident.allowance(self.limit_bytes, gradients_linger=linger, correction_bytes=correction)
         return allowed if chain.fingerprint in self._corrections else replace(allowed, guessed_bytes=correction)
+
+    def own_limit_bytes(
+        self, trainer: pl.Trainer, model: pl.LightningModule, batch: Sequence[torch.Tensor], device: torch.device
+    ) -> int:
+        """The limit as this process sees it."""
+        sharing = processes_sharing(trainer, device)
+        return process_limit_bytes(self._limit, model, trainer.optimizers, batch, device, sharing=sharing)
 
     def _correction(self, chain: Chain) -> int:
         """A chain's own, or for one that was never measured in a step that of the others, as far as it is larger in proportion."""

@@ -17,6 +17,7 @@ from lightning_rotor.callbacks.attachment import Attachment
 from lightning_rotor.callbacks.loggers import is_logging_step, log_hyperparameters, log_metrics, log_plan
 from lightning_rotor.callbacks.process_limit import ProcessLimit
 from lightning_rotor.callbacks.process_plan import ProcessPlan
+from lightning_rotor.callbacks.ranks import Ranks
 from lightning_rotor.callbacks.saved_plans import SavedPlans
 from lightning_rotor.callbacks.step_watch import StepWatch
 from lightning_rotor.errors import ProfilerBusyError, RotorWarning, TrialError
@@ -99,6 +100,8 @@ class RotorCallback(pl.Callback):
         self._batch: list[torch.Tensor] = []
         self._runs: list[Plan] = []
         self._in_step = self._stepped_before = False
+        self._meeting_due = True
+        self._ranks = Ranks()
         self._process = ProcessLimit(self._limit)
         self._watch = StepWatch()
         self._report_due = False
@@ -147,9 +150,13 @@ class RotorCallback(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Choose what to plan at the first batch, and measure the step if a plan is new."""
+        self._batch = tensors_in(batch)
+        if self._meeting_due:
+            self._meeting_due = False
+            own_limit_bytes = self._process.own_limit_bytes(trainer, pl_module, self._batch, pl_module.device)
+            self._ranks.meet(trainer, pl_module, own_limit_bytes)
         if self._attachment is not None:
             self._attachment.choose(batch, batch_idx)
-        self._batch = tensors_in(batch)
         self._runs.clear()
         self._in_step, self._stepped_before = True, trainer.global_step > 0
         if self._watch.due:
@@ -271,6 +278,7 @@ class RotorCallback(pl.Callback):
             on_run=self._runs.append,
             on_unsupported=on_unsupported,
             on_busy=self._put_off,
+            agreement=self._ranks,
         )
 
     def _put_off(self, error: ProfilerBusyError) -> None:
@@ -287,6 +295,7 @@ class RotorCallback(pl.Callback):
         if self._attachment is not None:
             self._attachment.end()
         self._attachment = self._trainer = self._model = None
+        self._ranks = Ranks()
         self._batch = []
 
     # ---------------------------------------------------------------- planning
@@ -296,7 +305,12 @@ class RotorCallback(pl.Callback):
         assert self._model is not None
         assert self._trainer is not None
         allowed = self._process.allowance(
-            profile.chain, self._trainer, self._model, target=self._attachment.target.module, batch=self._batch
+            profile.chain,
+            self._trainer,
+            self._model,
+            target=self._attachment.target.module,
+            batch=self._batch,
+            agreed_bytes=self._ranks.limit_bytes,
         )
         # Tuners take all callbacks out of the Trainer; one of them tries another batch when memory does not suffice.
         callbacks: list[pl.Callback] = self._trainer.callbacks  # type: ignore[attr-defined]

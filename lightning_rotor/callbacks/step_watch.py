@@ -9,12 +9,15 @@ import torch
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_rotor.agreement import communicates
+from lightning_rotor.callbacks.ranks import may_take_new_buckets, unnamed_bytes
 from lightning_rotor.errors import ProfilingError, RotorWarning
 from lightning_rotor.profiling import StepMeter
 from lightning_rotor.training_memory import allocated_bytes
 from lightning_rotor.training_state import existing_gradient_bytes
 
 _STEPS = 3
+_PATIENCE = 8
 
 
 class StepWatch:
@@ -33,6 +36,8 @@ class StepWatch:
         self._base_bytes = 0
         self._consecutive = False  # whether the step before this one was measured as well
         self._exact = True
+        self._is_uneven = False  # more is taken in this step than is seen to be given back
+        self._patience = _PATIENCE
 
     @property
     def due(self) -> bool:
@@ -58,6 +63,9 @@ class StepWatch:
         if on_cpu and isinstance(getattr(trainer, "profiler", None), PyTorchProfiler):
             self.give_up()  # torch has one profiler, and the user wants it
             return
+        if on_cpu and trainer.world_size > 1 and communicates(model):
+            self.give_up()  # torch's profiler follows gloo's threads, and crashes now and then when it stops (seen with torch 2.14)
+            return
         meter = StepMeter(model.device)
         try:
             meter.start()
@@ -69,6 +77,9 @@ class StepWatch:
         # The CPU's allocator knows only gradients that were made under its eyes; without that, their release goes unseen.
         self._exact = self._consecutive or not on_cpu or not existing_gradient_bytes(model)
         self._base_bytes = allocated_bytes(model, trainer.optimizers, batch, model.device)
+        if on_cpu:
+            self._base_bytes += unnamed_bytes(trainer, model)
+            self._is_uneven = may_take_new_buckets(trainer)
 
     def lap(self) -> None:
         """The backward is over: what the optimizer allocates from here on is nothing that a plan could change."""
@@ -80,6 +91,11 @@ class StepWatch:
         if self._meter is None:
             return False
         trace, self._meter = self._meter.stop(), None
+        if self._is_uneven and self._patience > 0:
+            # New buckets were seen to come, but the old ones, which nobody measured, not to go: another step shows the peak.
+            self._consecutive = True
+            self._patience -= 1
+            return False
         self._left -= 1
         self._consecutive = self._left > 0
         if self._exact:
