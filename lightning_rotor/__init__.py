@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from lightning_rotor.batch_sizes import BatchSizeAdvice, advise_batch_size
 from lightning_rotor.chain import Chain, Option, StageCost
 from lightning_rotor.checkpointable import Checkpointable
 from lightning_rotor.cutting import sequentialize
@@ -41,11 +42,12 @@ from lightning_rotor.simulator import Simulation, simulate
 from lightning_rotor.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from lightning_rotor.callbacks import RotorCallback
+    from lightning_rotor.callbacks import RotorBatchSizeAdvice, RotorCallback
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchSizeAdvice",
     "BudgetError",
     "Chain",
     "Checkpointable",
@@ -57,6 +59,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "ProfilingError",
+    "RotorBatchSizeAdvice",
     "RotorCallback",
     "RotorError",
     "RotorWarning",
@@ -69,6 +72,7 @@ __all__ = [
     "StageCost",
     "UnitError",
     "__version__",
+    "advise_batch_size",
     "format_bytes",
     "frontier",
     "is_checkpointing",
@@ -83,9 +87,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Only the callback needs Lightning; everything else must import without it.
-    if name == "RotorCallback":
-        from lightning_rotor.callbacks import RotorCallback
+    # Only the callbacks need Lightning; everything else must import without it.
+    if name in ("RotorBatchSizeAdvice", "RotorCallback"):
+        from lightning_rotor import callbacks
 
-        return RotorCallback
+        return getattr(callbacks, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,6 +9,7 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from error
 
+from lightning_rotor.callbacks.batch_size_advice import RotorBatchSizeAdvice
 from lightning_rotor.callbacks.rotor_callback import RotorCallback
 
-__all__ = ["RotorCallback"]
+__all__ = ["RotorBatchSizeAdvice", "RotorCallback"]

@@ -1,0 +1,178 @@
+"""The best batch size under a memory limit, before training starts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.tuner.batch_size_scaling import _reset_dataloaders
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.parsing import lightning_hasattr, lightning_setattr
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from rich.console import Console
+from torch import nn
+
+from lightning_rotor.batch_sizes import BatchSizeAdvice, advice_from, measured_costs
+from lightning_rotor.callbacks.dry_step import compute_of_training_step
+from lightning_rotor.callbacks.ranks import communication_bytes, processes_sharing
+from lightning_rotor.chain import Chain
+from lightning_rotor.errors import ModelError, ProfilingError
+from lightning_rotor.planned import Allowance
+from lightning_rotor.sequential import Stage
+from lightning_rotor.target import TargetSearch, named_target
+from lightning_rotor.tensors import tensors_in
+from lightning_rotor.training_memory import ResidentMemory, process_limit_bytes
+from lightning_rotor.undisturbed import lent_buffers, undisturbed
+from lightning_rotor.units import format_bytes, parse_limit
+
+_log = logging.getLogger(__name__)
+
+
+class RotorBatchSizeAdvice(pl.Callback):
+    """Finds the batch size with the best predicted samples per second under a limit, and sets it if asked to.
+
+    Lightning's ``BatchSizeFinder`` trains with one size after another until memory runs out, and takes the largest. This measures the planned
+    module with one batch and with half of it, predicts all other sizes with their plans, and takes the fastest. Nothing about the training
+    changes but, with ``set_batch_size``, the attribute and the dataloaders that it makes.
+
+    Args:
+        mem_limit: As for :class:`RotorCallback`, which is to train with the same limit.
+        module: Likewise.
+        set_batch_size: Set the attribute, reload the dataloaders, and train with the best size. By default it is only reported.
+        batch_arg_name: The attribute of the LightningModule, its ``hparams`` or the LightningDataModule, as for ``BatchSizeFinder``.
+        batch_sizes: Candidates; by default powers of two and halfway between, up to the first that does not fit.
+        show_table: Print the candidates.
+    Raises:
+        ModelError: When training starts: no such module or attribute, or ``training_step`` does not call the module.
+        SampleError: When training starts: the module's input is no batch of two samples or more.
+        BudgetError: When training starts: none of the sizes fits.
+    Example:
+        >>> callbacks = [RotorBatchSizeAdvice("2GiB", set_batch_size=True), RotorCallback("2GiB")]
+    """
+
+    def __init__(
+        self,
+        mem_limit: int | float | str | None = None,
+        module: str | None = None,
+        *,
+        set_batch_size: bool = False,
+        batch_arg_name: str = "batch_size",
+        batch_sizes: list[int] | None = None,
+        show_table: bool = True,
+    ) -> None:
+        super().__init__()
+        self._limit = parse_limit(mem_limit)
+        self._module_name = module
+        self._set_batch_size = set_batch_size
+        self._batch_arg_name = batch_arg_name
+        self._batch_sizes = batch_sizes
+        self._show_table = show_table
+        self._advice: BatchSizeAdvice | None = None
+
+    @property
+    def advice(self) -> BatchSizeAdvice | None:
+        """What was found when training started."""
+        return self._advice
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Measure with the first batch of the training dataloader, and predict."""
+        if self._set_batch_size and not lightning_hasattr(pl_module, self._batch_arg_name):
+            raise ModelError(
+                f"there is no attribute {self._batch_arg_name!r} to set: expected one of the LightningModule, its hparams or the "
+                "LightningDataModule. Name another one with batch_arg_name, or leave out set_batch_size"
+            )
+        loop = trainer.fit_loop
+        loop.setup_data()
+        loader: Any = trainer.train_dataloader
+        with undisturbed(pl_module.device):  # an iterator of a dataloader draws its seed
+            batch = trainer.strategy.batch_to_device(next(iter(loader)))
+        self._advice = trainer.strategy.broadcast(self._advise(trainer, pl_module, batch))
+        if self._show_table and trainer.is_global_zero:
+            Console().print(self._advice)
+        best = self._advice.best
+        _log.info("best batch size within %s: %d", format_bytes(self._advice.limit_bytes), best.batch_size)
+        if self._set_batch_size:
+            lightning_setattr(pl_module, self._batch_arg_name, best.batch_size)
+            _reset_dataloaders(trainer)
+
+    def _advise(self, trainer: pl.Trainer, model: pl.LightningModule, batch: Any) -> BatchSizeAdvice:
+        target = self._target(trainer, model, batch)
+        with _as_in_training(trainer, model):
+            costs, _ = measured_costs(target, _input_of(target, model, batch))
+        tensors, device = tensors_in(batch), torch.device(costs.chains[0].device)
+        resident = ResidentMemory.of(model, target, trainer.optimizers, tensors, device)
+        resident = replace(resident, communication_bytes=communication_bytes(trainer, model))
+        linger = model.automatic_optimization and trainer.accumulate_grad_batches == 1
+
+        def allowance(_: Chain, batch_size: int) -> Allowance:
+            batch_bytes = -(-resident.batch_bytes * batch_size // costs.sizes[1])
+            return replace(resident, batch_bytes=batch_bytes).allowance(limit_bytes, gradients_linger=linger)
+
+        sharing = processes_sharing(trainer, device)
+        limit_bytes = process_limit_bytes(self._limit, model, trainer.optimizers, tensors, device, sharing=sharing)
+        return advice_from(costs, allowance, limit_bytes=limit_bytes, batch_sizes=self._batch_sizes)
+
+    def _target(self, trainer: pl.Trainer, model: pl.LightningModule, batch: Any) -> nn.Module:
+        """The one that :class:`RotorCallback` would plan."""
+        if self._module_name is not None:
+            return named_target(model, self._module_name).module
+        search = TargetSearch(model, may_be_whole=is_overridden("forward", model))
+        try:
+            search.use(compute_of_training_step(trainer, model, batch, 0))
+        except ProfilingError as error:
+            search.do_without(str(error))
+        found = search.best()
+        if found is None:
+            raise ModelError(
+                f"{type(model).__name__} holds no submodule that can be planned: expected one with several layers"
+            )
+        return found.module
+
+
+@contextmanager
+def _as_in_training(trainer: pl.Trainer, model: pl.LightningModule) -> Iterator[None]:
+    """Modes and precision of a training step."""
+    modes = {module: module.training for module in model.modules()}
+    model.train()
+    try:
+        with trainer.precision_plugin.train_step_context():
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+class _ReachedError(Exception):
+    """Ends a step where it calls the target."""
+
+    def __init__(self, arguments: tuple[Any, ...]) -> None:
+        self.arguments = arguments
+
+
+def _input_of(target: nn.Module, model: pl.LightningModule, batch: Any) -> tuple[Any, ...]:
+    """What ``training_step`` hands to a module: it runs up to there, and leaves generators and buffers as they were."""
+
+    def reached(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+        if kwargs:
+            raise ModelError(
+                f"{type(target).__name__} is called with keyword arguments ({', '.join(kwargs)}): expected positional ones alone"
+            )
+        raise _ReachedError(args)
+
+    needs_index = is_param_in_hook_signature(model.training_step, "batch_idx", min_args=2)
+    handle = target.register_forward_pre_hook(reached, prepend=True, with_kwargs=True)
+    try:
+        with undisturbed(model.device), lent_buffers(Stage("", (model,))):
+            model.training_step(*((batch, 0) if needs_index else (batch,)))
+    except _ReachedError as found:
+        return found.arguments
+    finally:
+        handle.remove()
+    raise ModelError(
+        f"training_step does not call the {type(target).__name__} that was to be planned: name another with module="
+    )
