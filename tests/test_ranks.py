@@ -1,4 +1,4 @@
-"""Two processes: the same weights as without the callback, one plan, each inside the limit, and nobody waits for nobody."""
+"""Two processes: the same weights as without the callback, one plan, each inside the limit, and nobody waits in vain."""
 
 from __future__ import annotations
 

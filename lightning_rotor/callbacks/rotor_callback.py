@@ -64,6 +64,10 @@ class RotorCallback(pl.Callback):
     Example:
         >>> trainer = L.Trainer(callbacks=[RotorCallback(mem_limit="2GiB")])  # doctest: +SKIP
 
+    Of several processes each keeps inside the least of their limits, the buckets of DDP included, and those with batches of the same shape run one
+    plan; None is shared among those of one machine's CPU. :mod:`lightning_rotor.agreement` says how, and why nobody waits in vain. Under FSDP2
+    the planned module must lie inside one unit, or be one.
+
     Logs to every logger, each key after ``RotorCallback/`` (or the logger's own separator): ``overhead_percent``, ``budget_bytes``,
     ``predicted_peak_bytes``, ``measured_peak_bytes``, ``planning_seconds``, ``recomputed_stages``.
     """
