@@ -8,8 +8,8 @@ the module                  agreement
 computes by itself (DDP)    :class:`PublishedPlans`: nobody waits. The first process that plans a call publishes the plan; who meets the
                             same call with the same budget takes it. A process whose batch has another shape plans for itself, and one
                             that skips the module altogether keeps nobody waiting.
-communicates (SyncBatchNorm,:class:`JointPlans`: the processes run it in lockstep anyway, and a recomputation communicates once more. So
-DTensors, all_reduce)       they ask each other at each forward whether anyone has no plan for its shapes yet, and if so all measure
+communicates (SyncBatchNorm :class:`JointPlans`: the processes run it in lockstep anyway, and a recomputation communicates once more. So
+and DTensors, all_reduce)   they ask each other at each forward whether anyone has no plan for its shapes yet, and if so all measure
                             and plan together, and all run the plan of the process that has least room.
 ==========================  =========================================================================================================
 """
