@@ -12,7 +12,7 @@ themselves with recomputation, and the best one is often not the largest that fi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -20,11 +20,12 @@ import torch
 from rich.table import Table
 from torch import nn
 
-from lightning_rotor.chain import Chain, Option, StageCost
+from lightning_rotor.allowance import Allowance
+from lightning_rotor.chain import Chain
+from lightning_rotor.combining import UnlikeChainsError, combined
 from lightning_rotor.cutting import sequentialize
 from lightning_rotor.devices import resolve_limit
 from lightning_rotor.errors import BudgetError, ModelError, SampleError
-from lightning_rotor.planned import Allowance
 from lightning_rotor.planning import Plan, plan
 from lightning_rotor.planning.plan import DEFAULT_SLOTS
 from lightning_rotor.planning.tables import rendered
@@ -117,45 +118,22 @@ class AffineCosts:
         Raises:
             ModelError: The two chains differ in more than sizes and durations.
         """
-        found = self._between(*self.chains, batch_size, "")
-        assert isinstance(found, Chain)
-        return found
+        (small, large), span = self.sizes, self.sizes[1] - self.sizes[0]
 
-    def _between(self, small: Any, large: Any, size: int, name: str) -> Any:
-        if isinstance(small, Option) and (small.accumulating is None) != (large.accumulating is None):
-            small, large = (
-                replace(option, accumulating=option.backward_peaks(gradients_exist=True)) for option in (small, large)
-            )
-        if is_dataclass(small) and not isinstance(small, type):
-            parts = {
-                field.name: self._between(getattr(small, field.name), getattr(large, field.name), size, field.name)
-                for field in fields(small)
-            }
-            if isinstance(small, StageCost):
-                parts["discard_peak_bytes"] = max(
-                    parts["discard_peak_bytes"], *(option.discard_peak_bytes or 0 for option in parts["options"])
-                )
-            return type(small)(**parts)
-        if name == "takes":  # shapes
-            return ()
-        if isinstance(small, tuple) and len(small) == len(large):
-            return tuple(self._between(*pair, size, name) for pair in zip(small, large, strict=True))
-        if name.endswith("_bytes") and None not in (small, large):
-            return max(0, -(-self._line(small, large, size) // (self.sizes[1] - self.sizes[0])))
-        if name.endswith("_seconds"):
+        def line(at_small: Any, at_large: Any) -> Any:  # times the span: integers stay exact
+            return at_small * (large - batch_size) + at_large * (batch_size - small)
+
+        def seconds(values: Sequence[float]) -> float:
             # Noise must not let the time of a stage fall, or vanish, as its batch grows.
-            value = self._line(small, max(small, large), size) / (self.sizes[1] - self.sizes[0])
-            return max(value, small * min(1.0, size / self.sizes[0]))
-        if small != large:
-            raise ModelError(
-                f"batches of {self.sizes[0]} and {self.sizes[1]} run differently ({name}: {small!r} and {large!r}), so nothing can be said "
-                "about others: expected a model whose layers do not depend on the batch size"
-            )
-        return small
+            return float(max(line(values[0], max(values)) / span, values[0] * min(1.0, batch_size / small)))
 
-    def _line(self, small: Any, large: Any, size: int) -> Any:
-        """The value at a size, times the difference of the measured ones: integers stay exact."""
-        return small * (self.sizes[1] - size) + large * (size - self.sizes[0])
+        try:
+            return combined(self.chains, of_bytes=lambda values: max(0, -(-line(*values) // span)), of_seconds=seconds)
+        except UnlikeChainsError as error:
+            raise ModelError(
+                f"batches of {small} and {large} run differently ({error}), so nothing can be said about others: expected a model whose layers "
+                "do not depend on the batch size"
+            ) from None
 
 
 def advise_batch_size(

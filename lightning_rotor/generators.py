@@ -11,6 +11,8 @@ from torch.utils._mode_utils import (
     no_dispatch,
 )  # a state is a tensor, and real even where a mode makes all tensors fake
 
+from lightning_rotor.tensors import uncounted_copy
+
 
 class HostGenerators:
     """Python's and NumPy's random number generators at one moment. torch's own are remembered by its checkpoint."""
@@ -40,17 +42,18 @@ class GeneratorStates:
 
     Args:
         device: The CUDA device; by default the current one, if CUDA is in use at all.
+        counted: Whether torch's allocator counts the bytes that are remembered, as plans do.
     """
 
     __slots__ = ("_cuda", "_device", "_host", "_torch")
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(self, device: torch.device | None = None, *, counted: bool = True) -> None:
         if device is None and torch.cuda.is_available() and torch.cuda.is_initialized():
             device = torch.device("cuda", torch.cuda.current_device())
         self._device = device if device is not None and device.type == "cuda" else None
         self._host = HostGenerators()
         with no_dispatch():
-            self._torch = torch.get_rng_state()
+            self._torch = torch.get_rng_state() if counted else uncounted_copy(torch.get_rng_state())
             self._cuda = torch.cuda.get_rng_state(self._device) if self._device is not None else None
 
     def restore(self) -> None:

@@ -18,12 +18,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from lightning_rotor.allowance import Allowance
+from lightning_rotor.combining import UnlikeChainsError
 from lightning_rotor.known_cuts import Signature
 from lightning_rotor.planning import Plan, fastest_of
 from lightning_rotor.profiling import Profile
 from lightning_rotor.profiling.moved import group_sizes, profile_over, remembered_places
 from lightning_rotor.schedule import Leaf, Schedule
-from lightning_rotor.shape_costs import UnlikeChainsError, chain_at, distance, growth
+from lightning_rotor.shape_costs import chain_at, distance, growth
 
 _FAR = 1.5
 _HANDFUL = 3

@@ -23,14 +23,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations, product
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning_rotor.chain import Chain, StageCost
+from lightning_rotor.chain import Chain
+from lightning_rotor.combining import UnlikeChainsError, combined
 
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 _Matrix: TypeAlias = npt.NDArray[np.float64]
@@ -38,10 +39,6 @@ _Matrix: TypeAlias = npt.NDArray[np.float64]
 _MOST_VARIABLES = 3
 _MOST_KNOWN = 4
 _TOLERANCE = 1e-9
-
-
-class UnlikeChainsError(Exception):
-    """Chains that differ in more than sizes, so that nothing can be said from one about the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +79,11 @@ def chain_at(wanted: Shapes, known: Sequence[tuple[Shapes, Chain]]) -> Chain:
         tuple(number for number, (shapes, _) in enumerate(chosen) if _nowhere_larger(shapes, wanted)),
         tuple(number for number, (shapes, _) in enumerate(chosen) if _nowhere_larger(wanted, shapes)),
     )
-    found = _bounded([chain for _, chain in chosen], bound, "")
-    assert isinstance(found, Chain)
-    return found
+    return combined(
+        [chain for _, chain in chosen],
+        of_bytes=lambda values: math.ceil(bound(values) - _TOLERANCE),
+        of_seconds=bound,
+    )
 
 
 def distance(shapes: Shapes, wanted: Shapes) -> float:
@@ -151,60 +150,3 @@ def _weights(known: _Matrix, wanted: _Matrix, totals: _Matrix) -> _Matrix:
                 best[columns] = solutions[index]
     assert best is not None  # one measurement alone always gives one
     return best
-
-
-# -------------------------------------------------------------------- chains
-
-
-def _bounded(values: Sequence[Any], bound: Bound, name: str) -> Any:
-    """One value that bounds several of the same kind: every size and duration in them, while all else must be equal."""
-    if isinstance(values[0], StageCost):
-        values = _alike(values)
-    first = values[0]
-    if is_dataclass(first) and not isinstance(first, type):
-        parts = {
-            field.name: _bounded([getattr(value, field.name) for value in values], bound, field.name)
-            for field in fields(first)
-        }
-        if isinstance(first, StageCost):
-            peaks = [option.discard_peak_bytes or 0 for option in parts["options"]]
-            parts["discard_peak_bytes"] = max([parts["discard_peak_bytes"], *peaks])
-        return type(first)(**parts)
-    if name == "takes":  # shapes, which are not those of any measurement
-        return ()
-    if isinstance(first, tuple):
-        if any(len(value) != len(first) for value in values):
-            raise UnlikeChainsError(name)
-        return tuple(_bounded(group, bound, name) for group in zip(*values, strict=True))
-    if name.endswith("_bytes") and all(isinstance(value, int) for value in values):
-        return math.ceil(bound(values) - _TOLERANCE)
-    if name.endswith("_seconds"):
-        return float(bound(values))
-    if any(value != first for value in values):
-        raise UnlikeChainsError(name)
-    return first
-
-
-def _alike(stages: Sequence[StageCost]) -> Sequence[StageCost]:
-    """The same costs with peaks written out that only some of the measurements have of their own."""
-    options = [option for stage in stages for option in stage.options]
-    apart = [
-        tuple(option.accumulating is None for option in options),
-        tuple(o.discard_peak_bytes is None for o in options),
-    ]
-    if not any(len(set(each)) > 1 for each in apart):
-        return stages
-    return [
-        replace(
-            stage,
-            options=tuple(
-                replace(
-                    option,
-                    accumulating=option.backward_peaks(gradients_exist=True),
-                    discard_peak_bytes=stage.discard_peak_of(option),
-                )
-                for option in stage.options
-            ),
-        )
-        for stage in stages
-    ]

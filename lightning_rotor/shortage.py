@@ -17,7 +17,7 @@ from lightning_rotor.errors import ShortageError
 from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.profiling import Profile
 from lightning_rotor.state import Attributes, SegmentState
-from lightning_rotor.tensors import tensors_in
+from lightning_rotor.tensors import tensors_in, uncounted_copy
 from lightning_rotor.units import format_bytes
 
 _RSS_UNIT = 1 if platform.system() == "Darwin" else 1024
@@ -44,13 +44,13 @@ class BeforeForward:
         state = sum(profile.states, SegmentState())
         draws = bool(state.attributed) or any(stage.draws_random for stage in profile.chain)
         tensors = tensors_in(value)
-        self._generators = GeneratorStates(tensors[0].device) if draws else None
+        self._generators = GeneratorStates(tensors[0].device, counted=False) if draws else None
         self._attributes = Attributes(state.attributed)
         changing = [
             statistic.module._buffers[statistic.name] for statistic in state.statistics if statistic.module.training
         ]
         changing += _buffers(state.remembered)
-        self._copies = [(buffer, buffer.detach().clone()) for buffer in changing if buffer is not None]
+        self._copies = [(buffer, uncounted_copy(buffer)) for buffer in changing if buffer is not None]
         self._versions = [(tensor, tensor._version) for tensor in (*tensors, *_buffers(state.watched))]
 
     def restore(self) -> bool:

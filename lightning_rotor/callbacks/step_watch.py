@@ -38,6 +38,7 @@ class StepWatch:
         self._exact = True
         self._is_uneven = False  # more is taken in this step than is seen to be given back
         self._patience = _PATIENCE
+        self._was_interrupted = False
 
     @property
     def due(self) -> bool:
@@ -58,7 +59,13 @@ class StepWatch:
         self._left = 0
 
     def start(self, trainer: pl.Trainer, model: pl.LightningModule, batch: Sequence[torch.Tensor]) -> None:
-        """Begin with a step, at its very start or, when a plan is new, in its first forward."""
+        """Begin with a step, at its very start or, when a plan is new, in its first forward.
+
+        Not after an interruption in the same step: what torch's profiler saw begin in one recording (the optimizer's step, around
+        its closure) and end in another, it notes in memory that is gone, and the process crashes (seen with torch 2.14).
+        """
+        if self._was_interrupted:
+            return
         on_cpu = model.device.type == "cpu"
         if on_cpu and isinstance(getattr(trainer, "profiler", None), PyTorchProfiler):
             self.give_up()  # torch has one profiler, and the user wants it
@@ -88,6 +95,7 @@ class StepWatch:
 
     def stop(self) -> bool:
         """End with a step. Whether there are new peaks."""
+        self._was_interrupted = False
         if self._meter is None:
             return False
         trace, self._meter = self._meter.stop(), None
@@ -109,3 +117,4 @@ class StepWatch:
             self._meter.stop()
             self._meter = None
             self._consecutive = False
+            self._was_interrupted = True
