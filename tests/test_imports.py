@@ -70,7 +70,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "planned": ("measurements", "plan_cache", "plan_records", "shortage", "agreement"),
     "attaching": ("errors",),
     "training_memory": ("allowance", "devices", "optimizer_prediction"),
-    "batch_sizes": ("training_memory", "combining"),
+    "batch_sizes": ("training_memory", "combining", "cutting"),
     "checkpointable": ("attaching", "planned", "report", "devices"),
     "callbacks": ("checkpointable", "training_memory", "target", "batch_sizes"),
     "strategies": ("callbacks", "pipeline"),
