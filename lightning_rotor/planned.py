@@ -77,6 +77,7 @@ class PlannedForward:
         on_unsupported: Called if the module turns out to be no chain; then it runs plainly. By default the error is raised.
         on_busy: Called if it cannot be measured in this call, because torch's profiler is recording; then it runs plainly this time. By
             default the error is raised.
+        on_infeasible: Called if no schedule fits; then the one that takes least is run. By default the error is raised.
         agreement: With the other processes of a distributed training.
     Raises:
         ModelError: The module can be no chain, whatever its input.
@@ -96,6 +97,7 @@ class PlannedForward:
         on_run: Callable[[Plan], None] | None = None,
         on_unsupported: Callable[[ModelError], None] | None = None,
         on_busy: Callable[[ProfilerBusyError], None] | None = None,
+        on_infeasible: Callable[[BudgetError], None] | None = None,
         agreement: Agreement | None = None,
     ) -> None:
         for name, number in (("slots", slots), ("max_plans", max_plans)):
@@ -117,6 +119,7 @@ class PlannedForward:
         self._on_run = on_run
         self._on_unsupported = on_unsupported
         self._on_busy = on_busy
+        self._on_infeasible = on_infeasible
         self._agreement = agreement
         self._active = True
         self._records: dict[str, dict[str, Any]] = {}
@@ -496,7 +499,11 @@ class PlannedForward:
         except BudgetError as error:
             if error.minimum_bytes <= allowance.budget_bytes + allowance.guessed_bytes:
                 return solve(error.minimum_bytes)
-            return allowance.explain(error)
+            explained = allowance.explain(error)
+            if self._on_infeasible is None:
+                return explained
+            self._on_infeasible(explained)
+            return solve(error.minimum_bytes)
 
     def _use(self, signature: Signature, prepared: Prepared) -> None:
         assert prepared.plan is not None

@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_rotor import BudgetError, ModelError, RotorCallback, UnitError
+from lightning_rotor import BudgetError, ModelError, RotorCallback, RotorWarning, UnitError
 from lightning_rotor.profiling import StepMeter
 from lightning_rotor.training_memory import allocated_bytes
 
@@ -413,3 +413,19 @@ def test_an_impossible_limit_says_where_the_memory_goes(tmp_path: Path) -> None:
     callback = RotorCallback(mem_limit=caught.value.minimum_bytes, show_table=False)
     fit([callback], tmp_path)
     assert callback.plan is not None
+
+
+def test_an_impossible_limit_can_be_a_warning(tmp_path: Path) -> None:
+    least = least_limit(tmp_path)
+    left, right = Recorder(), Recorder()
+    plain = fit([left], tmp_path)
+    callback = RotorCallback(mem_limit="10KiB", on_infeasible="warn", show_table=False)
+    with pytest.warns(RotorWarning) as caught:
+        planned = fit([callback, right], tmp_path)
+    messages = [str(warning.message) for warning in caught if warning.category is RotorWarning]
+    assert sum("training goes on beyond the limit" in message for message in messages) == 1
+    assert callback.measured_peak_bytes is not None
+    assert callback.measured_peak_bytes <= least
+    assert_equal_runs(plain, planned, left, right)
+    with pytest.raises(UnitError, match='expected "raise" or "warn"'):
+        RotorCallback(on_infeasible="ignore")  # type: ignore[arg-type]

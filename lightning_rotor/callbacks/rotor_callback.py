@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -20,7 +20,7 @@ from lightning_rotor.callbacks.process_plan import ProcessPlan
 from lightning_rotor.callbacks.ranks import Ranks
 from lightning_rotor.callbacks.saved_plans import SavedPlans
 from lightning_rotor.callbacks.step_watch import StepWatch
-from lightning_rotor.errors import ProfilerBusyError, RotorWarning, TrialError
+from lightning_rotor.errors import BudgetError, ProfilerBusyError, RotorWarning, TrialError, UnitError
 from lightning_rotor.plan_records import model_fingerprint
 from lightning_rotor.planned import MAX_PLANS, PlannedForward
 from lightning_rotor.planning import Plan
@@ -49,6 +49,8 @@ class RotorCallback(pl.Callback):
             submodule with most of the compute of a training step, among those that can be a chain: the FLOPs of the first batch's step are
             counted in a dry run without values, or failing that (the log says why) trainable parameters. It is the LightningModule itself
             if its forward reaches much more than any submodule.
+        on_infeasible: Where no plan fits ``mem_limit``: ``"raise"`` ends training with the least limit that would do; ``"warn"`` says so once, and
+            trains with the plan that takes least, as close to the limit as it gets. Then tuners of the batch size learn nothing of the limit.
         slots: Resolution of the planner: more finds better schedules in long chains, and takes longer.
         max_plans: Plans that are kept, one for each input shape, those used last. One that was dropped is made again when its shape returns.
         show_table: Print a table of the plan after the first steps.
@@ -56,7 +58,8 @@ class RotorCallback(pl.Callback):
         log_plan: Give the plan to loggers that take pictures and text (TensorBoard, W&B, MLflow): memory over a step as a figure, if
             matplotlib is installed, and the table of stages as text.
     Raises:
-        UnitError: ``mem_limit`` is not positive, or cannot be read; in ``setup``: ``slots`` or ``max_plans`` is not positive.
+        UnitError: ``mem_limit`` is not positive, or cannot be read; ``on_infeasible`` is neither of the two; in ``setup``: ``slots`` or
+            ``max_plans`` is not positive.
         ModelError: In ``setup``: no such module, or none that is supported. In the first training batch: it cannot be cut into stages, or
             ``training_step`` calls none that can.
         BudgetError: In the first training batch, or that of a larger shape: no schedule fits; says the least limit that would.
@@ -77,6 +80,7 @@ class RotorCallback(pl.Callback):
         mem_limit: int | float | str | None = None,
         module: str | None = None,
         *,
+        on_infeasible: Literal["raise", "warn"] = "raise",
         slots: int = 500,
         max_plans: int = MAX_PLANS,
         show_table: bool = True,
@@ -84,7 +88,10 @@ class RotorCallback(pl.Callback):
         log_plan: bool = True,
     ) -> None:
         super().__init__()
+        if on_infeasible not in ("raise", "warn"):
+            raise UnitError(f'on_infeasible is {on_infeasible!r}: expected "raise" or "warn"')
         self._limit = parse_limit(mem_limit)
+        self._on_infeasible = on_infeasible
         self._module_name = module
         self._slots = slots
         self._max_plans = max_plans
@@ -98,7 +105,7 @@ class RotorCallback(pl.Callback):
         self._reset()
 
     def _reset(self) -> None:
-        self._was_put_off = False
+        self._was_put_off = self._is_beyond = False
         self._plan: Plan | None = None
         self._planned_module = ""
         self._batch: list[torch.Tensor] = []
@@ -282,6 +289,7 @@ class RotorCallback(pl.Callback):
             on_run=self._runs.append,
             on_unsupported=on_unsupported,
             on_busy=self._put_off,
+            on_infeasible=self._go_beyond if self._on_infeasible == "warn" else None,
             agreement=self._ranks,
         )
 
@@ -291,6 +299,13 @@ class RotorCallback(pl.Callback):
             rank_zero_warn(
                 f"RotorCallback runs the module plainly, whatever mem_limit says, for as long as torch's profiler records: {error}",
                 category=RotorWarning,
+            )
+
+    def _go_beyond(self, error: BudgetError) -> None:
+        if not self._is_beyond:
+            self._is_beyond = True
+            rank_zero_warn(
+                f"training goes on beyond the limit, with the plan that takes least: {error}", category=RotorWarning
             )
 
     def _detach(self) -> None:
