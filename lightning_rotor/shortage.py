@@ -16,7 +16,7 @@ from torch import nn
 from lightning_rotor.errors import ShortageError
 from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.profiling import Profile
-from lightning_rotor.state import Attributes, SegmentState
+from lightning_rotor.state import Attributes
 from lightning_rotor.tensors import tensors_in, uncounted_copy
 from lightning_rotor.units import format_bytes
 
@@ -41,10 +41,8 @@ class BeforeForward:
     __slots__ = ("_attributes", "_copies", "_generators", "_versions")
 
     def __init__(self, profile: Profile, value: Any) -> None:
-        state = sum(profile.states, SegmentState())
-        draws = bool(state.attributed) or any(stage.draws_random for stage in profile.chain)
-        tensors = tensors_in(value)
-        self._generators = GeneratorStates(tensors[0].device, counted=False) if draws else None
+        state, tensors = profile.state, tensors_in(value)
+        self._generators = GeneratorStates(tensors[0].device, counted=False) if profile.draws_random else None
         self._attributes = Attributes(state.attributed)
         changing = [
             statistic.module._buffers[statistic.name] for statistic in state.statistics if statistic.module.training

@@ -15,7 +15,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeAlias
 
 import torch
@@ -50,7 +50,7 @@ Progress: TypeAlias = Callable[[int, int], None]
 _WORTH_A_WARNING_BYTES = 1024
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)  # no slots, for the cached properties
 class Profile:
     """A measured chain and the stages that it speaks of.
 
@@ -63,6 +63,16 @@ class Profile:
     chain: Chain
     stages: tuple[Stage, ...]
     states: tuple[SegmentState, ...]
+
+    @cached_property
+    def state(self) -> SegmentState:
+        """What all stages together would have to leave alone."""
+        return sum(self.states, SegmentState())
+
+    @cached_property
+    def draws_random(self) -> bool:
+        """Whether a forward may draw random numbers."""
+        return bool(self.state.attributed) or any(stage.draws_random for stage in self.chain)
 
 
 def profile_chain(
