@@ -12,10 +12,10 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from lightning_rotor.attaching import attach, detach
-from lightning_rotor.callbacks.dry_step import compute_of_training_step
+from lightning_rotor.callbacks.dry_step import best_by_compute
 from lightning_rotor.callbacks.ranks import same_target
 from lightning_rotor.callbacks.saved_plans import SavedPlans
-from lightning_rotor.errors import ModelError, ProfilingError, RotorWarning
+from lightning_rotor.errors import ModelError, RotorWarning
 from lightning_rotor.planned import PlannedForward
 from lightning_rotor.target import Target, TargetSearch, named_target
 
@@ -75,11 +75,8 @@ class Attachment:
             return
         assert self._search is not None
         self._choice_due = False
-        try:
-            self._search.use(compute_of_training_step(self._trainer, self._model, batch, batch_idx))
-        except ProfilingError as error:
-            self._search.do_without(str(error))
-        self._attach_to(same_target(self._trainer, self._model, self._search.best()))
+        found = best_by_compute(self._search, self._trainer, self._model, batch, batch_idx)
+        self._attach_to(same_target(self._trainer, self._model, found))
 
     def tell_what_is_left_out(self) -> None:
         """Warn, once, of other modules with a notable share of the compute."""

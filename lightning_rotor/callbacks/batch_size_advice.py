@@ -19,10 +19,10 @@ from torch import nn
 
 from lightning_rotor.allowance import Allowance
 from lightning_rotor.batch_sizes import BatchSizeAdvice, advice_from, measured_costs
-from lightning_rotor.callbacks.dry_step import compute_of_training_step
+from lightning_rotor.callbacks.dry_step import best_by_compute
 from lightning_rotor.callbacks.ranks import communication_bytes, processes_sharing
 from lightning_rotor.chain import Chain
-from lightning_rotor.errors import ModelError, ProfilingError
+from lightning_rotor.errors import ModelError
 from lightning_rotor.sequential import Stage
 from lightning_rotor.target import TargetSearch, named_target
 from lightning_rotor.tensors import tensors_in
@@ -122,11 +122,7 @@ class RotorBatchSizeAdvice(pl.Callback):
         if self._module_name is not None:
             return named_target(model, self._module_name).module
         search = TargetSearch(model, may_be_whole=is_overridden("forward", model))
-        try:
-            search.use(compute_of_training_step(trainer, model, batch, 0))
-        except ProfilingError as error:
-            search.do_without(str(error))
-        found = search.best()
+        found = best_by_compute(search, trainer, model, batch, 0)
         if found is None:
             raise ModelError(
                 f"{type(model).__name__} holds no submodule that can be planned: expected one with several layers"

@@ -17,6 +17,7 @@ from typing_extensions import Self
 
 from lightning_rotor.compute import StepCompute, measure_compute
 from lightning_rotor.errors import ProfilingError
+from lightning_rotor.target import Target, TargetSearch
 
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.device, torch.dtype)
 
@@ -48,6 +49,17 @@ def compute_of_training_step(trainer: pl.Trainer, model: pl.LightningModule, bat
             copy.training_step(*inputs)
 
     return measure_compute(model, arguments, step, replacements={id(trainer): stand_in})
+
+
+def best_by_compute(
+    search: TargetSearch, trainer: pl.Trainer, model: pl.LightningModule, batch: Any, batch_idx: int
+) -> Target | None:
+    """What a search finds best by the compute of a training step, or without it if the step cannot be counted."""
+    try:
+        search.use(compute_of_training_step(trainer, model, batch, batch_idx))
+    except ProfilingError as error:
+        search.do_without(str(error))
+    return search.best()
 
 
 def _isolate(module: pl.LightningModule, trainer: _TrainerStandIn) -> None:

@@ -20,8 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from typing_extensions import override
 
 from lightning_rotor.attaching import attach, attached, detach
-from lightning_rotor.callbacks.dry_step import compute_of_training_step
-from lightning_rotor.errors import ProfilingError
+from lightning_rotor.callbacks.dry_step import best_by_compute
 from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.optimizer_prediction import predict_optimizer_state_bytes
 from lightning_rotor.pipeline.pipelined import PipelinedModule, PipelineOptions, pipelined
@@ -269,11 +268,7 @@ class RotorPipelineStrategy(DDPStrategy):
         if self._module_name is not None:
             return named_target(model, self._module_name)
         search = TargetSearch(model, may_be_whole=False)
-        try:
-            search.use(compute_of_training_step(trainer, model, batch, 0))
-        except ProfilingError as error:
-            search.do_without(str(error))
-        found = search.best()
+        found = best_by_compute(search, trainer, model, batch, 0)
         if found is None:
             raise PipelineError(
                 f"{type(model).__name__} holds no submodule with several layers that its training_step calls: expected one to cut into pipeline "
