@@ -271,7 +271,7 @@ def ours(
             continue
         if str(plan.schedule) in points:
             continue
-        inside = partial(_planned, net, plan.budget_bytes, context)
+        inside = partial(_planned, net, plan, context)
         point = Point(method, f"{peak / 1e6:.1f} MB", partial(net, *workload.inputs), inside)
         print(f"{workload.device} {method} {peak:,}", file=sys.stderr, flush=True)
         point.measure(workload, expected)
@@ -280,10 +280,10 @@ def ours(
 
 
 @contextmanager
-def _planned(net: Any, budget_bytes: int, context: Callable[[], Any]) -> Iterator[None]:
+def _planned(net: Any, plan: Any, context: Callable[[], Any]) -> Iterator[None]:
     with context():
-        if net.plan is None or net.plan.budget_bytes != budget_bytes:
-            net.compute_sequence(budget_bytes)
+        if net.plan is not plan:
+            net.use(plan)
         yield
 
 

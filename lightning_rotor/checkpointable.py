@@ -17,6 +17,7 @@ from lightning_rotor.errors import ProfilingError
 from lightning_rotor.planned import PlannedForward
 from lightning_rotor.planning import Frontier, Plan, frontier
 from lightning_rotor.profiling import Profile
+from lightning_rotor.schedule import Schedule
 from lightning_rotor.units import MemoryLimit, parse_limit
 
 _WRAPPED = "module"
@@ -107,6 +108,25 @@ class Checkpointable(nn.Module):
         except Exception:
             self._limit.limit = before
             raise
+
+    def use(self, plan: Plan | Schedule) -> Plan:
+        """Run a plan that was made before, for the input signature used last: one from a file, a point of the frontier, or one by hand.
+
+        Inputs of other signatures are planned for the limit, as before.
+
+        Args:
+            plan: Made for this module and input, perhaps in another process; or a schedule, whatever it takes.
+        Returns:
+            The plan that the next training call runs: the same schedule with the costs that were measured here.
+        Raises:
+            ProfilingError: Nothing has been measured yet.
+            PlanError: The plan was made for another model, shape, dtype or device, or takes more than its budget here. The plan from before stays.
+            ScheduleError: The schedule does not belong to the chain. The plan from before stays.
+        Example:
+            >>> net = Checkpointable(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), torch.randn(4, 8))
+            >>> plan = net.use(net.frontier().knee.schedule)
+        """
+        return self._planned.use(plan)
 
     def frontier(self) -> Frontier:
         """What every limit would cost in time, for the input signature used last.

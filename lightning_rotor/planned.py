@@ -26,7 +26,7 @@ from lightning_rotor.known_cuts import KnownCuts, Signature
 from lightning_rotor.measurements import Measurements
 from lightning_rotor.plan_cache import PlanCache, Prepared
 from lightning_rotor.plan_records import call_fingerprint, recall, record_of
-from lightning_rotor.planning import Plan, menu, minimum_budget, plan
+from lightning_rotor.planning import Plan, menu, minimum_budget, plan, plan_for, scheduled
 from lightning_rotor.profiling import Profile, profile_chain
 from lightning_rotor.profiling.progress import MeasuringProgress
 from lightning_rotor.recomputation import is_recomputing
@@ -192,6 +192,26 @@ class PlannedForward:
         solved = self._plan(*self._cache.latest)
         self.unplan(lambda plan: plan is solved)
         return solved
+
+    def use(self, plan: Plan | Schedule) -> Plan:
+        """Run a plan or a schedule that was made before, for the signature used last; see :meth:`.Checkpointable.use`."""
+        if not len(self._cache):
+            raise ProfilingError("there is nothing to run a plan for yet: measure a sample first, with measure(sample)")
+        signature, prepared = self._cache.latest
+        profile = prepared.profile
+        if isinstance(plan, Schedule):
+            allowance = self._allowance(profile)
+            used = scheduled(
+                profile.chain,
+                plan,
+                gradients_exist=allowance.gradients_exist,
+                lingering_bytes=allowance.lingering_bytes,
+                slots=self._slots,
+            )
+        else:
+            used = plan_for(plan, profile.chain)
+        self._use(signature, Prepared.of(profile, used))
+        return used
 
     def unplan(self, keep: Callable[[Plan], bool]) -> None:
         """Plan anew, when they come again, all signatures whose plan is not to be kept."""

@@ -6,6 +6,8 @@ import copy
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,13 +18,15 @@ from lightning_rotor import (
     Checkpointable,
     ExecutionError,
     ModelError,
+    PlanError,
     ProfilingError,
     RotorWarning,
     SampleError,
+    ScheduleError,
     UnitError,
     simulate,
 )
-from lightning_rotor.planning import minimum_budget
+from lightning_rotor.planning import Plan, minimum_budget, scheduled
 from lightning_rotor.schedule import Schedule
 from tests.models import Case, assert_same_bits, training_step
 
@@ -95,6 +99,45 @@ def test_the_allocators_peak_stays_inside_the_limit(batch: torch.Tensor) -> None
     planned.compute_sequence("10GiB")
     assert planned.plan is not None
     assert not planned.plan.recomputed
+
+
+def test_it_runs_a_plan_of_another_process_and_a_point_of_the_curve(batch: torch.Tensor, tmp_path: Path) -> None:
+    net = make_net()
+    limit = tight(net, batch)
+    planned = Checkpointable(net, batch, limit)
+    planned.plan.save(tmp_path / "plan.json")
+    state = {key: value.clone() for key, value in net.state_dict().items()}
+    plain = training_step(Case(net, batch), net, state)
+    again = Checkpointable(net, batch)
+    loaded = again.use(Plan.load(tmp_path / "plan.json", again.chain))
+    assert again.plan is loaded
+    assert loaded.schedule == planned.plan.schedule
+    step = training_step(Case(net, batch), again, state)
+    assert_same_bits(plain.tensors, step.tensors)
+    assert step.peak_bytes <= limit + 16
+    for point in again.frontier():
+        assert again.use(point.schedule).budget_bytes == point.peak_bytes
+        step = training_step(Case(net, batch), again, state)
+        assert_same_bits(plain.tensors, step.tensors)
+        assert step.peak_bytes <= point.peak_bytes + 16
+
+
+def test_a_plan_for_something_else_is_refused_and_the_one_in_use_stays(batch: torch.Tensor) -> None:
+    net = make_net()
+    planned = Checkpointable(net, batch, tight(net, batch))
+    before = planned.plan
+    larger = Checkpointable(net, torch.cat([batch, batch]), "10GiB").plan
+    with pytest.raises(PlanError, match=r"the plan was made for something else: stage '0 … 1.0' took float32\[512"):
+        planned.use(larger)
+    hungry = [replace(stage, options=(replace(stage.keep, backward_peak_bytes=0),)) for stage in planned.chain]
+    cheap = scheduled(replace(planned.chain, stages=tuple(hungry)), Schedule.keep_all(len(hungry)))
+    with pytest.raises(PlanError, match=r"the plan takes .* on this machine, which is more than its budget of"):
+        planned.use(cheap)
+    with pytest.raises(ScheduleError):
+        planned.use(Schedule.keep_all(len(hungry) + 1))
+    assert planned.plan is before
+    with pytest.raises(ProfilingError, match="measure a sample first"):
+        Checkpointable(net).use(before)
 
 
 def test_without_a_limit_it_takes_what_is_free(batch: torch.Tensor) -> None:

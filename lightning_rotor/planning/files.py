@@ -62,12 +62,35 @@ def load_plan(path: Path | str, chain: Chain) -> Plan:
         reason = error if isinstance(error, ScheduleError) else f"{type(error).__name__}: {error}"
         raise PlanError(f"{path} holds no plan ({reason}): expected a file that Plan.save has written") from error
     if fingerprint != chain.fingerprint:
-        difference = _difference(saved, device, chain)
-        raise PlanError(f"{path} was made for something else: {difference}. Plan for this model and input anew")
-    plan = record.plan(chain)
+        raise _made_for_another(path, saved, device, chain)
+    return _fitting(path, record.plan(chain))
+
+
+def plan_for(plan: Plan, chain: Chain) -> Plan:
+    """A plan with the costs of a chain that differs from its own in timings at most, and in what kernels take.
+
+    Args:
+        plan: What was planned, for the same model and input.
+        chain: Of the model that is to run under it, as measured now.
+    Raises:
+        PlanError: As for :func:`load_plan`.
+    """
+    if plan.chain == chain:
+        return plan
+    if plan.chain.fingerprint != chain.fingerprint:
+        raise _made_for_another("the plan", list(plan.chain.identity), plan.chain.device, chain)
+    return _fitting("the plan", PlanRecord.of(plan).plan(chain, solve_seconds=plan.solve_seconds))
+
+
+def _made_for_another(what: object, saved: list[StageIdentity], device: str, chain: Chain) -> PlanError:
+    difference = _difference(saved, device, chain)
+    return PlanError(f"{what} was made for something else: {difference}. Plan for this model and input anew")
+
+
+def _fitting(what: object, plan: Plan) -> Plan:
     if plan.peak_bytes > plan.budget_bytes:
         raise PlanError(
-            f"{path} takes {format_bytes(plan.peak_bytes)} on this machine, which is more than its budget of "
+            f"{what} takes {format_bytes(plan.peak_bytes)} on this machine, which is more than its budget of "
             f"{format_bytes(plan.budget_bytes)}: plan anew"
         )
     return plan

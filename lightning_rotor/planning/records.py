@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from typing_extensions import Self
 
 from lightning_rotor.chain import Chain
-from lightning_rotor.planning.plan import Plan
+from lightning_rotor.planning.plan import DEFAULT_SLOTS, Plan
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
 
@@ -73,3 +73,22 @@ class PlanRecord:
             lingering_bytes=self.lingering_bytes,
             slots=self.slots,
         )
+
+
+def scheduled(
+    chain: Chain,
+    schedule: Schedule,
+    *,
+    gradients_exist: bool = False,
+    lingering_bytes: int = 0,
+    slots: int = DEFAULT_SLOTS,
+) -> Plan:
+    """A schedule that was found elsewhere as a plan, whose budget is what it takes.
+
+    Arguments as for :func:`lightning_rotor.planning.plan`.
+
+    Raises:
+        ScheduleError: It does not belong to the chain.
+    """
+    plan = PlanRecord(schedule, 0, gradients_exist, lingering_bytes, slots).plan(chain)
+    return replace(plan, budget_bytes=plan.peak_bytes)
