@@ -17,6 +17,7 @@ Prints a table and writes ``benchmarks/results/planner.json`` and ``planner.md``
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
 import platform
@@ -36,6 +37,7 @@ import numpy as np
 from lightning_rotor.chain import Chain, Option, Skip, StageCost
 from lightning_rotor.planning import Solver
 from lightning_rotor.planning.dynamic_program import Table
+from lightning_rotor.planning.machine_code import compiled_code, is_worthwhile
 from lightning_rotor.planning.thresholds import Thresholds, thresholds_of
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
@@ -132,6 +134,7 @@ def measure(stages: int, options: int, shortcuts: bool) -> dict[str, float]:
     chain = chain_of(stages, options, shortcuts)
     keep_all_bytes = simulate(chain, Schedule.keep_all(stages)).peak_bytes
     thresholds = _thresholds(chain)
+    loading = _timed(_load)[0] if is_worthwhile(stages, SLOTS) else 0.0
     before_kib = _memory_kib("VmRSS")
     table_seconds, table_cpu, _ = _timed(lambda: _solve(thresholds))
     table_kib = _memory_kib("VmHWM") - before_kib
@@ -139,6 +142,7 @@ def measure(stages: int, options: int, shortcuts: bool) -> dict[str, float]:
     half_seconds, half_cpu, half = _timed(lambda: solver.plan(keep_all_bytes // 2))
     tight_seconds, tight_cpu, tight = _timed(lambda: solver.plan(int(1.02 * solver.minimum().peak_bytes)))
     return {
+        "loading_seconds": loading,
         "table_seconds": table_seconds,
         "table_cpu_seconds": table_cpu,
         "table_mib": table_kib / 1024,
@@ -158,6 +162,8 @@ def compare(stages: int, options: int, runs: int) -> dict[str, float]:
     from table_reference import solve_by_loops
 
     thresholds = _thresholds(chain_of(stages, options, False))
+    if is_worthwhile(stages, SLOTS):
+        _load()
     found: dict[str, list[float]] = {name: [] for name in ("fast", "fast_cpu", "loops", "loops_cpu")}
     for _ in range(runs):
         seconds, cpu, table = _timed(lambda: _solve(thresholds))
@@ -185,6 +191,11 @@ def _solve(thresholds: Thresholds) -> Table:
     table = Table(thresholds, slots=_slots(stages), refined=stages <= 40)
     table.solve()
     return table
+
+
+def _load() -> None:
+    """Numba and the code that it has compiled before, which is done once per process."""
+    Table(_thresholds(convolutional_chain(4)), slots=SLOTS, refined=False, compiled=True).solve()
 
 
 def _timed(work: Callable[[], Any]) -> tuple[float, float, Any]:
@@ -217,6 +228,7 @@ def _machine() -> dict[str, Any]:
         "load_before": os.getloadavg()[0],
         "python": platform.python_version(),
         "numpy": np.__version__,
+        "numba": importlib.metadata.version("numba") if compiled_code() else None,
     }
 
 
@@ -279,10 +291,14 @@ def _markdown(rows: list[dict[str, Any]], loops: list[dict[str, Any]], machine: 
         f"# Planning at {SLOTS} slots",
         "",
         f"{machine['cpu']}, {machine['cores']} cores, load {machine['load_before']:.1f} before and {machine['load_after']:.1f} after; "
-        f"Python {machine['python']}, NumPy {machine['numpy']}; `{machine['command']}`, best of {machine['processes_per_row']} processes.",
+        f"Python {machine['python']}, NumPy {machine['numpy']}, "
+        f"{'Numba ' + machine['numba'] if machine['numba'] else 'no Numba'}; `{machine['command']}`, best of "
+        f"{machine['processes_per_row']} processes.",
         "",
         "Seconds by the clock / of processor time over all threads. A load above the number of cores means that others ran: then the clock says "
-        "how long we waited for them, and processor time still contains what they did to the caches.",
+        "how long we waited for them, and processor time still contains what they did to the caches. Chains of 130 stages and more are planned by "
+        f"machine code where there is Numba; loading it takes {max(row['loading_seconds'] for row in rows):.1f} s once per process, which is not "
+        "in the table.",
         "",
         "| stages | options | skips | table | plan at half | least budget | table, MiB | all, MiB | overhead at half | near the least |",
         "|" + " ---: |" * 10,
