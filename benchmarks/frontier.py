@@ -7,9 +7,9 @@
     python benchmarks/frontier.py --methods ours block  some of the methods only
 
 Both axes are ratios to plain eager PyTorch. The peak is the allocator's in one step that makes all gradients anew, above what is allocated
-before it (weights and inputs). Times, on the CPU the processor's, are taken in turns: every method once, then again; a method's ratio is
-the median over the rounds of its time by eager's in the same round. This package is asked for the peak that each other method has reached,
-and for a few in between.
+before it (weights and inputs); the output is held, as by the variable of a training loop. Times, on the CPU the processor's, are taken in
+turns: every method once, then again; a method's ratio is the median over the rounds of its time by eager's in the same round. This package
+is asked for the peak that each other method has reached, and for a few in between.
 
 =================  ============================================================================================
 method             what it is
@@ -183,7 +183,7 @@ class Point:
             # On one thread of a shared machine, what others do counts less this way.
             clock = time.perf_counter if workload.device == "cuda" else time.process_time
             start = clock()
-            workload.loss(self.forward()).backward()
+            step(workload, self.forward)
             synchronize()
             return clock() - start
 
@@ -214,13 +214,19 @@ def _nothing_to_wait_for() -> None:
     pass
 
 
+def step(workload: Any, forward: Callable[[], Any]) -> None:
+    """As in a training loop, whose variable holds the output until the next step."""
+    output = forward()
+    workload.loss(output).backward()
+
+
 def gradients(workload: Any, forward: Callable[[], Any]) -> list[Any]:
     """Of one step from the same state of the generators."""
     import torch
 
     workload.net.zero_grad()
     torch.manual_seed(1)
-    workload.loss(forward()).backward()
+    step(workload, forward)
     found = [parameter.grad.clone() for parameter in workload.net.parameters() if parameter.grad is not None]
     workload.net.zero_grad()
     return found
@@ -237,7 +243,7 @@ def peak_of_step(workload: Any, forward: Callable[[], Any]) -> int:
     gc.collect()
     gc.disable()
     meter.start()
-    workload.loss(forward()).backward()
+    step(workload, forward)
     trace = meter.stop()
     gc.enable()
     return trace.peak_bytes
