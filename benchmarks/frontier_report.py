@@ -51,6 +51,8 @@ def table(rows: dict[str, Any]) -> str:
         f"{first['device']}, {first['machine']}; torch {first['torch']}; `python benchmarks/frontier.py`; {first['rounds']} interleaved rounds.",
         "Peak and time are ratios to plain eager. *Ours*: the fastest of our points whose peak is at most that of the row; **slower** where it",
         f"takes more than {NOISE:.0%} more of eager's time than the row does. Bits: gradients equal eager's to the bit.",
+        "",
+        *_summary(rows),
     ]
     for name, row in rows.items():
         points = [point for point in row["points"] if "failed" not in point]
@@ -63,14 +65,10 @@ def table(rows: dict[str, Any]) -> str:
             "| method | setting | peak | time | bits | ours at that peak | |",
             "|---|---|--:|--:|:-:|--:|---|",
         ]
-        mine = [point for point in points if point["method"] in (*OURS, "eager")]
         for point in points:
-            best = min((each["time"] for each in mine if each["peak"] <= point["peak"] + 5e-4), default=None)
-            verdict = ""
-            if point["method"] not in (*OURS, "eager"):
-                verdict = "none fits" if best is None else "**slower**" if best > point["time"] + NOISE else ""
+            verdict, best = _judged(point, points)
             same = "yes" if point["same_bits"] else f"off by {point['off']:.0e}"
-            ours = "" if best is None or point["method"] in (*OURS, "eager") else f"{best:.3f}"
+            ours = "" if best is None else f"{best:.3f}"
             method = NAMES.get(point["method"], point["method"])
             lines.append(
                 f"| {method} | {point['setting']} | {point['peak']:.3f} | {point['time']:.3f} | {same} | {ours} | {verdict} |"
@@ -79,6 +77,38 @@ def table(rows: dict[str, Any]) -> str:
             if "failed" in point:
                 lines.append(f"| {NAMES[point['method']]} | {point['setting']} | | | | | failed: {point['failed']} |")
     return "\n".join([*lines, ""])
+
+
+def _summary(rows: dict[str, Any]) -> list[str]:
+    """What all workloads show together."""
+    lines = [
+        "| workload | points of others | ours slower | by at most | of these with eager's bits | eager again | real peak / predicted |",
+        "|---|--:|--:|--:|--:|--:|---|",
+    ]
+    for name, row in rows.items():
+        points = [point for point in row["points"] if "failed" not in point]
+        others = [point for point in points if point["method"] not in (*OURS, "eager")]
+        slower = [(point, best) for point in others for verdict, best in [_judged(point, points)] if verdict]
+        most = max((best - point["time"] for point, best in slower if best is not None), default=0.0)
+        exact = sum(point["same_bits"] for point, _ in slower)
+        noise = next(point["time"] for point in points if point["setting"] == "again")
+        hits = [point["peak_bytes"] / point["predicted_bytes"] for point in points if point["predicted_bytes"]]
+        spread = f"{min(hits):.4f} to {max(hits):.4f}" if hits else ""
+        lines.append(
+            f"| {TITLES[name]} | {len(others)} | {len(slower)} | {most:.1%} | {exact} | {noise:.3f} | {spread} |"
+        )
+    return lines
+
+
+def _judged(point: dict[str, Any], points: list[dict[str, Any]]) -> tuple[str, float | None]:
+    """For a point of another method, whether ours is behind it, and the time of ours at its peak."""
+    if point["method"] in (*OURS, "eager"):
+        return "", None
+    mine = [each for each in points if each["method"] in (*OURS, "eager")]
+    best = min((each["time"] for each in mine if each["peak"] <= point["peak"] + 5e-4), default=None)
+    if best is None:
+        return "none fits", None
+    return "**slower**" if best > point["time"] + NOISE else "", best
 
 
 def picture(rows: dict[str, Any], path: Path) -> None:
