@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from inspect import getclosurevars
 from types import FunctionType
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import fx, nn
@@ -28,9 +28,12 @@ from torch._functorch import config as functorch_config
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_rotor.errors import UnitError
 from lightning_rotor.sequential import HOOKS, Stage
 from lightning_rotor.tracing import GraphSlice
 
+Variants: TypeAlias = Literal["exact", "close", "off"]
+"""Which variants may be used, see :class:`CompiledModules`."""
 BUDGETS = (0.7, 0.5, 0.3, 0.1, 0.0)
 """Activation memory budgets that are tried besides the user's own."""
 
@@ -58,9 +61,19 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 class CompiledModules:
-    """Compiles the modules of one model under other budgets, equal ones once."""
+    """Compiles the modules of one model under other budgets, equal ones once.
 
-    def __init__(self) -> None:
+    Args:
+        variants: Which may be used: ``"exact"``, those that compute the bits of the user's code; ``"close"``, also those that differ from it by
+            rounding, as it differs from eager code; ``"off"``, none.
+    Raises:
+        UnitError: It is none of these.
+    """
+
+    def __init__(self, variants: Variants = "exact") -> None:
+        if variants not in get_args(Variants):
+            raise UnitError(f"compiled_variants is {variants!r}: expected {', '.join(map(repr, get_args(Variants)))}")
+        self.choice = variants
         self._settings: list[_Settings] = []
         self._functions: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]] = {}  # with their backends
 
@@ -81,7 +94,7 @@ class CompiledModules:
         return replace(stage, variants=tuple(variants[name] for name in names))
 
     def _variants(self, stage: Stage, *, one_graph: bool) -> dict[str, Callable[[Any], Any]]:
-        modules = _compiled_in(stage)
+        modules = _compiled_in(stage) if self.choice != "off" else []
         if not modules:
             return {}
         return {

@@ -15,8 +15,9 @@ from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch._functorch import config as functorch_config
 
-from lightning_rotor import BudgetError, Checkpointable, plan, sequentialize
+from lightning_rotor import BudgetError, Checkpointable, UnitError, plan, sequentialize
 from lightning_rotor.chain import Chain
+from lightning_rotor.compiled import CompiledModules, Variants
 from lightning_rotor.execution import Executor
 from lightning_rotor.options import run_stage
 from lightning_rotor.profiling import Profile, profile_chain
@@ -97,9 +98,9 @@ def compiled(block: nn.Module, style: str = "method", **settings: Any) -> nn.Mod
     return block
 
 
-def profile_of(net: nn.Module, batch: torch.Tensor) -> Profile:
+def profile_of(net: nn.Module, batch: torch.Tensor, variants: Variants = "exact") -> Profile:
     cut = sequentialize(net, (batch,))
-    return profile_chain(cut.stages, cut.bind((batch,), {}), repeats=1)
+    return profile_chain(cut.stages, cut.bind((batch,), {}), repeats=1, compiled=CompiledModules(variants))
 
 
 def names_of_options(chain: Chain) -> list[list[str]]:
@@ -282,6 +283,36 @@ def test_a_variant_of_other_bits_is_withheld(caplog: pytest.LogCaptureFixture) -
     options, text = withheld(Net([compiled(Statistics(), backend=backend)]), caplog)
     assert options == ["keep", "budget 0"]
     assert "not under budget 0.3: outputs, gradients or buffers differ in bits" in text
+
+
+@pytest.mark.parametrize(("error", "used"), [(1e-6, True), (1e-3, False)])
+def test_variants_that_differ_by_rounding_are_used_on_request(
+    error: float, used: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def backend(graph: Any, inputs: Sequence[Any]) -> Any:
+        if functorch_config.activation_memory_budget == 0:
+            (output,) = graph.graph.find_nodes(op="output")
+            with graph.graph.inserting_before(output):
+                output.args = (
+                    tuple(graph.graph.call_function(torch.mul, (node, 1 + error)) for node in output.args[0]),
+                )
+            graph.recompile()
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    net = Net([compiled(Statistics(), backend=backend)])
+    with caplog.at_level(logging.INFO, "lightning_rotor"):
+        chain = profile_of(net, torch.randn(4, 16, 8), "close").chain
+    assert ("budget 0" in names_of_options(chain)[1]) == used
+    assert used or "not under budget 0: outputs, gradients or buffers differ by more than rounding" in caplog.text
+
+
+def test_variants_can_be_switched_off() -> None:
+    net = Net([compiled(Statistics())])
+    chain = profile_of(net, torch.randn(4, 16, 8), "off").chain
+    assert chain.names == ("embed", "blocks.0", "head")
+    assert names_of_options(chain)[1] == ["keep"]
+    with pytest.raises(UnitError, match="compiled_variants is 'fast': expected 'exact', 'close', 'off'"):
+        CompiledModules("fast")
 
 
 def test_a_variant_that_cannot_be_compiled_is_withheld(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,7 +1,7 @@
-"""Measuring the variants of a stage: what each saves and costs, and whether it computes the same bits.
+"""Measuring the variants of a stage: what each saves and costs, and whether it computes the same.
 
-A variant that gives other bits than the stage is withheld, and one that is nowhere better than another is left out. A stage that draws
-random numbers has none (:mod:`lightning_rotor.compiled` says why).
+A variant that gives other bits than the stage is withheld, or, where the user allows for rounding, one that is farther from it than that. One
+that is nowhere better than another is left out. A stage that draws random numbers has none (:mod:`lightning_rotor.compiled` says why).
 """
 
 from __future__ import annotations
@@ -62,7 +62,13 @@ def measure(profiler: StageProfiler, compiled: CompiledModules, *, recomputable:
     found: dict[str, StageMeasurement] = {}
     withheld: dict[str, str] = {}
     for option, variant in enumerate(variants, 1):
-        outcome = _measured(replace(profiler, stage=stage, option=option), expected, alone, recomputable)
+        outcome = _measured(
+            replace(profiler, stage=stage, option=option),
+            expected,
+            alone,
+            recomputable,
+            exact=compiled.choice == "exact",
+        )
         if isinstance(outcome, str):
             withheld[variant] = outcome
         else:
@@ -86,12 +92,13 @@ def measure(profiler: StageProfiler, compiled: CompiledModules, *, recomputable:
 
 
 def _measured(
-    profiler: StageProfiler, expected: Sequence[torch.Tensor | None], alone: StageMeasurement, recomputable: bool
+    profiler: StageProfiler, expected: _Outcome, alone: StageMeasurement, recomputable: bool, *, exact: bool
 ) -> StageMeasurement | str:
     """The costs of a variant, or why it must not be used."""
     try:
-        if not _same(expected, _outcome(profiler)):
-            return "outputs, gradients or buffers differ in bits"
+        outcome = _outcome(profiler)
+        if not (outcome.same_as(expected) if exact else outcome.close_to(expected)):
+            return f"outputs, gradients or buffers differ {'in bits' if exact else 'by more than rounding'}"
         measurement = profiler.measure(recomputable=recomputable)
     except torch.OutOfMemoryError:
         raise
@@ -102,23 +109,76 @@ def _measured(
     return measurement
 
 
-# -------------------------------------------------------------------- the same bits
+# -------------------------------------------------------------------- the same results
 
 
-def _repeatable_outcome(profiler: StageProfiler) -> list[torch.Tensor | None]:
+@dataclass(frozen=True, slots=True, eq=False)
+class _Outcome:
+    """What one run of a stage makes, for given gradients of its outputs."""
+
+    outputs: Sequence[torch.Tensor | None]
+    gradients: Sequence[torch.Tensor | None]
+    buffers: Sequence[torch.Tensor | None]
+
+    def same_as(self, other: _Outcome) -> bool:
+        """To the bit."""
+        return all(
+            mine is theirs is None or (mine is not None and theirs is not None and same_bits(mine, theirs))
+            for mine, theirs in zip_longest(self._all(), other._all())
+        )
+
+    def close_to(self, other: _Outcome) -> bool:
+        """Up to rounding."""
+        return (
+            _close(self.outputs, other.outputs)
+            and _close(self.gradients, other.gradients)
+            and all(_close([mine], [theirs]) for mine, theirs in zip_longest(self.buffers, other.buffers))
+        )
+
+    def _all(self) -> list[torch.Tensor | None]:
+        return [*self.outputs, *self.gradients, *self.buffers]
+
+
+def _close(some: Sequence[torch.Tensor | None], others: Sequence[torch.Tensor | None]) -> bool:
+    """Whether tensors differ by what sums of some thousand numbers in another order do.
+
+    It is measured by the largest entry of all of them: gradients that are zero but for rounding, as that of a bias before a normalization, have
+    no size of their own.
+    """
+    largest = max(
+        (float(tensor.abs().max()) for tensor in others if tensor is not None and tensor.numel()), default=0.0
+    )
+    for mine, theirs in zip_longest(some, others):
+        if mine is None or theirs is None:
+            if mine is not theirs:
+                return False
+        elif not same_bits(mine, theirs) and not _within(mine, theirs, largest):
+            return False
+    return True
+
+
+def _within(mine: torch.Tensor, theirs: torch.Tensor, largest: float) -> bool:
+    if (mine.shape, mine.dtype, mine.device) != (theirs.shape, theirs.dtype, theirs.device):
+        return False
+    if not mine.is_floating_point():
+        return False
+    tolerance: float = torch.finfo(mine.dtype).eps ** (2 / 3)
+    return float((mine - theirs).detach().abs().max()) <= tolerance * largest
+
+
+def _repeatable_outcome(profiler: StageProfiler) -> _Outcome:
     device = tensors_in(profiler.boundary.leaves)[0].device
     profiler.rewind()
     before = GeneratorStates(device)
     outcome = _outcome(profiler)
     if not before.equals(GeneratorStates(device)):
         raise CannotRepeatError("it draws random numbers, which torch would draw anew where it recomputes")
-    if not _same(outcome, _outcome(profiler)):
+    if not outcome.same_as(_outcome(profiler)):
         raise CannotRepeatError("its gradients differ in bits from run to run")
     return outcome
 
 
-def _outcome(profiler: StageProfiler) -> list[torch.Tensor | None]:
-    """Outputs, gradients for given gradients of the outputs, and buffers after one run."""
+def _outcome(profiler: StageProfiler) -> _Outcome:
     stage = profiler.stage
     profiler.rewind()
     with kept_attributes(stage), lent_buffers(stage) as slots:
@@ -131,14 +191,7 @@ def _outcome(profiler: StageProfiler) -> list[torch.Tensor | None]:
         # Equal ones would hide a difference: the gradient of a normalization is then zero.
         given = [torch.randn(root.shape, dtype=root.dtype, device=root.device, generator=generator) for root in roots]
         gradients = torch.autograd.grad(roots, learning, given, allow_unused=True) if roots and learning else ()
-        return [*outputs, *gradients, *(module._buffers[name] for module, name, _ in slots)]
-
-
-def _same(left: Sequence[torch.Tensor | None], right: Sequence[torch.Tensor | None]) -> bool:
-    return all(
-        mine is theirs is None or (mine is not None and theirs is not None and same_bits(mine, theirs))
-        for mine, theirs in zip_longest(left, right)
-    )
+        return _Outcome(outputs, gradients, [module._buffers[name] for module, name, _ in slots])
 
 
 # -------------------------------------------------------------------- options
