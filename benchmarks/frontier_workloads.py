@@ -212,12 +212,12 @@ def _vgg19(device: str) -> Workload:
 
 
 def _uneven(device: str) -> Workload:
-    net = Uneven(8 if device == "cpu" else 64)
+    net = Uneven(16 if device == "cpu" else 64)
     return _vision(net, net.blocks, (8, 3, 96, 96) if device == "cpu" else (128, 3, 224, 224), device)
 
 
 def _unet(device: str) -> Workload:
-    net = UNet(8 if device == "cpu" else 64)
+    net = UNet(16 if device == "cpu" else 64)
     blocks = [*net.down, net.middle, *net.up]
     return _vision(net, blocks, (4, 3, 128, 128) if device == "cpu" else (32, 3, 256, 256), device, in_a_row=False)
 

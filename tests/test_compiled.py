@@ -306,6 +306,14 @@ def test_variants_that_differ_by_rounding_are_used_on_request(
     assert used or "not under budget 0: outputs, gradients or buffers differ by more than rounding" in caplog.text
 
 
+def test_a_block_with_buffers_runs_under_every_budget_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_rotor.profiling.variants._worthwhile", tuple)
+    net = Net([compiled(Statistics())])
+    before = state_of(net)
+    assert names_of_options(profile_of(net, torch.randn(4, 16, 8)).chain)[1] == ["keep", "budget 0.3", "budget 0"]
+    assert all(torch.equal(value, before[key]) for key, value in net.state_dict().items())
+
+
 def test_variants_can_be_switched_off() -> None:
     net = Net([compiled(Statistics())])
     chain = profile_of(net, torch.randn(4, 16, 8), "off").chain
