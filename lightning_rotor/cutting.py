@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol
 from torch import nn
 
 from lightning_rotor.errors import ModelError
-from lightning_rotor.sequential import Stage, sequential_members, sequential_stages
+from lightning_rotor.sequential import Rows, Stage, sequential_members, sequential_stages
 from lightning_rotor.sharding import sharded_units
 from lightning_rotor.tracing import GraphCut, cut_graph, cut_recording
 
@@ -57,6 +57,7 @@ class SequentialCut:
         self.reasons: Mapping[str, str] = {}
         self._module = module
         self._stages = sequential_stages(module)
+        self._rows = Rows(module)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -65,13 +66,18 @@ class SequentialCut:
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The one input, unless a layer was replaced, or a container got hooks that the flat chain would never fire."""
-        inspect.signature(type(self._module).forward).bind(self._module, *args, **kwargs)
+        if len(args) != 1 or kwargs:
+            inspect.signature(type(self._module).forward).bind(self._module, *args, **kwargs)
         (value,) = (*args, *kwargs.values())
+        if self._rows.hold():
+            return value
         now = sequential_members(self._module)
-        same = len(now) == len(self._stages) and all(
-            stage.modules == (member,) for stage, member in zip(self._stages, now, strict=True)
-        )
-        return value if same else None
+        if len(now) != len(self._stages) or any(
+            stage.modules != (member,) for stage, member in zip(self._stages, now, strict=True)
+        ):
+            return None
+        self._rows = Rows(self._module)
+        return value
 
 
 def sequentialize(

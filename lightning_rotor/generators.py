@@ -43,22 +43,24 @@ class GeneratorStates:
     Args:
         device: The CUDA device; by default the current one, if CUDA is in use at all.
         counted: Whether torch's allocator counts the bytes that are remembered, as plans do.
+        host: Whether Python's and NumPy's are of interest, which torch's own layers never use.
     """
 
     __slots__ = ("_cuda", "_device", "_host", "_torch")
 
-    def __init__(self, device: torch.device | None = None, *, counted: bool = True) -> None:
+    def __init__(self, device: torch.device | None = None, *, counted: bool = True, host: bool = True) -> None:
         if device is None and torch.cuda.is_available() and torch.cuda.is_initialized():
             device = torch.device("cuda", torch.cuda.current_device())
         self._device = device if device is not None and device.type == "cuda" else None
-        self._host = HostGenerators()
+        self._host = HostGenerators() if host else None
         with no_dispatch():
             self._torch = torch.get_rng_state() if counted else uncounted_copy(torch.get_rng_state())
             self._cuda = torch.cuda.get_rng_state(self._device) if self._device is not None else None
 
     def restore(self) -> None:
         """Set the generators back to this state."""
-        self._host.restore()
+        if self._host is not None:
+            self._host.restore()
         torch.set_rng_state(self._torch)
         if self._cuda is not None and self._device is not None:
             torch.cuda.set_rng_state(self._cuda, self._device)
@@ -66,7 +68,9 @@ class GeneratorStates:
     def equals(self, other: GeneratorStates) -> bool:
         """Whether no generator was used in between."""
         with no_dispatch():
-            if not (self._host.equals(other._host) and torch.equal(self._torch, other._torch)):
+            if self._host is not None and other._host is not None and not self._host.equals(other._host):
+                return False
+            if not torch.equal(self._torch, other._torch):
                 return False
             return self._cuda is other._cuda is None or (
                 self._cuda is not None and other._cuda is not None and torch.equal(self._cuda, other._cuda)

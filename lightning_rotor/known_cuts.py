@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from lightning_rotor.cutting import WAYS, SequentialCut, sequentialize
 from lightning_rotor.errors import ModelError, RotorWarning
+from lightning_rotor.module_facts import ModuleFacts
 from lightning_rotor.profiling.reference import require_same
 from lightning_rotor.sequential import is_plain_stock
 from lightning_rotor.tensors import require_tensors, tensors_in
@@ -25,6 +26,21 @@ _MANY_CUTS = 12
 
 
 @dataclass(frozen=True, slots=True)
+class Modes:
+    """Which modules train (dropout may be switched off), which parameters learn, and their types. Hashed once: there are many."""
+
+    training: tuple[bool, ...]
+    learning: tuple[tuple[bool, torch.dtype], ...]
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.training, self.learning)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+@dataclass(frozen=True, slots=True)
 class Signature:
     """What a plan is made for.
 
@@ -32,13 +48,15 @@ class Signature:
         shapes: Of the tensors that the chain takes.
         kinds: For each of them, type, device, and whether it requires a gradient.
         cut: The stages.
-        settings: Autocast, which modules train (dropout may be switched off), which parameters learn, and their types.
+        autocast: For the CPU and for CUDA, whether it is on, and its type.
+        modes: Of the modules and parameters.
     """
 
     shapes: tuple[tuple[int, ...], ...]
     kinds: tuple[tuple[torch.dtype, torch.device, bool], ...]
     cut: SequentialCut | GraphCut
-    settings: Any
+    autocast: tuple[tuple[bool, torch.dtype], ...]
+    modes: Modes
 
     @property
     def device(self) -> torch.device:
@@ -49,11 +67,16 @@ class Signature:
     def family(self) -> Any:
         """Equal for signatures that differ in the sizes of tensors alone. Recordings are cuts of their own for each of them."""
         names = tuple(stage.name for stage in self.cut.stages)
-        return self.cut.way, names, tuple(map(len, self.shapes)), self.kinds, self.settings
+        return self.cut.way, names, tuple(map(len, self.shapes)), self.kinds, self.autocast, self.modes
+
+    @property
+    def plain(self) -> Any:
+        """All but the cut, in plain types."""
+        return self.shapes, self.kinds, (self.autocast, self.modes.training, self.modes.learning)
 
     def same_but_shapes(self, other: Signature) -> bool:
         """Whether both are of one family."""
-        return self.settings == other.settings and self.kinds == other.kinds and self.family == other.family
+        return self.modes == other.modes and self.kinds == other.kinds and self.family == other.family
 
 
 class KnownCuts:
@@ -73,7 +96,8 @@ class KnownCuts:
         self._made = 0
         self._submodules: tuple[nn.Module, ...] | None = None
         self._stock: tuple[bool, ...] = ()
-        self._parameters: tuple[nn.Parameter, ...] = ()
+        self._facts: ModuleFacts | None = None
+        self._modes: Modes | None = None
 
     @property
     def made(self) -> int:
@@ -89,12 +113,14 @@ class KnownCuts:
 
     def follow_changes(self) -> bool:
         """Start afresh if a module was replaced at any depth, or if one got hooks. Whether that is so."""
+        if self._facts is not None and self._facts.holds():
+            return False
+        self._facts, self._modes = ModuleFacts(self._module), None
         submodules = tuple(self._module.modules())[1:]  # without the module itself, whose forward may be ours
         stock = tuple(map(is_plain_stock, submodules))
         if submodules == self._submodules and stock == self._stock:
             return False
         self._submodules, self._stock = submodules, stock
-        self._parameters = tuple(self._module.parameters())
         self.forget()
         return True
 
@@ -142,16 +168,17 @@ class KnownCuts:
     def signature(self, cut: SequentialCut | GraphCut, value: Any) -> Signature:
         """Of a call that was bound."""
         tensors = tensors_in(value)
-        settings = (
-            tuple((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")),
-            tuple(module.training for module in self._submodules or ()),
-            tuple((parameter.requires_grad, parameter.dtype) for parameter in self._parameters),
-        )
+        if self._modes is None:
+            self._modes = Modes(
+                tuple(module.training for module in self._submodules or ()),
+                tuple((parameter.requires_grad, parameter.dtype) for parameter in self._module.parameters()),
+            )
         return Signature(
             tuple(tuple(tensor.shape) for tensor in tensors),
             tuple((tensor.dtype, tensor.device, tensor.requires_grad) for tensor in tensors),
             cut,
-            settings,
+            tuple((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")),
+            self._modes,
         )
 
     def _require_initialized(self) -> None:

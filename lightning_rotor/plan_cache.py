@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from lightning_rotor.chain import Chain
 from lightning_rotor.execution import Executor
 from lightning_rotor.known_cuts import Signature
 from lightning_rotor.planning import Plan
@@ -22,38 +23,40 @@ class Prepared:
         plan: None until there is one, and once it no longer holds.
         executor: Runs the plan.
         estimated: The costs follow from those of other shapes.
+        runs_plainly: The plan recomputes nothing, and the module's own forward keeps inside it.
     """
 
     profile: Profile
     plan: Plan | None = None
     executor: Executor | None = None
     estimated: bool = False
+    runs_plainly: bool = False
 
     @classmethod
-    def of(cls, profile: Profile, plan: Plan, *, estimated: bool = False) -> Prepared:
+    def of(cls, signature: Signature, profile: Profile, plan: Plan, *, estimated: bool = False) -> Prepared:
         """Ready to run."""
         executor = Executor(profile.stages, profile.chain, plan.schedule, profile.states)
-        return cls(profile, plan, executor, estimated)
+        return cls(profile, plan, executor, estimated, _may_run_plainly(signature, profile.chain, plan))
 
     def without_plan(self) -> Prepared:
         """The costs alone."""
         return Prepared(self.profile, estimated=self.estimated)
 
-    def may_run_plainly(self, signature: Signature) -> bool:
-        """Whether the module's own forward stays within the plan: it recomputes nothing, and may hold what the plan lets go of.
 
-        Code that is written out keeps intermediate values in variables until it returns; the members of an ``nn.Sequential`` do not. Under
-        autocast it keeps a cast copy of every weight.
-        """
-        plan, chain = self.plan, self.profile.chain
-        if plan is None or any(not isinstance(item, Leaf) or item.option for item in plan.schedule.items):
-            return False
-        if any(enabled for enabled, _ in signature.settings[0]):
-            return False
-        passing_bytes = 0
-        if signature.cut.way != "sequential":
-            passing_bytes = sum(stage.keep.forward_peak_bytes - stage.keep.saved_bytes for stage in chain)
-        return plan.peak_bytes + passing_bytes <= plan.budget_bytes
+def _may_run_plainly(signature: Signature, chain: Chain, plan: Plan) -> bool:
+    """Whether the module's own forward stays within the plan: it recomputes nothing, and may hold what the plan lets go of.
+
+    Code that is written out keeps intermediate values in variables until it returns; the members of an ``nn.Sequential`` do not. Under
+    autocast it keeps a cast copy of every weight.
+    """
+    if any(not isinstance(item, Leaf) or item.option for item in plan.schedule.items):
+        return False
+    if any(enabled for enabled, _ in signature.autocast):
+        return False
+    passing_bytes = 0
+    if signature.cut.way != "sequential":
+        passing_bytes = sum(stage.keep.forward_peak_bytes - stage.keep.saved_bytes for stage in chain)
+    return plan.peak_bytes + passing_bytes <= plan.budget_bytes
 
 
 class PlanCache:

@@ -31,7 +31,7 @@ from lightning_rotor.profiling import Profile, profile_chain
 from lightning_rotor.profiling.progress import MeasuringProgress
 from lightning_rotor.recomputation import is_recomputing
 from lightning_rotor.schedule import Schedule
-from lightning_rotor.shortage import BeforeForward, is_shortage, shortage_error
+from lightning_rotor.shortage import BeforeForward, CopiedStatistics, is_shortage, shortage_error
 from lightning_rotor.tensors import check_sample
 from lightning_rotor.tracing import GraphCut
 from lightning_rotor.units import format_bytes
@@ -110,6 +110,7 @@ class PlannedForward:
         self._cache = PlanCache(max_plans)
         self._measurements = Measurements(self._menu)
         self._compiled = CompiledModules()
+        self._statistics = CopiedStatistics()
         self._allowance_source = allowance
         self._ceiling_bytes: int | None = None
         self._slots = slots
@@ -287,7 +288,7 @@ class PlannedForward:
             return type(module).forward(module, *args, **kwargs)
         if self._on_run is not None and prepared.plan is not None:
             self._on_run(prepared.plan)
-        if prepared.may_run_plainly(signature):
+        if prepared.runs_plainly:
             return self._run(signature, prepared, value, plainly=lambda: type(module).forward(module, *args, **kwargs))
         output = self._run(signature, prepared, value)
         guard_second_backward(output, value)
@@ -299,13 +300,13 @@ class PlannedForward:
         self, signature: Signature, prepared: Prepared, value: Any, *, plainly: Callable[[], Any] | None = None
     ) -> Any:
         """Run a call; if the device has no memory left for it, once more under a smaller plan, and so on."""
-        before = BeforeForward(prepared.profile, value)
+        before = BeforeForward(prepared.profile, value, self._statistics)
         for attempt in itertools.count():
             try:
-                if plainly is not None and not attempt:
-                    return plainly()
                 assert prepared.executor is not None
-                return prepared.executor(value)
+                output = plainly() if plainly is not None and not attempt else prepared.executor(value)
+                before.forget()
+                return output
             except RuntimeError as error:
                 if not is_shortage(error):
                     raise
@@ -440,7 +441,7 @@ class PlannedForward:
         solved = self._measurements.choose(signature, profile, self._allowance(profile), slots=self._slots)
         if solved is None or (solved.recomputed and self._measurements.is_vague(signature)):
             return False
-        self._use(signature, Prepared.of(profile, solved, estimated=True))
+        self._use(signature, Prepared.of(signature, profile, solved, estimated=True))
         return True
 
     def _recalled(self, signature: Signature) -> Prepared | None:
@@ -452,13 +453,12 @@ class PlannedForward:
         self._measurements.add(signature, profile)
         self._cache.put(signature, Prepared(profile))
         if solved is not None and self._allowance(profile).fits(solved) and solved.slots >= self._slots:
-            self._use(signature, Prepared.of(profile, solved))
+            self._use(signature, Prepared.of(signature, profile, solved))
         return self._cache.latest[1]
 
     @staticmethod
     def _call(signature: Signature) -> str:
-        plain = signature.shapes, signature.kinds, signature.settings
-        return call_fingerprint(signature.cut.stages, plain, signature.device)
+        return call_fingerprint(signature.cut.stages, signature.plain, signature.device)
 
     @contextmanager
     def _training_mode(self) -> Iterator[None]:
@@ -493,7 +493,7 @@ class PlannedForward:
         if solved is None:
             outcome = self._solve(profile, allowance)
             solved = self._agreed(signature, outcome)
-        self._use(signature, Prepared.of(profile, solved, estimated=prepared.estimated))
+        self._use(signature, Prepared.of(signature, profile, solved, estimated=prepared.estimated))
         return solved
 
     def _agreed(self, signature: Signature, outcome: Plan | BudgetError) -> Plan:

@@ -143,6 +143,23 @@ def sequential_members(module: nn.Module) -> list[nn.Module]:
     return [member for _, member in _flatten(module, "")]
 
 
+class Rows:
+    """All that the members of an ``nn.Sequential`` follow from, as it is at one moment; quick to compare."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._rows = [submodule for submodule in module.modules() if isinstance(submodule, nn.Sequential)]
+        self._seen = self._look()
+
+    def hold(self) -> bool:
+        """Whether the members are the same for sure."""
+        return self._look() == self._seen
+
+    def _look(self) -> list[Any]:
+        return [
+            (type(row), runs_members_in_a_row(row), has_own_call(row), *row._modules.values()) for row in self._rows
+        ]
+
+
 def is_plain_stock(module: nn.Module) -> bool:
     """Whether a module is one of torch's own layers, unhooked and not parametrized, so that its behaviour is known."""
     return (
@@ -153,11 +170,16 @@ def is_plain_stock(module: nn.Module) -> bool:
     )
 
 
+def any_module_hooks() -> bool:
+    """Whether there are hooks for all modules."""
+    return any(_HOOKS_OF_ALL)
+
+
 def has_own_call(module: nn.Module) -> bool:
     """Whether calling a module does more than its class's forward: hooks, its own or those for all modules, or compiled code."""
     return (
         any(getattr(module, name) for name in HOOKS)
-        or any(_HOOKS_OF_ALL)
+        or any_module_hooks()
         or "forward" in module.__dict__
         or getattr(module, "_compiled_call_impl", None) is not None
     )

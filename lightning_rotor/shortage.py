@@ -8,6 +8,7 @@ added already, and the graph in between is freed. There the error goes on to the
 from __future__ import annotations
 
 import platform
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 from lightning_rotor.errors import ShortageError
 from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.profiling import Profile
-from lightning_rotor.state import Attributes
+from lightning_rotor.state import Attributes, SegmentState
 from lightning_rotor.tensors import tensors_in, uncounted_copy
 from lightning_rotor.units import format_bytes
 
@@ -30,25 +31,54 @@ def is_shortage(error: BaseException) -> bool:
     )
 
 
+class CopiedStatistics:
+    """Copies of BatchNorm's statistics. There are many, of a few bytes each, so their memory is kept from forward to forward."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+
+    def take(self, state: SegmentState) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The statistics that a forward in training will update, each with a copy."""
+        found = (each.module._buffers[each.name] for each in state.statistics if each.module.training)
+        buffers = [buffer for buffer in found if buffer is not None]
+        # Taken while it is in use: a forward inside this one makes copies of its own.
+        pairs, self._kept = self._kept, None
+        if pairs is None or len(pairs) != len(buffers) or not all(map(is_, buffers, map(itemgetter(0), pairs))):
+            return [(buffer, uncounted_copy(buffer)) for buffer in buffers]
+        if pairs:
+            with torch.no_grad():
+                torch._foreach_copy_([copy for _, copy in pairs], buffers)
+        return pairs
+
+    def give_back(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """The forward is over."""
+        if all(
+            copy.device.type == "cpu" for _, copy in pairs
+        ):  # elsewhere the allocator would count them in the backward
+            self._kept = pairs
+
+
 class BeforeForward:
     """What a forward may change, as it was before.
 
     Args:
         profile: Of the chain that is about to run; says which state its modules have.
         value: Its input.
+        statistics: Makes copies of statistics.
     """
 
-    __slots__ = ("_attributes", "_copies", "_generators", "_versions")
+    __slots__ = ("_attributes", "_copies", "_generators", "_owner", "_statistics", "_versions")
 
-    def __init__(self, profile: Profile, value: Any) -> None:
+    def __init__(self, profile: Profile, value: Any, statistics: CopiedStatistics) -> None:
         state, tensors = profile.state, tensors_in(value)
-        self._generators = GeneratorStates(tensors[0].device, counted=False) if profile.draws_random else None
+        self._generators = (
+            GeneratorStates(tensors[0].device, counted=False, host=bool(state.attributed))
+            if profile.draws_random
+            else None
+        )
         self._attributes = Attributes(state.attributed)
-        changing = [
-            statistic.module._buffers[statistic.name] for statistic in state.statistics if statistic.module.training
-        ]
-        changing += _buffers(state.remembered)
-        self._copies = [(buffer, uncounted_copy(buffer)) for buffer in changing if buffer is not None]
+        self._owner, self._statistics = statistics, statistics.take(state)
+        self._copies = [(buffer, uncounted_copy(buffer)) for buffer in _buffers(state.remembered)]
         self._versions = [(tensor, tensor._version) for tensor in (*tensors, *_buffers(state.watched))]
 
     def restore(self) -> bool:
@@ -57,11 +87,15 @@ class BeforeForward:
             return False
         self._attributes.restore()
         with torch.no_grad():
-            for buffer, copy in self._copies:
+            for buffer, copy in (*self._statistics, *self._copies):
                 buffer.copy_(copy)
         if self._generators is not None:
             self._generators.restore()
         return True
+
+    def forget(self) -> None:
+        """The forward has come to its end."""
+        self._owner.give_back(self._statistics)
 
 
 def _buffers(modules: tuple[nn.Module, ...]) -> list[torch.Tensor]:

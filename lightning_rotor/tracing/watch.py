@@ -11,10 +11,12 @@ from collections.abc import Callable, Collection, Iterable
 from copy import copy
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_rotor.sequential import has_own_call
 from lightning_rotor.tracing.appearance import PLAIN, Same, frozen
+from lightning_rotor.tracing.attribute_facts import AttributeFacts
 
 _STRUCTURE = (set(nn.Module().__dict__) - {"training"}) | {"_lightning_rotor", "forward"}
 
@@ -42,6 +44,8 @@ class Watch:
         self._tensors = tensors
         self._modules = tuple(modules)
         self._seen = [self._look(module) for module in self._modules]
+        self._facts: AttributeFacts | None = None
+        self._objects: list[Any] | None = None
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -49,8 +53,13 @@ class Watch:
         return self._modules
 
     def holds(self) -> bool:
-        """Whether everything still looks the same."""
-        return self.changed() is None and self._outside()
+        """Whether everything still looks the same. This runs at every training call."""
+        if self._facts is None or not self._facts.hold():
+            if self.changed() is not None:
+                return False
+            if not (self._tensors or any(isinstance(module, torch.jit.ScriptModule) for module in self._modules)):
+                self._facts = AttributeFacts(self._modules, _own_names)
+        return self._outside()
 
     def changed(self, besides: Collection[nn.Module] = ()) -> nn.Module | None:
         """The first module that looks different now, not counting some."""
@@ -60,13 +69,7 @@ class Watch:
         return None
 
     def _look(self, module: nn.Module) -> Any:
-        hidden = any(kind.__name__ == "LightningModule" for kind in type(module).__mro__)
-        attributes = {
-            key: frozen(value)
-            for key, value in module.__dict__.items()
-            # Lightning keeps its trainer and bookkeeping of hooks in private attributes.
-            if key not in _STRUCTURE and not (hidden and key.startswith("_"))
-        }
+        attributes = {name: frozen(module.__dict__[name]) for name in _own_names(module)}
         return (
             type(module),
             Same(type(module).forward),
@@ -78,6 +81,13 @@ class Watch:
                 for tensors in (module._parameters, module._buffers)
             ),
         )
+
+
+def _own_names(module: nn.Module) -> tuple[str, ...]:
+    """The attributes that are neither torch's nor ours."""
+    # Lightning keeps its trainer and bookkeeping of hooks in private attributes.
+    hidden = any(kind.__name__ == "LightningModule" for kind in type(module).__mro__)
+    return tuple(name for name in module.__dict__ if name not in _STRUCTURE and not (hidden and name.startswith("_")))
 
 
 class Restorer:
