@@ -1,22 +1,32 @@
-"""What RotorCallback costs where its plan recomputes nothing: the same training with and without it, step by step in turns.
+"""What RotorCallback costs where its plan recomputes nothing: steps with and without it, in one training.
 
-    python benchmarks/overhead.py            # writes benchmarks/results/overhead.md
+    OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/overhead.py            # writes benchmarks/results/overhead.md
 
-Two Trainers would not share the machine's mood, so both models train in one process: step n of one, then step n of the other, the order of each pair
-drawn at random. What counts is the median over pairs of the difference, as a share of the median step.
+Two models, or two Trainers, differ by a percent for reasons of their own: where their memory lies, which of them came first. So there is one
+training of one model, in which the callback comes and goes between steps: out of the Trainer's list, the module's own forward back in its place.
+Each round has three steps in random order, two of them plain::
+
+    plain │ plain again │ with the callback          difference of the first two: what this benchmark cannot see
+                                                     of the first and the third: what the callback costs
+
+Seconds are those that the thread was computing, so that what else the machine does counts little. An interval around a median is that between two
+order statistics, for which nothing needs to be known of the distribution. Python's calls of functions, which depend on nothing, are counted
+besides.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import platform
 import random
 import statistics
 import sys
-import threading
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +37,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_rotor import RotorCallback
+from lightning_rotor.attaching import attach, detach
 
 RESULT = Path(__file__).parent / "results" / "overhead.md"
-WARM_UP = 6
+WARM_UP = 8  # the callback measures the first steps under a plan
+COUNTED = 4
+PLAIN, AGAIN, CALLBACK = "plain", "plain again", "callback"
 
 
 class Task(L.LightningModule):
@@ -51,15 +64,54 @@ class Task(L.LightningModule):
 
 
 class Turns(L.Callback):
-    """Steps of two trainings in turns; each in a thread of its own, one of which runs at a time."""
+    """Lets another callback work in some of a training's steps, and takes the time of each. Comes after that one.
 
-    def __init__(self, turn: threading.Semaphore, done: threading.Semaphore) -> None:
-        self.turn, self.done, self.seconds = turn, done, []
+    Args:
+        other: The callback.
+        rounds: How many to measure.
+    """
 
-    def on_train_batch_end(self, *_: Any) -> None:
-        """Wait for the other."""
-        self.done.release()
-        self.turn.acquire()
+    def __init__(self, other: RotorCallback, rounds: int) -> None:
+        order = [kind for _ in range(rounds) for kind in random.sample([PLAIN, AGAIN, CALLBACK], 3)]
+        self._kinds = [CALLBACK] * WARM_UP + order + [PLAIN, CALLBACK] * COUNTED + [CALLBACK]
+        self._first_counted = WARM_UP + len(order)
+        self._other = other
+        self._began = 0.0
+        self._calls = 0
+        self._planned: Any = None
+        self.seconds: dict[str, list[float]] = defaultdict(list)
+        self.calls: dict[str, list[int]] = defaultdict(list)
+
+    @property
+    def steps(self) -> int:
+        """That the training must have."""
+        return len(self._kinds)
+
+    def on_train_batch_end(self, trainer: L.Trainer, model: L.LightningModule, *_: Any) -> None:
+        """A step is over; prepare the next."""
+        seconds, step = time.thread_time() - self._began, trainer.global_step - 1
+        sys.setprofile(None)
+        if step >= self._first_counted:
+            self.calls[self._kinds[step]].append(self._calls)
+        elif step >= WARM_UP:
+            self.seconds[self._kinds[step]].append(seconds)
+        if step + 1 < self.steps:
+            self._switch(trainer, model, on=self._kinds[step + 1] == CALLBACK)
+        self._calls, self._began = 0, time.thread_time()
+        if step + 1 >= self._first_counted:
+            sys.setprofile(self._count)
+
+    def _switch(self, trainer: L.Trainer, model: L.LightningModule, *, on: bool) -> None:
+        if self._planned is None:
+            self._planned = model.body.__dict__["_lightning_rotor"]
+        detach(model.body)
+        if on:
+            attach(model.body, self._planned)
+        # Another list: the Trainer is going through the present one.
+        trainer.callbacks = [self._other, self] if on else [self]
+
+    def _count(self, _: Any, event: str, __: Any) -> None:
+        self._calls += event in ("call", "c_call")
 
 
 def _deep_mlp() -> tuple[nn.Module, torch.Tensor]:
@@ -84,74 +136,79 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
 }
 
 
-class Training:
-    """One fit in a thread, stepped from outside."""
+@dataclass(frozen=True)
+class Median:
+    """Of some seconds, with a 95 % interval."""
 
-    def __init__(
-        self, make: Callable[[], tuple[nn.Module, torch.Tensor]], steps: int, callbacks: list[L.Callback]
-    ) -> None:
-        torch.manual_seed(0)
-        body, batch = make()
-        self.turns = Turns(threading.Semaphore(0), threading.Semaphore(0))
-        trainer = L.Trainer(
-            accelerator="cpu", devices=1, max_steps=steps, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False, callbacks=[*callbacks, self.turns],
-        )  # fmt: skip
-        data = DataLoader([batch] * steps, batch_size=None)
-        self._thread = threading.Thread(target=trainer.fit, args=(Task(body), data), daemon=True)
+    value: float
+    low: float
+    high: float
 
-    def step(self) -> float:
-        """Seconds of the next step."""
-        start = time.perf_counter()
-        if self._thread.ident is None:
-            self._thread.start()
-        else:
-            self.turns.turn.release()
-        if not self.turns.done.acquire(timeout=300):
-            raise RuntimeError("a step did not end within 300 s")
-        return time.perf_counter() - start
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Median:
+        """The interval's ends are the k-th least and largest value, where k or more of n coins show heads in 97.5 % of cases."""
+        ordered, rank = sorted(values), int(len(values) / 2 - 0.98 * math.sqrt(len(values)))
+        rank = max(rank, 0)
+        return cls(statistics.median(ordered), ordered[rank], ordered[-1 - rank])
 
-    def end(self) -> None:
-        """Let the fit return."""
-        self.turns.turn.release()
-        self._thread.join()
+    def share_of(self, whole: float) -> str:
+        """As text, in percent."""
+        return f"{self.value / whole:+.2%} ({self.low / whole:+.2%} to {self.high / whole:+.2%})"
 
 
-def compare(make: Callable[[], tuple[nn.Module, torch.Tensor]], pairs: int) -> tuple[float, float]:
-    """Seconds of a plain step, and what the callback adds."""
+def compare(make: Callable[[], tuple[nn.Module, torch.Tensor]], rounds: int) -> Turns:
+    """Train one model."""
+    torch.manual_seed(0)
+    body, batch = make()
     rotor = RotorCallback("64GiB", "body", show_table=False)
-    steps = pairs + WARM_UP
-    plain, planned = Training(make, steps, []), Training(make, steps, [rotor])
-    seconds: dict[Training, list[float]] = {plain: [], planned: []}
-    for _ in range(steps):
-        for training in random.sample([plain, planned], 2):
-            seconds[training].append(training.step())
-    for training in (plain, planned):
-        training.end()
+    turns = Turns(rotor, rounds)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, max_steps=turns.steps, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[rotor, turns],
+    )  # fmt: skip
+    trainer.fit(Task(body), DataLoader([batch] * turns.steps, batch_size=None))
     if rotor.plan is None or rotor.plan.recomputed:
         raise RuntimeError("the plan recomputes, which is not what this is about")
-    differences = [with_it - without for without, with_it in zip(*seconds.values(), strict=True)]
-    return statistics.median(seconds[plain][WARM_UP:]), statistics.median(differences[WARM_UP:])
+    return turns
+
+
+def row(name: str, turns: Turns) -> str:
+    """One line of the table."""
+    plain = turns.seconds[PLAIN]
+    step = statistics.median(plain)
+    null, added = (
+        Median.of([other - one for one, other in zip(plain, turns.seconds[kind], strict=True)])
+        for kind in (AGAIN, CALLBACK)
+    )
+    calls = {kind: round(statistics.median(turns.calls[kind])) for kind in (PLAIN, CALLBACK)}
+    return (
+        f"| {name} | {1e3 * step:.1f} ms | {null.share_of(step)} | {added.share_of(step)} | {1e6 * added.value:+.0f} µs | "
+        f"{calls[CALLBACK] - calls[PLAIN]:+,} to {calls[PLAIN]:,} |"
+    )
 
 
 def main() -> None:
     """Measure and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, default=60)
-    pairs = parser.parse_args().pairs
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=200, help="of three steps each")
+    parser.add_argument("--to", type=Path, default=RESULT, help="file to write")
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    lines = ["| model | plain step | the callback adds | share |", "|---|---:|---:|---:|"]
+    random.seed(0)
+    lines = [
+        "| model | plain step | plain again adds | the callback adds | that is | Python calls in a step |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
     for name, make in MODELS.items():
-        plain, added = compare(make, pairs)
-        lines.append(f"| {name} | {1e3 * plain:.1f} ms | {1e6 * added:+.0f} µs | {added / plain:+.2%} |")
+        lines.append(row(name, compare(make, options.rounds)))
         sys.stderr.write(lines[-1] + "\n")
     machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, one thread; load {os.getloadavg()[0]:.1f}"
     head = (
         "# Overhead of RotorCallback under a plan that recomputes nothing\n\n"
-        f"`python benchmarks/overhead.py --pairs {pairs}`, torch {torch.__version__}, {machine}. Medians over {pairs} pairs of steps, "
-        "one without and one with the callback in random order.\n"
+        f"`python benchmarks/overhead.py --rounds {options.rounds}`, torch {torch.__version__}, {machine}. Medians over rounds of three steps in "
+        "random order in one training, in CPU seconds of the thread, with 95 % intervals; the third column is what the benchmark cannot see.\n"
     )
-    RESULT.write_text(head + "\n" + "\n".join(lines) + "\n", encoding="utf-8")
+    options.to.write_text(head + "\n" + "\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

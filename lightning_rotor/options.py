@@ -11,8 +11,6 @@ from lightning_rotor.inversion import Way
 from lightning_rotor.sequential import Stage
 from lightning_rotor.state import SegmentState
 
-_AUTOCAST_DEVICES = ("cuda", "cpu")
-
 
 def run_stage(stage: Stage, value: Any, option: int = 0) -> Any:
     """Run a stage under one of its options: plainly under the first one, ``keep``, and else its variant.
@@ -51,10 +49,10 @@ def _run_inverse(stage: Stage, output: Any) -> Any:
 
 def forget_casts() -> None:
     """Empty autocast's cache if it is in use."""
-    if torch.is_autocast_cache_enabled() and autocast_enabled():
+    if autocast_enabled() and torch.is_autocast_cache_enabled():
         torch.clear_autocast_cache()
 
 
 def autocast_enabled() -> bool:
     """Whether any autocast context is active."""
-    return any(torch.is_autocast_enabled(device) for device in _AUTOCAST_DEVICES)
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")

@@ -10,7 +10,7 @@ gives back one or a tuple in the same way::
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -35,6 +35,13 @@ class Wiring:
     wire: Wire
     steps: tuple[Wire, ...]
     dead: tuple[tuple[int, ...], ...]
+    _is_row: bool = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Nearly every chain: each step takes the one value that the step before has made, and nothing else is wanted.
+        made = [self.wire.reads, *(step.writes for step in self.steps)]
+        taken = [*(step.reads for step in self.steps), self.wire.writes]
+        object.__setattr__(self, "_is_row", made == taken and all(len(numbers) == 1 for numbers in made))
 
     @classmethod
     def of(cls, steps: Iterable[Wire], wanted: Collection[int]) -> Wiring:
@@ -49,6 +56,14 @@ class Wiring:
             if number not in given:
                 dead[last[number]].append(number)
         return cls(Wire(tuple(sorted(taken)), tuple(given)), steps, tuple(map(tuple, dead)))
+
+    def run_all(self, value: Any, steps: Sequence[Callable[[Any], Any]]) -> Any:
+        """Run the steps, one function for each."""
+        if not self._is_row:
+            return self.run(value, lambda index, value: steps[index](value))
+        for step in steps:
+            value = step(value)
+        return value
 
     def run(self, value: Any, call: Callable[[int, Any], Any]) -> Any:
         """Run the steps; ``call`` runs one of them, by its place."""

@@ -13,6 +13,7 @@ What an item saves of its output is settled when it is known whether the stage b
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,7 @@ from lightning_rotor.inversion import Inversion, Output, SavedOutput, Way
 from lightning_rotor.options import run_stage, way_of
 from lightning_rotor.recomputation import recomputed
 from lightning_rotor.recursion import make_room_for
-from lightning_rotor.schedule import Item, Leaf, Schedule, Segment, leaves, segments_in
+from lightning_rotor.schedule import Item, Leaf, Schedule, Segment
 from lightning_rotor.sequential import Stage
 from lightning_rotor.simulator import check_schedule
 from lightning_rotor.state import SegmentState
@@ -64,12 +65,7 @@ class Executor:
         self._chain = chain
         self._schedule = schedule
         self._states = tuple(states) or (SegmentState(),) * len(self._stages)
-        self._runs = {id(segment): self._how_to_run(segment) for segment in segments_in(schedule.items)}
-        self._ways = {
-            leaf.stage: self._way(leaf.stage) for item in schedule.items for leaf in leaves(item) if self.inverts(leaf)
-        }
-        self._wirings: dict[int, Wiring] = {}
-        self._wire_of_all = self._wire(schedule.items, self._stages[-1].writes if wanted is None else wanted)
+        self._row = self._row_of(schedule.items, self._stages[-1].writes if wanted is None else wanted)
 
     @property
     def schedule(self) -> Schedule:
@@ -79,7 +75,7 @@ class Executor:
     @property
     def wire(self) -> Wire:
         """Which values it takes, and which it returns."""
-        return self._wire_of_all
+        return self._row.wiring.wire
 
     def __call__(self, value: Any) -> Any:
         """Run the forward; autograd does the rest.
@@ -89,62 +85,35 @@ class Executor:
         Returns:
             Output of the last stage.
         """
-        return self._run(self._schedule.items, value)
+        return self._row.run(value)
 
-    def _wire(self, items: tuple[Item, ...], wanted: Collection[int]) -> Wire:
-        """Find out what items take and make when somebody wants some values of them; segments in them likewise."""
+    def _row_of(self, items: tuple[Item, ...], wanted: Collection[int]) -> _Row:
+        """Settle how to run items, of which somebody wants some values; segments in them likewise. All that a forward does not decide."""
         needed = set(wanted)
         wires: list[Wire] = []
+        steps: list[Callable[[Any], Any]] = []
         for item in reversed(items):
-            wire = (
-                self._stages[item.stage].wiring.wire
-                if isinstance(item, Leaf)
-                else self._wire(item.items, tuple(needed))
-            )
-            wires.append(wire)
-            needed.update(wire.reads)
-        wiring = Wiring.of(reversed(wires), wanted)
-        self._wirings[id(items)] = wiring
-        return wiring.wire
+            if isinstance(item, Segment):
+                inside = self._row_of(item.items, tuple(needed))
+                wires.append(inside.wiring.wire)
+                steps.append(partial(_run_segment, inside, self._how_to_run(item)))
+            else:
+                wires.append(self._stages[item.stage].wiring.wire)
+                steps.append(partial(run_stage, self._stages[item.stage], option=item.option))
+            needed.update(wires[-1].reads)
+        ways = tuple(map(self._way, items))
+        save_output = tuple(isinstance(item, Leaf) and bool(self._option(item).saved_output_bytes) for item in items)
+        return _Row(Wiring.of(reversed(wires), wanted), tuple(reversed(steps)), ways, save_output)
 
-    def _run(self, items: tuple[Item, ...], value: Any) -> Any:
-        run = _Row(self, items).run_item if any(map(self.inverts, items)) else partial(self.run_item, items)
-        return self._wirings[id(items)].run(value, run)
-
-    def run_item(self, items: tuple[Item, ...], index: int, value: Any) -> Any:
-        """Run a segment or a stage that is not inverted."""
-        match items[index]:
-            case Leaf(stage, option):
-                return run_stage(self._stages[stage], value, option)
-            case Segment() as segment:
-                return self._run_segment(segment, value)
-
-    def option_of(self, leaf: Leaf) -> Option:
-        """How a stage is to run."""
+    def _option(self, leaf: Leaf) -> Option:
         return self._chain.stages[leaf.stage].options[leaf.option]
 
-    def inversion(self, item: Item, value: Any) -> Inversion | None:
-        """A run of an inverted stage; None if the item is something else."""
-        return Inversion(self._ways[item.first], value) if self.inverts(item) else None
-
-    def inverts(self, item: Item) -> bool:
-        """Whether an item is an inverted stage."""
-        return isinstance(item, Leaf) and self.option_of(item).inverts
-
-    def _way(self, number: int) -> Way:
-        draws_random = self._chain.stages[number].draws_random
-        return way_of(self._stages[number], draws_random=draws_random, state=self._states[number])
-
-    def _run_segment(self, segment: Segment, value: Any) -> Any:
-        run = self._runs[id(segment)]
-        # Arguments are bound, never closed over: the recomputation runs long after these variables have changed.
-        if isinstance(value, torch.Tensor):
-            return run(partial(self._run, segment.items), value)
-        flat, spec = tree_flatten(value)
-        return run(partial(self._run_flat, segment.items, spec), *flat)
-
-    def _run_flat(self, items: tuple[Item, ...], spec: TreeSpec, *flat: Any) -> Any:
-        return self._run(items, tree_unflatten(flat, spec))
+    def _way(self, item: Item) -> Way | None:
+        """How to run an inverted stage; None if the item is something else."""
+        if not isinstance(item, Leaf) or not self._option(item).inverts:
+            return None
+        draws_random = self._chain.stages[item.stage].draws_random
+        return way_of(self._stages[item.stage], draws_random=draws_random, state=self._states[item.stage])
 
     def _how_to_run(self, segment: Segment) -> Callable[..., Any]:
         numbers = range(segment.first, segment.last + 1)
@@ -156,25 +125,58 @@ class Executor:
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _Row:
+    """Items that run one after the other.
+
+    Attributes:
+        wiring: Which values each item takes and makes.
+        steps: Runs each item, if it is no inverted stage.
+        ways: For each item that is one, how to run it.
+        save_output: For each item, whether it is a stage that keeps its output.
+    """
+
+    wiring: Wiring
+    steps: tuple[Callable[[Any], Any], ...]
+    ways: tuple[Way | None, ...]
+    save_output: tuple[bool, ...]
+
+    def run(self, value: Any) -> Any:
+        """Run the items."""
+        if any(self.ways):
+            return self.wiring.run(value, _InvertingRun(self).run_item)
+        return self.wiring.run_all(value, self.steps)
+
+    def run_flat(self, spec: TreeSpec, *flat: Any) -> Any:
+        """Run the items on a nesting that was flattened."""
+        return self.run(tree_unflatten(flat, spec))
+
+
+def _run_segment(row: _Row, run: Callable[..., Any], value: Any) -> Any:
+    # Arguments are bound, never closed over: the recomputation runs long after these variables have changed.
+    if isinstance(value, torch.Tensor):
+        return run(row.run, value)
+    flat, spec = tree_flatten(value)
+    return run(partial(row.run_flat, spec), *flat)
+
+
+class _InvertingRun:
     """One run of items of which some are inverted stages: each tells the item before it what becomes of the boundary between them."""
 
-    def __init__(self, executor: Executor, items: tuple[Item, ...]) -> None:
-        self._executor = executor
-        self._items = items
+    def __init__(self, row: _Row) -> None:
+        self._row = row
         self._before: SavedOutput | Output | None = (
             None  # what the item before needs of its output, if that is not settled
         )
 
     def run_item(self, index: int, value: Any) -> Any:
         """Run one of the items."""
-        item, before = self._items[index], self._before
+        row, way, before = self._row, self._row.ways[index], self._before
         self._before = None
-        inversion = self._executor.inversion(item, value)
+        inversion = None if way is None else Inversion(way, value)
         if inversion is not None and before is not None:
             before.refer(inversion.boundary, value)
-        behind = self._items[index + 1] if index + 1 < len(self._items) else None
-        is_dropped = behind is not None and self._executor.inverts(behind)
+        is_dropped = index + 1 < len(row.ways) and row.ways[index + 1] is not None
         if inversion is not None:
             output = inversion.run()
             if is_dropped:
@@ -182,8 +184,8 @@ class _Row:
             else:
                 inversion.output.keep(output)
             return output
-        if is_dropped and isinstance(item, Leaf) and self._executor.option_of(item).saved_output_bytes:
+        if is_dropped and row.save_output[index]:
             self._before = saved = SavedOutput()
             with saved.watching():
-                return self._executor.run_item(self._items, index, value)
-        return self._executor.run_item(self._items, index, value)
+                return row.steps[index](value)
+        return row.steps[index](value)
