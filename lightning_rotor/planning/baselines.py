@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
-from lightning_rotor.chain import Chain
+from lightning_rotor.chain import Chain, Option
 from lightning_rotor.schedule import Item, Leaf, Schedule, Segment
 
 
@@ -79,6 +79,27 @@ def keep_all_fastest(chain: Chain) -> Schedule:
         ]
         fastest.append(seconds.index(min(seconds)))
     return Schedule(tuple(Leaf(stage, option) for stage, option in enumerate(fastest)))
+
+
+def no_schedule_is_faster(chain: Chain) -> bool:
+    """Whether :func:`keep_all_fastest` is beyond doubt the fastest of all schedules.
+
+    So it is where dropping and recomputing a stage alone saves no time: that holds for every measured chain, for both forwards are timed as
+    one. Only an inverse may come out as faster than keeping, and chains that were made up.
+    """
+    for stage in chain:
+        kept = min(each.forward_seconds + each.backward_seconds for each in stage.options if not each.inverts)
+        others = [each.forward_seconds + each.backward_seconds for each in stage.options if each.inverts]
+        if stage.recomputable:
+            others += [stage.discard_seconds + _again(each) + each.backward_seconds for each in stage.options]
+        if min(others, default=kept) < kept:
+            return False
+    return True
+
+
+def _again(option: Option) -> float:
+    """Least time that the backward spends on a forward in a segment."""
+    return min(option.replay_seconds, option.forward_seconds) if option.saved_tensors else 0.0
 
 
 def segments_around(chain: Chain, first: int, last: int) -> list[Item]:

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from lightning_rotor.chain import Chain, Option, StageCost
 from lightning_rotor.errors import BudgetError
-from lightning_rotor.planning.baselines import keep_all_fastest
+from lightning_rotor.planning.baselines import keep_all_fastest, no_schedule_is_faster
 from lightning_rotor.planning.dynamic_program import Table
 from lightning_rotor.planning.plan import DEFAULT_SLOTS, Plan
 from lightning_rotor.planning.proposals import Proposal, Staircase
@@ -102,7 +102,11 @@ class Solver:
             BudgetError: No schedule fits, or the budget is no positive integer.
         """
         start = time.perf_counter()
-        found = self._fastest(budget_bytes) if _is_positive_integer(budget_bytes) else None
+        found = None
+        if _is_positive_integer(budget_bytes):
+            fits = self._keep_all.simulation.peak_bytes <= budget_bytes
+            # Then no table is needed, which for a long chain takes seconds.
+            found = self._keep_all if fits and no_schedule_is_faster(self.chain) else self._fastest(budget_bytes)
         if found is None:
             raise self._refusal(budget_bytes)
         return self._plan(found, budget_bytes, time.perf_counter() - start)
