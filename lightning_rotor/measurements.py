@@ -30,6 +30,7 @@ _FAR = 1.5
 _HANDFUL = 3
 _PATIENCE = 4
 _MOST = 32
+_NEAREST = 2
 # A schedule at hand is as good as any if it recomputes nothing, or uses so much of its budget.
 _WELL_USED = 0.9
 
@@ -109,12 +110,15 @@ class Measurements:
 
         plain = Schedule(tuple(Leaf(stage) for stage in range(len(profile.chain))))
         found = best([plain, *(schedule for known in family for schedule in known.seen)])
-        if found is not None and (not found.recomputed or found.peak_bytes >= _WELL_USED * found.budget_bytes):
-            return found
-        for known in family:
+        # A menu costs a solution of the measured chain once, and for each shape a simulation of every schedule on it. So of many measured
+        # shapes only the nearest are asked, the very nearest first.
+        for known in sorted(family, key=lambda known: distance(known.signature.shapes, signature.shapes))[:_NEAREST]:
+            if found is not None and (not found.recomputed or found.peak_bytes >= _WELL_USED * found.budget_bytes):
+                break
             if known.menu is None:
                 known.menu = self._menu(known.profile, allowance)
-        return best(schedule for known in family for schedule in (*known.seen, *(known.menu or ())))
+            found = best([*known.menu, *([] if found is None else [found.schedule])])
+        return found
 
     def is_vague(self, signature: Signature) -> bool:
         """Whether too little was measured, too far away, for costs that are not much too high, and that for the fourth time."""
