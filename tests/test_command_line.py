@@ -123,6 +123,49 @@ def test_several_inputs_arguments_and_precisions(nets: str, capsys: pytest.Captu
     assert wide["reserved_bytes"] == 0
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_batch_sizes(nets: str, device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [
+        "--model",
+        f"{nets}:deep",
+        "--input",
+        "64x64",
+        "--budget",
+        "500KiB",
+        "--optimizer",
+        "sgd",
+        "--device",
+        device,
+    ]
+    found = answer(capsys, *asked, "--batch-sizes", "160,16,64,4096")
+    assert [entry["batch_size"] for entry in found["batch_sizes"]] == [16, 64, 160]  # the last does not fit
+    assert found["measured_batch_sizes"] == [32, 64]
+    assert all(entry["peak_bytes"] <= found["budget_bytes"] == 500 * 1024 for entry in found["batch_sizes"])
+    assert [entry["recomputed_stages"] > 0 for entry in found["batch_sizes"]] == [False, False, True]
+    speed = {entry["batch_size"]: entry["samples_per_second"] for entry in found["batch_sizes"]}
+    assert speed[found["best_batch_size"]] == max(speed.values())
+    single = answer(capsys, *asked)  # the measured size is predicted to the byte
+    assert found["batch_sizes"][1]["peak_bytes"] == single["peak_bytes"]
+    assert main(["plan", *asked, "--batch-sizes"]) == 0
+    shown = capsys.readouterr().out
+    assert "Batch sizes within 500 KiB, from measurements at (32, 64)" in shown
+    assert shown.count("best") == 1
+
+
+def test_batch_sizes_that_cannot_be_asked_for(nets: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "--model", f"{nets}:Two", "--device", "meta", "--input", "64x64"]
+    for more, complaint in (
+        (
+            ["--batch-sizes", "8,none"],
+            "batch sizes '8,none' cannot be read: expected positive integers such as 8,16,24",
+        ),
+        (["--batch-sizes", "--curve"], "expected no --curve"),
+        (["--input", "scale=8x64", "--batch-sizes"], "the inputs have first dimensions [8, 64]: expected one number"),
+    ):
+        assert main([*asked, *more]) == 2
+        assert complaint in capsys.readouterr().err
+
+
 def test_the_curve_in_json_holds_for_the_whole_process(nets: str, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("--model", f"{nets}:deep", "--input", "512x64", "--device", "meta")
     points = answer(capsys, *asked, "--curve")["frontier"]

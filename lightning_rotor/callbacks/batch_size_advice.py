@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
@@ -20,13 +19,12 @@ from torch import nn
 from lightning_rotor.allowance import Allowance
 from lightning_rotor.batch_sizes import BatchSizeAdvice, advice_from, measured_costs
 from lightning_rotor.callbacks.dry_step import best_by_compute
-from lightning_rotor.callbacks.ranks import communication_bytes, processes_sharing
+from lightning_rotor.callbacks.process_memory import ProcessMemory
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import ModelError
 from lightning_rotor.sequential import Stage
 from lightning_rotor.target import TargetSearch, named_target
 from lightning_rotor.tensors import tensors_in
-from lightning_rotor.training_memory import ResidentMemory, process_limit_bytes
 from lightning_rotor.undisturbed import lent_buffers, undisturbed
 from lightning_rotor.units import format_bytes, parse_limit
 
@@ -104,18 +102,19 @@ class RotorBatchSizeAdvice(pl.Callback):
         target = self._target(trainer, model, batch)
         with _as_in_training(trainer, model):
             costs, _ = measured_costs(target, _input_of(target, model, batch))
-        tensors, device = tensors_in(batch), torch.device(costs.chains[0].device)
-        resident = ResidentMemory.of(model, target, trainer.optimizers, tensors, device)
-        resident = replace(resident, communication_bytes=communication_bytes(trainer, model))
-        linger = model.automatic_optimization and trainer.accumulate_grad_batches == 1
+        memory = ProcessMemory.of(
+            self._limit,
+            trainer,
+            model,
+            target=target,
+            batch=tensors_in(batch),
+            device=torch.device(costs.chains[0].device),
+        )
 
         def allowance(_: Chain, batch_size: int) -> Allowance:
-            batch_bytes = -(-resident.batch_bytes * batch_size // costs.sizes[1])
-            return replace(resident, batch_bytes=batch_bytes).allowance(limit_bytes, gradients_linger=linger)
+            return memory.allowance(batch_bytes=-(-memory.resident.batch_bytes * batch_size // costs.sizes[1]))
 
-        sharing = processes_sharing(trainer, device)
-        limit_bytes = process_limit_bytes(self._limit, model, trainer.optimizers, tensors, device, sharing=sharing)
-        return advice_from(costs, allowance, limit_bytes=limit_bytes, batch_sizes=self._batch_sizes)
+        return advice_from(costs, allowance, limit_bytes=memory.limit_bytes, batch_sizes=self._batch_sizes)
 
     def _target(self, trainer: pl.Trainer, model: pl.LightningModule, batch: Any) -> nn.Module:
         """The one that :class:`RotorCallback` would plan."""

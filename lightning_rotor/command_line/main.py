@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from lightning_rotor.command_line.options import Options, parse
-from lightning_rotor.command_line.output import draw, write_json, write_tables
-from lightning_rotor.command_line.planning import find_plan
+from lightning_rotor.command_line.output import draw, write_batch_sizes, write_json, write_tables
+from lightning_rotor.command_line.planning import find_batch_sizes, find_plan
 from lightning_rotor.errors import RotorError, RotorWarning
 
 _FAILED = 2
@@ -45,6 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: Options) -> None:
+    if options.batch_sizes is not None:
+        write_batch_sizes(find_batch_sizes(options), options, sys.stdout)
+        return
     found = find_plan(options)
     if options.json:
         write_json(found, sys.stdout)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_rotor.errors import ModelError
+from lightning_rotor.errors import ModelError, SampleError
 from lightning_rotor.estimation import GPUS, InputSpec
 
 PRECISIONS = ("32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed")
@@ -18,6 +18,7 @@ examples:
   python -m lightning_rotor plan --model torchvision.models.resnet101 --input 64x3x224x224 --budget 4GiB
   python -m lightning_rotor plan --model gpt.py:large --input 8x1024:int64 --device meta --gpu H100 --optimizer adamw --curve
   python -m lightning_rotor plan --model torchvision.models.vit_b_16 --input 32x3x224x224 --device meta --gpu T4 --json
+  python -m lightning_rotor plan --model torchvision.models.resnet50 --input 64x3x224x224 --device meta --gpu T4 --batch-sizes
 """
 
 
@@ -37,6 +38,7 @@ class Options:
     flops: float | None
     bandwidth: float | None
     slots: int
+    batch_sizes: tuple[int, ...] | None
     curve: bool
     json: bool
     plot: Path | None
@@ -56,10 +58,22 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     del found["command"]
     try:
         found["inputs"] = tuple(InputSpec.parse(text) for text in found["inputs"])
+        found["batch_sizes"] = _batch_sizes(found["batch_sizes"])
         found["model_arguments"] = dict(assignment(text) for text in found["model_arguments"])
     except ValueError as error:  # ours are ValueErrors, too
         parser.error(str(error))
+    alone = [option for option in ("curve", "plot", "plot_curve", "draw") if found[option]]
+    if found["batch_sizes"] is not None and alone:
+        parser.error(f"--batch-sizes shows many plans: expected no --{alone[0].replace('_', '-')}, which shows one")
     return Options(**found)
+
+
+def _batch_sizes(text: str | None) -> tuple[int, ...] | None:
+    if not text:
+        return None if text is None else ()
+    if not all(part.isdecimal() and int(part) for part in text.split(",")):
+        raise SampleError(f"batch sizes {text!r} cannot be read: expected positive integers such as 8,16,24")
+    return tuple(map(int, text.split(",")))
 
 
 def assignment(text: str) -> tuple[str, Any]:
@@ -159,6 +173,14 @@ def _add_device(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--batch-sizes",
+        nargs="?",
+        const="",
+        metavar="N,N,...",
+        help="instead of one plan, samples per second of these batch sizes within the budget, from measurements with the inputs and with half of "
+        "each; of many up to the first that does not fit, if none are named",
+    )
     group.add_argument("--curve", action="store_true", help="also say what every other budget would cost")
     group.add_argument("--json", action="store_true", help="print JSON instead of tables")
     group.add_argument("--plot", type=Path, metavar="FILE", help="save memory over the step as .png, .svg or .pdf")

@@ -10,6 +10,7 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
+from lightning_rotor.batch_sizes import BatchSizeAdvice
 from lightning_rotor.command_line.options import Options
 from lightning_rotor.command_line.planning import Found
 from lightning_rotor.planning import baselines
@@ -29,11 +30,40 @@ from lightning_rotor.units import format_bytes, format_seconds
 _WIDTH = 100  # where there is no terminal
 
 
+def write_batch_sizes(advice: BatchSizeAdvice, options: Options, stream: TextIO) -> None:
+    """What each batch size is worth, as a table or as JSON."""
+    if not options.json:
+        _console(stream).print(advice)
+        return
+    sizes = [
+        {
+            "batch_size": option.batch_size,
+            "samples_per_second": option.samples_per_second,
+            "peak_bytes": option.peak_bytes,
+            "overhead": option.plan.overhead,
+            "recomputed_stages": len(option.plan.recomputed),
+            "schedule": str(option.plan.schedule),
+        }
+        for option in advice.options
+    ]
+    answer = {
+        "model": options.model,
+        "budget_bytes": advice.limit_bytes,
+        "measured_batch_sizes": list(advice.measured),
+        "best_batch_size": advice.best.batch_size,
+        "batch_sizes": sizes,
+    }
+    json.dump(answer, stream, indent=1)
+    stream.write("\n")
+
+
+def _console(stream: TextIO) -> Console:
+    return Console(file=stream, width=None if stream.isatty() or "COLUMNS" in os.environ else _WIDTH, highlight=False)
+
+
 def write_tables(found: Found, stream: TextIO) -> None:
     """The plan, what it does with the stages, and the curve if there is one."""
-    console = Console(
-        file=stream, width=None if stream.isatty() or "COLUMNS" in os.environ else _WIDTH, highlight=False
-    )
+    console = _console(stream)
     console.print(plan_table(found.plan, reserved_bytes=found.reserved_bytes, extra_rows=_rows(found)))
     console.print(stage_table(found.plan))
     if found.frontier is not None:
