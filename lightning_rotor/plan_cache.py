@@ -13,6 +13,9 @@ from lightning_rotor.planning import Plan
 from lightning_rotor.profiling import Profile
 from lightning_rotor.schedule import Leaf
 
+MAX_PLANS = 64
+"""Plans that are kept by default, each for another signature."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader
 
-import lightning_rotor.planned
+import lightning_rotor.preparation
 from lightning_rotor import RotorCallback, UnitError
 from lightning_rotor.callbacks import step_watch
 from lightning_rotor.chain import Chain, Option, StageCost
@@ -141,7 +141,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         samples.append(sample)
         return profile_chain(stages, sample, **options)
 
-    monkeypatch.setattr(lightning_rotor.planned, "profile_chain", noting)
+    monkeypatch.setattr(lightning_rotor.preparation, "profile_chain", noting)
     monkeypatch.setattr(step_watch, "_STEPS", 10**6)
     return samples
 

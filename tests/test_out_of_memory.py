@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 import pickle
+from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as L
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
-from lightning_rotor import Checkpointable, ShortageError
+from lightning_rotor import Checkpointable, RotorCallback, RotorWarning, ShortageError
+from lightning_rotor.planning import Plan
 from tests.training import assert_same_bits, generator_states
 
 HUGE = 2**60
@@ -108,3 +112,102 @@ def test_other_errors_go_through_as_they_are() -> None:
     broken.armed = True
     with pytest.raises(RuntimeError, match=r"^a bug of the user$"):
         step(net, batch)
+
+
+# -------------------------------------------------------------------- where nothing can run again
+
+
+class GreedyBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, greedy: Any) -> torch.Tensor:
+        ctx.greedy = greedy
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        if ctx.greedy.armed:
+            torch.empty(HUGE, dtype=torch.uint8)
+        return gradient * 2, None
+
+
+class Once(nn.Module):
+    """Asks for an exabyte when the trouble comes: in the backward, or in a forward that cannot be undone."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where, self.armed = where, False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.where == "backward":
+            return GreedyBackward.apply(x, self)
+        if self.armed:
+            x.detach().add_(0)  # has changed, for all that anybody can tell
+            torch.empty(HUGE, dtype=torch.uint8)
+        return x * 2
+
+
+class Task(L.LightningModule):
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.once = Once(where)
+        blocks = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(8)]
+        self.body = nn.Sequential(*blocks[:4], self.once, *blocks[4:])
+        if where == "forward":
+            self.body = nn.Sequential(self.once, *blocks)
+        self.fails_at: int | None = 3
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.once.armed = batch_idx == self.fails_at
+        return self.body(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(model: Task, folder: Path, callbacks: list[L.Callback]) -> None:
+    trainer = L.Trainer(
+        accelerator="cpu", default_root_dir=folder, callbacks=callbacks, max_steps=8, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    torch.manual_seed(7)
+    trainer.fit(model, DataLoader([torch.randn(256, 16) for _ in range(8)], batch_size=None))
+
+
+@pytest.mark.parametrize(
+    ("where", "error", "reason"),
+    [
+        ("backward", RuntimeError, "A step cannot run again from where it failed"),
+        ("forward", ShortageError, "has changed its input"),
+    ],
+)
+def test_the_next_training_plans_with_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, error: type[Exception], reason: str
+) -> None:
+    made: list[Plan] = []
+    monkeypatch.setattr(
+        RotorCallback,
+        "_on_plan",
+        lambda self, plan, _real=RotorCallback._on_plan: (made.append(plan), _real(self, plan)),
+    )
+    rotor, model = RotorCallback("64MiB", "body", show_table=False), Task(where)
+    expected = r"mem_limit 64\.0 MiB.*next training with this callback plans with less"
+    with (
+        pytest.warns(RotorWarning, match=expected) as warned,
+        pytest.raises(error, match="DefaultCPUAllocator") as caught,
+    ):
+        fit(model, tmp_path, [rotor])
+    told = str(caught.value) + "".join(str(entry.message) for entry in warned)
+    assert told.count(reason) == 1
+    (first,) = made
+    assert not first.recomputed
+    assert "forward" not in model.body.__dict__
+    model.fails_at = None
+    plain = copy.deepcopy(model)
+    fit(model, tmp_path, [rotor])
+    _, second = made  # nor does the closed loop take what the device did not have
+    assert second.recomputed
+    assert second.peak_bytes < first.peak_bytes
+    assert second.chain == first.chain  # measured once
+    fit(plain, tmp_path, [])
+    assert_same_bits(dict(plain.state_dict()), dict(model.state_dict()))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import lightning.pytorch as pl
@@ -13,12 +12,11 @@ from torch import nn
 
 from lightning_rotor.allowance import Allowance
 from lightning_rotor.callbacks.closed_loop import ClosedLoop, Trial
-from lightning_rotor.callbacks.ranks import communication_bytes, processes_sharing
+from lightning_rotor.callbacks.process_memory import ProcessMemory, own_limit_bytes
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import BudgetError
 from lightning_rotor.planned import PlannedForward
 from lightning_rotor.planning import Plan
-from lightning_rotor.training_memory import ResidentMemory, process_limit_bytes
 from lightning_rotor.units import MemoryLimit
 
 _MOST_CHAINS = 256
@@ -68,26 +66,27 @@ class ProcessLimit:
         agreed_bytes: int | None,
     ) -> Allowance:
         """What a plan for a chain may use now, under the limit that all processes have agreed on, if they have."""
-        device, optimizers = torch.device(chain.device), trainer.optimizers
-        with _untoggled(model):
-            resident = ResidentMemory.of(model, target, optimizers, batch, device)
-        resident = replace(resident, communication_bytes=communication_bytes(trainer, model))
-        if not batch:  # a tuner's trial, which is known from its forward alone
-            resident = replace(resident, batch_bytes=chain.input_bytes)
-        self.limit_bytes = agreed_bytes or self.own_limit_bytes(trainer, model, batch, device)
-        # zero_grad runs between forward and backward, so gradients of the step before linger through the forward. Not so when
-        # several backwards add up, or when the user decides.
-        linger = model.automatic_optimization and trainer.accumulate_grad_batches == 1
+        memory = ProcessMemory.of(
+            self._limit,
+            trainer,
+            model,
+            target=target,
+            batch=batch,
+            device=torch.device(chain.device),
+            agreed_bytes=agreed_bytes,
+        )
+        self.limit_bytes = memory.limit_bytes
         correction = self._correction(chain)
-        allowed = resident.allowance(self.limit_bytes, gradients_linger=linger, correction_bytes=correction)
+        # There is no batch in a tuner's trial, which is known from its forward alone.
+        batch_bytes = None if batch else chain.input_bytes
+        allowed = memory.allowance(batch_bytes=batch_bytes, correction_bytes=correction)
         return allowed if chain.fingerprint in self._corrections else replace(allowed, guessed_bytes=correction)
 
     def own_limit_bytes(
         self, trainer: pl.Trainer, model: pl.LightningModule, batch: Sequence[torch.Tensor], device: torch.device
     ) -> int:
         """The limit as this process sees it."""
-        sharing = processes_sharing(trainer, device)
-        return process_limit_bytes(self._limit, model, trainer.optimizers, batch, device, sharing=sharing)
+        return own_limit_bytes(self._limit, trainer, model, batch, device)
 
     def _correction(self, chain: Chain) -> int:
         """A chain's own, or for one that was never measured in a step that of the others, as far as it is larger in proportion."""
@@ -121,7 +120,7 @@ class ProcessLimit:
             if measured_bytes > self.limit_bytes:
                 budget = known.loop.too_much(trial, self.limit_bytes)
                 reason = "other plans did not help" if budget is None else self._take(planned, plan, known, budget)
-            elif may_grow and plan.recomputed:
+            elif may_grow and plan.recomputed and not planned.is_capped(plan):
                 budget = known.loop.too_little(trial, self.limit_bytes, calls=len(runs))
                 if budget is not None:
                     self._take(planned, plan, known, budget)
@@ -156,17 +155,3 @@ class ProcessLimit:
 
 def _bytes_of(chain: Chain) -> int:
     return max(sum(stage.output_bytes + stage.keep.saved_bytes for stage in chain), 1)
-
-
-@contextmanager
-def _untoggled(model: pl.LightningModule) -> Iterator[None]:
-    """Let every parameter require a gradient as it will once ``toggle_optimizer`` is undone: the others train later in the same step."""
-    toggled: dict[nn.Parameter, bool] = getattr(model, "_param_requires_grad_state", {})
-    now = {parameter: parameter.requires_grad for parameter in toggled}
-    try:
-        for parameter, state in toggled.items():
-            parameter.requires_grad = state
-        yield
-    finally:
-        for parameter, state in now.items():
-            parameter.requires_grad = state

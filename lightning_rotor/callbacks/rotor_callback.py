@@ -20,9 +20,10 @@ from lightning_rotor.callbacks.process_plan import ProcessPlan
 from lightning_rotor.callbacks.ranks import Ranks
 from lightning_rotor.callbacks.saved_plans import SavedPlans
 from lightning_rotor.callbacks.step_watch import StepWatch
-from lightning_rotor.errors import BudgetError, ProfilerBusyError, RotorWarning, TrialError, UnitError
+from lightning_rotor.errors import BudgetError, ProfilerBusyError, RotorWarning, ShortageError, TrialError, UnitError
+from lightning_rotor.plan_cache import MAX_PLANS
 from lightning_rotor.plan_records import model_fingerprint
-from lightning_rotor.planned import MAX_PLANS, PlannedForward
+from lightning_rotor.planned import PlannedForward
 from lightning_rotor.planning import Plan
 from lightning_rotor.profiling import Profile
 from lightning_rotor.shortage import is_shortage, shortage_message
@@ -370,17 +371,24 @@ class RotorCallback(pl.Callback):
             )
 
     def _note_shortage(self, exception: BaseException) -> None:
-        """A failed backward cannot run again: some gradients are added already, and the graph in between is gone."""
+        """Outside of the planned forward nothing can run again: some gradients are added already, and the graph in between is gone."""
         planned = None if self._attachment is None else self._attachment.planned
         if planned is None or self._plan is None:
             return
         process = self._process_plan()
-        reason = "A backward cannot run a second time"
-        if planned.lower_ceiling():
-            reason += ", but the next training with this callback plans with less"
-        message = shortage_message(
-            exception, reason, limit_bytes=process.limit_bytes, predicted_bytes=process.predicted_peak_bytes
-        )
+        consequence = "the next training with this callback plans with less" if planned.lower_ceiling() else None
+        if not isinstance(exception, ShortageError):
+            reason = "A step cannot run again from where it failed"
+            message = shortage_message(
+                exception,
+                reason if consequence is None else f"{reason}, but {consequence}",
+                limit_bytes=process.limit_bytes,
+                predicted_bytes=process.predicted_peak_bytes,
+            )
+        elif consequence is not None:  # the error says all the rest
+            message = f"the device has less than mem_limit {format_bytes(process.limit_bytes)}: {consequence}"
+        else:
+            return
         rank_zero_warn(f"RotorCallback: {message}", category=RotorWarning)
 
     # ---------------------------------------------------------------- telling
