@@ -372,3 +372,23 @@ def test_a_gpu_shows_the_predicted_sizes(options):
     before = torch.cuda.memory_allocated()
     optimizer.step()
     assert torch.cuda.max_memory_allocated() - before == pytest.approx(temporary.bytes, rel=0.05, abs=16 * 512)
+
+
+def test_of_a_parameter_that_is_spread_over_processes_only_the_shard_counts() -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        weight = nn.Parameter(distribute_tensor(torch.ones(8, 4), init_device_mesh("cpu", (2,)), [Shard(0)]))
+        optimizer = optim.AdamW([weight])
+        before = predict_optimizer_state_bytes(optimizer).bytes
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        after = predict_optimizer_state_bytes(optimizer)
+        assert before == after.bytes == optimizer_state_bytes(optimizer) == 2 * (4 * 4 * 4) + 4
+        assert after.exact
+    finally:
+        dist.destroy_process_group()

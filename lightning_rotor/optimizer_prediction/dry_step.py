@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from lightning_rotor.training_state import storages_of
 
 # A clone fires no hooks, and a scheduler's or compiler's replacement of ``step`` on the instance is not for it.
 _HOOKS = (
@@ -82,9 +85,14 @@ class StandIns(TorchFunctionMode):
         """Where the storage is that this one stands in for."""
         return self._devices.get(storage._cdata)
 
-    def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _stand_in(self, tensor: Any) -> torch.Tensor:
         if is_cpu_scalar(tensor):
             return tensor.detach().clone()
+        if is_traceable_wrapper_subclass(tensor):  # a DTensor, whose own storage is as large as all shards
+            stand_in = torch.empty_like(tensor, device="meta")
+            for mine, theirs in zip(storages_of(tensor), storages_of(stand_in), strict=True):
+                self._note(mine, theirs)
+            return stand_in
         original = tensor.untyped_storage()
         storage = self._by_original.get(original._cdata)
         if storage is None:

@@ -80,4 +80,5 @@ def _attempt(predict: Callable[[], StatePrediction]) -> StatePrediction | None:
 
 
 def _dense_bytes(tensor: torch.Tensor) -> int:
-    return block_bytes(tensor.numel() * tensor.element_size(), tensor.device)
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a DTensor's shard
+    return block_bytes(local.numel() * tensor.element_size(), tensor.device)
