@@ -9,7 +9,6 @@ import torch
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_rotor.agreement import communicates
 from lightning_rotor.callbacks.ranks import may_take_new_buckets, unnamed_bytes
 from lightning_rotor.errors import ProfilingError, RotorWarning
 from lightning_rotor.profiling import StepMeter
@@ -69,9 +68,6 @@ class StepWatch:
         on_cpu = model.device.type == "cpu"
         if on_cpu and isinstance(getattr(trainer, "profiler", None), PyTorchProfiler):
             self.give_up()  # torch has one profiler, and the user wants it
-            return
-        if on_cpu and trainer.world_size > 1 and communicates(model):
-            self.give_up()  # torch's profiler follows gloo's threads, and crashes now and then when it stops (seen with torch 2.14)
             return
         meter = StepMeter(model.device)
         try:
