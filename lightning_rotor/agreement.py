@@ -10,7 +10,8 @@ computes by itself (DDP)    :class:`PublishedPlans`: nobody waits. The first pro
                             that skips the module altogether keeps nobody waiting.
 communicates (SyncBatchNorm :class:`JointPlans`: the processes run it in lockstep anyway, and a recomputation communicates once more. So
 and DTensors, all_reduce)   they ask each other at each forward whether anyone has no plan for its shapes yet, and if so all measure
-                            and plan together, and all run the plan of the process that has least room.
+                            and plan together, and all run the plan of the process that has least room,
+                            or another one that fits all.
 ==========================  =========================================================================================================
 """
 
@@ -21,7 +22,6 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from lightning_rotor.errors import BudgetError, RotorError, ScheduleError
 from lightning_rotor.planning import Plan
@@ -30,17 +30,6 @@ from lightning_rotor.simulator import simulate
 from lightning_rotor.units import format_bytes
 
 _PREFIX = "lightning_rotor/plan"
-_COLLECTIVES = frozenset(
-    (
-        "all_gather",
-        "all_gather_into_tensor",
-        "all_reduce",
-        "all_to_all",
-        "all_to_all_single",
-        "broadcast",
-        "reduce_scatter_tensor",
-    )
-)
 
 
 class Agreement(Protocol):
@@ -100,12 +89,14 @@ class JointPlans:
 
     Args:
         group: A process group of all, over a backend that takes tensors on the CPU, so that no device is waited for.
+        beyond: If no plan fits all of them, run the one that exceeds any budget by least.
     """
 
     together = True
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, *, beyond: bool = False) -> None:
         self._group = group
+        self._beyond = beyond
 
     def must_start_afresh(self, *, ready: bool) -> bool:
         """Whether any process has no plan for its call: one number goes round."""
@@ -114,33 +105,31 @@ class JointPlans:
         return not all_ready
 
     def settle(self, call: str, outcome: Plan | BudgetError) -> Plan:
-        """The plan of the process whose batch leaves the least room; of several, that of the lowest rank."""
-        outcomes: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(outcomes, _told(outcome), group=self._group)
+        """The plan of the process whose batch leaves the least room, if it fits all; else the next one that does."""
+        outcomes = self._told_by_all(_told(outcome))
         failures = [told for told in outcomes if isinstance(told, BudgetError)]
         if failures:
             raise max(failures, key=lambda error: error.minimum_bytes - error.budget_bytes)
         assert isinstance(outcome, Plan)
-        _, schedule = max(outcomes, key=lambda told: told[0])
-        settled = _adopted(outcome, schedule)
-        if settled is None:
+        proposals = list(dict.fromkeys(schedule for _, schedule in sorted(outcomes, key=lambda told: -told[0])))
+        if len(proposals) == 1:
+            return outcome
+        # All judge all, and all come to the same conclusion: one that ended alone would leave the others waiting.
+        judged = zip(*self._told_by_all([_excess_bytes(outcome, schedule) for schedule in proposals]), strict=True)
+        excess = {schedule: max(sizes) for schedule, sizes in zip(proposals, judged, strict=True) if None not in sizes}
+        best = min(excess, key=lambda schedule: excess[schedule], default=None)
+        if best is None or (excess[best] > 0 and not self._beyond):
             raise RotorError(
-                f"the plan of another process does not fit this one, whose chain has {len(outcome.chain)} stages and a budget of "
+                f"no plan fits all processes, of which this one has a chain of {len(outcome.chain)} stages and a budget of "
                 f"{format_bytes(outcome.budget_bytes)}: expected batches of about the same shape on all of them, since {call} communicates"
             )
-        return settled
+        settled = _under(outcome, Schedule.parse(best))
+        return replace(settled, budget_bytes=max(settled.budget_bytes, settled.peak_bytes))
 
-
-def communicates(module: nn.Module) -> bool:
-    """Whether a module's forward waits for other processes, as far as its layers, its parameters and the names in its code tell."""
-    return any(map(_is_collective, module.modules())) or any(
-        hasattr(parameter, "device_mesh") for parameter in module.parameters()
-    )
-
-
-def _is_collective(module: nn.Module) -> bool:
-    code = getattr(type(module).forward, "__code__", None)
-    return isinstance(module, nn.SyncBatchNorm) or (code is not None and not _COLLECTIVES.isdisjoint(code.co_names))
+    def _told_by_all(self, told: Any) -> list[Any]:
+        heard: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(heard, told, group=self._group)
+        return heard
 
 
 def _told(outcome: Plan | BudgetError) -> BudgetError | tuple[int, str]:
@@ -157,6 +146,14 @@ def _under(plan: Plan, schedule: Schedule) -> Plan:
         plan.chain, schedule, gradients_exist=plan.gradients_exist, lingering_bytes=plan.lingering_bytes
     )
     return replace(plan, schedule=schedule, simulation=simulation)
+
+
+def _excess_bytes(plan: Plan, schedule: str) -> int | None:
+    """By how much a plan of another process exceeds this one's budget, or None if it is not for such a chain."""
+    try:
+        return max(_under(plan, Schedule.parse(schedule)).peak_bytes - plan.budget_bytes, 0)
+    except ScheduleError:
+        return None
 
 
 def _adopted(plan: Plan, schedule: str) -> Plan | None:

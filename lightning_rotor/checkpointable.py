@@ -13,11 +13,12 @@ from lightning_rotor.allowance import Allowance
 from lightning_rotor.attaching import attached
 from lightning_rotor.chain import Chain
 from lightning_rotor.devices import resolve_limit
-from lightning_rotor.errors import ProfilingError
+from lightning_rotor.errors import ModelError, ProfilingError
 from lightning_rotor.planned import PlannedForward
 from lightning_rotor.planning import Frontier, Plan, frontier
 from lightning_rotor.profiling import Profile
 from lightning_rotor.schedule import Schedule
+from lightning_rotor.sharding import units_below
 from lightning_rotor.units import MemoryLimit, parse_limit
 
 _WRAPPED = "module"
@@ -43,7 +44,7 @@ class Checkpointable(nn.Module):
         slots: Resolution of the planner: more finds better schedules in long chains, and takes longer.
         show_progress: Show a progress bar when measuring takes longer than two seconds.
     Raises:
-        ModelError: The module is not supported, or empty.
+        ModelError: The module is not supported, or empty, or holds FSDP units.
         UnitError: ``mem_limit`` is not positive, or cannot be read.
         SampleError: The sample is no tensor, or not finite.
         BudgetError: No schedule fits the limit.
@@ -65,6 +66,12 @@ class Checkpointable(nn.Module):
         self._limit = _ActivationLimit(parse_limit(mem_limit))
         self._slots = slots
         self._show_progress = show_progress
+        units = units_below(module)
+        if units:
+            raise ModelError(
+                f"{type(module).__name__} holds {len(units)} FSDP unit{'s' * (len(units) > 1)} (the first is {units[0]!r}), which only all "
+                "processes together can measure: expected RotorCallback, under which they agree, or a module without units"
+            )
         self._planned = self._plan_forward(module)
         self.module = module
         self.register_state_dict_post_hook(_without_prefix)

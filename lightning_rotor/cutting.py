@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_rotor.errors import ModelError
 from lightning_rotor.sequential import Rows, Stage, sequential_members, sequential_stages
-from lightning_rotor.sharding import sharded_units
+from lightning_rotor.sharding import Unit, units_below, wrapped_by_fsdp1
 from lightning_rotor.tracing import GraphCut, cut_graph, cut_recording
 
 WAYS = {
@@ -141,7 +141,10 @@ def _objection(module: nn.Module, cut: GraphCut) -> str | None:
             "there is no point between its operations where little is alive, so it is a single stage. Name a submodule that is a chain of "
             "layers"
         )
-    opaque = {parameter for path in cut.opaque for parameter in module.get_submodule(path).parameters()}
+    units = units_below(module)  # meant to be stages
+    opaque = {
+        parameter for path in cut.opaque if path not in units for parameter in module.get_submodule(path).parameters()
+    }
     sizes = [(parameter.numel(), parameter in opaque) for parameter in module.parameters()]
     if 2 * sum(size for size, inside in sizes if inside) > sum(size for size, _ in sizes):
         return f"most of it is in {', '.join(map(repr, cut.opaque))}, which cannot be traced, so it is {len(cut.stages)} stages"
@@ -152,15 +155,22 @@ def check_module(module: nn.Module) -> None:
     """Find out without any input that a module can be no chain.
 
     Raises:
-        ModelError: It is a single layer of torch, a container without a forward, an empty ``nn.Sequential``, or holds FSDP units.
+        ModelError: It is a single layer of torch, a container without a forward, an empty ``nn.Sequential``, or holds modules that FSDP has
+            wrapped, or taken together.
     """
     name = type(module).__name__
-    units = sharded_units(module)
-    if units:
+    wrapped = wrapped_by_fsdp1(module)
+    if wrapped:
         raise ModelError(
-            f"{name} holds {len(units)} FSDP unit{'s' * (len(units) > 1)} (the first is {units[0]!r}), whose parameters are gathered and "
-            "spread again around each of their forwards, which cannot be measured or planned: expected a module inside of one unit, or the "
-            f"unit itself, such as {units[0]!r}. Or let fully_shard take {name} as a whole"
+            f"{name} holds modules that FullyShardedDataParallel wraps (the first is {wrapped[0]!r}), which gathers parameters in a way that "
+            "cannot be measured or planned: expected units of fully_shard (FSDP2, ModelParallelStrategy), or a module inside of one wrapper, "
+            f"such as {wrapped[0]!r}"
+        )
+    shared = [unit for unit in units_below(module) if Unit(module.get_submodule(unit)).shares_hooks]
+    if shared:
+        raise ModelError(
+            f"{name} holds {shared[0]!r}, which fully_shard was given in a list, so that it gathers its parameters together with other "
+            "modules, and cannot be recomputed alone: expected fully_shard for each of these modules, or a module to plan without them"
         )
     if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
         sequential_stages(module)

@@ -17,6 +17,7 @@ from lightning_rotor.errors import ModelError, RotorWarning
 from lightning_rotor.module_facts import ModuleFacts
 from lightning_rotor.profiling.reference import require_same
 from lightning_rotor.sequential import is_plain_stock
+from lightning_rotor.sharding import unrecorded
 from lightning_rotor.tensors import require_tensors, tensors_in
 from lightning_rotor.tracing import GraphCut
 
@@ -145,10 +146,11 @@ class KnownCuts:
             return cut, value
         self._require_initialized()
         self._on_cut()
-        cut = self._renewed(sequentialize(self._module, args, kwargs))
-        if cut not in self._cuts:
-            if isinstance(cut, GraphCut):
+        with unrecorded(self._module):
+            cut = self._renewed(sequentialize(self._module, args, kwargs))
+            if cut not in self._cuts and isinstance(cut, GraphCut):
                 require_same(self._module, cut, args, kwargs)
+        if cut not in self._cuts:
             _log.info(
                 "%s becomes %d stages %s%s",
                 type(self._module).__name__,

@@ -161,7 +161,9 @@ class Preparation:
         """Measure, whether or not that was done before."""
         self._stop_watching()
         with MeasuringProgress(enabled=self._show_progress) as progress:
-            profile = profile_chain(signature.cut.stages, value, progress=progress, compiled=self._compiled)
+            profile = profile_chain(
+                signature.cut.stages, value, progress=progress, compiled=self._compiled, in_lockstep=self.together
+            )
         self._measurements.add(signature, profile)
         self._cache.put(signature, Prepared(profile))
         return profile

@@ -1,20 +1,198 @@
-"""Modules whose parameters are spread over processes and come together for a moment around each forward and backward."""
+"""FSDP2 units: modules whose parameters are spread over processes, and come together around each forward and backward.
+
+What ``fully_shard(unit)`` adds to a unit, P being its parameters in one piece, and R its gradients on their way to the shards::
+
+    forward     gather: message P, then parameters P │ compute                    │ spread
+    backward    gather: parameters P                 │ compute, gradients pile up │ spread, message R, shards of gradients
+    meanwhile   the message of the unit before (forward), or that of the next one and the gradients of the one before (backward)
+
+A recomputation finds a unit as its backward does, gathered, if the backward stands there. Any other unit that it runs gathers again, and
+FSDP leaves it so until its own backward: :func:`left_as_found` spreads it, so that a long segment takes no more than one unit.
+
+FSDP has no public question for most of this, so that all answers are here.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import nn
 
 
-def sharded_units(module: nn.Module) -> list[str]:
-    """Names of the FSDP units below a module: what ``fully_shard`` was called on, or FSDP's wrappers.
+def wrapped_by_fsdp1(module: nn.Module) -> list[str]:
+    """Names of the modules below a module that ``FullyShardedDataParallel`` wraps."""
+    return _names_of("FullyShardedDataParallel", module)
+
+
+def units_below(module: nn.Module) -> list[str]:
+    """Names of the modules below a module that ``fully_shard`` was called on.
 
     The module itself does not count: what happens around its forward is no part of it.
     """
-    # Without either of them having been imported there are none, and importing takes a second.
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    kinds = tuple(
-        kind for name in ("FSDPModule", "FullyShardedDataParallel") if (kind := getattr(fsdp, name, None)) is not None
-    )
-    return [name for name, each in module.named_modules() if name and kinds and isinstance(each, kinds)]
+    return _names_of("FSDPModule", module)
+
+
+def _names_of(kind: str, module: nn.Module) -> list[str]:
+    # Without FSDP having been imported there are none, and importing takes a second.
+    found = getattr(sys.modules.get("torch.distributed.fsdp"), kind, None)
+    return [name for name, each in module.named_modules() if name and found is not None and isinstance(each, found)]
+
+
+def units_in(modules: Iterable[nn.Module]) -> tuple[Unit, ...]:
+    """The units among modules and what they hold, outer ones first."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    if kind is None:
+        return ()
+    found = dict.fromkeys(each for module in modules for each in module.modules() if isinstance(each, kind))
+    return tuple(map(Unit, found))
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSizes:
+    """Bytes that go through the messages of units.
+
+    Attributes:
+        gathered_bytes: Parameters in one piece, which is also the size of the message that brings them.
+        gradient_bytes: Gradients of these, before they are sent.
+        reduced_bytes: The message with these gradients.
+        shard_bytes: What this process keeps of them.
+    """
+
+    gathered_bytes: int = 0
+    gradient_bytes: int = 0
+    reduced_bytes: int = 0
+    shard_bytes: int = 0
+
+    def __add__(self, other: UnitSizes) -> UnitSizes:
+        return UnitSizes(
+            self.gathered_bytes + other.gathered_bytes,
+            self.gradient_bytes + other.gradient_bytes,
+            self.reduced_bytes + other.reduced_bytes,
+            self.shard_bytes + other.shard_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A module that ``fully_shard`` was called on.
+
+    Attributes:
+        module: Any :class:`torch.distributed.fsdp.FSDPModule`.
+    """
+
+    module: Any
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its parameters are gathered."""
+        return all(group.is_unsharded for group in self._groups)
+
+    @property
+    def stays_whole(self) -> bool:
+        """Whether it is left gathered from its forward to its backward, as the root and ``reshard_after_forward=False`` are."""
+        return not all(group._reshard_after_forward for group in self._groups)
+
+    @property
+    def shares_hooks(self) -> bool:
+        """Whether it is one of several modules that were given to ``fully_shard`` as one unit."""
+        return len(self._state._modules) > 1
+
+    @property
+    def sizes(self) -> UnitSizes:
+        """Padding included, which makes all shards as large."""
+        return sum((_sizes_of(group) for group in self._groups), UnitSizes())
+
+    @property
+    def _state(self) -> Any:
+        return self.module._get_fsdp_state()
+
+    @property
+    def _groups(self) -> list[Any]:
+        state = self._state
+        groups = getattr(state, "_fsdp_param_groups", None)  # since torch 2.13; there was one before, or none
+        return [state._fsdp_param_group] * (state._fsdp_param_group is not None) if groups is None else groups
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Its parameters are there, and its hooks take each forward for a recomputation: they convert types, and leave the rest alone."""
+        from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+        state, was_whole = self._state, self.is_whole
+        before = state._training_state
+        self.module.unshard()
+        state._training_state = TrainingState.PRE_BACKWARD
+        try:
+            yield
+        finally:
+            state._training_state = before
+            if not was_whole:
+                self.module.reshard()
+
+
+@contextmanager
+def gathered(units: Iterable[Unit]) -> Iterator[None]:
+    """Run what is in units without their communicating: their parameters are there all the time.
+
+    All processes wait for each other when this begins.
+    """
+    with ExitStack() as stack:
+        for unit in units:
+            stack.enter_context(unit.gathered())
+        yield
+
+
+@contextmanager
+def left_as_found(units: Iterable[Unit]) -> Iterator[None]:
+    """Spread again what a recomputation gathers, except where the backward stands: it needs the parameters next."""
+    in_backward = torch._C._current_graph_task_id() != -1
+    spread = [unit for unit in units if not unit.is_whole] if in_backward else []
+    yield  # a recomputation that stops early ends in an exception, in the very unit where the backward stands
+    for unit in spread:
+        unit.module.reshard()
+
+
+@contextmanager
+def unrecorded(module: nn.Module) -> Iterator[None]:
+    """Forwards that no backward follows: FSDP would take them for the order in which backwards come, and gather in advance."""
+    groups = [group for unit in units_in((module,)) for group in unit._groups]
+    indices = [(group, list(group._post_forward_indices)) for group in groups]
+    orders = {id(group.comm_ctx): (group.comm_ctx, len(group.comm_ctx.post_forward_order)) for group in groups}
+    try:
+        yield
+    finally:
+        for group, before in indices:
+            group._post_forward_indices[:] = before
+        for context, length in orders.values():
+            del context.post_forward_order[length:]
+
+
+def messages_bytes(module: nn.Module) -> int:
+    """What units of a model leave behind for the units before and after them to overlap with, at most, and what stays gathered."""
+    units = [unit for unit in units_in((module,)) if not unit.is_whole]
+    sizes = [unit.sizes for unit in units]
+    passing = max((size.gathered_bytes for size in sizes), default=0) + max((s.reduced_bytes for s in sizes), default=0)
+    return passing + sum(size.gathered_bytes for unit, size in zip(units, sizes, strict=True) if unit.stays_whole)
+
+
+def _sizes_of(group: Any) -> UnitSizes:
+    processes = getattr(group.mesh_info, "shard_mesh_size", 1)
+    total = UnitSizes()
+    for parameter in group.fsdp_params:
+        shard = parameter._sharded_param_data.numel()
+        original = parameter.sharded_param.dtype
+        computed = getattr(parameter, "param_dtype", None) or original
+        reduced = getattr(parameter, "reduce_dtype", None) or computed
+        whole = shard * processes
+        learns = parameter.sharded_param.requires_grad
+        total += UnitSizes(
+            whole * computed.itemsize,
+            learns * whole * computed.itemsize,
+            learns * whole * reduced.itemsize,
+            learns * shard * original.itemsize,
+        )
+    return total

@@ -12,7 +12,8 @@ modules that are not torch's own    are watched: the first update of a large buf
                                     earlier value is gone
 attributes of modules that are      are set to what the first pass saw, and back afterwards (the objects, not what is in
 not torch's own                     them: a list that grows is not followed); so are Python's and NumPy's generators
-parameters                          are the very tensors of the first pass, though functional_call has put others in place
+parameters                          are the very tensors of the first pass, though functional_call has put others in place;
+                                    those of FSDP units come and go with the units' hooks
 ==================================  =====================================================================================
 """
 
@@ -28,6 +29,7 @@ from torch import nn
 from lightning_rotor.errors import ExecutionError
 from lightning_rotor.generators import HostGenerators
 from lightning_rotor.sequential import Stage, is_plain_stock
+from lightning_rotor.sharding import units_in
 
 # Below this, remembering costs less than thinking about it.
 _SMALL_BYTES = 64 * 1024
@@ -113,7 +115,9 @@ def state_of(
             watched.append(module)
     modules = [module for _, module in stage.submodules()]
     attributed = [module for module in modules if not is_plain_stock(module)]
-    parametrized = [module for module in modules if module._parameters]
+    # FSDP gives its units other parameters around each forward, the very same ones in a recomputation.
+    exchanged = {module for unit in units_in(stage.modules) for module in unit.module.modules()}
+    parametrized = [module for module in modules if module._parameters and module not in exchanged]
     return SegmentState(
         tuple(statistics),
         *(tuple(dict.fromkeys(group)) for group in (remembered, watched, attributed, parametrized)),

@@ -16,9 +16,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_rotor.agreement import Agreement, JointPlans, PublishedPlans, communicates
+from lightning_rotor.agreement import Agreement, JointPlans, PublishedPlans
+from lightning_rotor.collectives import communicates
 from lightning_rotor.errors import BudgetError
 from lightning_rotor.planning import Plan
+from lightning_rotor.sharding import messages_bytes
 from lightning_rotor.target import Target
 from lightning_rotor.training_state import existing_gradient_bytes, gradient_bytes, storage_bytes
 
@@ -26,11 +28,14 @@ from lightning_rotor.training_state import existing_gradient_bytes, gradient_byt
 class Ranks:
     """An :class:`~lightning_rotor.agreement.Agreement` that is no constraint until the processes have met, and for one alone.
 
+    Args:
+        beyond: Where no plan fits, go on with the one that takes least.
     Attributes:
         limit_bytes: The least limit of any process, or None before they have met.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, beyond: bool = False) -> None:
+        self._beyond = beyond
         self.limit_bytes: int | None = None
         self._agreement: Agreement | None = None
 
@@ -44,12 +49,11 @@ class Ranks:
         """
         if trainer.world_size == 1 or not (dist.is_available() and dist.is_initialized()):
             return
-        limit = torch.tensor(limit_bytes, device=trainer.strategy.root_device)
-        self.limit_bytes = int(trainer.strategy.reduce(limit, reduce_op="min"))
+        self.limit_bytes = least_limit_bytes(trainer, limit_bytes)
         # Plans of one training must not be taken for those of another: the store lives as long as the processes do.
         token = str(trainer.strategy.broadcast(uuid.uuid4().hex))
         if communicates(model):
-            self._agreement = JointPlans(dist.new_group(backend="gloo"))
+            self._agreement = JointPlans(dist.new_group(backend="gloo"), beyond=self._beyond)
         else:
             distributed: Any = dist
             store = distributed.distributed_c10d._get_default_store()
@@ -71,6 +75,12 @@ class Ranks:
         if isinstance(outcome, BudgetError):
             raise outcome
         return outcome
+
+
+def least_limit_bytes(trainer: pl.Trainer, limit_bytes: int) -> int:
+    """The least of all processes' limits. Each waits for all others."""
+    limit = torch.tensor(limit_bytes, device=trainer.strategy.root_device)
+    return int(trainer.strategy.reduce(limit, reduce_op="min"))
 
 
 def same_target(trainer: pl.Trainer, model: nn.Module, target: Target | None) -> Target | None:
@@ -96,21 +106,29 @@ def communication_bytes(trainer: pl.Trainer, model: nn.Module) -> int:
         ignored: set[str] = wrapped.parameters_to_ignore
         learning = (p for name, p in wrapped.module.named_parameters() if p.requires_grad and name not in ignored)
         return sum(parameter.numel() * parameter.element_size() for parameter in learning)
-    trained = [p for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]]
-    shards = [parameter for parameter in trained if hasattr(parameter, "device_mesh")]
-    if not shards:
-        return 0
-    shown = set(map(id, model.parameters()))
-    return storage_bytes(p for p in shards if id(p) not in shown) + gradient_bytes(model)
+    shards = _shards(trainer)
+    return _hidden_bytes(shards, model) + gradient_bytes(model) + messages_bytes(model) if shards else 0
 
 
 def unnamed_bytes(trainer: pl.Trainer, model: nn.Module) -> int:
-    """The part of :func:`communication_bytes` that no gradient of the model shows."""
+    """The part of :func:`communication_bytes` that is there now, and that neither parameters nor gradients of the model show."""
     wrapped: Any = trainer.strategy.model
     if not isinstance(wrapped, DistributedDataParallel):
-        return 0
+        return _hidden_bytes(_shards(trainer), model)
     shown = existing_gradient_bytes(model) if wrapped.gradient_as_bucket_view else 0
     return max(0, communication_bytes(trainer, model) - shown)
+
+
+def _shards(trainer: pl.Trainer) -> list[torch.Tensor]:
+    """What optimizers have of parameters that are spread over processes."""
+    trained = [p for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]]
+    return [parameter for parameter in trained if hasattr(parameter, "device_mesh")]
+
+
+def _hidden_bytes(shards: list[torch.Tensor], model: nn.Module) -> int:
+    """Of shards that the model does not show, since it has the gathered parameters in their places."""
+    shown = set(map(id, model.parameters()))
+    return storage_bytes(shard for shard in shards if id(shard) not in shown)
 
 
 def may_take_new_buckets(trainer: pl.Trainer) -> bool:

@@ -70,7 +70,7 @@ class RotorCallback(pl.Callback):
 
     Of several processes each keeps inside the least of their limits, the buckets of DDP included, and those with batches of the same shape run one
     plan; None is shared among those of one machine's CPU. :mod:`lightning_rotor.agreement` says how, and why nobody waits in vain. Under FSDP2
-    the planned module must lie inside one unit, or be one.
+    each unit inside of the planned module is one stage.
 
     Logs to every logger, each key after ``RotorCallback/`` (or the logger's own separator): ``overhead_percent``, ``budget_bytes``,
     ``predicted_peak_bytes``, ``measured_peak_bytes``, ``planning_seconds``, ``recomputed_stages``.
@@ -113,7 +113,7 @@ class RotorCallback(pl.Callback):
         self._runs: list[Plan] = []
         self._in_step = self._stepped_before = False
         self._meeting_due = True
-        self._ranks = Ranks()
+        self._ranks = Ranks(beyond=self._on_infeasible == "warn")
         self._process = ProcessLimit(self._limit)
         self._watch = StepWatch()
         self._report_due = False

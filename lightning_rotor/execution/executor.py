@@ -27,6 +27,7 @@ from lightning_rotor.recomputation import recomputed
 from lightning_rotor.recursion import make_room_for
 from lightning_rotor.schedule import Item, Leaf, Schedule, Segment
 from lightning_rotor.sequential import Stage
+from lightning_rotor.sharding import Unit, left_as_found, units_in
 from lightning_rotor.simulator import check_schedule
 from lightning_rotor.state import SegmentState
 from lightning_rotor.wiring import Wire, Wiring
@@ -99,7 +100,7 @@ class Executor:
                 steps.append(partial(_run_segment, inside, self._how_to_run(item)))
             else:
                 wires.append(self._stages[item.stage].wiring.wire)
-                steps.append(partial(run_stage, self._stages[item.stage], option=item.option))
+                steps.append(_step(self._stages[item.stage], item.option))
             needed.update(wires[-1].reads)
         ways = tuple(map(self._way, items))
         save_output = tuple(isinstance(item, Leaf) and bool(self._option(item).saved_output_bytes) for item in items)
@@ -150,6 +151,17 @@ class _Row:
     def run_flat(self, spec: TreeSpec, *flat: Any) -> Any:
         """Run the items on a nesting that was flattened."""
         return self.run(tree_unflatten(flat, spec))
+
+
+def _step(stage: Stage, option: int) -> Callable[[Any], Any]:
+    """How to run a stage that is not inverted."""
+    units = units_in(stage.modules)
+    return partial(_run_units, units, stage, option) if units else partial(run_stage, stage, option=option)
+
+
+def _run_units(units: Sequence[Unit], stage: Stage, option: int, value: Any) -> Any:
+    with left_as_found(units):
+        return run_stage(stage, value, option)
 
 
 def _run_segment(row: _Row, run: Callable[..., Any], value: Any) -> Any:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, TypeAlias
@@ -31,11 +32,13 @@ from lightning_rotor.profiling.ends import StageEnds
 from lightning_rotor.profiling.gradients import Layout, SkipGradient
 from lightning_rotor.profiling.inverted import why_not, with_inversion
 from lightning_rotor.profiling.meters import Meter, meter_for
+from lightning_rotor.profiling.sharded import with_units
 from lightning_rotor.profiling.stages import StageMeasurement, StageProfiler
 from lightning_rotor.profiling.storages import UnmeasuredSkip, merged, scout
 from lightning_rotor.profiling.variants import VariantsMeasurement, measure
 from lightning_rotor.recomputation import recomputed
 from lightning_rotor.sequential import HOOKS, Stage, is_plain_stock, wiring_of
+from lightning_rotor.sharding import UnitSizes, gathered, units_in
 from lightning_rotor.state import SegmentState, Statistic, state_of
 from lightning_rotor.tensors import is_fake, same_bits, tensors_in
 from lightning_rotor.tracing import GraphSlice
@@ -83,6 +86,7 @@ def profile_chain(
     meter: Meter | None = None,
     progress: Progress | None = None,
     compiled: CompiledModules | None = None,
+    in_lockstep: bool = False,
 ) -> Profile:
     """Measure bytes and seconds of every stage.
 
@@ -94,6 +98,7 @@ def profile_chain(
         meter: Measures; by default the one of the sample's device.
         progress: Called with the number of stages done and their total.
         compiled: Compiles stages that the user compiled under other activation memory budgets; given again, it knows those of earlier calls.
+        in_lockstep: All processes of a distributed training measure the same stages now, some of which wait for the others.
     Returns:
         The chain, for the mode, autocast context and shapes of this moment.
     Raises:
@@ -117,29 +122,39 @@ def profile_chain(
         known: dict[Any, VariantsMeasurement] = {}
         variants: list[VariantsMeasurement] = []
         all_ends: list[StageEnds] = []
+        messages: list[tuple[UnitSizes, float]] = []
         before: _Measurable | None = None
         values = dict(inputs)
         for number, (stage, group) in enumerate(zip(together, seen.groups, strict=True)):
             last = number == len(together) - 1
             boundary = Boundary.packed([values[read] for read in stage.reads])
             ends = StageEnds.of(stage, number, seen, numbered)
-            with kept_attributes(stage):
+            units = units_in(stage.modules)
+            with ExitStack() as stack:
+                start = meter.now()
+                stack.enter_context(gathered(units))
+                gathering_seconds = meter.seconds_between(start, meter.now()) if units else 0.0
+                stack.enter_context(kept_attributes(stage))
                 passed = _pass(stage, boundary, device)
                 states.append(state_of(stage, passed.updating, scratch))
                 draws_random = any(seen.draws_random[index] for index in group) or may_draw(stage)
                 recomputable = passed.same_bits and not (number == 0 and seen.changes_input)
                 remembered = states[-1].remembered
                 generators = GeneratorStates(device) if draws_random else None
-                profiler = StageProfiler(stage, boundary, ends, meter, last, repeats, remembered, generators)
+                profiler = StageProfiler(
+                    stage, boundary, ends, meter, last, repeats, remembered, generators, in_lockstep=in_lockstep
+                )
                 reason = _reason_against_inverse(number, stage, boundary)
                 way = way_of(stage, draws_random=draws_random, state=states[-1]) if reason == "" else None
                 measurable = _Measurable(profiler, recomputable, _identity(stage, compiled), way)
                 variants.append(measurable.measured(known, compiled))
+                sizes = sum((unit.sizes for unit in units), UnitSizes())
             layout = variants[-1].stage.link_layout
             if before is not None and layout is not None:
                 variants[-2] = before.measured(known, compiled, layout)
             before = measurable
             all_ends.append(ends)
+            messages.append((sizes, gathering_seconds))
             traits.append(
                 {
                     "draws_random": draws_random,
@@ -153,7 +168,10 @@ def profile_chain(
                 del values[dead]
             if progress is not None:
                 progress(number + 1, len(together))
-        measured = [(ends, each.stage) for ends, each in zip(all_ends, variants, strict=True)]
+        measured = [
+            (ends, with_units(each.stage, *message))
+            for ends, each, message in zip(all_ends, variants, messages, strict=True)
+        ]
         running = [compiled.with_variants(stage, each.names) for stage, each in zip(together, variants, strict=True)]
         skips = _measured((skip for _, skip in numbered.values()), measured)
         costs = [
@@ -177,6 +195,8 @@ def _reason_against_inverse(number: int, stage: Stage, boundary: Boundary) -> st
     """Why a stage must not be inverted: empty if it may be, None if there is nothing to say, since it has no inverse."""
     if stage.inverse is None:
         return None
+    if units_in(stage.modules):
+        return "its parameters are gathered for its forward alone"
     return why_not(stage, boundary) if number else "the chain's input belongs to the caller"
 
 
@@ -228,9 +248,13 @@ class _Measurable:
         about = profiler.last, self.recomputable, len(profiler.remembered), layout, self.way is None
         key = self.identity, boundary.signature, ends.signature, *about
         if key not in known:
-            with kept_attributes(stage), lent_buffers(stage):
+            units = units_in(stage.modules)
+            with gathered(units), kept_attributes(stage), lent_buffers(stage):
                 profiler = replace(profiler, layout=layout)
-                found = measure(profiler, compiled, recomputable=self.recomputable)
+                if units:  # a variant would be compiled together with what gathers the parameters
+                    found = VariantsMeasurement(profiler.measure(recomputable=self.recomputable))
+                else:
+                    found = measure(profiler, compiled, recomputable=self.recomputable)
                 if self.way is not None:
                     inverted, reason = with_inversion(profiler, self.way, found.stage)
                     found = replace(found, stage=inverted, not_inverted=reason)

@@ -17,7 +17,7 @@ from lightning_rotor.invertible.guard import precision_of, tolerance_of
 from lightning_rotor.profiling.boundary import Boundary
 from lightning_rotor.profiling.gradients import Gradients, StageBackward
 from lightning_rotor.profiling.phases import Phases, peak_bytes_of
-from lightning_rotor.profiling.stages import ENOUGH_SECONDS, StageMeasurement, StageProfiler
+from lightning_rotor.profiling.stages import StageMeasurement, StageProfiler
 from lightning_rotor.sequential import Stage
 from lightning_rotor.tensors import is_fake, tensors_in
 
@@ -215,7 +215,7 @@ class _Inverted:
 
     def _backward_seconds(self) -> float:
         meter, seconds = self.profiler.meter, list[float]()
-        while len(seconds) < self.profiler.repeats and sum(seconds) < ENOUGH_SECONDS:
+        while self.profiler.repeats_again(len(seconds), sum(seconds)):
             value = self.profiler.boundary.fresh()
             _, output = self._forward(value, self.way)
             run = self._backward(value, output)

@@ -108,6 +108,8 @@ class StageProfiler:
         gradients_exist: Parameters' gradients are given up as soon as they are there, as where autograd adds them to existing ones.
         option: Which of the stage's options runs.
         layout: How the next stage leaves the gradient of the link between them, if that does not fill its memory.
+        in_lockstep: Other processes measure the same stage and may be waited for in it, so that neither times nor sizes of batches may
+            decide how often it runs.
     """
 
     stage: Stage
@@ -122,6 +124,7 @@ class StageProfiler:
     gradients_exist: bool = False
     option: int = 0
     layout: Layout | None = None
+    in_lockstep: bool = False
 
     def measure(self, *, recomputable: bool) -> StageMeasurement:
         """Bytes and seconds of the stage.
@@ -142,7 +145,8 @@ class StageProfiler:
     def _both_costs(self, seconds: _Seconds, *, recomputable: bool) -> tuple[StageCost, _KeepRun]:
         """Costs where parameters have no gradients yet, with the peaks of a backward where they have."""
         cost, run = self._cost(seconds, recomputable=recomputable)
-        if cost.keep.parameter_gradient_bytes <= _NEGLIGIBLE * cost.keep.backward_held_peak_bytes:
+        negligible = cost.keep.parameter_gradient_bytes <= _NEGLIGIBLE * cost.keep.backward_held_peak_bytes
+        if negligible and not self.in_lockstep:
             return cost, run
         again, _ = replace(self, gradients_exist=True)._cost(seconds, recomputable=recomputable)
         keep = replace(cost.keep, accumulating=again.keep.backward_peaks(gradients_exist=False))
@@ -330,7 +334,7 @@ class StageProfiler:
     def _seconds(self) -> _Seconds:
         forward: list[float] = []
         backward: list[float] = []
-        while len(forward) < self.repeats and sum(forward) + sum(backward) < ENOUGH_SECONDS:
+        while self.repeats_again(len(forward), sum(forward) + sum(backward)):
             value = self.boundary.fresh()
             start = self.meter.now()
             output = self._run(value)
@@ -342,6 +346,10 @@ class StageProfiler:
             backward.append(self.meter.seconds_between(start, self.meter.now()))
         forward_seconds = max(statistics.median(forward), 0.0)
         return _Seconds(forward_seconds, forward_seconds * self._replayed_part(), max(statistics.median(backward), 0.0))
+
+    def repeats_again(self, runs: int, seconds: float) -> bool:
+        """Whether timing goes on after so many runs that took so long."""
+        return runs < self.repeats and (self.in_lockstep or seconds < ENOUGH_SECONDS)
 
     def _replayed_part(self) -> float:
         """How much of a forward is over at its last saved tensor, from 0 to 1."""

@@ -20,6 +20,7 @@ from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.options import run_stage
 from lightning_rotor.profiling.boundary import Boundary
 from lightning_rotor.sequential import Stage, merge, wiring_of
+from lightning_rotor.sharding import gathered, units_in
 from lightning_rotor.tensors import address_of, tensors_in
 from lightning_rotor.undisturbed import kept_attributes, lent_buffers
 from lightning_rotor.wiring import unpacked
@@ -108,7 +109,7 @@ def scout(stages: Sequence[Stage], inputs: dict[int, Boundary], device: torch.de
         for storage in taken:
             if storage is not None:
                 storage.uses.add(index)
-        with kept_attributes(stage), lent_buffers(stage):
+        with gathered(units_in(stage.modules)), kept_attributes(stage), lent_buffers(stage):
             value = Boundary.packed([values[number] for number in stage.reads]).fresh()
             leaves = tree_leaves(value)
             versions = [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in leaves]
