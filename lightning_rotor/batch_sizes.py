@@ -22,6 +22,7 @@ from torch import nn
 
 from lightning_rotor.allowance import Allowance
 from lightning_rotor.chain import Chain
+from lightning_rotor.collectives import communicates
 from lightning_rotor.combining import UnlikeChainsError, combined
 from lightning_rotor.cutting import sequentialize
 from lightning_rotor.devices import resolve_limit
@@ -247,7 +248,7 @@ def _candidates() -> Iterator[int]:
 
 def _profile(model: nn.Module, args: tuple[Any, ...]) -> Profile:
     cut = sequentialize(model, args, {})
-    return profile_chain(cut.stages, cut.bind(args, {}))
+    return profile_chain(cut.stages, cut.bind(args, {}), in_lockstep=communicates(model))
 
 
 def _first(argument: Any, number: int) -> Any:

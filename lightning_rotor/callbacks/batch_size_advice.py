@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.tuner.batch_size_scaling import _reset_dataloaders
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.parsing import lightning_hasattr, lightning_setattr
@@ -19,9 +20,10 @@ from torch import nn
 from lightning_rotor.allowance import Allowance
 from lightning_rotor.batch_sizes import BatchSizeAdvice, advice_from, measured_costs
 from lightning_rotor.callbacks.dry_step import best_by_compute
-from lightning_rotor.callbacks.process_memory import ProcessMemory
+from lightning_rotor.callbacks.process_memory import ProcessMemory, own_limit_bytes
+from lightning_rotor.callbacks.ranks import least_limit_bytes
 from lightning_rotor.chain import Chain
-from lightning_rotor.errors import ModelError
+from lightning_rotor.errors import ModelError, RotorError
 from lightning_rotor.sequential import Stage
 from lightning_rotor.target import TargetSearch, named_target
 from lightning_rotor.tensors import tensors_in
@@ -37,6 +39,9 @@ class RotorBatchSizeAdvice(pl.Callback):
     Lightning's ``BatchSizeFinder`` trains with one size after another until memory runs out, and takes the largest. This measures the planned
     module with one batch and with half of it, predicts all other sizes with their plans, and takes the fastest. Nothing about the training
     changes but, with ``set_batch_size``, the attribute and the dataloaders that it makes.
+
+    Of several processes each measures its own batch, and all take the smallest size that any of them finds best, within the least of their limits.
+    Parameters must be in one piece on each, as under DDP.
 
     Args:
         mem_limit: As for :class:`RotorCallback`, which is to train with the same limit.
@@ -89,7 +94,7 @@ class RotorBatchSizeAdvice(pl.Callback):
         loader: Any = trainer.train_dataloader
         with undisturbed(pl_module.device):  # an iterator of a dataloader draws its seed
             batch = trainer.strategy.batch_to_device(next(iter(loader)))
-        self._advice = trainer.strategy.broadcast(self._advise(trainer, pl_module, batch))
+        self._advice = _least(trainer, self._outcome(trainer, pl_module, batch))
         if self._show_table and trainer.is_global_zero:
             Console().print(self._advice)
         best = self._advice.best
@@ -98,17 +103,31 @@ class RotorBatchSizeAdvice(pl.Callback):
             lightning_setattr(pl_module, self._batch_arg_name, best.batch_size)
             _reset_dataloaders(trainer)
 
+    def _outcome(self, trainer: pl.Trainer, model: pl.LightningModule, batch: Any) -> BatchSizeAdvice | RotorError:
+        """The advice, or why there is none: whoever ends alone leaves others waiting."""
+        try:
+            return self._advise(trainer, model, batch)
+        except RotorError as error:
+            return error
+
     def _advise(self, trainer: pl.Trainer, model: pl.LightningModule, batch: Any) -> BatchSizeAdvice:
+        if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+            raise ModelError(
+                f"the parameters of {type(model).__name__} are spread over processes, so that no module runs by itself: expected parameters in "
+                "one piece. Ask for advice on one device, or under DDP"
+            )
         target = self._target(trainer, model, batch)
         with _as_in_training(trainer, model):
             costs, _ = measured_costs(target, _input_of(target, model, batch))
+        tensors, device = tensors_in(batch), torch.device(costs.chains[0].device)
         memory = ProcessMemory.of(
             self._limit,
             trainer,
             model,
             target=target,
-            batch=tensors_in(batch),
-            device=torch.device(costs.chains[0].device),
+            batch=tensors,
+            device=device,
+            agreed_bytes=least_limit_bytes(trainer, own_limit_bytes(self._limit, trainer, model, tensors, device)),
         )
 
         def allowance(_: Chain, batch_size: int) -> Allowance:
@@ -127,6 +146,23 @@ class RotorBatchSizeAdvice(pl.Callback):
                 f"{type(model).__name__} holds no submodule that can be planned: expected one with several layers"
             )
         return found.module
+
+
+def _least(trainer: pl.Trainer, outcome: BatchSizeAdvice | RotorError) -> BatchSizeAdvice:
+    """The advice of the process that advises the smallest batch; of several, that of the lowest rank.
+
+    Raises:
+        RotorError: The same on all processes, if one of them has no advice.
+    """
+    outcomes = [outcome] * trainer.world_size
+    if trainer.world_size > 1:
+        dist.all_gather_object(outcomes, outcome)
+    advices = []
+    for each in outcomes:
+        if isinstance(each, RotorError):
+            raise each
+        advices.append(each)
+    return min(advices, key=lambda advice: advice.best.batch_size)
 
 
 @contextmanager
