@@ -5,42 +5,47 @@ Lightning's launcher starts the second process. All trainings share the two, sin
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from torch import nn
 from torch.distributed.nn.functional import all_reduce
+from torch.nn.functional import gelu
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_rotor import ModelError, RotorCallback
+from lightning_rotor import BudgetError, RotorBatchSizeAdvice, RotorCallback, is_recomputing
 from lightning_rotor.errors import ProfilerBusyError
 from lightning_rotor.profiling import StepMeter
 
 WIDTH, BATCH, STEPS = 64, 64, 14
 LIMIT = 500 * 1024  # plain training takes 628 KiB under DDP
+LEAST = 1024  # no plan fits
+BLOCKS_LIMIT = 4_500_000  # of FSDP2 with a unit for each block
 TIMEOUT = timedelta(seconds=180)
 
 
 class Batches(IterableDataset[torch.Tensor]):
     """Of this process: other values on each, and other sizes too if asked for."""
 
-    def __init__(self, *, ragged: bool = False) -> None:
+    def __init__(self, size: int = BATCH, *, ragged: bool = False) -> None:
+        self._size = size
         self._ragged = ragged
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         rank = dist.get_rank()
         generator = torch.Generator().manual_seed(rank)
         for step in range(STEPS):
-            size = BATCH - 8 * ((step + rank) % 3) if self._ragged else BATCH
+            size = self._size - 8 * ((step + rank) % 3) if self._ragged else self._size
             yield torch.randn(size, WIDTH, generator=generator)
 
 
@@ -79,6 +84,79 @@ class Sharded(Net):
             fully_shard(module, mesh=self.device_mesh["data_parallel"])
 
 
+class Block(nn.Module):
+    """As in a transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return input + self.drop(self.narrow(gelu(self.wide(self.norm(input)))))
+
+
+class Tower(nn.Module):
+    """A transformer written by hand, as far as cutting it is concerned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            input = block(input)
+        return self.norm(input)
+
+
+class Blocks(Sharded):
+    """Under FSDP2 as most people use it: each block is a unit, the rest of the model another one."""
+
+    def __init__(self) -> None:
+        super().__init__(*(f"body.blocks.{number}" for number in range(6)))
+        self.body = Tower()
+
+
+class Sized(Net):
+    """With a batch size to set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_size = BATCH
+
+
+class Shortage(nn.Module):
+    """Asks for an exabyte in one forward of one process, as a device does that somebody else has filled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.armed = False
+        self.forwards = 0
+        self.asked: list[int] = []  # outlives what a forward that runs again sets back
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self.forwards += self.armed and not is_recomputing()
+        if self.forwards == 6 and not self.asked and dist.get_rank() == 1:
+            self.asked.append(self.forwards)
+            torch.empty(2**60, dtype=torch.uint8)
+        return input * 1
+
+
+class Short(Net):
+    """With a layer that runs out of memory once, in the second process alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shortage = Shortage()
+        self.body.append(self.shortage)
+
+    def on_train_start(self) -> None:
+        """Without the callback, running out of memory ends training."""
+        self.shortage.armed = any(isinstance(each, RotorCallback) for each in self.trainer.callbacks)
+
+
 class MeanOfAll(nn.Module):
     """What SyncBatchNorm does between processes, on the CPU, where DDP refuses torch's own."""
 
@@ -105,12 +183,13 @@ class StepPeak(L.Callback):
     def on_train_batch_start(self, trainer: L.Trainer, model: L.LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx >= STEPS - 2:  # the allocator knows the size of a gradient if it was watched when it was made
             parameters = list(model.parameters())
-            buckets = sum(p.nbytes for p in parameters)
+            is_sharded = hasattr(parameters[0], "device_mesh")
+            buckets = 0 if is_sharded else sum(p.nbytes for p in parameters)
             in_buckets = getattr(trainer.strategy.model, "gradient_as_bucket_view", False)
-            gradients = 0 if in_buckets else sum(p.grad.nbytes for p in parameters if p.grad is not None)
+            gradients = 0 if in_buckets else sum(_local(p.grad).nbytes for p in parameters if p.grad is not None)
             state = [value for entry in trainer.optimizers[0].state.values() for value in entry.values()]
             held = [*parameters, *model.buffers(), *state, batch]
-            self._base = buckets + gradients + sum(tensor.nbytes for tensor in held)
+            self._base = buckets + gradients + sum(_local(tensor).nbytes for tensor in held)
             meter = StepMeter(torch.device("cpu"))
             with suppress(ProfilerBusyError):  # the callback still measures, where plans were made late
                 meter.start()
@@ -122,15 +201,22 @@ class StepPeak(L.Callback):
             self._meter = None
 
 
+def _local(tensor: Any) -> torch.Tensor:
+    """What this process has of a tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 class PlanOfStep(L.Callback):
-    """The schedule of each step."""
+    """The schedule of each step, and the peak that the callback measured last."""
 
     def __init__(self, rotor: RotorCallback) -> None:
         self.schedules: list[str] = []
+        self.measured: list[int | None] = []
         self._rotor = rotor
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.schedules.append(str(self._rotor.plan.schedule) if self._rotor.plan is not None else "")
+        self.measured.append(self._rotor.measured_peak_bytes)
 
 
 @dataclass(frozen=True)
@@ -139,8 +225,11 @@ class Case:
     strategy: Callable[[], Strategy]
     ragged: bool = False
     limit: int = LIMIT
-    refused: bool = False
     measured: bool = False
+    batch: int = BATCH
+    on_infeasible: Literal["raise", "warn"] = "raise"
+    saved: bool = False
+    accelerator: str = "cpu"
 
 
 def ddp(**options: Any) -> Callable[[], Strategy]:
@@ -161,46 +250,82 @@ CASES = {
     "synchronized_ragged": Case(lambda: Net(MeanOfAll), ddp(), ragged=True),
     "inside": Case(Sharded, fsdp2),
     "unit": Case(lambda: Sharded("body"), fsdp2),
-    "units": Case(lambda: Sharded("body.0", "body.4"), fsdp2, refused=True),
+    "units": Case(Blocks, fsdp2, limit=BLOCKS_LIMIT, batch=256, measured=True, saved=True),
+    "short": Case(Short, ddp()),
+    "beyond": Case(Net, ddp(), ragged=True, limit=LEAST, on_infeasible="warn"),
+    "beyond_together": Case(lambda: Net(MeanOfAll), ddp(), ragged=True, limit=LEAST, on_infeasible="warn"),
+}
+APART = {
+    "infeasible": Case(Net, ddp(), ragged=True, limit=438_000),  # enough for the second process, whose batch is smaller
+    "sync_batch_norm": Case(lambda: Net(nn.SyncBatchNorm), ddp(), limit=LEAST, on_infeasible="warn", accelerator="gpu"),
+    "fsdp1": Case(Net, lambda: FSDPStrategy(timeout=TIMEOUT), limit=LEAST, on_infeasible="warn", accelerator="gpu"),
 }
 
 
 def fit(
     case: Case, callbacks: list[L.Callback], folder: Path, strategy: Strategy | str | None = None
 ) -> dict[str, Any]:
-    """Weights after a few steps, from fixed seeds."""
+    """Weights after a few steps, from fixed seeds; a checkpoint of the end in the folder if the case asks for it."""
     L.seed_everything(3, verbose=False)
     model = case.make()
     trainer = L.Trainer(
-        accelerator="cpu", devices=2, strategy=strategy or case.strategy(), max_epochs=1, callbacks=callbacks, logger=False,
+        accelerator=case.accelerator, devices=2, strategy=strategy or case.strategy(), max_epochs=1, callbacks=callbacks, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
     )  # fmt: skip
-    trainer.fit(model, DataLoader(Batches(ragged=case.ragged), batch_size=None))
+    trainer.fit(model, DataLoader(Batches(case.batch, ragged=case.ragged), batch_size=None))
+    if case.saved:
+        trainer.save_checkpoint(folder / "checkpoint")
     state = model.state_dict()
     return {name: getattr(value, "full_tensor", lambda value=value: value)() for name, value in state.items()}
 
 
+def resumed(case: Case, folder: Path) -> dict[str, Any]:
+    """Weights after another epoch without the callback, from the checkpoint in a folder."""
+    L.seed_everything(4, verbose=False)
+    model = case.make()
+    trainer = L.Trainer(
+        accelerator=case.accelerator, devices=2, strategy=case.strategy(), max_epochs=2, limit_train_batches=STEPS, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
+    )  # fmt: skip
+    trainer.fit(model, DataLoader(Batches(case.batch), batch_size=None), ckpt_path=str(folder / "checkpoint"))
+    assert trainer.global_step == 2 * STEPS
+    return {name: _local(value) for name, value in model.state_dict().items()}
+
+
 def seen(case: Case, folder: Path) -> dict[str, Any]:
     """What one process saw of one case."""
-    rotor = RotorCallback(case.limit, "body", show_table=False)
-    if case.refused:
-        try:
-            fit(case, [rotor], folder)
-        except ModelError as error:
-            return {"error": str(error)}
-        return {"error": ""}
+    rotor = RotorCallback(case.limit, "body", on_infeasible=case.on_infeasible, show_table=False)
     plain = fit(case, [], folder)
+    later = [resumed(case, folder)] if case.saved else []
     peak, plans = StepPeak(), PlanOfStep(rotor)
     planned = fit(case, [rotor, plans, *([peak] if case.measured else [])], folder)
+    later += [resumed(case, folder)] if case.saved else []
     return {
         "plain": plain, "planned": planned, "schedules": plans.schedules, "limit": rotor.budget_bytes, "peak": peak.peak_bytes,
-        "measured": rotor.measured_peak_bytes,
+        "measured": rotor.measured_peak_bytes, "measured_at": plans.measured, "resumed": later,
     }  # fmt: skip
+
+
+def advised(folder: Path) -> dict[str, Any]:
+    """What each process is advised, whose limits differ, and the size that it trains with."""
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    advice = RotorBatchSizeAdvice((800 + 400 * rank) * 1024, "body", set_batch_size=True, show_table=False)
+    hopeless = RotorBatchSizeAdvice(2**30 if rank else 1, "body", show_table=False)
+    fit(Case(Sized, ddp()), [advice], folder)
+    try:
+        fit(Case(Sized, ddp()), [hopeless], folder)
+    except BudgetError as error:
+        refusal = str(error)
+    assert advice.advice is not None
+    return {"best": advice.advice.best.batch_size, "limit": advice.advice.limit_bytes, "refusal": refusal}
 
 
 def main(folder: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
-    found = {name: seen(CASES[name], folder) for name in names or CASES}
+    cases = CASES | APART
+    found = {
+        name: advised(folder) if name == "advice" else seen(cases[name], folder) for name in names or [*CASES, "advice"]
+    }
     torch.save(found, folder / f"rank{dist.get_rank()}.pt")
     dist.barrier()
 

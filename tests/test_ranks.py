@@ -13,20 +13,25 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_rotor import RotorCallback
-from tests.rank_runs import CASES, LIMIT, TIMEOUT, fit
+from tests.rank_runs import BLOCKS_LIMIT, CASES, LIMIT, STEPS, TIMEOUT, fit
 from tests.training import assert_same_bits
 
 ROOT = Path(__file__).parents[1]
 Seen = list[dict[str, Any]]
 
 
+def launch(folder: Path, *cases: str) -> subprocess.CompletedProcess[str]:
+    """Both processes, until they have ended."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    command = [sys.executable, "-m", "tests.rank_runs", str(folder), *cases]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     """What each process saw of all cases. Lightning's own launcher (popen) starts the second one."""
     folder = tmp_path_factory.mktemp("ranks")
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    command = [sys.executable, "-m", "tests.rank_runs", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    done = launch(folder)
     if done.returncode:
         pytest.fail(f"exit status {done.returncode}: {done.stderr[-2000:]}")
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
@@ -74,21 +79,39 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Seen:
             marks=pytest.mark.feature("Strategies", "FSDP2 (ModelParallelStrategy), planned module is a unit"),
             id="unit",
         ),
+        pytest.param(
+            "units",
+            marks=pytest.mark.feature(
+                "Strategies",
+                "FSDP2 (ModelParallelStrategy), a unit for each block of the planned module",
+                note="each is one stage; their messages count",
+            ),
+            id="units",
+        ),
+        pytest.param(
+            "short",
+            marks=pytest.mark.feature(
+                "Strategies", "DDP, a rank that runs out of memory alone", note="plans with less"
+            ),
+            id="short",
+        ),
     ],
 )
 def test_two_processes_train_as_without_the_callback(runs: Seen, case: str) -> None:
     for seen in runs:
         assert_same_bits(seen[case]["plain"], seen[case]["planned"])
         assert "[" in seen[case]["schedules"][-1] or "(" in seen[case]["schedules"][-1]  # it recomputes
-        assert seen[case]["limit"] == LIMIT
+        assert seen[case]["limit"] == CASES[case].limit
     assert_same_bits(runs[0][case]["planned"], runs[1][case]["planned"])
 
 
-@pytest.mark.parametrize("case", ["ddp", "unused", "static", "views", "synchronized", "synchronized_ragged", "inside"])
+@pytest.mark.parametrize(
+    "case", ["ddp", "unused", "static", "views", "synchronized", "synchronized_ragged", "inside", "units"]
+)
 def test_ranks_run_one_plan(runs: Seen, case: str) -> None:
     first, second = (seen[case]["schedules"] for seen in runs)
     assert first[-1] == second[-1] != ""
-    if case.startswith("synchronized"):
+    if case in ("synchronized", "synchronized_ragged", "units"):
         assert first == second  # at every step, or the recomputation would not communicate in step
 
 
@@ -99,11 +122,67 @@ def test_the_limit_holds_on_each_rank_with_the_buckets_of_ddp(runs: Seen, case: 
         assert seen[case]["measured"] <= LIMIT
 
 
-@pytest.mark.feature("Strategies", "FSDP2 units inside the planned module are refused with a remedy")
-def test_units_inside_the_planned_module_are_refused(runs: Seen) -> None:
+def test_units_are_inside_the_limit_with_all_messages(runs: Seen) -> None:
     for seen in runs:
-        assert "holds 2 FSDP units (the first is '0')" in seen["units"]["error"]
-        assert "the unit itself, such as '0'" in seen["units"]["error"]
+        peaks = seen["units"]["measured_at"]
+        assert len(peaks) == STEPS
+        assert 0.7 * BLOCKS_LIMIT < peaks[1] <= BLOCKS_LIMIT
+        assert 0.8 * BLOCKS_LIMIT < peaks[9] <= BLOCKS_LIMIT
+        assert 0.8 * BLOCKS_LIMIT < seen["units"]["peak"] <= BLOCKS_LIMIT
+        assert max(peaks) <= 1.05 * BLOCKS_LIMIT  # a plan that the callback tries, and gives up
+
+
+def test_a_checkpoint_of_units_goes_on_without_the_callback(runs: Seen) -> None:
+    for seen in runs:
+        plain, planned = seen["units"]["resumed"]
+        assert_same_bits(plain, planned)
+
+
+@pytest.mark.parametrize("case", ["inside", "unit", "synchronized"])
+def test_steps_that_communicate_are_measured(runs: Seen, case: str) -> None:
+    for seen in runs:
+        assert None not in seen[case]["measured_at"]
+        assert 0.8 * LIMIT < seen[case]["measured"] <= LIMIT
+
+
+@pytest.mark.feature("Strategies", '`on_infeasible="warn"` where no plan fits on several ranks', note="all go on")
+@pytest.mark.parametrize("case", ["beyond", "beyond_together"])
+def test_ranks_beyond_the_limit_go_on(runs: Seen, case: str) -> None:
+    for seen in runs:
+        assert_same_bits(seen[case]["plain"], seen[case]["planned"])
+        assert seen[case]["measured"] > CASES[case].limit == seen[case]["limit"]
+    if case == "beyond_together":
+        assert runs[0][case]["schedules"] == runs[1][case]["schedules"]
+
+
+@pytest.mark.feature("Tuners", "RotorBatchSizeAdvice under DDP", note="one size for all, within the least limit")
+def test_ranks_get_one_advice_or_none(runs: Seen) -> None:
+    first, second = (seen["advice"] for seen in runs)
+    assert first == second
+    assert first["limit"] == 800 * 1024
+    assert first["best"] >= 1
+    assert "mem_limit 1 B is below the minimum" in first["refusal"]
+
+
+@pytest.mark.feature("Strategies", "a rank whose limit fits no plan ends the others too")
+def test_a_rank_without_a_plan_ends_all(tmp_path: Path) -> None:
+    done = launch(tmp_path, "infeasible")
+    assert done.returncode
+    assert "BudgetError: mem_limit" in done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.feature("Strategies", "SyncBatchNorm, FSDP1 around the whole model")
+@pytest.mark.parametrize("case", ["sync_batch_norm", "fsdp1"])
+def test_two_gpus_train_as_without_the_callback(tmp_path: Path, case: str) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    done = launch(tmp_path, case)
+    assert not done.returncode, done.stderr[-2000:]
+    for rank in range(2):
+        seen = torch.load(tmp_path / f"rank{rank}.pt", weights_only=True)[case]
+        assert_same_bits(seen["plain"], seen["planned"])  # running statistics too: each batch counts once
+        assert "(" in seen["schedules"][-1]
 
 
 @pytest.mark.feature("Strategies", "DDP, launched by spawned processes")

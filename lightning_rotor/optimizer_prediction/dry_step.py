@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -87,9 +87,9 @@ class StandIns(TorchFunctionMode):
 
     def _stand_in(self, tensor: Any) -> torch.Tensor:
         if is_cpu_scalar(tensor):
-            return tensor.detach().clone()
+            return cast(torch.Tensor, tensor.detach().clone())
         if is_traceable_wrapper_subclass(tensor):  # a DTensor, whose own storage is as large as all shards
-            stand_in = torch.empty_like(tensor, device="meta")
+            stand_in: torch.Tensor = torch.empty_like(cast(torch.Tensor, tensor), device="meta")
             for mine, theirs in zip(storages_of(tensor), storages_of(stand_in), strict=True):
                 self._note(mine, theirs)
             return stand_in
