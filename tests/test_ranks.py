@@ -168,7 +168,7 @@ def test_ranks_get_one_advice_or_none(runs: Seen) -> None:
 def test_a_rank_without_a_plan_ends_all(tmp_path: Path) -> None:
     done = launch(tmp_path, "infeasible")
     assert done.returncode
-    assert "BudgetError: mem_limit" in done.stderr
+    assert done.stderr.count("BudgetError: mem_limit") == 1  # the other one has lost its partner
 
 
 @pytest.mark.gpu
