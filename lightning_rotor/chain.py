@@ -72,7 +72,7 @@ class Option:
 
     Attributes:
         name: ``"keep"`` saves what autograd saves; ``"budget 0.3"`` is a compiled stage under another activation memory budget;
-            ``"invert"`` saves the output alone.
+            ``"invert"`` and ``"invert, fused"`` save the output alone.
         saved_bytes: Storages that stay alive for the backward: not the stage's input or output, not parameters or buffers. For an option
             that inverts, what its first pass remembers (generators, buffers), be it in a segment or not.
         saved_input_bytes: The part of the input boundary that autograd saves (0 for Dropout, all of it for Linear).
@@ -98,6 +98,7 @@ class Option:
         discard_peak_bytes: Peak of the forward whose saved tensors are dropped, output included. None if it is the stage's.
         inverts: The stage drops its input when it has run, whoever saved it, and rebuilds it from the output in the backward. The peaks of
             its backward count the rebuilt input: plain is where it dies with the stage, held where the stage before has saved it.
+        fused: The backward is the module's own ``reversible_backward``, which rebuilds the input at once.
         needs_exact_output: Of the output that it saves the backward asks what a rounding error changes, such as where ReLU's is zero. So the
             next stage must not be inverted, which would give back an output with rounding errors.
     """
@@ -124,6 +125,7 @@ class Option:
     accumulating: BackwardPeaks | None = None
     discard_peak_bytes: int | None = None
     inverts: bool = False
+    fused: bool = False
     needs_exact_output: bool = False
 
     def __post_init__(self) -> None:
@@ -132,7 +134,8 @@ class Option:
             raise ScheduleError(
                 f"option {self.name!r} inverts its stage: expected it to save the output, and neither input nor skips"
             )
-
+        if self.fused and not self.inverts:
+            raise ScheduleError(f"option {self.name!r} has a fused backward: expected it to invert its stage")
         if self.needs_exact_output and not self.saved_output_bytes:
             raise ScheduleError(f"option {self.name!r} needs its exact output: expected it to save some of it")
 

@@ -1,18 +1,17 @@
 """One inverted stage: it drops its input when it has run, and rebuilds it from its output in the backward.
 
-Nothing is freed under anybody's feet: references are dropped, storages never shrink. Who may hold the input is known::
+There are two ways to do so. Their names count evaluations of the stage, where a plain step takes a forward and a backward::
 
-    item before ──x──► stage ──y──► item behind
+    Inversion         any module with an        forward ┄┄┄┄ inverse, forward, backward: the second forward is that of a recomputed
+                      inverse                   segment of one stage, which starts from ``inverse(y)`` at the first tensor asked for
+    FusedInversion    one that also has a       forward ┄┄┄┄ reversible_backward(y, dy): one node of autograd's graph, whose inputs are
+                      ``reversible_backward``   the stage's input and parameters. These get their gradients from autograd, once, so
+                                                accumulation and hooks (DistributedDataParallel's) are those of plain training
 
-    the running forward         lets go of ``x`` when the stage is done, as of any boundary
-    a stage before that saved   runs under hooks (:class:`SavedOutput`). Its saved tensors that show ``x`` become references to
-    ``x``, its own output       the boundary (:class:`Boundary`), which is empty until it is rebuilt. Not ReLU's: a rebuilt zero
-                                may be no zero, see :attr:`lightning_rotor.chain.Option.needs_exact_output`
-    an inverted stage before    refers to ``x`` in the same way (:class:`Output`): it needs it to rebuild its own input
+In both, generators, autocast and buffers are those of the first run for all that follows, and a few elements that were noted in the forward
+say whether the inverse has drifted, see :mod:`lightning_rotor.invertible.guard`. What others hold of the input is told in
+:mod:`lightning_rotor.dropping`.
 
-In the backward the first tensor that the stage asks for makes it run again, like a recomputed segment of one stage, from
-``inverse(y)``: generators, autocast and buffers are those of its first run both for the inverse and for the forward that follows. A few
-elements that were noted in the forward say whether the inverse has drifted, see :mod:`lightning_rotor.invertible.guard`.
 Inside a segment all this happens for real only when the segment is recomputed: what is saved for the backward goes through the hooks of the
 segment, under which its first pass drops it.
 """
@@ -24,216 +23,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.graph import Node, saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch import nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from lightning_rotor.dropping import Boundary, Output, second_backward
 from lightning_rotor.errors import ExecutionError
 from lightning_rotor.generators import GeneratorStates
+from lightning_rotor.invertible.gradients import first_derivatives_only, stand_ins
 from lightning_rotor.invertible.guard import Guard
+from lightning_rotor.invertible.moment import Moment
 from lightning_rotor.invertible.protocol import require_like
-from lightning_rotor.recomputation import is_checkpointing, is_last_backward_through, recomputed
+from lightning_rotor.recomputation import is_last_backward_through, keeps_graph, recomputed
 from lightning_rotor.state import FirstPass, Replay, SegmentState
 
 _NO_STATE = SegmentState()
-
-
-class Boundary:
-    """A tensor that was dropped, for those who refer to it.
-
-    Args:
-        name: Of the stage that rebuilds it.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._tensor: torch.Tensor | None = None
-        self._is_referred_to = False
-
-    def refer(self) -> None:
-        """Somebody will ask for it."""
-        self._is_referred_to = True
-
-    def fill(self, tensor: torch.Tensor) -> None:
-        """It is rebuilt."""
-        if self._is_referred_to:
-            self._tensor = tensor
-
-    def get(self) -> torch.Tensor:
-        """The tensor.
-
-        Raises:
-            ExecutionError: The backward has not rebuilt it.
-        """
-        if self._tensor is None:
-            raise ExecutionError(
-                f"a backward asks for the input of {self._name!r}, which was dropped and is not rebuilt: expected a backward that "
-                "passes through all of that stage. Do not invert it, or differentiate with respect to what comes before it as well"
-            )
-        return self._tensor
-
-    def take(self) -> torch.Tensor:
-        """The tensor, for the one who refers to it."""
-        tensor, self._tensor = self.get(), None
-        return tensor
-
-
-class _Kept:
-    """Tensors that are saved for the backward through whatever hooks are set: a segment around drops them and brings them back."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        # Without their graph: it would hold the node that holds them.
-        self._node: Any = _Save.apply(_root(), *(tensor.detach() for tensor in tensors)).grad_fn
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        tensor: torch.Tensor = self._node.saved_tensors[index]
-        return tensor
-
-
-class _Save(torch.autograd.Function):
-    """Saves tensors and computes nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, root: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(*tensors)
-        return torch.empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise AssertionError("nobody differentiates it")
-
-
-def _root() -> torch.Tensor:
-    return torch.empty(0, requires_grad=True)
-
-
-# -------------------------------------------------------------------- a stage before that saves its own output
-
-
-@dataclass(slots=True, eq=False)
-class _Saved:
-    """One saved tensor of a stage: itself, or where it is.
-
-    Attributes:
-        storage: Its memory, not held.
-        shape: Its size.
-        stride: Its layout.
-        offset: Its place in its memory.
-        dtype: Its type.
-        device: Where it is.
-        tensor: The tensor, unless it is dropped or somewhere else.
-        kept: What holds it, and its place there.
-        boundary: What it shows.
-    """
-
-    storage: StorageWeakRef
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    device: torch.device
-    tensor: torch.Tensor | None
-    kept: tuple[_Kept, int] | None = None
-    boundary: Boundary | None = None
-
-    def shows(self, tensor: torch.Tensor) -> bool:
-        """Whether it is the same memory, read as the same numbers."""
-        return self.storage.cdata == tensor.untyped_storage()._cdata and self.dtype == tensor.dtype
-
-    def get(self) -> torch.Tensor:
-        if self.boundary is not None:
-            return self.boundary.get().as_strided(self.shape, self.stride, self.offset)
-        if self.kept is not None:
-            kept, index = self.kept
-            return kept[index]
-        assert self.tensor is not None
-        return self.tensor
-
-
-class SavedOutput:
-    """What a stage saves while :meth:`watching`, until it is known which of it is its output."""
-
-    def __init__(self) -> None:
-        self._saved: list[_Saved] = []
-
-    def watching(self) -> saved_tensors_hooks:
-        """Context in which the stage runs."""
-        return saved_tensors_hooks(self._pack, _Saved.get)
-
-    def _pack(self, tensor: torch.Tensor) -> _Saved:
-        saved = _Saved(
-            StorageWeakRef(tensor.untyped_storage()),
-            tensor.shape,
-            tensor.stride(),
-            int(tensor.storage_offset()),
-            tensor.dtype,
-            tensor.device,
-            # The first pass of a segment keeps nothing.
-            None if is_checkpointing() else tensor,
-        )
-        self._saved.append(saved)
-        return saved
-
-    def refer(self, boundary: Boundary, output: torch.Tensor) -> None:
-        """What shows the output refers to the boundary from now on; the rest goes where it would have gone without the watch."""
-        found, self._saved = self._saved, []  # whoever holds the hooks must not hold these
-        shown = [saved for saved in found if is_whole(output) and saved.shows(output)]
-        for saved in shown:
-            saved.tensor, saved.boundary = None, boundary
-            boundary.refer()
-        others = [saved for saved in found if saved.boundary is None]
-        if others and _has_hooks():
-            kept = _Kept(
-                [torch.empty(0, device=each.device) if each.tensor is None else each.tensor for each in others]
-            )
-            for index, saved in enumerate(others):
-                saved.tensor, saved.kept = None, (kept, index)
-
-
-def is_whole(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is dense and all of its memory, so that a copy of its numbers can stand for it."""
-    memory = tensor.untyped_storage().nbytes()
-    return tensor.nbytes == memory and torch.empty_like(tensor, device="meta").stride() == tensor.stride()
-
-
-def _has_hooks() -> bool:
-    # Before torch 2.8 nobody can tell whether there are any.
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return top is None or top(True) is not None
-
-
-# -------------------------------------------------------------------- an inverted stage
-
-
-class Output:
-    """How an inverted stage gets its output back."""
-
-    def __init__(self) -> None:
-        self._source: _Kept | Boundary | None = None
-
-    def refer(self, boundary: Boundary, output: torch.Tensor) -> None:
-        """The stage behind rebuilds it."""
-        self._source = boundary
-        boundary.refer()
-
-    def keep(self, output: torch.Tensor) -> None:
-        """It stays until the backward."""
-        self._source = _Kept([output])
-
-    def get(self, name: str, input_nodes: Sequence[Node]) -> torch.Tensor:
-        """The output, given up if no other backward needs it."""
-        match self._source:
-            case Boundary() as boundary:
-                return boundary.take()
-            case None:
-                raise ExecutionError(
-                    f"{name} is rebuilt again after a backward that did not keep the graph: "
-                    "pass retain_graph=True to all but the last backward"
-                )
-            case kept:
-                output = kept[0]
-                if is_last_backward_through(input_nodes):
-                    self._source = None
-                return output
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -242,6 +45,7 @@ class Way:
 
     Attributes:
         name: Of the stage.
+        module: What the stage runs.
         forward: Maps its input to its output.
         inverse: Maps its output to its input.
         draws_random: Remember the random number generators, from whose states forward, inverse and the second forward start.
@@ -249,8 +53,9 @@ class Way:
     """
 
     name: str
-    forward: Callable[[torch.Tensor], torch.Tensor]
-    inverse: Callable[[torch.Tensor], torch.Tensor]
+    module: nn.Module
+    forward: Callable[[Any], Any]
+    inverse: Callable[[Any], Any]
     draws_random: bool = True
     state: SegmentState = _NO_STATE
 
@@ -267,40 +72,52 @@ class Inversion:
         output: The output, to be told whether it stays.
     """
 
-    def __init__(self, way: Way, value: torch.Tensor) -> None:
+    def __init__(self, way: Way, value: Any) -> None:
+        leaves, self._taken = tree_flatten(value)
         self.boundary = Boundary(way.name)
-        self.output = Output()
+        self.output = Output(way.name)
         self._way = way
-        self._value: torch.Tensor | None = value
-        self._nodes = [value.grad_fn] if value.grad_fn is not None else []
-        self._requires_grad = value.requires_grad
-        self._like = torch.empty_strided((0,), (1,), dtype=value.dtype, device=value.device)
-        self._shape, self._stride, self._dtype = value.shape, value.stride(), value.dtype
-        self._guard = Guard.of([value], name=way.name)
+        self._value: Any = value
+        self._nodes = [leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None]
+        self._requires_grad = [leaf.requires_grad for leaf in leaves]
+        self._like = torch.empty_strided((0,), (1,), dtype=leaves[0].dtype, device=leaves[0].device)
+        self._shapes = [(leaf.shape, leaf.dtype) for leaf in leaves]
+        self._strides = [leaf.stride() for leaf in leaves]
+        self._guard = Guard.of(leaves, name=way.name)
+        self._made: TreeSpec
 
-    def run(self) -> torch.Tensor:
-        """Run the stage; its output belongs to the caller."""
-        way, value = self._way, self._value
-        assert value is not None
-        version = value._version
-        output: torch.Tensor = recomputed(
-            self._run, self._like, name=repr(way.name), draws_random=way.draws_random, state=way.state
-        )
-        if value._version != version:
+    def run(self) -> Any:
+        """Run the stage; its output belongs to the caller.
+
+        Raises:
+            ExecutionError: It has changed its input in place.
+        """
+        leaves = tree_flatten(self._value)[0]
+        versions = [leaf._version for leaf in leaves]
+        output = self._first_run(leaves)
+        self._made = tree_flatten(output)[1]
+        if [leaf._version for leaf in leaves] != versions:
             raise ExecutionError(
-                f"{way.name!r} changes its input in place, so it cannot be inverted: expected an untouched input. "
+                f"{self._way.name!r} changes its input in place, so it cannot be inverted: expected an untouched input. "
                 "Use an operation that is not in place there, or measure again if the model has changed since"
             )
         return output
 
-    def _run(self, _: torch.Tensor) -> torch.Tensor:
+    def _first_run(self, leaves: Sequence[torch.Tensor]) -> Any:
+        way = self._way
+        return recomputed(self._run, self._like, name=repr(way.name), draws_random=way.draws_random, state=way.state)
+
+    def _run(self, _: torch.Tensor) -> Any:
         """Called in the forward, and again in the backward. The argument says on which device."""
         if self._value is not None:
             value, self._value = self._value, None
             return self._way.forward(value)
-        return self._way.forward(self._rebuilt().requires_grad_(self._requires_grad))
+        leaves = [
+            leaf.requires_grad_(wanted) for leaf, wanted in zip(self._rebuilt(), self._requires_grad, strict=True)
+        ]
+        return self._way.forward(tree_unflatten(leaves, self._taken))
 
-    def _rebuilt(self) -> torch.Tensor:
+    def _rebuilt(self) -> list[torch.Tensor]:
         with torch.no_grad():
             states = GeneratorStates(self._like.device) if self._way.draws_random else None
             before = FirstPass(self._way.state)
@@ -308,14 +125,97 @@ class Inversion:
                 pass
             before.generators = None  # they are among the states
             with Replay(before):
-                value = self._way.inverse(self.output.get(repr(self._way.name), self._nodes))
+                outputs = self.output.get(for_good=is_last_backward_through(self._nodes))
+                value = self._way.inverse(tree_unflatten(_drained(outputs), self._made))
             if states is not None:
                 states.restore()
-            require_like(value, [(self._shape, self._dtype)], name=self._way.name)
-            self._guard.check([value])
-            if value.stride() != self._stride:
-                value = torch.empty_strided(self._shape, self._stride, dtype=value.dtype, device=value.device).copy_(
-                    value
-                )
-        self.boundary.fill(value)
-        return value.detach()
+            return self._accepted(value, what="inverse")
+
+    def _accepted(self, value: Any, *, what: str) -> list[torch.Tensor]:
+        """What was rebuilt, checked, laid out as it was, and there for those who refer to it."""
+        leaves = require_like(value, self._shapes, name=self._way.name, what=what)
+        self._guard.check(leaves)
+        placed = [_placed(leaf, stride) for leaf, stride in zip(leaves, self._strides, strict=True)]
+        self.boundary.fill(placed)
+        return [leaf.detach() for leaf in placed]
+
+
+class FusedInversion(Inversion):
+    """One run of an inverted stage whose module has a ``reversible_backward``."""
+
+    def __init__(self, way: Way, value: Any) -> None:
+        super().__init__(way, value)
+        self._parameters = tuple(way.module.parameters())
+        self._moment = Moment(way.module, self._like.device, state=way.state, may_draw=way.draws_random)
+
+    @property
+    def inputs(self) -> int:
+        """How many tensors the stage takes."""
+        return len(self._shapes)
+
+    def _first_run(self, leaves: Sequence[torch.Tensor]) -> Any:
+        self._value = None
+        return tree_unflatten(_Fused.apply(self, *leaves, *self._parameters), self._made)
+
+    def forward(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run the module; the tensors of its output."""
+        with self._moment.first():
+            outputs, self._made = tree_flatten(self._way.forward(tree_unflatten(leaves, self._taken)))
+        return outputs
+
+    def backward(self, gradients: Sequence[torch.Tensor], *, for_good: bool) -> Sequence[torch.Tensor | None]:
+        """Rebuild the input and run the backward.
+
+        Args:
+            gradients: For the tensors of the output.
+            for_good: There is no other backward after this one.
+        Returns:
+            Gradients for the tensors of the input, and for the parameters.
+        """
+        way: Any = self._way
+        substitutes = stand_ins(self._parameters)
+        outputs = self.output.get(for_good=for_good)
+        with torch.no_grad(), self._moment.again(dict(zip(map(id, self._parameters), substitutes, strict=True))):
+            rebuilt, for_input = way.module.reversible_backward(
+                tree_unflatten(_drained(outputs), self._made), tree_unflatten(gradients, self._made)
+            )
+        self._accepted(rebuilt, what="fused backward")
+        needed = require_like(for_input, self._shapes, name=way.name, what="fused backward")
+        found = [gradient if wanted else None for gradient, wanted in zip(needed, self._requires_grad, strict=True)]
+        return first_derivatives_only(way.name, [*found, *(substitute.grad for substitute in substitutes)])
+
+
+class _Fused(torch.autograd.Function):
+    """The node of one fused run. Parameters are among its inputs: they get their gradients from it, as from any other node."""
+
+    @staticmethod
+    def forward(ctx: Any, run: FusedInversion, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        outputs = run.forward(tensors[: run.inputs])
+        ctx.run, ctx.name = run, run.output.name
+        ctx.save_for_backward(*tensors[run.inputs :])  # whoever changes one of them meanwhile hears of it
+        ctx.mark_non_differentiable(*(each for each in outputs if not (each.is_floating_point() or each.is_complex())))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        _ = ctx.saved_tensors  # a segment around is recomputed here
+        run, for_good = ctx.run, not keeps_graph()
+        if run is None:
+            raise second_backward(ctx.name)
+        if for_good:
+            ctx.run = None  # nodes live as long as their graph, which the loss holds
+        return (None, *run.backward(gradients, for_good=for_good))
+
+
+def _placed(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """The tensor with this layout."""
+    if tensor.stride() == stride:
+        return tensor
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def _drained(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What a list holds, which it then does no more."""
+    content = tensors[:]
+    tensors.clear()
+    return content

@@ -33,8 +33,14 @@ def way_of(stage: Stage, *, draws_random: bool, state: SegmentState) -> Way:
         draws_random: Whether it reads random number generators.
         state: What recomputation must leave alone.
     """
+    assert stage.invertible is not None
     return Way(
-        stage.name, partial(run_stage, stage), partial(_run_inverse, stage), draws_random=draws_random, state=state
+        stage.name,
+        stage.invertible,
+        partial(run_stage, stage),
+        partial(_run_inverse, stage),
+        draws_random=draws_random,
+        state=state,
     )
 
 

@@ -89,13 +89,16 @@ class _Again:
         self._replay.__exit__(kind, error, trace)
 
 
+def keeps_graph() -> bool:
+    """Whether the running backward leaves its graph for another one, as far as anybody can tell."""
+    return not _ENGINE_ANSWERS or bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
 def is_last_backward_through(nodes: Collection[Node]) -> bool:
     """Whether a backward is running that goes on to all of some nodes and frees what is before them; False if there are none."""
     if not _ENGINE_ANSWERS or torch._C._current_graph_task_id() == _NO_TASK:
         return False
-    if torch._C._autograd._get_current_graph_task_keep_graph():
-        return False
-    return bool(nodes) and all(map(torch._C._will_engine_execute_node, nodes))
+    return bool(nodes) and not keeps_graph() and all(map(torch._C._will_engine_execute_node, nodes))
 
 
 class _Inputs:

@@ -62,7 +62,10 @@ class Stage:
     @property
     def invertible(self) -> nn.Module | None:
         """The module that may have an inverse: the only one, which is all that the stage runs."""
-        return self.modules[0] if len(self.modules) == 1 else None
+        if len(self.modules) != 1:
+            return None
+        module: nn.Module | None = getattr(self.modules[0], "only_module", self.modules[0])
+        return module
 
     @property
     def reads(self) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ The recursion of the schedule is the recursion of the calls, so there is nothing
                                       checkpoint( stage 1, 2 )       first saved tensor of 2 → run 1, 2 again; stages 2, 1
                                       stage 3, recorded              stage 0
 
-What an item saves of its output is settled when it is known whether the stage behind will drop that: see :mod:`lightning_rotor.inversion`.
+What an item saves of its output is settled when it is known whether the stage behind will drop that: see :mod:`lightning_rotor.dropping`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_rotor.chain import Chain, Option
-from lightning_rotor.inversion import Inversion, Output, SavedOutput, Way
+from lightning_rotor.dropping import Output, SavedOutput
+from lightning_rotor.inversion import FusedInversion, Inversion
 from lightning_rotor.options import run_stage, way_of
 from lightning_rotor.recomputation import recomputed
 from lightning_rotor.recursion import make_room_for
@@ -102,19 +103,20 @@ class Executor:
                 wires.append(self._stages[item.stage].wiring.wire)
                 steps.append(_step(self._stages[item.stage], item.option))
             needed.update(wires[-1].reads)
-        ways = tuple(map(self._way, items))
+        inversions = tuple(map(self._inversion, items))
         save_output = tuple(isinstance(item, Leaf) and bool(self._option(item).saved_output_bytes) for item in items)
-        return _Row(Wiring.of(reversed(wires), wanted), tuple(reversed(steps)), ways, save_output)
+        return _Row(Wiring.of(reversed(wires), wanted), tuple(reversed(steps)), inversions, save_output)
 
     def _option(self, leaf: Leaf) -> Option:
         return self._chain.stages[leaf.stage].options[leaf.option]
 
-    def _way(self, item: Item) -> Way | None:
-        """How to run an inverted stage; None if the item is something else."""
+    def _inversion(self, item: Item) -> Callable[[Any], Inversion | FusedInversion] | None:
+        """Begins a run of an inverted stage; None if the item is something else."""
         if not isinstance(item, Leaf) or not self._option(item).inverts:
             return None
         draws_random = self._chain.stages[item.stage].draws_random
-        return way_of(self._stages[item.stage], draws_random=draws_random, state=self._states[item.stage])
+        way = way_of(self._stages[item.stage], draws_random=draws_random, state=self._states[item.stage])
+        return partial(FusedInversion if self._option(item).fused else Inversion, way)
 
     def _how_to_run(self, segment: Segment) -> Callable[..., Any]:
         numbers = range(segment.first, segment.last + 1)
@@ -133,18 +135,18 @@ class _Row:
     Attributes:
         wiring: Which values each item takes and makes.
         steps: Runs each item, if it is no inverted stage.
-        ways: For each item that is one, how to run it.
+        inversions: For each item that is one, what begins a run of it.
         save_output: For each item, whether it is a stage that keeps its output.
     """
 
     wiring: Wiring
     steps: tuple[Callable[[Any], Any], ...]
-    ways: tuple[Way | None, ...]
+    inversions: tuple[Callable[[Any], Inversion | FusedInversion] | None, ...]
     save_output: tuple[bool, ...]
 
     def run(self, value: Any) -> Any:
         """Run the items."""
-        if any(self.ways):
+        if any(self.inversions):
             return self.wiring.run(value, _InvertingRun(self).run_item)
         return self.wiring.run_all(value, self.steps)
 
@@ -183,18 +185,18 @@ class _InvertingRun:
 
     def run_item(self, index: int, value: Any) -> Any:
         """Run one of the items."""
-        row, way, before = self._row, self._row.ways[index], self._before
+        row, begin, before = self._row, self._row.inversions[index], self._before
         self._before = None
-        inversion = None if way is None else Inversion(way, value)
+        inversion = None if begin is None else begin(value)
         if inversion is not None and before is not None:
-            before.refer(inversion.boundary, value)
-        is_dropped = index + 1 < len(row.ways) and row.ways[index + 1] is not None
+            before.refer(inversion.boundary, tree_flatten(value)[0])
+        is_dropped = index + 1 < len(row.inversions) and row.inversions[index + 1] is not None
         if inversion is not None:
             output = inversion.run()
             if is_dropped:
                 self._before = inversion.output
             else:
-                inversion.output.keep(output)
+                inversion.output.keep(tree_flatten(output)[0])
             return output
         if is_dropped and row.save_output[index]:
             self._before = saved = SavedOutput()

@@ -16,9 +16,9 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from lightning_rotor.errors import ExecutionError, InverseError
+from lightning_rotor.errors import InverseError
 from lightning_rotor.invertible.boundary import Boundary, second_backward
-from lightning_rotor.invertible.gradients import Roots, learning, stand_ins
+from lightning_rotor.invertible.gradients import Roots, first_derivatives_only, learning, stand_ins
 from lightning_rotor.invertible.guard import Guard
 from lightning_rotor.invertible.moment import Moment
 from lightning_rotor.invertible.protocol import (
@@ -29,8 +29,7 @@ from lightning_rotor.invertible.protocol import (
     require_tensors,
 )
 from lightning_rotor.invertible.sequential import members
-
-_keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: False)
+from lightning_rotor.recomputation import keeps_graph
 
 
 def invertible_checkpoint(module: nn.Module | Sequence[nn.Module], x: Any, *, name: str | None = None) -> Any:
@@ -214,7 +213,7 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: _Call = ctx.call
-        keep_graph = _keeps_graph()
+        keep_graph = keeps_graph()
         call.begin_backward(keep_graph=keep_graph)
         saved = ctx.saved_tensors
         if call.hooked:
@@ -228,38 +227,7 @@ class _Node(torch.autograd.Function):
         if call.source is not None:
             call.source.refill(inputs, for_good=not keep_graph)
         del inputs
-        return (None, *_once(call, found))
-
-
-def _once(call: _Call, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
-    """Gradients; if somebody wants gradients of them, such that ask for the reason why there are none."""
-    if not torch.is_grad_enabled():
-        return gradients
-    numbers = [number for number, gradient in enumerate(gradients) if gradient is not None]
-    anchor = torch.zeros((), requires_grad=True)
-    guarded = _NoSecondDerivative.apply(call.output, anchor, *(gradients[number] for number in numbers))
-    result = list(gradients)
-    for number, gradient in zip(numbers, guarded, strict=True):
-        result[number] = gradient
-    return result
-
-
-class _NoSecondDerivative(torch.autograd.Function):
-    """The identity, for gradients that have none themselves."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, boundary: Boundary, anchor: torch.Tensor, *gradients: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.name = boundary.name
-        return tuple(gradient.view_as(gradient) for gradient in gradients)
-
-    @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> None:
-        raise ExecutionError(
-            f"gradients of the gradients of {ctx.name!r} are wanted, but its backward rebuilt its input outside of autograd's graph: expected first "
-            "derivatives alone. Call the module plainly where create_graph=True is needed"
-        )
+        return (None, *first_derivatives_only(call.output.name, found))
 
 
 def _drained(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

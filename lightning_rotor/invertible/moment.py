@@ -25,12 +25,24 @@ class Moment:
         module: Whose call it is.
         device: Of its input.
         keep_buffers: Keep all buffers, and let the first call work on copies as well, so that nothing in the module changes.
+        state: What the module may change, if somebody has found out before.
+        may_draw: Whether it may draw random numbers.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, *, keep_buffers: bool = False) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        *,
+        keep_buffers: bool = False,
+        state: SegmentState | None = None,
+        may_draw: bool = True,
+    ) -> None:
         self._stage = Stage(type(module).__name__, (module,))
         self._device = device
         self._keep_buffers = keep_buffers
+        self._known_state = state
+        self._may_draw = may_draw
         self._first_pass = FirstPass(
             dataclasses.replace(self._state(), statistics=())
         )  # scratch is made when it is needed
@@ -53,13 +65,13 @@ class Moment:
         buffers = [(slots, name, slots[name], _version(slots[name])) for slots, name in self._remembered()]
         with self._first_pass:
             self._first_pass.generators = None  # they are among ours
-            before = GeneratorStates(self._device)
+            before = GeneratorStates(self._device) if self._may_draw else None
             with ExitStack() as stack:
                 if self._keep_buffers:
                     stack.enter_context(Replay(self._first_pass))
                     stack.enter_context(repeating())
                 yield
-            if not before.equals(GeneratorStates(self._device)):
+            if before is not None and not before.equals(GeneratorStates(self._device)):
                 self._generators = before
         if not self._keep_buffers:
             changed = {
@@ -100,6 +112,8 @@ class Moment:
             yield
 
     def _state(self) -> SegmentState:
+        if self._known_state is not None:
+            return self._known_state
         state = state_of(self._stage, (), {})
         if self._keep_buffers:
             owners = tuple(dict.fromkeys(module for _, module in self._stage.submodules() if module._buffers))

@@ -30,10 +30,10 @@ from lightning_rotor.options import autocast_enabled, run_stage, way_of
 from lightning_rotor.profiling.boundary import Boundary
 from lightning_rotor.profiling.ends import StageEnds
 from lightning_rotor.profiling.gradients import Layout, SkipGradient
-from lightning_rotor.profiling.inverted import why_not, with_inversion
+from lightning_rotor.profiling.inverted import Objections, try_inverse, with_inversion
 from lightning_rotor.profiling.meters import Meter, meter_for
 from lightning_rotor.profiling.sharded import with_units
-from lightning_rotor.profiling.stages import StageMeasurement, StageProfiler
+from lightning_rotor.profiling.stages import WORTH_MENTIONING_BYTES, StageMeasurement, StageProfiler
 from lightning_rotor.profiling.storages import UnmeasuredSkip, merged, scout
 from lightning_rotor.profiling.variants import VariantsMeasurement, measure
 from lightning_rotor.recomputation import recomputed
@@ -48,9 +48,6 @@ from lightning_rotor.wiring import unpacked
 _log = logging.getLogger(__name__)
 
 Progress: TypeAlias = Callable[[int, int], None]
-
-# Python numbers in an expression (x * 2) become tensors of 8 bytes that stay with the graph; nobody needs to hear of them.
-_WORTH_A_WARNING_BYTES = 1024
 
 
 @dataclass(frozen=True, eq=False)  # no slots, for the cached properties
@@ -94,7 +91,7 @@ def profile_chain(
         stages: What :func:`~lightning_rotor.sequential.sequential_stages` returns.
         sample: Input of the first stage: a tensor, or tensors in tuples, lists and dicts, on the device to measure. Whether its tensors
             require gradients matters.
-        repeats: Timed runs of each stage; the median counts.
+        repeats: Timed runs of each stage, more of short ones and fewer of long ones.
         meter: Measures; by default the one of the sample's device.
         progress: Called with the number of stages done and their total.
         compiled: Compiles stages that the user compiled under other activation memory budgets; given again, it knows those of earlier calls.
@@ -144,9 +141,11 @@ def profile_chain(
                 profiler = StageProfiler(
                     stage, boundary, ends, meter, last, repeats, remembered, generators, in_lockstep=in_lockstep
                 )
-                reason = _reason_against_inverse(number, stage, boundary)
-                way = way_of(stage, draws_random=draws_random, state=states[-1]) if reason == "" else None
-                measurable = _Measurable(profiler, recomputable, _identity(stage, compiled), way)
+                tried = _objections(number, stage, boundary)
+                way = None
+                if stage.inverse is not None and not tried.inverse:
+                    way = way_of(stage, draws_random=draws_random, state=states[-1])
+                measurable = _Measurable(profiler, recomputable, _identity(stage, compiled), way, tried.fused)
                 variants.append(measurable.measured(known, compiled))
                 sizes = sum((unit.sizes for unit in units), UnitSizes())
             layout = variants[-1].stage.link_layout
@@ -160,7 +159,7 @@ def profile_chain(
                     "draws_random": draws_random,
                     "state_bytes": states[-1].remembered_bytes,
                     "takes": boundary.tensors,
-                    "not_inverted": variants[-1].not_inverted or reason or "",
+                    "not_inverted": variants[-1].not_inverted or tried.inverse,
                 }
             )
             values.update(zip(stage.writes, passed.outputs, strict=True))
@@ -191,13 +190,13 @@ def profile_chain(
     return Profile(chain, tuple(running), tuple(states))
 
 
-def _reason_against_inverse(number: int, stage: Stage, boundary: Boundary) -> str | None:
-    """Why a stage must not be inverted: empty if it may be, None if there is nothing to say, since it has no inverse."""
+def _objections(number: int, stage: Stage, boundary: Boundary) -> Objections:
+    """Why a stage must not be inverted; nothing is said of one that has no inverse."""
     if stage.inverse is None:
-        return None
+        return Objections()
     if units_in(stage.modules):
-        return "its parameters are gathered for its forward alone"
-    return why_not(stage, boundary) if number else "the chain's input belongs to the caller"
+        return Objections("its parameters are gathered for its forward alone")
+    return try_inverse(stage, boundary) if number else Objections("the chain's input belongs to the caller")
 
 
 def _measured(
@@ -238,6 +237,7 @@ class _Measurable:
     recomputable: bool
     identity: tuple[Any, ...]
     way: Way | None
+    not_fused: str
 
     def measured(
         self, known: dict[Any, VariantsMeasurement], compiled: CompiledModules, layout: Layout | None = None
@@ -245,7 +245,7 @@ class _Measurable:
         """What is known of such a stage whose output's gradient lies like this."""
         profiler = self.profiler
         stage, boundary, ends = profiler.stage, profiler.boundary, profiler.ends
-        about = profiler.last, self.recomputable, len(profiler.remembered), layout, self.way is None
+        about = profiler.last, self.recomputable, len(profiler.remembered), layout, self.way is None, self.not_fused
         key = self.identity, boundary.signature, ends.signature, *about
         if key not in known:
             units = units_in(stage.modules)
@@ -256,7 +256,7 @@ class _Measurable:
                 else:
                     found = measure(profiler, compiled, recomputable=self.recomputable)
                 if self.way is not None:
-                    inverted, reason = with_inversion(profiler, self.way, found.stage)
+                    inverted, reason = with_inversion(profiler, self.way, found.stage, not_fused=self.not_fused)
                     found = replace(found, stage=inverted, not_inverted=reason)
                 known[key] = found
         return known[key]
@@ -417,7 +417,7 @@ def _warn(costs: Sequence[StageCost]) -> None:
                 RotorWarning,
                 stacklevel=4,
             )
-        if cost.pinned_bytes >= _WORTH_A_WARNING_BYTES:
+        if cost.pinned_bytes >= WORTH_MENTIONING_BYTES:
             warnings.warn(
                 f"stage {cost.name!r} keeps {cost.pinned_bytes} bytes in its graph that no checkpoint can free (tensors stored on an autograd "
                 "context rather than saved by save_for_backward); the plan counts them",

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
-import statistics
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules import module as nn_module
+from torch.utils._pytree import tree_leaves
 
 from lightning_rotor.chain import BackwardPeaks, Option, StageCost
+from lightning_rotor.dropping import is_whole
 from lightning_rotor.errors import InverseError
-from lightning_rotor.inversion import Inversion, Way, is_whole
+from lightning_rotor.inversion import FusedInversion, Inversion, Way
 from lightning_rotor.invertible.check import check_inverse
 from lightning_rotor.invertible.guard import precision_of, tolerance_of
+from lightning_rotor.invertible.protocol import has_fused_backward
 from lightning_rotor.profiling.boundary import Boundary
 from lightning_rotor.profiling.gradients import Gradients, StageBackward
 from lightning_rotor.profiling.phases import Phases, peak_bytes_of
-from lightning_rotor.profiling.stages import StageMeasurement, StageProfiler
+from lightning_rotor.profiling.stages import WORTH_MENTIONING_BYTES, StageMeasurement, StageProfiler
+from lightning_rotor.profiling.timing import typical
 from lightning_rotor.sequential import Stage
-from lightning_rotor.tensors import is_fake, tensors_in
+from lightning_rotor.tensors import address_of, is_fake, tensors_in
 
 _RTOL = 1e-4
+_HOOKS_OF_ALL_BACKWARDS = nn_module._global_backward_hooks, nn_module._global_backward_pre_hooks
 
-NAME = "invert"
-"""Of the option."""
+NAMES = {Inversion: "invert", FusedInversion: "invert, fused"}
+"""Of the options."""
+# Above the noise of a busy machine. A fused backward does less than inverse, forward and backward do, unless it is written badly.
+_NOT_SLOWER = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,30 +49,71 @@ class _Run:
     gradients: Gradients
 
 
-def with_inversion(profiler: StageProfiler, way: Way, measurement: StageMeasurement) -> tuple[StageMeasurement, str]:
-    """Add the option that inverts a stage.
+def with_inversion(
+    profiler: StageProfiler, way: Way, measurement: StageMeasurement, *, not_fused: str
+) -> tuple[StageMeasurement, str]:
+    """Add the options that invert a stage.
 
     Args:
         profiler: Of the stage.
         way: How it runs.
         measurement: Its other options.
+        not_fused: Why its fused backward cannot be relied on; empty if it can, or if there is none.
     Returns:
-        The measurement, with the option if there may be one; else as it was, and why not.
+        The measurement, with one option or two if there may be any; and why there is none, or none that is fused.
     """
     reason = objection(profiler, measurement.cost)
-    if not reason:
-        option = _Inverted(profiler, way).option(measurement.cost.keep)
-        if isinstance(option, Option):
-            cost, apart = (_joined(each, option) for each in (measurement.cost, measurement.cost_apart))
-            return replace(measurement, cost=cost, cost_apart=apart), ""
-        reason = option
-    return measurement, reason
+    if reason:
+        return measurement, reason
+    ways = [_Inverted(profiler, way, kind) for kind in ([Inversion] if not_fused else _kinds(way))]
+    found = [
+        each.option(measurement.cost, seconds) for each, seconds in zip(ways, _backward_seconds(ways), strict=True)
+    ]
+    options = [option for option in found if isinstance(option, Option)]
+    if len(options) == 2 and _replaces(options[1], options[0]):
+        del options[0]
+    if options:
+        cost, apart = (_joined(each, options) for each in (measurement.cost, measurement.cost_apart))
+        measurement = replace(measurement, cost=cost, cost_apart=apart)
+    return measurement, next((reason for reason in found if isinstance(reason, str)), not_fused)
 
 
-def why_not(stage: Stage, boundary: Boundary) -> str:
-    """Why a stage's inverse cannot be relied on, tried on its input with its present parameters; empty if it can."""
+def _kinds(way: Way) -> list[type[Inversion]]:
+    module = way.module
+    # Around a fused backward nobody calls the module, so that hooks of its backward would not fire.
+    hooked = any((module._backward_hooks, module._backward_pre_hooks, *_HOOKS_OF_ALL_BACKWARDS))
+    return [Inversion, FusedInversion] if has_fused_backward(module) and not hooked else [Inversion]
+
+
+def _replaces(fused: Option, other: Option) -> bool:
+    """Whether a fused backward takes no more memory than the other way, and no more time."""
+    no_larger = all(mine <= theirs for mine, theirs in zip(_sizes(fused), _sizes(other), strict=True))
+    return no_larger and fused.backward_seconds <= _NOT_SLOWER * other.backward_seconds
+
+
+def _sizes(option: Option) -> list[int]:
+    exist = astuple(option.backward_peaks(gradients_exist=True))
+    named = (getattr(option, field.name) for field in fields(option) if field.name.endswith("_bytes"))
+    return [*(size or 0 for size in named), *exist]
+
+
+@dataclass(frozen=True, slots=True)
+class Objections:
+    """Why a stage cannot be inverted; empty if it can.
+
+    Attributes:
+        inverse: Its inverse cannot be relied on.
+        fused: Its fused backward cannot; empty, too, if it has none.
+    """
+
+    inverse: str = ""
+    fused: str = ""
+
+
+def try_inverse(stage: Stage, boundary: Boundary) -> Objections:
+    """Try a stage's inverse and fused backward on its input, with its present parameters."""
     if any(map(is_fake, tensors_in(boundary.leaves))):
-        return "it is only estimated, and whether its inverse is right shows with values"
+        return Objections("it is only estimated, and whether its inverse is right shows with values")
     value = boundary.fresh()
     precision = max(map(precision_of, tensors_in(value)), key=tolerance_of)
     # Half the digits are half the digits of the inverse, too: what the guard allows there is allowed here.
@@ -72,28 +121,30 @@ def why_not(stage: Stage, boundary: Boundary) -> str:
     module = stage.invertible
     assert module is not None
     try:
-        check_inverse(module, value, rtol=rtol, name=stage.name)
+        report = check_inverse(module, value, rtol=rtol, name=stage.name)
     except InverseError as error:
-        return str(error)
-    return ""
+        return Objections(str(error))
+    if report.fused_agrees is False:
+        return Objections(
+            fused=f"its fused backward is not used: it differs from autograd's by {report.fused_error:.2g} of the largest element of a gradient"
+        )
+    return Objections()
 
 
 def objection(profiler: StageProfiler, cost: StageCost) -> str:
     """Why a stage with an inverse cannot be inverted where it is; empty if it can."""
     leaves, ends = profiler.boundary.leaves, profiler.ends
-    if len(leaves) != 1 or len(ends.inputs) != 1 or len(ends.outputs) != 1 or not isinstance(leaves[0], torch.Tensor):
-        return "it takes or makes several values: expected one tensor each"
-    if ends.inputs[0] is not None:
+    if any(place is not None for place in ends.inputs):
         return "its input is the caller's, or is read elsewhere, too"
-    if ends.outputs[0] is not None:
+    if any(place is not None for place in ends.outputs):
         return "its output is read by more than the next stage"
-    if not profiler.boundary.requires_grad[0]:
+    if not any(profiler.boundary.requires_grad):
         return "nothing before it learns"
-    if not is_whole(leaves[0]):
+    if not all(map(is_whole, leaves)) or len(set(map(address_of, leaves))) < len(leaves):
         return "its input is a part of something larger"
     if not cost.recomputable:
         return "it gives other bits when it runs again"
-    if cost.pinned_bytes:
+    if cost.pinned_bytes >= WORTH_MENTIONING_BYTES:
         return f"it stores {cost.pinned_bytes} bytes on its graph, which nobody can drop"
     if not cost.keep.saved_tensors:
         return "it saves nothing anyway"
@@ -104,9 +155,11 @@ def objection(profiler: StageProfiler, cost: StageCost) -> str:
 class _Inverted:
     profiler: StageProfiler
     way: Way
+    kind: type[Inversion]
 
-    def option(self, keep: Option) -> Option | str:
+    def option(self, cost: StageCost, backward_seconds: float) -> Option | str:
         """The costs, or why there is none."""
+        keep, pinned_bytes = cost.keep, cost.pinned_bytes
         alone = self._run(hold_input=False)
         if alone.input_bytes or alone.saved_output_bytes != self.profiler.ends.link_bytes:
             return "its graph keeps hold of the input"
@@ -114,7 +167,8 @@ class _Inverted:
             keep.input_gradient_bytes,
             keep.parameter_gradient_bytes,
         ):
-            return "its backward leaves other gradients"
+            fused = "fused " if self.kind is FusedInversion else ""
+            return f"its {fused}backward leaves other gradients"
         held = self._run(hold_input=True)
         accumulating = None
         if keep.accumulating is not None:
@@ -122,8 +176,8 @@ class _Inverted:
             accumulating = again._peaks(again._run(hold_input=False), again._run(hold_input=True))
         peaks = self._peaks(alone, held)
         return Option(
-            name=NAME,
-            saved_bytes=alone.saved_bytes,
+            name=NAMES[self.kind],
+            saved_bytes=max(alone.saved_bytes - pinned_bytes, 0),  # those count whatever the option
             saved_input_bytes=0,
             saved_output_bytes=alone.saved_output_bytes,
             saved_tensors=1,
@@ -139,10 +193,11 @@ class _Inverted:
             # The same kernels. Timed by itself either may come out faster by chance.
             forward_seconds=keep.forward_seconds,
             replay_seconds=keep.forward_seconds,
-            backward_seconds=max(self._backward_seconds(), keep.backward_seconds),
+            backward_seconds=max(backward_seconds, keep.backward_seconds),
             accumulating=accumulating,
             discard_peak_bytes=alone.forward_peak_bytes,
             inverts=True,
+            fused=self.kind is FusedInversion,
         )
 
     @staticmethod
@@ -164,7 +219,7 @@ class _Inverted:
             value = profiler.boundary.fresh()
             recording.mark("forward")
             with saved_tensors_hooks(_same, unpack):  # a segment around is recomputed at the first of them
-                inversion, output = self._forward(value, self.way)
+                inversion, output = self._forward(value)
             recording.mark("root")
             backward = self._backward(value, output)
             recording.mark("drop input")
@@ -195,10 +250,10 @@ class _Inverted:
             gradients=gradients,
         )
 
-    def _forward(self, value: torch.Tensor, way: Way) -> tuple[Inversion, torch.Tensor]:
-        inversion = Inversion(way, value)
+    def _forward(self, value: Any) -> tuple[Inversion, Any]:
+        inversion = self.kind(self.way, value)
         output = inversion.run()
-        inversion.output.keep(output)
+        inversion.output.keep(tree_leaves(output))
         return inversion, output
 
     def _backward(self, value: Any, output: Any) -> StageBackward:
@@ -213,25 +268,32 @@ class _Inverted:
             layout=profiler.layout,
         )
 
-    def _backward_seconds(self) -> float:
-        meter, seconds = self.profiler.meter, list[float]()
-        while self.profiler.repeats_again(len(seconds), sum(seconds)):
-            value = self.profiler.boundary.fresh()
-            _, output = self._forward(value, self.way)
-            run = self._backward(value, output)
-            del value, output
-            start = meter.now()
-            run.gradients()
-            seconds.append(meter.seconds_between(start, meter.now()))
-        return max(statistics.median(seconds), 0.0)
+    def backward_seconds(self) -> float:
+        """Of one backward."""
+        meter, value = self.profiler.meter, self.profiler.boundary.fresh()
+        _, output = self._forward(value)
+        run = self._backward(value, output)
+        del value, output
+        start = meter.now()
+        run.gradients()
+        return meter.seconds_between(start, meter.now())
+
+
+def _backward_seconds(ways: Sequence[_Inverted]) -> list[float]:
+    """Of each way, in turns: what slows one of them down slows down the other."""
+    seconds: list[list[float]] = [[] for _ in ways]
+    while not all(map(ways[0].profiler.is_timed, seconds)):
+        for way, runs in zip(ways, seconds, strict=True):
+            runs.append(way.backward_seconds())
+    return [typical(runs) for runs in seconds]
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _joined(cost: StageCost, option: Option) -> StageCost:
-    """The stage with one option more."""
+def _joined(cost: StageCost, more: Sequence[Option]) -> StageCost:
+    """The stage with some options more."""
     options = tuple(replace(each, discard_peak_bytes=cost.discard_peak_of(each)) for each in cost.options)
-    largest = max(cost.discard_peak_bytes, option.forward_peak_bytes)
-    return replace(cost, options=(*options, option), discard_peak_bytes=largest)
+    largest = max(cost.discard_peak_bytes, *(option.forward_peak_bytes for option in more))
+    return replace(cost, options=(*options, *more), discard_peak_bytes=largest)

@@ -1,4 +1,4 @@
-"""Measuring one stage: bytes from one run each per case, seconds as the median of several.
+"""Measuring one stage: bytes from one run each per case, seconds from several.
 
 Every run owns a fresh copy of the stage's input and starts its backward from a node that makes the gradient of the output on the spot,
 so that everything dies exactly when it would in training: the gradient after the first operator that reads it, the input with the last
@@ -7,9 +7,8 @@ saved tensor that needs it.
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,12 +25,13 @@ from lightning_rotor.profiling.ends import StageEnds
 from lightning_rotor.profiling.gradients import Layout, SkipGradient, StageBackward
 from lightning_rotor.profiling.meters import Meter
 from lightning_rotor.profiling.phases import Phases, peak_bytes_of
+from lightning_rotor.profiling.timing import is_enough, typical
 from lightning_rotor.recomputation import recomputed
 from lightning_rotor.sequential import Stage
 from lightning_rotor.tensors import address_of, requested_bytes, tensors_in
 
-ENOUGH_SECONDS = 0.5
-"""Long enough for the noise of a busy machine to even out within one run."""
+WORTH_MENTIONING_BYTES = 1024
+"""Python numbers in an expression (x * 2) become tensors of 8 bytes that stay with the graph; nobody needs to hear of them."""
 # Parameters' gradients below this part of a backward's peak may count as piling up though they do not; measuring takes time, too.
 _NEGLIGIBLE = 1 / 256
 
@@ -101,7 +101,7 @@ class StageProfiler:
         ends: Storages that it takes and leaves behind.
         meter: Of the device.
         last: The stage ends the chain, so the caller holds its output during the whole backward.
-        repeats: Timed runs, the median counts; fewer if they are so long that noise does not matter.
+        repeats: Timed runs, see :mod:`lightning_rotor.profiling.timing`.
         remembered: Modules whose buffers a recomputation works on copies of.
         generators: If the stage may draw random numbers: where every run starts, so that all runs take the same course.
         gradients_apart: Gradients that later readers of a skip leave are slices, to which nothing can be added in place.
@@ -334,7 +334,7 @@ class StageProfiler:
     def _seconds(self) -> _Seconds:
         forward: list[float] = []
         backward: list[float] = []
-        while self.repeats_again(len(forward), sum(forward) + sum(backward)):
+        while not self.is_timed([sum(run) for run in zip(forward, backward, strict=True)]):
             value = self.boundary.fresh()
             start = self.meter.now()
             output = self._run(value)
@@ -344,12 +344,12 @@ class StageProfiler:
             start = self.meter.now()
             run.gradients()
             backward.append(self.meter.seconds_between(start, self.meter.now()))
-        forward_seconds = max(statistics.median(forward), 0.0)
-        return _Seconds(forward_seconds, forward_seconds * self._replayed_part(), max(statistics.median(backward), 0.0))
+        forward_seconds = typical(forward)
+        return _Seconds(forward_seconds, forward_seconds * self._replayed_part(), typical(backward))
 
-    def repeats_again(self, runs: int, seconds: float) -> bool:
-        """Whether timing goes on after so many runs that took so long."""
-        return runs < self.repeats and (self.in_lockstep or seconds < ENOUGH_SECONDS)
+    def is_timed(self, seconds: Sequence[float]) -> bool:
+        """Whether runs that took so long are enough. Where other processes run along, only their number counts."""
+        return len(seconds) >= self.repeats if self.in_lockstep else is_enough(seconds, self.repeats)
 
     def _replayed_part(self) -> float:
         """How much of a forward is over at its last saved tensor, from 0 to 1."""

@@ -148,14 +148,13 @@ class GraphSlice(nn.Module):
         return _decode(self._output, values)
 
     @property
-    def inverse(self) -> Callable[[Any], Any] | None:
-        """That of a module, if calling it is all that is done."""
+    def only_module(self) -> nn.Module | None:
+        """The module that it calls, if calling it is all that is done."""
         match self._steps:
             case [_Step(kind="call_module", target=module, args=(_Ref(0),), kwargs={}) as step] if (
                 self._inputs == 1 and not step.kwargs and self._output == _Ref(1)
             ):
-                inverse = getattr(module, "inverse", None)
-                return inverse if callable(inverse) and not isinstance(inverse, nn.Module) else None
+                return module if isinstance(module, nn.Module) else None
             case _:
                 return None
 
