@@ -47,6 +47,7 @@ class Event:
         seconds: Duration.
         peak_bytes: Most that is allocated meanwhile.
         after_bytes: What is allocated when it is done.
+        inverts: It is a backward that rebuilds the stage's input as well.
     """
 
     phase: Phase
@@ -54,6 +55,7 @@ class Event:
     seconds: float
     peak_bytes: int
     after_bytes: int
+    inverts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,7 +335,7 @@ class _Simulator:
         self._add(self._gradient_bytes + self._skips.leave_gradients(stage))
         if not self._gradients_exist:
             self._add(option.parameter_gradient_bytes)
-        self._events.append(Event("backward", stage, option.backward_seconds, level, self._live_bytes))
+        self._events.append(Event("backward", stage, option.backward_seconds, level, self._live_bytes, option.inverts))
 
     def _recompute(self, segment: Segment) -> None:
         # While it runs, the generators' current state is put aside and buffers are lent, and nested segments remember states

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.colors import to_hex
 from strategies import random_chain, with_inversion, with_skips
 from table_reference import solve_by_loops
 
@@ -19,6 +20,8 @@ from lightning_rotor.planning import Plan, Solver, fine_slots, lower_bound_secon
 from lightning_rotor.planning.dynamic_program import Table
 from lightning_rotor.planning.extraction import Extraction
 from lightning_rotor.planning.thresholds import thresholds_of
+from lightning_rotor.report import draw_chain, plot_timeline
+from lightning_rotor.report.style import INVERSION_COLOURS, INVERSION_LABEL
 from lightning_rotor.schedule import Leaf, Schedule
 from lightning_rotor.simulator import simulate
 from tests.reference import best_by_budget, judge_all
@@ -152,6 +155,24 @@ def test_plan_says_what_is_inverted_and_is_the_same_after_a_file(tmp_path: Path)
     found.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json", chain).schedule == found.schedule
     assert 0 <= found.gap < 1
+
+
+def test_drawing_and_timeline_show_inverted_stages_as_such() -> None:
+    chain = invertible_chain(8)
+    schedule = Schedule.parse("(0-2) 3 4-6:1 7")
+    picture = draw_chain(chain, schedule=schedule, fold=False)
+    assert picture.count(">inverted<") == 3
+    assert picture.count(f'stroke="{INVERSION_COLOURS[0]}"') == 3
+    assert picture.count(">keeps ") == 5
+    assert "dark blue: inverted" in picture
+    assert "dark blue" not in draw_chain(chain, schedule=Schedule.keep_all(8))
+    assert ">inverted<" not in draw_chain(chain)
+    simulation = simulate(chain, schedule)
+    figure = plot_timeline(Plan(chain, schedule, simulation.peak_bytes, simulation, 0.0))
+    assert INVERSION_LABEL in [text.get_text() for text in figure.legends[0].get_texts()]
+    bars = [patch for patch in figure.axes[1].patches if to_hex(patch.get_facecolor()) == INVERSION_COLOURS[0]]
+    assert sorted(round(bar.get_y() + bar.get_height() / 2) for bar in bars) == [4, 5, 6]
+    assert not any(event.inverts for event in simulate(chain, Schedule.keep_all(8)).events)
 
 
 def test_chain_without_inverses_is_planned_as_before() -> None:

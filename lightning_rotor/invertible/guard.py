@@ -24,6 +24,7 @@ import random
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -117,13 +118,19 @@ def tolerance_of(dtype: torch.dtype) -> float:
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
     """Elements at fixed positions; a tensor of its own."""
-    count = min(SAMPLES, tensor.numel())
-    # Any regular pattern may fall into few columns of a matrix, that is, into one half of a coupling. The generator is our own.
-    numbers = random.Random(tensor.numel()).sample(range(tensor.numel()), count)
     # Not through a flat view: one of a channels-last tensor is a copy of all of it.
-    places = [torch.tensor(place) for place in zip(*(_place(number, tensor.shape) for number in numbers), strict=True)]
+    places = [torch.tensor(place) for place in _places(tensor.shape)]
     detached = tensor.detach()
-    return detached[tuple(places)] if places else detached.clone().reshape(count)
+    return detached[tuple(places)] if places else detached.clone().reshape(min(SAMPLES, tensor.numel()))
+
+
+@lru_cache(maxsize=256)
+def _places(shape: torch.Size) -> tuple[tuple[int, ...], ...]:
+    """Where to look, by dimension."""
+    # Any regular pattern may fall into few columns of a matrix, that is, into one half of a coupling. The generator is our own.
+    size = shape.numel()
+    numbers = random.Random(size).sample(range(size), min(SAMPLES, size))
+    return tuple(zip(*(_place(number, shape) for number in numbers), strict=True))
 
 
 def _place(number: int, shape: torch.Size) -> tuple[int, ...]:

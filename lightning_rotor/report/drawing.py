@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
-from lightning_rotor.chain import Chain
+from lightning_rotor.chain import Chain, Option
 from lightning_rotor.errors import ScheduleError
 from lightning_rotor.report import svg
 from lightning_rotor.report.folding import Run, folded, stage_keys
@@ -43,8 +43,8 @@ from lightning_rotor.report.layout import (
     Strand,
 )
 from lightning_rotor.report.operators import operator_labels
-from lightning_rotor.report.style import PHASE_COLOURS
-from lightning_rotor.schedule import Item, Leaf, Schedule
+from lightning_rotor.report.style import INVERSION_COLOURS, PHASE_COLOURS
+from lightning_rotor.schedule import Item, Leaf, Schedule, leaves
 from lightning_rotor.sequential import Stage
 from lightning_rotor.units import format_bytes
 
@@ -52,6 +52,7 @@ from lightning_rotor.units import format_bytes
 _COLOURS = ("#77AADD", "#EE8866", "#EEDD88", "#FFAABB", "#99DDFF", "#44BB99", "#BBCC33", "#AAAA00")
 _INK, _GREY, _SKIP = "#222222", "#666666", "#AA3377"
 _SEGMENT = PHASE_COLOURS["recompute"][0]
+_INVERTED = INVERSION_COLOURS[0]
 
 _MOST_LINES, _BOLD = 4, 1.1
 
@@ -69,7 +70,7 @@ def draw_chain(
     Args:
         chain: Its sizes and skips.
         stages: What :func:`~lightning_rotor.profiling.profile_chain` returns along with the chain, for the operators in the boxes.
-        schedule: Marks recomputed stages, with a bar for each segment around them.
+        schedule: Marks recomputed stages, with a bar for each segment around them, and inverted ones; says what stages keep under it.
         title: Above the picture.
         fold: Draw what repeats once.
     Returns:
@@ -87,9 +88,17 @@ def draw_chain(
         [operator_labels(stage) for stage in stages] if stages is not None else [()] * len(chain)
     )
     depths = _depths(schedule) if schedule is not None else [0] * len(chain)
-    keys = stage_keys(chain, list(zip(labels, depths, strict=True)))
+    options = _options(chain, schedule)
+    keys = stage_keys(chain, list(zip(labels, depths, (option.name for option in options), strict=True)))
     runs = folded(keys) if fold else [Run(number, 1, 1) for number in range(len(chain))]
-    return _Drawing(chain, labels, depths, _colours(keys), runs, title).text()
+    return _Drawing(chain, labels, depths, options, _colours(keys), runs, title).text()
+
+
+def _options(chain: Chain, schedule: Schedule | None) -> list[Option]:
+    """By stage, how it runs when it is recorded."""
+    if schedule is None:
+        return [stage.keep for stage in chain]
+    return [chain.stages[leaf.stage].options[leaf.option] for item in schedule.items for leaf in leaves(item)]
 
 
 def _depths(schedule: Schedule) -> list[int]:
@@ -127,12 +136,14 @@ class _Drawing:
         chain: Chain,
         labels: Sequence[tuple[str, ...]],
         depths: Sequence[int],
+        options: Sequence[Option],
         colours: Sequence[str],
         runs: Sequence[Run],
         title: str | None,
     ) -> None:
         self._chain = chain
         self._depths = depths
+        self._options = options
         self._colours = colours
         self._runs = runs
         self._title = title or ""
@@ -171,6 +182,8 @@ class _Drawing:
             yield "equal stages share a colour"
         if any(self._depths):
             yield "orange: recomputed, a bar for each level of nesting"
+        if any(option.inverts for option in self._options):
+            yield "dark blue: inverted, drops its input and rebuilds it from its output"
 
     # ---------------------------------------------------------------- layout
 
@@ -218,11 +231,12 @@ class _Drawing:
                 )
 
     def _box(self, box: Box) -> Iterator[str]:
-        stage = self._chain.stages[box.stage]
+        option = self._options[box.stage]
         left = self._layout.columns[box.column].left + FRAME
+        ink, frame = (_INVERTED, 2.5) if option.inverts else (_INK, 0.7)
         yield svg.element(
-            "rect", x=left, y=box.top, width=BOX, height=box.height, rx=3, fill=self._colours[box.stage], stroke=_INK,
-            stroke_width=0.7,
+            "rect", x=left, y=box.top, width=BOX, height=box.height, rx=3, fill=self._colours[box.stage], stroke=ink,
+            stroke_width=frame,
         )  # fmt: skip
         following = next(
             (other for other in self._layout.boxes if other.stage > box.stage and other.column == box.column), None
@@ -232,12 +246,12 @@ class _Drawing:
             goes_on = following is not None and self._depths[following.stage] > bar
             end = following.top if following is not None and goes_on else box.bottom
             yield svg.element("line", x1=x, y1=box.top, x2=x, y2=end, stroke=_SEGMENT, stroke_width=2.5)
-        kept = stage.keep.saved_bytes + stage.keep.saved_input_bytes + stage.keep.saved_output_bytes
-        keeps = f"keeps {format_bytes(kept)}"
+        kept = option.saved_bytes + option.saved_input_bytes + option.saved_output_bytes
+        keeps = "inverted" if option.inverts else f"keeps {format_bytes(kept)}"
         room = BOX - 20 - svg.text_width(keeps, SMALL)
         y = box.top + PADDING + NAME - 1
         yield svg.text(self._name(box, room), left + 6, y, NAME, font_weight="bold", fill=_INK)
-        yield svg.text(keeps, left + BOX - 6, y, SMALL, text_anchor="end", fill=_INK)
+        yield svg.text(keeps, left + BOX - 6, y, SMALL, text_anchor="end", fill=_INVERTED if option.inverts else _INK)
         for number, line in enumerate(box.lines, 1):
             yield svg.text(line, left + 6, y + 1 + LINE * number, SMALL, fill="#333333")
 

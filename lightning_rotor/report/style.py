@@ -17,6 +17,8 @@ PHASE_COLOURS: dict[Phase, tuple[str, str]] = {
     "recompute": ("#EE7733", "#F9CFB3"),
     "backward": ("#66A998", "#C7E0D9"),
 }
+INVERSION_COLOURS = ("#332288", "#B8B2D6")
+INVERSION_LABEL = "inversion"
 PHASE_LABELS: dict[Phase, str] = {"forward": "forward", "recompute": "recomputation", "backward": "backward"}
 LINE_COLOURS = ("#222222", "#AA3377", "#117733", "#882255")
 BUDGET_COLOUR = "#CC3311"

@@ -11,6 +11,8 @@ from lightning_rotor.planning import Plan
 from lightning_rotor.planning.tables import plain_simulation
 from lightning_rotor.report.style import (
     BUDGET_COLOUR,
+    INVERSION_COLOURS,
+    INVERSION_LABEL,
     LINE_COLOURS,
     PHASE_COLOURS,
     PHASE_LABELS,
@@ -22,7 +24,7 @@ from lightning_rotor.report.style import (
     new_figure,
     size_unit,
 )
-from lightning_rotor.simulator import Event, Phase, Simulation
+from lightning_rotor.simulator import Event, Simulation
 from lightning_rotor.units import format_bytes
 
 if TYPE_CHECKING:
@@ -152,22 +154,30 @@ def _outline(events: Sequence[Event], base: int) -> list[_Point]:
 
 def _draw_phases(axes: Axes, events: Sequence[Event], scale: _Scale, reserved_bytes: int) -> None:
     """What stays after each operation in full colour, what it takes meanwhile in a pale one."""
-    labels = dict(PHASE_LABELS)
+    labelled: set[str] = set()
     base = reserved_bytes / scale.size
     start, before = 0.0, base
     for event in events:
         end, after = start + event.seconds / scale.duration, base + event.after_bytes / scale.size
         span, held, peak = (start, end), (before, after), base + event.peak_bytes / scale.size
-        full, pale = PHASE_COLOURS[event.phase]
+        label, (full, pale) = _look(event)
         # Edges in the same colour close the seams that antialiasing leaves between neighbours.
         axes.fill_between(span, held, (peak, peak), facecolor=pale, edgecolor=pale, linewidth=0.3)
         axes.fill_between(
-            span, held, base, facecolor=full, edgecolor=full, linewidth=0.3, label=labels.pop(event.phase, None)
+            span, held, base, facecolor=full, edgecolor=full, linewidth=0.3, label=None if label in labelled else label
         )
+        labelled.add(label)
         start, before = end, after
     axes.fill_between((), (), facecolor="0.82", label="while running")
     if reserved_bytes:
         axes.fill_between((0, start), base, facecolor="0.6", linewidth=0, label="held throughout")
+
+
+def _look(event: Event) -> tuple[str, tuple[str, str]]:
+    """What the legend calls an operation, and its colours, full and pale."""
+    if event.inverts:
+        return INVERSION_LABEL, INVERSION_COLOURS
+    return PHASE_LABELS[event.phase], PHASE_COLOURS[event.phase]
 
 
 def _draw_budget(axes: Axes, budget_bytes: int, scale: _Scale) -> None:
@@ -191,16 +201,16 @@ def _draw_budget(axes: Axes, budget_bytes: int, scale: _Scale) -> None:
 
 def _draw_stages(axes: Axes, events: Sequence[Event], names: Sequence[str], scale: _Scale) -> None:
     """A bar for each operation: its stage upwards, its duration to the right."""
-    bars: dict[Phase, tuple[list[float], list[float], list[float]]] = {phase: ([], [], []) for phase in PHASE_COLOURS}
+    colours = (*(full for full, _ in PHASE_COLOURS.values()), INVERSION_COLOURS[0])
+    bars: dict[str, tuple[list[float], list[float], list[float]]] = {colour: ([], [], []) for colour in colours}
     start, height = 0.0, max(1.0, _LEAST_BAR * len(names))
     for event in events:
-        lefts, widths, stages = bars[event.phase]
+        lefts, widths, stages = bars[_look(event)[1][0]]
         lefts.append(start)
         widths.append(event.seconds / scale.duration)
         stages.append(event.stage)
         start += event.seconds / scale.duration
-    for phase, (lefts, widths, stages) in bars.items():
-        colour = PHASE_COLOURS[phase][0]
+    for colour, (lefts, widths, stages) in bars.items():
         axes.barh(stages, widths, height, lefts, color=colour, edgecolor=colour, linewidth=0.3)
     axes.set_ylim(-0.5 - (height - 1) / 2, len(names) - 0.5 + (height - 1) / 2)
     groups, starts = name_groups(names, most=_MOST_NAMES)
