@@ -36,34 +36,34 @@ class Boundary:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._tensors: list[torch.Tensor] | None = None
-        self._is_referred_to = False
+        self._tensors: dict[int, torch.Tensor] = {}
+        self._referred_to: set[int] = set()
 
-    def refer(self) -> None:
-        """Somebody will ask for them."""
-        self._is_referred_to = True
+    def refer(self, *numbers: int) -> None:
+        """Somebody will ask for the tensors with these numbers."""
+        self._referred_to.update(numbers)
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:
-        """They are rebuilt."""
-        if self._is_referred_to:
-            self._tensors = list(tensors)
+        """They are rebuilt; those that nobody will ask for are left alone."""
+        self._tensors = {number: tensors[number] for number in self._referred_to}
 
-    def get(self) -> list[torch.Tensor]:
-        """The tensors.
+    def get(self, number: int) -> torch.Tensor:
+        """One of the tensors.
 
         Raises:
             ExecutionError: The backward has not rebuilt them.
         """
-        if self._tensors is None:
+        if number not in self._tensors:
             raise ExecutionError(
                 f"a backward asks for the input of {self._name!r}, which was dropped and is not rebuilt: expected a backward that "
                 "passes through all of that stage. Do not invert it, or differentiate with respect to what comes before it as well"
             )
-        return self._tensors
+        return self._tensors[number]
 
     def take(self) -> list[torch.Tensor]:
-        """The tensors, for the one who refers to them."""
-        tensors, self._tensors = self.get(), None
+        """All tensors, for the one who refers to them all."""
+        tensors = [self.get(number) for number in sorted(self._referred_to)]
+        self._tensors.clear()
         return tensors
 
 
@@ -133,7 +133,7 @@ class _Saved:
     def get(self) -> torch.Tensor:
         if self.shown is not None:
             boundary, index = self.shown
-            return boundary.get()[index].as_strided(self.shape, self.stride, self.offset)
+            return boundary.get(index).as_strided(self.shape, self.stride, self.offset)
         if self.kept is not None:
             return self.kept.get()
         assert self.tensor is not None
@@ -171,7 +171,7 @@ class SavedOutput:
             index = next((index for index, output in enumerate(outputs) if saved.shows(output)), None)
             if index is not None:
                 saved.tensor, saved.shown = None, (boundary, index)
-                boundary.refer()
+                boundary.refer(index)
             elif _has_hooks():
                 saved.kept = _Kept(torch.empty(0, device=saved.device) if saved.tensor is None else saved.tensor)
                 saved.tensor = None
@@ -206,7 +206,7 @@ class Output:
     def refer(self, boundary: Boundary, outputs: Sequence[torch.Tensor]) -> None:
         """The stage behind rebuilds it."""
         self._source = boundary
-        boundary.refer()
+        boundary.refer(*range(len(outputs)))
 
     def keep(self, outputs: Sequence[torch.Tensor]) -> None:
         """It stays until the backward."""

@@ -20,6 +20,7 @@ from lightning_rotor.chain import StageCost
 from lightning_rotor.errors import ExecutionError, InverseError, ScheduleError
 from lightning_rotor.execution import Executor
 from lightning_rotor.invertible import AdditiveCoupling, InvertibleSequential
+from lightning_rotor.invertible.gradients import accumulate
 from lightning_rotor.planning import minimum_budget
 from lightning_rotor.profiling import Profile, profile_chain
 from lightning_rotor.schedule import Schedule
@@ -322,3 +323,105 @@ def test_callback_trains_with_inverted_stages_as_without_it(tmp_path: Path) -> N
     assert callback.plan.inverted
     for name, expected in plain.items():
         torch.testing.assert_close(planned[name], expected, rtol=1e-9, atol=1e-9)
+
+
+class Shift(nn.Module):
+    """A user's own block, whose inverse is right or wrong."""
+
+    def __init__(self, *, right: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.right = right
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.second(torch.tanh(self.first(torch.ones_like(x))))
+
+    def inverse(self, output: torch.Tensor) -> torch.Tensor:
+        shift = self.second(torch.tanh(self.first(torch.ones_like(output))))
+        return output - shift if self.right else output + shift
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_module_whose_inverse_is_wrong_is_cut_inside_like_any_other(
+    right: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Shift(right=right) for _ in range(3)), nn.Tanh())
+    batch = torch.randn(8, WIDTH)
+    before, generator = {name: tensor.clone() for name, tensor in net.state_dict().items()}, torch.get_rng_state()
+    with caplog.at_level(logging.INFO, "lightning_rotor"):
+        cut = sequentialize(net, (batch,))
+    assert any(stage.name == "2" for stage in cut.stages) == right
+    assert (len(cut.stages) > 8) != right
+    assert (
+        "'2' is not inverted, and cut inside like any other module: the inverse of '2' is off by" in caplog.text
+    ) != right
+    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert not any(module._forward_pre_hooks for module in net.modules())
+    planned = Checkpointable(net, batch, "10MiB")
+    planned(batch).sum().backward()
+    assert sum(map(can_be_inverted, planned.plan.chain)) == 3 * right  # type: ignore[union-attr]
+
+
+class Streams(nn.Module):
+    """A coupling of two tensors in a tuple, and a mask that nobody differentiates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = branch()
+
+    def forward(self, streams: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        first, second, count = streams
+        return second * 1, first + self.f(second), count + 1
+
+    def inverse(self, streams: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        second, first, count = streams
+        return first - self.f(second), second * 1, count - 1
+
+    def reversible_backward(
+        self, streams: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor, ...]
+    ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        (second, first, count), (for_second, for_first, _) = streams, gradients
+        leaf, parameters = second.detach().requires_grad_(), list(self.f.parameters())
+        with torch.enable_grad():
+            made = self.f(leaf)
+        more, *found = torch.autograd.grad(made, [leaf, *parameters], for_first)
+        accumulate(parameters, found)
+        return (first - made.detach(), second * 1, count - 1), (
+            for_first * 1,
+            for_second + more,
+            torch.zeros_like(count),
+        )
+
+
+class Halves(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        first, second = x.chunk(2, -1)
+        return torch.tanh(first), second * 1, torch.zeros(2, dtype=torch.long)
+
+
+class Whole(nn.Module):
+    def forward(self, streams: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return torch.cat(streams[:2], -1)
+
+
+def test_several_tensors_without_a_fused_backward_are_refused_by_name() -> None:
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Halves(), Unfused(Streams()), Whole())
+    stage = profile_of(net, torch.randn(8, WIDTH)).chain.stages[2]
+    assert not can_be_inverted(stage)
+    assert "it takes or makes several tensors and has no reversible_backward" in stage.not_inverted
+
+
+@pytest.mark.parametrize("schedule", ["0-1 2-4:1 5-6", "0 (1 2-3:1) 4:1 5-6"])
+def test_boundaries_of_several_tensors_are_dropped_and_rebuilt_too(schedule: str) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Halves(), *(Streams() for _ in range(3)), Whole(), nn.Linear(WIDTH, 4))
+    batch = torch.randn(64, WIDTH, dtype=torch.float64)
+    case = Case(net.double(), batch)
+    profile = profile_of(net, batch)
+    names = [[option.name for option in stage.options[1:]] for stage in profile.chain]
+    assert names == [[], [], *[["invert, fused"]] * 3, [], []], [stage.not_inverted for stage in profile.chain]
+    state = {key: value.clone() for key, value in net.state_dict().items()}
+    plain, planned = (training_step(case, run, state) for run in (net, executor(profile, schedule)))
+    assert_close(plain.tensors, planned.tensors)
+    assert 0 <= planned.peak_bytes - simulate(profile.chain, Schedule.parse(schedule)).peak_bytes <= LOSS_BYTES

@@ -26,11 +26,12 @@ from lightning_rotor.compiled import CompiledModules
 from lightning_rotor.errors import RotorWarning
 from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.inversion import Way
+from lightning_rotor.invertible.trial import Objections, try_inverse
 from lightning_rotor.options import autocast_enabled, run_stage, way_of
 from lightning_rotor.profiling.boundary import Boundary
 from lightning_rotor.profiling.ends import StageEnds
 from lightning_rotor.profiling.gradients import Layout, SkipGradient
-from lightning_rotor.profiling.inverted import Objections, try_inverse, with_inversion
+from lightning_rotor.profiling.inverted import with_inversion
 from lightning_rotor.profiling.meters import Meter, meter_for
 from lightning_rotor.profiling.sharded import with_units
 from lightning_rotor.profiling.stages import WORTH_MENTIONING_BYTES, StageMeasurement, StageProfiler
@@ -192,11 +193,14 @@ def profile_chain(
 
 def _objections(number: int, stage: Stage, boundary: Boundary) -> Objections:
     """Why a stage must not be inverted; nothing is said of one that has no inverse."""
-    if stage.inverse is None:
+    module = stage.invertible
+    if module is None or stage.inverse is None:
         return Objections()
     if units_in(stage.modules):
         return Objections("its parameters are gathered for its forward alone")
-    return try_inverse(stage, boundary) if number else Objections("the chain's input belongs to the caller")
+    if not number:
+        return Objections("the chain's input belongs to the caller")
+    return try_inverse(module, boundary.fresh(), name=stage.name)
 
 
 def _measured(

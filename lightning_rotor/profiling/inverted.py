@@ -13,20 +13,14 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_rotor.chain import BackwardPeaks, Option, StageCost
 from lightning_rotor.dropping import is_whole
-from lightning_rotor.errors import InverseError
 from lightning_rotor.inversion import FusedInversion, Inversion, Way
-from lightning_rotor.invertible.check import check_inverse
-from lightning_rotor.invertible.guard import precision_of, tolerance_of
 from lightning_rotor.invertible.protocol import has_fused_backward
-from lightning_rotor.profiling.boundary import Boundary
 from lightning_rotor.profiling.gradients import Gradients, StageBackward
 from lightning_rotor.profiling.phases import Phases, peak_bytes_of
 from lightning_rotor.profiling.stages import WORTH_MENTIONING_BYTES, StageMeasurement, StageProfiler
 from lightning_rotor.profiling.timing import typical
-from lightning_rotor.sequential import Stage
-from lightning_rotor.tensors import address_of, is_fake, tensors_in
+from lightning_rotor.tensors import address_of
 
-_RTOL = 1e-4
 _HOOKS_OF_ALL_BACKWARDS = nn_module._global_backward_hooks, nn_module._global_backward_pre_hooks
 
 NAMES = {Inversion: "invert", FusedInversion: "invert, fused"}
@@ -65,7 +59,16 @@ def with_inversion(
     reason = objection(profiler, measurement.cost)
     if reason:
         return measurement, reason
-    ways = [_Inverted(profiler, way, kind) for kind in ([Inversion] if not_fused else _kinds(way))]
+    kinds = [Inversion] if not_fused else _kinds(way)
+    if len(profiler.ends.inputs) > 1 or len(profiler.ends.outputs) > 1:
+        # Autograd begins with such a stage before it is done with the next one, where its graph is not a single node.
+        kinds = [kind for kind in kinds if kind is FusedInversion]
+    if not kinds:
+        return (
+            measurement,
+            f"it takes or makes several tensors and has no reversible_backward{' that can be used' * bool(not_fused)}",
+        )
+    ways = [_Inverted(profiler, way, kind) for kind in kinds]
     found = [
         each.option(measurement.cost, seconds) for each, seconds in zip(ways, _backward_seconds(ways), strict=True)
     ]
@@ -95,40 +98,6 @@ def _sizes(option: Option) -> list[int]:
     exist = astuple(option.backward_peaks(gradients_exist=True))
     named = (getattr(option, field.name) for field in fields(option) if field.name.endswith("_bytes"))
     return [*(size or 0 for size in named), *exist]
-
-
-@dataclass(frozen=True, slots=True)
-class Objections:
-    """Why a stage cannot be inverted; empty if it can.
-
-    Attributes:
-        inverse: Its inverse cannot be relied on.
-        fused: Its fused backward cannot; empty, too, if it has none.
-    """
-
-    inverse: str = ""
-    fused: str = ""
-
-
-def try_inverse(stage: Stage, boundary: Boundary) -> Objections:
-    """Try a stage's inverse and fused backward on its input, with its present parameters."""
-    if any(map(is_fake, tensors_in(boundary.leaves))):
-        return Objections("it is only estimated, and whether its inverse is right shows with values")
-    value = boundary.fresh()
-    precision = max(map(precision_of, tensors_in(value)), key=tolerance_of)
-    # Half the digits are half the digits of the inverse, too: what the guard allows there is allowed here.
-    rtol = tolerance_of(precision) if precision in (torch.float16, torch.bfloat16) else _RTOL
-    module = stage.invertible
-    assert module is not None
-    try:
-        report = check_inverse(module, value, rtol=rtol, name=stage.name)
-    except InverseError as error:
-        return Objections(str(error))
-    if report.fused_agrees is False:
-        return Objections(
-            fused=f"its fused backward is not used: it differs from autograd's by {report.fused_error:.2g} of the largest element of a gradient"
-        )
-    return Objections()
 
 
 def objection(profiler: StageProfiler, cost: StageCost) -> str:
@@ -225,7 +194,7 @@ class _Inverted:
             recording.mark("drop input")
             boundary = inversion.boundary
             if hold_input:
-                boundary.refer()
+                boundary.refer(*range(len(profiler.boundary.leaves)))
             del value, inversion
             recording.mark("drop output")
             if not profiler.last:

@@ -26,7 +26,7 @@ from torch import fx, nn
 from lightning_rotor.errors import ModelError
 from lightning_rotor.sequential import Stage
 from lightning_rotor.tracing.footprints import Footprint, parts_of
-from lightning_rotor.tracing.modules import is_invertible_as_a_whole
+from lightning_rotor.tracing.modules import ModuleCalls
 from lightning_rotor.tracing.names import Names, weightless
 from lightning_rotor.tracing.proxies import IN_PLACE
 from lightning_rotor.tracing.recorder import Recorder
@@ -55,7 +55,7 @@ def stages_of(
     (result,) = [node for node in graph.nodes if node.op == "output"]
     if not body:
         raise ModelError(f"the forward of {type(module).__name__} computes nothing: expected at least one operation")
-    lives = _Lives(module, inputs, body, result)
+    lives = _Lives(module, inputs, body, result, tracer.calls)
     cuts = lives.behind_results(lives.single_cuts() if footprints is None else lives.cuts(footprints))
     names = Names(body)
     values = (*inputs, *body)
@@ -84,8 +84,16 @@ def stages_of(
 class _Lives:
     """What is alive after each operation."""
 
-    def __init__(self, module: nn.Module, inputs: Sequence[fx.Node], body: Sequence[fx.Node], result: fx.Node) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        inputs: Sequence[fx.Node],
+        body: Sequence[fx.Node],
+        result: fx.Node,
+        calls: ModuleCalls,
+    ) -> None:
         self._module = module
+        self._calls = calls
         self._body = body
         position = {node: index for index, node in enumerate(body)} | {result: len(body)}
         self.last_use = {node: max((position[user] for user in node.users), default=-1) for node in (*inputs, *body)}
@@ -139,7 +147,7 @@ class _Lives:
         return 0 < place < len(self._body) and self._is_possible(place)
 
     def _inverts_as_a_whole(self, node: fx.Node) -> bool:
-        return node.op == "call_module" and is_invertible_as_a_whole(self._module.get_submodule(str(node.target)))
+        return node.op == "call_module" and self._calls.inverts_as_a_whole(self._module.get_submodule(str(node.target)))
 
     def behind_results(self, cuts: Sequence[int]) -> list[int]:
         """The cuts before which something is made that is read behind them."""

@@ -21,6 +21,7 @@ from lightning_rotor.tracing.call import Call
 from lightning_rotor.tracing.footprints import Footprint, footprints_of
 from lightning_rotor.tracing.guards import Guards
 from lightning_rotor.tracing.insight import has_composites, samples_of
+from lightning_rotor.tracing.inverses import has_inverses, unusable_inverses
 from lightning_rotor.tracing.places import Closures
 from lightning_rotor.tracing.recorder import Recorder
 from lightning_rotor.tracing.repeats import first_difference
@@ -141,7 +142,10 @@ def cut_recording(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def _cut(module: nn.Module, call: Call, make: type[Tracer | Recorder]) -> GraphCut:
-    graph, tracer, opaque = _trace(module, call, make)
+    not_whole: frozenset[nn.Module] = frozenset()
+    if has_inverses(module):
+        not_whole = _tried(module, call, lambda tensors: unusable_inverses(module, call, tensors)) or not_whole
+    graph, tracer, opaque = _trace(module, call, make, not_whole)
     if isinstance(tracer, Tracer):
         graph, tracer = _looked_inside(module, call, graph, tracer)
     names = dict(module.named_modules())
@@ -213,7 +217,7 @@ def _key(call: Call, way: str) -> Any:
 
 
 def _trace(
-    module: nn.Module, call: Call, make: type[Tracer | Recorder]
+    module: nn.Module, call: Call, make: type[Tracer | Recorder], not_whole: frozenset[nn.Module]
 ) -> tuple[fx.Graph, Tracer | Recorder, dict[str, str]]:
     """Trace or record, making opaque whatever cannot be traced, from the inside out."""
     paths = {submodule: path for path, submodule in module.named_modules()}
@@ -227,10 +231,10 @@ def _trace(
             for kind, count in failures.items()
             if count >= _OPAQUE_INSTANCES and kind.__module__.partition(".")[0] != "torch"
         }
-        tracer = make(module, call, set(opaque), types, closures=closures)
+        tracer = make(module, call, set(opaque), types, closures=closures, not_whole=not_whole)
         attempt = _attempt(module, call, tracer)
         if isinstance(tracer, Recorder) and attempt.graph is not None:
-            second = Recorder(module, call, set(opaque), types, closures=closures)
+            second = Recorder(module, call, set(opaque), types, closures=closures, not_whole=not_whole)
             attempt = _repeated(module, call, attempt, tracer, second)
         if attempt.graph is not None:
             closures.forget()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 
 import torch
@@ -26,21 +26,26 @@ class ModuleCalls:
         root: The module.
         opaque: Modules whose code was found to be untraceable.
         opaque_types: Types of which the same is taken for granted.
+        not_whole: Modules that are traced through although they have an inverse.
 
     Attributes:
         modules: The submodules by path, the root included.
         root: The module.
         opaque: What is not traced through: modules, and types.
         leaves: Modules that became one operation.
+        not_whole: See above.
         culprit: The innermost module whose forward could not be traced.
     """
 
-    def __init__(self, root: nn.Module, opaque: set[nn.Module], opaque_types: set[type]) -> None:
+    def __init__(
+        self, root: nn.Module, opaque: set[nn.Module], opaque_types: set[type], not_whole: Set[nn.Module]
+    ) -> None:
         self.modules = dict(root.named_modules())
         self.leaves: set[nn.Module] = set()
         self.culprit: nn.Module | None = None
         self.root = root
         self.opaque = opaque, opaque_types
+        self.not_whole = not_whole
         self._paths: dict[nn.Module, str] = {module: path for path, module in self.modules.items()}
         self._running = [""]
 
@@ -55,9 +60,11 @@ class ModuleCalls:
     def is_opaque(self, module: nn.Module) -> bool:
         """Whether a module was found to be untraceable, calling it does more than its code says, or it can be inverted as a whole alone."""
         opaque, opaque_types = self.opaque
-        return (
-            module in opaque or type(module) in opaque_types or hides_code(module) or is_invertible_as_a_whole(module)
-        )
+        return module in opaque or type(module) in opaque_types or hides_code(module) or self.inverts_as_a_whole(module)
+
+    def inverts_as_a_whole(self, module: nn.Module) -> bool:
+        """Whether a module stays one operation for the sake of its inverse."""
+        return module not in self.not_whole and is_invertible_as_a_whole(module)
 
     def path_of(self, module: nn.Module) -> str:
         """Where a module is that is called.

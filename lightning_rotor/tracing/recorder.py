@@ -19,7 +19,7 @@ Whatever it could not hold is an error; the module whose forward it happened in 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -57,9 +57,16 @@ class Recorder:
     """
 
     def __init__(
-        self, root: nn.Module, call: Call, opaque: set[nn.Module], opaque_types: set[type], *, closures: Closures
+        self,
+        root: nn.Module,
+        call: Call,
+        opaque: set[nn.Module],
+        opaque_types: set[type],
+        *,
+        closures: Closures,
+        not_whole: Set[nn.Module] = frozenset(),
     ) -> None:
-        self.calls = ModuleCalls(root, opaque, opaque_types)
+        self.calls = ModuleCalls(root, opaque, opaque_types, not_whole)
         self.guards: Guards | None = None
         self._root, self._call = root, call
         self._seen: list[tuple[fx.Node, Any]] = []

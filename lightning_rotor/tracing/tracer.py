@@ -8,7 +8,7 @@ whose forward it happened in then becomes one operation of the graph.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ class Tracer(fx.Tracer):
         call: Its arguments.
         opaque: Modules whose code was found to be untraceable.
         opaque_types: Types of which the same is taken for granted.
+        not_whole: Modules that are traced through although they have an inverse.
         samples: Arguments of the composite operations that are traced through; without it they are one operation each.
     """
 
@@ -57,10 +58,11 @@ class Tracer(fx.Tracer):
         samples: Samples | None = None,
         *,
         closures: Closures,
+        not_whole: Set[nn.Module] = frozenset(),
     ) -> None:
         super().__init__()
         self.constants: list[torch.Tensor] = []
-        self.calls = ModuleCalls(root, opaque, opaque_types)
+        self.calls = ModuleCalls(root, opaque, opaque_types, not_whole)
         self._samples = samples
         self._known: Known | None = None
         self._call = call
@@ -154,7 +156,10 @@ class Tracer(fx.Tracer):
 
     def again(self, samples: Samples) -> Tracer:
         """A tracer for the same call that goes through the code of composite operations."""
-        return Tracer(self.calls.root, self._call, *self.calls.opaque, samples, closures=self._closures)
+        calls = self.calls
+        return Tracer(
+            calls.root, self._call, *calls.opaque, samples, closures=self._closures, not_whole=calls.not_whole
+        )
 
     @property
     def failed(self) -> int | None:
