@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 from torch import nn
 
+from benchmarks.invertible import Forward, held_and_peak
+from lightning_rotor.execution import Executor
 from lightning_rotor.invertible import AdditiveCoupling, InvertibleSequential, invertible_checkpoint
-from lightning_rotor.profiling.meters import CpuMeter
+from lightning_rotor.profiling import profile_chain
+from lightning_rotor.schedule import Schedule
+from lightning_rotor.sequential import sequential_stages
+from lightning_rotor.simulator import simulate
 from tests.invertible import Unfused
 
 ROWS, CHANNELS = 4096, 8
@@ -22,41 +25,54 @@ def coupling() -> AdditiveCoupling:
     )
 
 
-def held_and_peak(net: nn.Module, *, one_by_one: bool = False) -> tuple[float, float]:
+def measured(net: InvertibleSequential, forward: Forward = invertible_checkpoint) -> tuple[float, float]:
     """Bytes above model, input and gradients at the end of the forward and at most, in units of the input."""
     x = torch.randn(ROWS, CHANNELS, requires_grad=True)
     for tensor in (x, *net.parameters()):
         tensor.grad = torch.zeros_like(tensor)
-    gc.collect()
-    with CpuMeter().recording() as recording:
-        recording.mark("forward")
-        if one_by_one:
-            output = x
-            for block in net.children():
-                output = invertible_checkpoint(block, output)
-        else:
-            output = invertible_checkpoint(net, x)
-        recording.mark("backward")
-        output.backward(torch.ones(()).expand_as(output))
-        recording.mark("end")
-    phases = {phase.label: phase for phase in recording.phases}
-    peak = max(phase.peak_bytes for phase in phases.values())
-    return phases["forward"].end_bytes / x.nbytes, peak / x.nbytes
+    found = held_and_peak(forward, net, x)
+    return found["held"], found["peak"]
+
+
+def one_by_one(net: InvertibleSequential, x: torch.Tensor) -> torch.Tensor:
+    for block in net:
+        x = invertible_checkpoint(block, x)
+    return x
 
 
 @pytest.mark.parametrize("depth", [16, 64, 256])
 def test_depth_costs_nothing(depth: int):
-    held, peak = held_and_peak(InvertibleSequential(*(coupling() for _ in range(depth))))
+    held, peak = measured(InvertibleSequential(*(coupling() for _ in range(depth))))
     assert 1 <= held < 1.1  # samples for the guard: 32 bytes a block
     assert peak < 7.5
 
 
 def test_without_a_fused_backward():
-    held, peak = held_and_peak(InvertibleSequential(*(Unfused(coupling()) for _ in range(64))))
+    held, peak = measured(InvertibleSequential(*(Unfused(coupling()) for _ in range(64))))
     assert 1 <= held < 1.05
     assert peak < 8
 
 
 def test_several_calls_hold_one_output():
-    held, _ = held_and_peak(InvertibleSequential(*(coupling() for _ in range(64))), one_by_one=True)
+    held, _ = measured(InvertibleSequential(*(coupling() for _ in range(64))), one_by_one)
     assert 1 <= held < 1.05
+
+
+@pytest.mark.parametrize("depth", [16, 64])
+def test_depth_costs_nothing_in_a_plan(depth: int):
+    """What a plan holds between forward and backward, as simulated and as the allocator has it."""
+    block = coupling()
+    net = nn.Sequential(nn.Linear(CHANNELS, CHANNELS), *[block] * depth)  # equal stages are measured once
+    x = torch.randn(ROWS, CHANNELS)
+    profile = profile_chain(sequential_stages(net), x, repeats=1)
+    option = len(profile.chain.stages[1].options) - 1
+    schedule = Schedule.parse(f"(0) 1-{depth}:{option}")
+    for parameter in net.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    found = held_and_peak(
+        lambda _, x: Executor(profile.stages, profile.chain, schedule, profile.states)(x), net, x.requires_grad_()
+    )
+    simulated = simulate(profile.chain, schedule, gradients_exist=True)
+    assert found["held"] == pytest.approx(simulated.held_bytes / x.nbytes, abs=0.01)
+    assert 1 <= found["held"] < 1.1  # samples for the guard: 32 bytes a block
+    assert found["peak"] < 7.5

@@ -205,7 +205,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--depths", type=int, nargs="+", default=[4, 8, 16, 32, 64], help="numbers of couplings")
+    parser.add_argument("--depths", type=int, nargs="+", default=[4, 16, 64], help="numbers of couplings")
     parser.add_argument("--batch-size", type=int, default=256, help="of the steps that are measured")
     parser.add_argument("--train-depth", type=int, default=8, help="couplings of the networks that are trained")
     parser.add_argument("--epochs", type=int, default=8, help="of their training")
