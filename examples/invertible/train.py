@@ -189,7 +189,8 @@ def draw(peaks: dict[str, list[int]], depths: list[int], path: Path) -> None:
             va="center",
             color=COLORS[name],
         )
-    axes.set(xscale="log", yscale="log", xlabel="couplings", ylabel="peak memory of a step (MiB)")
+    axes.set(xscale="log", xlabel="couplings", ylabel="peak memory of a step (MiB)")
+    axes.set_yscale("log", base=2)
     axes.set_xlim(depths[0] * 0.9, depths[-1] * 1.6)
     axes.set_xticks(depths, map(str, depths))
     axes.yaxis.set_major_formatter("{x:g}")
