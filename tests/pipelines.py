@@ -40,15 +40,21 @@ class Processes:
         for process in self._processes:
             process.start()
 
-    def run(self, world: int, job: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """What a function gives in each of ``world`` processes that can talk to each other. An exception counts as an answer."""
+    def run(self, world: int, job: Callable[..., Any], *arguments: Any, mortal: tuple[int, ...] = ()) -> list[Any]:
+        """What a function gives in each of ``world`` processes that can talk to each other. An exception counts as an answer.
+
+        Those that are ``mortal`` end without one: their exit code stands for it.
+        """
         store = str(Path(self._folder.name) / f"store{next(self._numbers)}")
         for rank in range(world):
             self._jobs[rank].put((store, world, job, arguments))
         answers: dict[int, Any] = {}
-        for _ in range(world):
+        for _ in range(world - len(mortal)):
             rank, answer = self._answers.get(timeout=_TIMEOUT_SECONDS)
             answers[rank] = answer
+        for rank in mortal:
+            self._processes[rank].join(_TIMEOUT_SECONDS)
+            answers[rank] = self._processes[rank].exitcode
         return [answers[rank] for rank in range(world)]
 
     def close(self) -> None:

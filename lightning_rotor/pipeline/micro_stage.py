@@ -85,9 +85,14 @@ class MicroBatchStage(PipelineStage):
         self._launched.clear()
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of a micro-batch."""
+        """Run the forward of a micro-batch. What the user's code raises is raised as it is; torch makes a RuntimeError of it."""
         self._let_go()
-        return super().forward_one_chunk(*args, **kwargs)
+        try:
+            return super().forward_one_chunk(*args, **kwargs)
+        except RuntimeError as error:
+            if error.__cause__ is None:
+                raise
+            raise error.__cause__ from None
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """Run the backward of a micro-batch, unless nothing in it asks for gradients: a stage that is frozen, behind others that are."""

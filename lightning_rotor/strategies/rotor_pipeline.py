@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -23,6 +24,7 @@ from lightning_rotor.attaching import attach, attached, detach
 from lightning_rotor.callbacks.dry_step import best_by_compute
 from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.optimizer_prediction import predict_optimizer_state_bytes
+from lightning_rotor.pipeline.lifeline import Lifeline, explain, forget_frames
 from lightning_rotor.pipeline.pipelined import PipelinedModule, PipelineOptions, pipelined
 from lightning_rotor.pipeline.splitting import join, rows_in, sizes_of, split
 from lightning_rotor.pipeline.step import train_step
@@ -97,6 +99,7 @@ class RotorPipelineStrategy(DDPStrategy):
         self._target: Target | None = None
         self._group: dist.ProcessGroup | None = None
         self._replicas: dist.ProcessGroup | None = None
+        self._lifeline: Lifeline | None = None
         self._failed = self._ends_group = False
 
     @property
@@ -122,6 +125,16 @@ class RotorPipelineStrategy(DDPStrategy):
         }
 
     # ---------------------------------------------------------------- setting up
+
+    @override
+    def setup_distributed(self) -> None:
+        super().setup_distributed()
+        if self.world_size > 1 and self._lifeline is None:
+            environment = self.cluster_environment
+            assert environment is not None
+            self._lifeline = Lifeline(
+                self.global_rank, self.world_size, host=environment.main_address, from_first=self.broadcast
+            )
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -425,6 +438,10 @@ class RotorPipelineStrategy(DDPStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
+        if self._lifeline is not None:
+            explain(exception, self._lifeline)
+            self._lifeline.fail(exception)
+        forget_frames(exception)
 
     @override
     def teardown(self) -> None:
@@ -435,11 +452,19 @@ class RotorPipelineStrategy(DDPStrategy):
             self._pipelined.ownership.restore(values=not self._failing)
             self._pipelined = None
         super().teardown()
+        if self._lifeline is not None:
+            self._lifeline.close()
+            self._lifeline = None
+        if self._failing and dist.is_initialized() and dist.get_backend() == "gloo":
+            # Who waits for this process wakes up, even if it lives on. NCCL would wait for what is pending.
+            self._group = self._replicas = None
+            _end_group()
 
 
 def _end_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+        gc.collect()
 
 
 class _Stop:

@@ -1,0 +1,195 @@
+r"""Tells every process at once that another one has failed or is gone, and why.
+
+Who waits for a tensor of a process that has died waits for long: gloo notices it on connections that are in use, NCCL after a timeout. So all
+processes hold a line to the first, on which nothing is said until there is something to say; the operating system hangs up for a process that
+is killed::
+
+    process 1 ──┐           ┌── "process 2 failed: RuntimeError: this layer broke"
+    process 2 ──┼── first ──┤        or the line is dead: "process 2 was killed"
+    process 3 ──┘           └──► all others, who end with these words
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import threading
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener, wait
+from typing import Any
+
+_log = logging.getLogger(__name__)
+
+GRACE_SECONDS = 15.0
+"""How long a process that was told of another's end may take to end by itself."""
+_GOODBYE = b""
+
+
+class Lifeline:
+    """Lines between the processes of a job. Made on all of them at once.
+
+    Args:
+        rank: Of this process.
+        size: How many there are.
+        host: Where the others reach the first.
+        from_first: Gives every process what the first has.
+        grace_seconds: Behind it, a process that was told of another's end and still waits for it is ended.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        *,
+        host: str,
+        from_first: Callable[[Any], Any],
+        grace_seconds: float = GRACE_SECONDS,
+    ) -> None:
+        self._rank, self._grace_seconds = rank, grace_seconds
+        self._known, self._ended = threading.Event(), threading.Event()
+        self._cause = ""
+        self._lines: dict[int, Connection] = {}
+        if rank == 0:
+            key = secrets.token_bytes(32)
+            listener = Listener(("", 0), backlog=size, authkey=key)
+            from_first((listener.address[1], key))
+            self._start(self._welcome, listener, size - 1)
+        else:
+            port, key = from_first(None)
+            try:
+                self._lines[0] = _line(Client((host, port), authkey=key))
+            except OSError as error:
+                _log.warning(
+                    "process %d cannot reach the first at %s:%d (%s): it will hear of another's end by torch.distributed alone",
+                    rank,
+                    host,
+                    port,
+                    error,
+                )
+                return
+            _say(self._lines[0], str(rank).encode())
+            self._start(self._watch)
+
+    @staticmethod
+    def _start(work: Callable[..., None], *arguments: Any) -> None:
+        threading.Thread(target=work, args=arguments, name="lightning-rotor lifeline", daemon=True).start()
+
+    def cause(self, within_seconds: float = 0.0) -> str | None:
+        """What ended another process.
+
+        Args:
+            within_seconds: How long to wait for the news.
+        """
+        return self._cause if self._known.wait(within_seconds) else None
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others that this process ends with an error, unless one of them did first."""
+        self._ended.set()
+        self._learn(f"process {self._rank} failed: {type(error).__name__}: {error}", told_by=self._rank)
+
+    def close(self) -> None:
+        """Say goodbye: this process ends as it should, or has said why not."""
+        self._ended.set()
+        for line in list(self._lines.values()):
+            _say(line, _GOODBYE)
+
+    def _welcome(self, listener: Listener, others: int) -> None:
+        """On the first process: wait for the others' lines, then watch them."""
+        with listener:
+            while len(self._lines) < others:
+                try:
+                    line = _line(listener.accept())
+                except (AuthenticationError, EOFError, OSError):  # someone else at the door
+                    continue
+                self._lines[int(line.recv_bytes())] = line
+                if self._known.is_set():
+                    _say(line, json.dumps(self._cause).encode())
+        self._watch()
+
+    def _watch(self) -> None:
+        open_lines = {line: rank for rank, line in self._lines.items()}
+        while open_lines:
+            for line in wait(list(open_lines)):
+                line = _line(line)
+                rank = open_lines[line]
+                try:
+                    words = line.recv_bytes()
+                except (EOFError, OSError):
+                    del open_lines[line]
+                    self._learn(f"process {rank} is gone without a word: it was killed, or ran out of memory", rank)
+                    continue
+                if words == _GOODBYE:
+                    del open_lines[line]
+                else:
+                    self._learn(json.loads(words), rank)
+
+    def _learn(self, cause: str, told_by: int) -> None:
+        if self._known.is_set():
+            return
+        self._cause = cause
+        self._known.set()
+        for rank, line in list(self._lines.items()):
+            if rank != told_by:
+                _say(line, json.dumps(cause).encode())
+        if told_by != self._rank:
+            self._start(self._end_in_time)
+
+    def _end_in_time(self) -> None:
+        if not self._ended.wait(self._grace_seconds):
+            # The main thread is in a call that no exception reaches, waiting for someone who will never come.
+            _log.critical("process %d ends here, since %s", self._rank, self._cause)
+            logging.shutdown()
+            os._exit(1)
+
+
+def explain(error: BaseException, lifeline: Lifeline | None, within_seconds: float = 5.0) -> None:
+    """Put another process's error in front of what this one met talking to it."""
+    if lifeline is None or not _met_in_talking(error):
+        return
+    cause = lifeline.cause(within_seconds)
+    if cause is not None and not str(error).startswith(cause):
+        error.args = (f"{cause}. Here: {error}",)
+
+
+def forget_frames(error: BaseException) -> None:
+    """Drop local variables of torch.distributed and of pipelines that an error holds on to: with them goes the last hold on connections.
+
+    Those of the user's code stay, for a debugger.
+    """
+    seen: set[int] = set()
+    links: list[BaseException | None] = [error]
+    while links:
+        link = links.pop()
+        if link is None or id(link) in seen:
+            continue
+        seen.add(id(link))
+        links += [link.__cause__, link.__context__]
+        for frame, _ in traceback.walk_tb(link.__traceback__):
+            if str(frame.f_globals.get("__name__", "")).startswith(("torch.distributed", "lightning_rotor.")):
+                with suppress(RuntimeError):  # it still runs
+                    frame.clear()
+
+
+def _met_in_talking(error: BaseException) -> bool:
+    """Whether torch.distributed raised it. Gloo's own errors are plain RuntimeErrors: where they come from tells them apart."""
+    trace = error.__traceback__
+    if trace is None or not isinstance(error, RuntimeError):
+        return False
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    return str(trace.tb_frame.f_globals.get("__name__", "")).startswith("torch.distributed")
+
+
+def _line(connection: Any) -> Connection:
+    assert isinstance(connection, Connection)
+    return connection
+
+
+def _say(line: Connection, words: bytes) -> None:
+    with suppress(OSError):  # whoever was to hear it is gone
+        line.send_bytes(words)

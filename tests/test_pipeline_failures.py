@@ -1,0 +1,177 @@
+"""A process that fails, is killed or is stuck ends all the others: soon, with the first error, and with whole checkpoints or none."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from pipelines import Failure, Processes, good, processes
+from test_pipeline_strategy import Model, fit
+
+from lightning_rotor.pipeline.lifeline import Lifeline
+from lightning_rotor.strategies import RotorPipelineStrategy
+
+SECONDS = 30
+EVERY_STEP = {"save_top_k": -1, "every_n_train_steps": 1}
+
+
+@pytest.fixture
+def group() -> Iterator[Processes]:
+    """Of their own for each test, since some do not survive it."""
+    with processes(3, ("lightning.pytorch", "torch.distributed.pipelining")) as made:
+        yield made
+
+
+class _Ends(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, end: Any) -> torch.Tensor:
+        ctx.end = end
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.end()
+        return gradients[0], None
+
+
+class Bad(torch.nn.Tanh):
+    """From its eleventh training forward on it breaks, or is killed, there or in the backward: after two whole steps."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.calls = how, 0
+
+    def end(self) -> None:
+        if self.how == "error":
+            raise KeyError("this layer broke")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += "RANK" in os.environ and torch.is_grad_enabled() and dist.is_initialized() and self.training
+        # What is measured in setup counts too; a step has four micro-batches.
+        if self.calls > 60 and self.how != "killed in backward":
+            self.end()
+        return _Ends.apply(super().forward(x), self.end) if self.calls > 60 else super().forward(x)
+
+
+class Broken(Model):
+    def __init__(self, place: int, how: str) -> None:
+        super().__init__()
+        self.net[place] = Bad(how)
+
+
+def failing(rank: int, folder: str, world: int, place: int, how: str) -> None:
+    strategy = RotorPipelineStrategy("net", micro_batches=4, recompute="never", balance=[3, 3, 2])
+    fit(
+        folder,
+        strategy,
+        world,
+        kind=lambda _: Broken(place, how),
+        enable_checkpointing=True,
+        callbacks=[ModelCheckpoint(folder, "{step}", **EVERY_STEP)],
+        max_epochs=30,
+    )
+
+
+def whole_checkpoints(folder: Path) -> int:
+    """How many there are; each can be read, and nothing else is left."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    for path in files:
+        assert path.suffix == ".ckpt"
+        assert {"state_dict", "optimizer_states"} <= set(torch.load(path, weights_only=True))
+    return len(files)
+
+
+@pytest.mark.parametrize(
+    ("rank", "place", "how"),
+    [(0, 1, "killed in forward"), (2, 7, "killed in backward"), (1, 3, "error"), (0, 1, "error")],
+)
+def test_every_process_ends_with_the_first_error(
+    group: Processes, tmp_path: Path, rank: int, place: int, how: str
+) -> None:
+    killed = how != "error"
+    began = time.monotonic()
+    answers = group.run(3, failing, str(tmp_path), 3, place, how, mortal=(rank,) if killed else ())
+    assert time.monotonic() - began < SECONDS
+    if killed:
+        assert answers[rank] == -signal.SIGKILL
+        cause = f"process {rank} is gone without a word: it was killed"
+    else:
+        assert (answers[rank].kind, answers[rank].message) == ("KeyError", "'this layer broke'")
+        cause = f"process {rank} failed: KeyError: 'this layer broke'. Here:"
+    for other in {0, 1, 2} - {rank}:
+        assert isinstance(answers[other], Failure)
+        assert answers[other].message.startswith(cause), answers[other].text
+    assert whole_checkpoints(tmp_path) > 0
+
+
+def stuck(rank: int, who: int) -> None:
+    """One process fails while the others sleep."""
+
+    def from_first(value: Any) -> Any:
+        box = [value]
+        dist.broadcast_object_list(box)
+        return box[0]
+
+    line = Lifeline(rank, 3, host="127.0.0.1", from_first=from_first, grace_seconds=1)
+    dist.barrier()
+    if rank == who:
+        line.fail(ValueError("no"))
+        line.close()
+        return
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_a_process_that_hears_nothing_is_ended(group: Processes, who: int) -> None:
+    others = tuple(rank for rank in range(3) if rank != who)
+    began = time.monotonic()
+    answers = group.run(3, stuck, who, mortal=others)
+    assert time.monotonic() - began < SECONDS
+    assert [answers[rank] for rank in others] == [1, 1]
+    assert good([answers[who]]) == [None]
+
+
+# -------------------------------------------------------------------------------------------------- with Lightning's launcher
+
+
+SCRIPT = """
+import sys, time, lightning.pytorch as L
+sys.path.insert(0, {tests!r})
+from test_pipeline_failures import Bad, Broken
+from test_pipeline_strategy import RotorPipelineStrategy, loader, trainer
+
+class Says(Bad):
+    def end(self):
+        print("ended at", time.monotonic(), file=sys.stderr, flush=True)
+        super().end()
+
+model = Broken({place}, {how!r})
+model.net[{place}].__class__ = Says
+strategy = RotorPipelineStrategy("net", micro_batches=4, recompute="never", balance=[4, 4])
+trainer({folder!r}, strategy, 2, enable_checkpointing=True, max_epochs=30).fit(model, loader())
+"""
+
+
+@pytest.mark.parametrize(("place", "how"), [(7, "error"), (1, "killed in forward")])
+def test_a_job_of_lightnings_launcher_ends(tmp_path: Path, place: int, how: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(tests=str(Path(__file__).parent), place=place, how=how, folder=str(tmp_path)))
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=200, check=False)
+    # Its output ends when the last process does.
+    ended = float(re.search(r"ended at (\S+)", done.stderr)[1])
+    assert time.monotonic() - ended < SECONDS
+    assert done.returncode != 0
+    expected = "KeyError: 'this layer broke'" if how == "error" else "process 0 is gone without a word: it was killed"
+    assert expected in done.stderr
