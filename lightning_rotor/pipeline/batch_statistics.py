@@ -127,7 +127,8 @@ class BatchStatistics:
         for buffer, old, new in zip(
             _buffers(each.layer), each.before, (mean, squares / max(total - 1, 1)), strict=False
         ):
-            buffer.copy_(old + momentum * (new - old))
+            # By .data, since micro-batches in flight saved the buffer: autograd would take their backward for impossible.
+            buffer.data.copy_(old + momentum * (new - old))
         _buffers(each.layer)[2].copy_(batches)
         each.before, each.seen = [], []
 
