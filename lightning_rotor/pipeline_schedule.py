@@ -23,6 +23,7 @@ model training on GPU clusters", arXiv:2104.04473 (interleaved).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
@@ -31,6 +32,10 @@ from lightning_rotor.errors import RotorError
 PipelineScheduleName: TypeAlias = Literal["gpipe", "1f1b", "interleaved"]
 Work: TypeAlias = Literal["forward", "backward"]
 
+_ZERO_BUBBLE = re.compile("zb|zero|dual", re.IGNORECASE)
+_NO_ZERO_BUBBLES = (
+    ". Zero-bubble schedules run each backward in two parts, and a stage that recomputes would do so in both"
+)
 SCHEDULES: tuple[PipelineScheduleName, ...] = get_args(PipelineScheduleName)
 
 
@@ -92,7 +97,8 @@ def check_numbers(schedule: PipelineScheduleName, devices: int, micro_batches: i
         PipelineError: It cannot; says what would work.
     """
     if schedule not in SCHEDULES:
-        raise PipelineError(f"schedule is {schedule!r}: expected one of {', '.join(map(repr, SCHEDULES))}")
+        known = f"schedule is {schedule!r}: expected one of {', '.join(map(repr, SCHEDULES))}"
+        raise PipelineError(known + (_NO_ZERO_BUBBLES if _ZERO_BUBBLE.search(str(schedule)) else ""))
     numbers: dict[str, object] = {
         "devices": devices,
         "micro_batches": micro_batches,
