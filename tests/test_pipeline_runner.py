@@ -13,7 +13,8 @@ from pipelines import Failure, Processes, good, processes
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_rotor.pipeline.pipelined import PipelinedModule, PipelineOptions, pipelined
+from lightning_rotor.pipeline.options import PipelineOptions
+from lightning_rotor.pipeline.pipelined import PipelinedModule, pipelined
 from lightning_rotor.pipeline.splitting import join, rows_in, sizes_of, split
 from lightning_rotor.pipeline_schedule import PipelineError
 from lightning_rotor.pipeline_simulator import device_peak_bytes
@@ -79,7 +80,7 @@ def ten_steps(rank: int, kind: str, world: int, options: PipelineOptions) -> dic
             optimizer.zero_grad()
     made.ownership.restore()
     pairs = zip(model.parameters(), other.parameters(), strict=True)
-    worst["weight"] = max(float((mine - theirs).abs().max()) for mine, theirs in pairs)
+    worst["weight"] = max(float((mine - theirs).abs().max().detach()) for mine, theirs in pairs)
     buffers = zip(model.buffers(), other.buffers(), strict=True)
     worst["buffer"] = max([0.0, *(float((mine - theirs).abs().max()) for mine, theirs in buffers)])
     return worst
@@ -208,7 +209,7 @@ def test_modes_recompute_as_often_as_those_of_torchgpipe(group: Processes, recom
     assert good(group.run(2, counted, options)) == [[4, again], [4, again]]
 
 
-def deferred(rank: int, momentum: float | None) -> float:
+def deferred(rank: int, momentum: float | None, recompute: str) -> float:
     """How far running statistics of a BatchNorm that sees the batch itself are from those of the whole batch, after two steps."""
     model = nn.Sequential(nn.BatchNorm2d(3, momentum=momentum), nn.Conv2d(3, 3, 1), nn.Tanh(), nn.Conv2d(3, 3, 1))
     layer, other = model[0], nn.BatchNorm2d(3, momentum=momentum)
@@ -218,7 +219,7 @@ def deferred(rank: int, momentum: float | None) -> float:
         model,
         model,
         split(((batches[0],), {}), sizes_of(10, 4))[0],
-        options=PipelineOptions(4, "1f1b", "always", deferred_batch_norm=True),
+        options=PipelineOptions(4, "1f1b", recompute, deferred_batch_norm=True),
         devices=[PipelineDevice()] * 2,
         state_bytes=lambda stages: [0] * len(stages),
         device=torch.device("cpu"),
@@ -232,17 +233,19 @@ def deferred(rank: int, momentum: float | None) -> float:
     return max(float((mine - theirs).abs().max()) for mine, theirs in pairs)
 
 
-@pytest.mark.parametrize("momentum", [0.1, None])
-def test_deferred_statistics_are_those_of_whole_batches(group: Processes, momentum: float | None) -> None:
-    assert max(good(group.run(2, deferred, momentum))) <= 1e-5
+@pytest.mark.parametrize(("momentum", "recompute"), [(0.1, "always"), (None, "never")])
+def test_deferred_statistics_are_those_of_whole_batches(
+    group: Processes, momentum: float | None, recompute: str
+) -> None:
+    assert max(good(group.run(2, deferred, momentum, recompute))) <= 1e-5
 
 
 # -------------------------------------------------------------------------------------------------- evaluation, errors
 
 
-def evaluated(rank: int, kind: str, world: int) -> float:
+def evaluated(rank: int, kind: str, world: int, balance: Any) -> float:
     """How far the output in evaluation is from that of one process."""
-    model, x, _, made = build(kind, world, PipelineOptions(4, "1f1b", "always"))
+    model, x, _, made = build(kind, world, PipelineOptions(4, "1f1b", "always", balance))
     other = model_of(kind)[0].eval()
     made.ownership.give_up()
     model.eval()
@@ -250,9 +253,12 @@ def evaluated(rank: int, kind: str, world: int) -> float:
         return float((made.evaluate((x,), {}) - other(x)).abs().max())
 
 
-@pytest.mark.parametrize("kind", ["transformer", "unet"])
-def test_evaluation_goes_the_way_of_the_models_code(group: Processes, kind: str) -> None:
-    assert max(good(group.run(2, evaluated, kind, 2))) <= 1e-6
+@pytest.mark.parametrize(
+    ("kind", "world", "balance"), [("transformer", 2, "auto"), ("unet", 2, "auto"), ("unet", 3, [1, 1, 8])]
+)
+def test_evaluation_goes_the_way_of_the_models_code(group: Processes, kind: str, world: int, balance: Any) -> None:
+    """Also where a pipeline stage has no weights."""
+    assert max(good(group.run(world, evaluated, kind, world, balance))) <= 1e-6
 
 
 def broken(rank: int, what: str) -> None:

@@ -5,18 +5,24 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as L
 import pytest
 import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+from pipeline_models import Tail, Up
 from pipelines import Failure, Processes, good, processes
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_rotor.pipeline import pipelined
 from lightning_rotor.pipeline_schedule import PipelineError
+from lightning_rotor.profiling import profile_chain
 from lightning_rotor.strategies import RotorPipelineStrategy
 
 ROWS, BATCH = 42, 8  # the last batch has two rows
@@ -53,7 +59,11 @@ class Model(L.LightningModule):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", F.cross_entropy(self(batch[0]), batch[1]))
 
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", F.cross_entropy(self(batch[0]), batch[1]))
+
     def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.elsewhere = {name for name, parameter in self.named_parameters() if parameter.is_meta}
         return self(batch[0])
 
     def configure_optimizers(self) -> Any:
@@ -214,37 +224,85 @@ def test_checkpoints_are_those_of_one_process_and_resume_in_both_directions(grou
 # -------------------------------------------------------------------------------------------------- what else a Trainer does
 
 
-def predicting(rank: int, folder: str) -> Any:
-    """Predictions, and the weights that a fit leaves in the model."""
-    model, made = fit(folder, RotorPipelineStrategy("net", micro_batches=2), 2, max_epochs=1)
-    L.seed_everything(0, verbose=False)
-    predictions = torch.cat(made.predict(model, loader(shuffle=False)))
-    metrics = made.validate(model, loader(shuffle=False), verbose=False)
+def evaluate(model: Model, made: L.Trainer) -> Any:
+    """Predictions and losses outside of a fit, and the whole model's output behind it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        predictions = torch.cat(made.predict(model, loader(shuffle=False)))
+        losses = [
+            made.validate(model, loader(shuffle=False), verbose=False)[0]["val_loss"],
+            made.test(model, loader(shuffle=False), verbose=False)[0]["test_loss"],
+        ]
     x = next(iter(loader(shuffle=False)))[0]
     with torch.no_grad():
-        return predictions, model(x), metrics[0]["val_loss"]
+        return predictions, torch.tensor(losses), model(x)
 
 
-def test_prediction_and_the_model_behind_a_fit_are_whole(group: Processes, tmp_path: Path) -> None:
-    model, made = fit(str(tmp_path), None, 1, max_epochs=1)
-    val_loss = float(made.callback_metrics["val_loss"])
-    expected = torch.cat(made.predict(model, loader(shuffle=False)))
-    for predictions, output, loss in good(group.run(2, predicting, str(tmp_path))):
-        assert torch.allclose(predictions, expected, atol=1e-5)
-        assert torch.allclose(output, expected[:BATCH], atol=1e-5)
-        assert loss == pytest.approx(val_loss, abs=1e-5)
+def evaluating(rank: int, folder: str, name: str | None, first: bool) -> Any:
+    strategy = RotorPipelineStrategy(name, micro_batches=3, balance=[4, 4])
+    model, made = fit(folder, strategy, 2, max_epochs=1) if first else (Model(), trainer(folder, strategy, 2))
+    return *evaluate(model, made), model.elsewhere
 
 
-def in_two_copies(rank: int, folder: str) -> dict[str, Any]:
-    strategy = RotorPipelineStrategy("net", micro_batches=2, pipeline_stages=2)
-    model, made = fit(folder, strategy, 4, max_epochs=6, batch=4, rows=8, gradient_clip_val=0.3)
-    return seen(model, made)
+@pytest.mark.parametrize(("name", "first"), [("net", True), (None, False)], ids=["behind a fit", "without one"])
+def test_evaluation_outside_of_a_fit_runs_in_the_pipeline(
+    group: Processes, tmp_path: Path, name: str | None, first: bool
+) -> None:
+    expected = evaluate(
+        *(fit(str(tmp_path), None, 1, max_epochs=1) if first else (Model(), trainer(str(tmp_path), None, 1)))
+    )
+    answers = good(group.run(2, evaluating, str(tmp_path), name, first))
+    for rank, found in enumerate(answers):
+        for mine, theirs in zip(found[:3], expected, strict=True):
+            assert torch.allclose(mine, theirs, atol=1e-5)
+        # Each process has the weights of its stages, and of what is outside.
+        assert found[3] == {f"net.{n}.{kind}" for n in ((4, 6) if rank == 0 else (0, 2)) for kind in ("weight", "bias")}
 
 
-def test_two_copies_of_a_pipeline_share_the_batches(group: Processes, tmp_path: Path) -> None:
+class Plainly(Model):
+    """The same training by manual optimization."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        result = super().training_step(batch, batch_idx)
+        self.manual_backward(result["loss"] / 2)
+        self.manual_backward(F.cross_entropy(self(batch[0]), batch[1]) / 2)  # adds to what is there
+        self.clip_gradients(optimizer, gradient_clip_val=0.3, gradient_clip_algorithm="norm")
+        optimizer.step()
+        return result
+
+
+def in_two_copies(rank: int, folder: str, kind: type[Model], options: dict[str, Any]) -> dict[str, Any]:
+    def measured(*args: Any, **kwargs: Any) -> Any:
+        """The second copy finds another layer to be the slowest, and alone would be cut elsewhere."""
+        found = profile_chain(*args, **kwargs)
+        costs = []
+        for place, cost in enumerate(found.chain):
+            seconds = 9.0 if place == (0 if rank < 2 else len(found.chain) - 1) else 1.0
+            times = dict.fromkeys(("forward_seconds", "replay_seconds", "backward_seconds"), seconds)
+            options = tuple(replace(option, **times) for option in cost.options)
+            costs.append(replace(cost, discard_seconds=seconds, options=options))
+        return replace(found, chain=replace(found.chain, stages=tuple(costs)))
+
+    strategy = RotorPipelineStrategy("net", micro_batches=2, pipeline_stages=2, **options)
+    clip = {} if kind is Plainly else {"gradient_clip_val": 0.3}
+    with patch.object(pipelined, "profile_chain", measured):
+        return seen(*fit(folder, strategy, 4, max_epochs=6, batch=4, rows=8, kind=kind, **clip))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [(Model, {}), (Plainly, {"schedule": "gpipe"})], ids=["automatic", "manual"]
+)
+def test_two_copies_of_a_pipeline_share_the_batches(
+    group: Processes, tmp_path: Path, kind: type[Model], options: dict[str, Any]
+) -> None:
     """Two copies, each with half of the eight rows, are one process with all of them."""
-    expected = alone(tmp_path, max_epochs=6, rows=8, gradient_clip_val=0.3)
-    answers = good(group.run(4, in_two_copies, str(tmp_path)))
+    clip = {} if kind is Plainly else {"gradient_clip_val": 0.3}
+    expected = alone(tmp_path, max_epochs=6, rows=8, kind=kind, **clip)
+    answers = good(group.run(4, in_two_copies, str(tmp_path), kind, options))
     for found in answers:
         for name, value in expected["weights"].items():
             assert torch.allclose(found["weights"][name], value, atol=1e-6, rtol=0), name
@@ -260,6 +318,63 @@ def test_bfloat16_mixed_is_that_of_one_process_but_for_rounding(group: Processes
         assert found["val_loss"] == pytest.approx(expected["val_loss"], abs=2e-2)
 
 
+# -------------------------------------------------------------------------------------------------- manual optimization
+
+
+class ByHand(Model):
+    """Two optimizers that step one after the other, a loss that compares samples, two calls of the pipeline in a step, clipping."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        first, second = self.optimizers()
+        self.toggle_optimizer(first)
+        output = self(batch[0])
+        with torch.no_grad():
+            self.log("still", self(batch[0]).mean())
+        loss = F.cross_entropy(output, batch[1]) + output.std()
+        first.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(first, gradient_clip_val=0.2, gradient_clip_algorithm="norm")
+        first.step()
+        self.untoggle_optimizer(first)
+        if batch_idx % 2:
+            other = F.cross_entropy(self(batch[0] * 2), batch[1])
+            second.zero_grad()
+            self.manual_backward(other)
+            self.manual_backward(self.head.weight.square().mean())  # does not reach the pipeline
+            second.step()
+        self.log("loss", loss)
+        return {"loss": loss.detach(), "rows": batch[1]}
+
+    def configure_optimizers(self) -> Any:
+        half = [*self.stem.parameters(), *self.net[:4].parameters()]
+        rest = [*self.net[4:].parameters(), *self.head.parameters()]
+        return [torch.optim.AdamW(half, 1e-2), torch.optim.SGD([*rest, *self.net[:2].parameters()], 1e-2)]
+
+
+@pytest.mark.parametrize(("world", "recompute"), [(2, "always"), (3, "rotor")])
+def test_manual_optimization_equals_that_of_one_process(
+    group: Processes, tmp_path: Path, world: int, recompute: str
+) -> None:
+    expected = alone(tmp_path, kind=ByHand)
+    options = {"micro_batches": 3, "schedule": "gpipe", "recompute": recompute}
+    for found in good(group.run(world, fitted, str(tmp_path), options, world, {"kind": ByHand})):
+        assert_equal(found, expected)
+
+
+class AgainAtOnce(ByHand):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return (self(batch[0]) + self(batch[0])).mean()
+
+
+class BackwardTwice(ByHand):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = self(batch[0])
+        self.manual_backward(output.mean(), retain_graph=True)
+        self.manual_backward(output.square().mean())
+
+
 # -------------------------------------------------------------------------------------------------- what is refused
 
 
@@ -273,8 +388,54 @@ class Never(Model):
         return self.head(self.stem(x))
 
 
-class Manual(Model):
-    automatic_optimization = False
+class Twice(Model):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.net(self.net(self.stem(x))))
+
+
+class Still(Model):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            x = self.net(self.stem(x))
+        return self.head(x)
+
+
+class Shared(Model):
+    def __init__(self, frozen: int = 0) -> None:
+        super().__init__()
+        self.net[6].weight = self.net[0].weight
+
+
+class Tied(Model):
+    def __init__(self, frozen: int = 0) -> None:
+        super().__init__()
+        self.stem = nn.Linear(16, 16)
+        self.stem.weight = self.net[0].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(torch.cat([x, x], 1))
+
+
+class Short(Model):
+    def __init__(self, frozen: int = 0) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+
+
+class Numbers(Model):
+    def __init__(self, frozen: int = 0) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(16, 16), Tail(0), Tail(1), nn.Linear(16, 16))
+
+
+class Unmatched(Model):
+    def __init__(self, frozen: int = 0) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), Up(16, 16))
+
+
+def scaled() -> MixedPrecision:
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
 
 
 REFUSED = [
@@ -282,18 +443,36 @@ REFUSED = [
     (Model, {"micro_batches": 1}, {}, 'Use micro_batches=2, or schedule="gpipe"'),
     (Model, {"micro_batches": 9}, {}, "the first batch has 8 rows for 9 micro-batches"),
     (Model, {"module": "nothing"}, {}, "no submodule 'nothing'"),
-    (Model, {"mem_limit": 2000}, {}, "no partition fits 2 devices"),
+    (Model, {"mem_limit": 2000}, {}, "no partition fits 2 devices.*at least"),
     (Model, {"balance": [8]}, {}, "expected one for each, such as balance=\\[4, 4\\]"),
     (Model, {}, {"sync_batchnorm": True}, "expected sync_batchnorm=False"),
     (Lbfgs, {}, {}, "LBFGS evaluates the loss several times"),
     (Never, {}, {}, "never called the module"),
-    (Manual, {}, {}, "expected automatic optimization"),
+    (Twice, {}, {}, "called the module that is cut into pipeline stages 2 times"),
+    (Still, {}, {}, "under no_grad"),
+    (Shared, {"balance": [4, 4]}, {}, "pipeline stages 0 and 1 share the parameter 'net.0.weight'"),
+    (Tied, {}, {}, "shares the parameter 'stem.weight' with what is outside"),
+    (Short, {"balance": [1, 1, 1, 1], "schedule": "interleaved"}, {}, "the chain has only 2 stages"),
+    (Numbers, {"balance": [2, 2]}, {}, "hands over int: expected tensors"),
+    (Unmatched, {}, {}, "declared .skip. as poppable but it was not stashed"),
+    (Model, {"sample": torch.randn(3, 16)}, {}, "sample has 3 rows for 4 micro-batches"),
+    (Model, {}, {"plugins": scaled}, '"16-mixed" scales the loss.*expected "bf16-mixed"'),
+    (ByHand, {}, {}, "manual optimization asks for the backward.*expected schedule=.gpipe."),
+    (AgainAtOnce, {"schedule": "gpipe"}, {}, "again before manual_backward"),
+    (BackwardTwice, {"schedule": "gpipe"}, {}, "a second manual_backward has reached an output"),
 ]
+
+
+class NeverBegins(L.Callback):
+    def on_train_start(self, *_: Any) -> None:
+        raise AssertionError("training has begun")
 
 
 def refused(rank: int, folder: str, kind: type[Model], options: dict[str, Any], training: dict[str, Any]) -> None:
     strategy = RotorPipelineStrategy(**{"module": "net", "micro_batches": 4, **options})
-    fit(folder, strategy, 2, kind=kind, **training)
+    training = {name: value() if callable(value) else value for name, value in training.items()}
+    callbacks = [] if kind in {AgainAtOnce, BackwardTwice} else [NeverBegins()]
+    fit(folder, strategy, 2, kind=kind, callbacks=callbacks, **training)
 
 
 @pytest.mark.parametrize(("kind", "options", "training", "message"), REFUSED)
@@ -302,7 +481,7 @@ def test_what_cannot_be_trained_is_refused_on_every_process(
 ) -> None:
     for answer in group.run(2, refused, str(tmp_path), kind, options, training):
         assert isinstance(answer, Failure)
-        assert answer.kind in {"PipelineError", "PartitionError", "ModelError"}, answer.text
+        assert answer.kind in {"PipelineError", "PartitionError", "ModelError", "SkipDeclarationError"}, answer.text
         assert re.search(message, answer.message), answer.message
 
 

@@ -6,7 +6,7 @@ steps, backwards), ends in silence.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -22,7 +22,14 @@ from lightning_rotor.target import Target, TargetSearch
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.device, torch.dtype)
 
 
-def compute_of_training_step(trainer: pl.Trainer, model: pl.LightningModule, batch: Any, batch_idx: int) -> StepCompute:
+def compute_of_training_step(
+    trainer: pl.Trainer,
+    model: pl.LightningModule,
+    batch: Any,
+    batch_idx: int,
+    *,
+    prepare: Callable[[pl.LightningModule], object] = lambda copy: None,
+) -> StepCompute:
     """Where the next training step will compute.
 
     Args:
@@ -30,6 +37,7 @@ def compute_of_training_step(trainer: pl.Trainer, model: pl.LightningModule, bat
         model: Stays as it is.
         batch: As ``training_step`` will get it.
         batch_idx: Likewise.
+        prepare: Called with the copy that runs dry, before it does.
     Raises:
         ProfilingError: The step cannot be run dry.
     """
@@ -44,6 +52,7 @@ def compute_of_training_step(trainer: pl.Trainer, model: pl.LightningModule, bat
         for module in copy.modules():
             if isinstance(module, pl.LightningModule):
                 _isolate(module, stand_in)
+        prepare(copy)
         with trainer.precision_plugin.train_step_context():
             copy.on_train_batch_start(inputs[0], batch_idx)
             copy.training_step(*inputs)
@@ -68,7 +77,7 @@ def _isolate(module: pl.LightningModule, trainer: _TrainerStandIn) -> None:
     ):  # Lightning has put compiled methods of the original in the place of the copy's
         for name in ("forward", "training_step", "validation_step", "test_step", "predict_step"):
             module.__dict__.pop(name, None)
-    silence = _Silence()
+    silence = Silence()
     names = ("log", "log_dict", "print", "manual_backward", "toggle_optimizer", "untoggle_optimizer", "clip_gradients")
     module.__dict__.update(dict.fromkeys(names, silence))
     module.__dict__.update(
@@ -83,7 +92,7 @@ def _one_or_all(values: list[Any]) -> Any:
     return values[0] if len(values) == 1 else values
 
 
-class _Silence:
+class Silence:
     """Takes every call and every question, and does nothing."""
 
     def __getattr__(self, name: str) -> Self:
@@ -92,6 +101,7 @@ class _Silence:
         return self
 
     def __call__(self, *_: Any, **__: Any) -> Self:
+        """Take any arguments."""
         return self
 
     def __getitem__(self, _: Any) -> Self:
@@ -131,4 +141,4 @@ def _harmless(value: Any) -> Any:
         return [_harmless(item) for item in value]
     if isinstance(value, Mapping):
         return {key: _harmless(item) for key, item in value.items()}
-    return _Silence()
+    return Silence()

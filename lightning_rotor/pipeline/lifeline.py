@@ -52,7 +52,7 @@ class Lifeline:
     ) -> None:
         self._rank, self._grace_seconds = rank, grace_seconds
         self._known, self._ended = threading.Event(), threading.Event()
-        self._cause = ""
+        self._cause, self._lock = "", threading.Lock()
         self._lines: dict[int, Connection] = {}
         if rank == 0:
             key = secrets.token_bytes(32)
@@ -95,8 +95,9 @@ class Lifeline:
     def close(self) -> None:
         """Say goodbye: this process ends as it should, or has said why not."""
         self._ended.set()
-        for line in list(self._lines.values()):
-            _say(line, _GOODBYE)
+        with self._lock:
+            for line in self._lines.values():
+                _say(line, _GOODBYE)
 
     def _welcome(self, listener: Listener, others: int) -> None:
         """On the first process: wait for the others' lines, then watch them."""
@@ -104,11 +105,15 @@ class Lifeline:
             while len(self._lines) < others:
                 try:
                     line = _line(listener.accept())
+                    rank = int(line.recv_bytes())
                 except (AuthenticationError, EOFError, OSError):  # someone else at the door
                     continue
-                self._lines[int(line.recv_bytes())] = line
-                if self._known.is_set():
-                    _say(line, json.dumps(self._cause).encode())
+                with self._lock:
+                    self._lines[rank] = line
+                    if self._known.is_set():
+                        _say(line, json.dumps(self._cause).encode())
+                    if self._ended.is_set():
+                        _say(line, _GOODBYE)
         self._watch()
 
     def _watch(self) -> None:
@@ -129,13 +134,14 @@ class Lifeline:
                     self._learn(json.loads(words), rank)
 
     def _learn(self, cause: str, told_by: int) -> None:
-        if self._known.is_set():
-            return
-        self._cause = cause
-        self._known.set()
-        for rank, line in list(self._lines.items()):
-            if rank != told_by:
-                _say(line, json.dumps(cause).encode())
+        with self._lock:
+            if self._known.is_set():
+                return
+            self._cause = cause
+            self._known.set()
+            for rank, line in self._lines.items():
+                if rank != told_by:
+                    _say(line, json.dumps(cause).encode())
         if told_by != self._rank:
             self._start(self._end_in_time)
 

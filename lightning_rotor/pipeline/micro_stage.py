@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,9 @@ class MicroBatchStage(PipelineStage):
         group: Processes of the pipeline.
         takes: By micro-batch, what it receives.
         gives: By micro-batch, what it sends.
+
+    Attributes:
+        before_backwards: Called once, when the next backward is about to begin.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class MicroBatchStage(PipelineStage):
     ) -> None:
         self._takes, self._gives = tuple(takes), tuple(gives)
         self._launched: list[dist.P2POp] = []
+        self.before_backwards: Callable[[], None] | None = None
         super().__init__(
             module,
             number,
@@ -72,6 +76,13 @@ class MicroBatchStage(PipelineStage):
         """Operations that send what a forward made."""
         self._launched += (ops := super().get_fwd_send_ops(fwd_chunk_id))
         return ops
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Operations that receive the gradients of what a forward made."""
+        if self.before_backwards is not None:
+            turn, self.before_backwards = self.before_backwards, None
+            turn()
+        return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Operations that send the gradients of what a forward was given."""

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -18,49 +18,32 @@ from torch import nn
 
 from lightning_rotor.chain import Chain
 from lightning_rotor.cutting import SequentialCut, sequentialize
-from lightning_rotor.errors import ModelError, RotorError
+from lightning_rotor.errors import RotorError
 from lightning_rotor.pipeline.batch_statistics import values_per_row
+from lightning_rotor.pipeline.evaluation import evaluation_cut
+from lightning_rotor.pipeline.options import PipelineOptions
 from lightning_rotor.pipeline.ownership import Ownership
 from lightning_rotor.pipeline.parts import ForwardContext, Part, PartPlan
 from lightning_rotor.pipeline.runner import PipelineRunner
 from lightning_rotor.pipeline.seeding import mixed
 from lightning_rotor.pipeline.splitting import join, rows_in, sizes_of, split
 from lightning_rotor.pipeline.suspended import suspended_call
-from lightning_rotor.pipeline_schedule import PipelineError, PipelineScheduleName
-from lightning_rotor.planning.partition import Partition, PipelineDevice, RecomputeMode, partition
-from lightning_rotor.profiling import Profile, profile_chain
+from lightning_rotor.pipeline_schedule import PipelineError
+from lightning_rotor.planning.partition import Partition, PipelineDevice, partition
+from lightning_rotor.profiling import profile_chain
 from lightning_rotor.profiling.reference import require_same
 from lightning_rotor.sequential import Stage, wiring_of
 from lightning_rotor.state import SegmentState
 from lightning_rotor.tracing import GraphCut
 from lightning_rotor.wiring import unpacked
 
+if TYPE_CHECKING:
+    from lightning_rotor.pipeline.phases import Phases
+
 _log = logging.getLogger(__name__)
 
-Balance: TypeAlias = Literal["auto"] | Sequence[int]
 StateBytes: TypeAlias = Callable[[Sequence[Stage]], Sequence[int]]
 """By stage of a chain, what training keeps of it besides gradients."""
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineOptions:
-    """How to pipeline.
-
-    Attributes:
-        micro_batches: Into how many parts a batch is split.
-        schedule: In which order devices work.
-        recompute: See :class:`lightning_rotor.planning.partition.Problem`.
-        balance: ``"auto"``, or how many stages of the chain each pipeline stage gets.
-        stages_per_device: More than one for ``"interleaved"``.
-        deferred_batch_norm: Running statistics of BatchNorm are updated once for each batch, as if it had not been split.
-    """
-
-    micro_batches: int = 8
-    schedule: PipelineScheduleName = "1f1b"
-    recompute: RecomputeMode = "rotor"
-    balance: Balance = "auto"
-    stages_per_device: int = 1
-    deferred_batch_norm: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,6 +77,7 @@ class PipelinedModule:
         partition: How it is cut, and how each part runs.
         ownership: Which process has which weights.
         options: How it was to be done.
+        phases: Of the step that runs now, under manual optimization.
     """
 
     module: nn.Module
@@ -106,6 +90,7 @@ class PipelinedModule:
     _device: torch.device
     _seed: int
     _evaluations: int = 0
+    phases: Phases | None = None
 
     # A copy of a live module computes with its own weights, plainly.
     def __deepcopy__(self, memo: dict[int, Any]) -> _Inactive:
@@ -135,6 +120,8 @@ class PipelinedModule:
         if waiting is not None:
             return waiting.call(args, kwargs)
         if torch.is_grad_enabled():
+            if self.phases is not None:
+                return self.phases.forward(args, kwargs)
             raise PipelineError(
                 f"{type(module).__name__} is cut into pipeline stages and was called with gradients outside of training_step: expected calls in "
                 "training_step, or under torch.no_grad()"
@@ -186,6 +173,7 @@ def pipelined(
     state_bytes: StateBytes,
     device: torch.device,
     group: dist.ProcessGroup | None = None,
+    replicas: dist.ProcessGroup | None = None,
     context: ForwardContext = nullcontext,
 ) -> PipelinedModule:
     """Cut a module into pipeline stages. Every process of the pipeline does it at once, with the whole model.
@@ -199,6 +187,7 @@ def pipelined(
         state_bytes: What training keeps, by stage.
         device: Where this process computes.
         group: Processes of the pipeline.
+        replicas: Processes with the same place in other pipelines of the same model, which are cut alike.
         context: Of each forward in training, autocast for one; it is active now.
     Raises:
         PipelineError: It cannot be cut so; on every process.
@@ -217,11 +206,13 @@ def pipelined(
         except RotorError as error:
             answer = error
     made: Partition = _first(answer, group)
+    if replicas is not None:
+        made = _first(made, replicas)  # each has measured for itself, but gradients are averaged layer by layer
     if isinstance(made, RotorError):
         raise made
     pieces = [profile.stages[choice.first : choice.last + 1] for choice in made.choices]
     ownership = Ownership(model, pieces, group)
-    evaluation, plain = _evaluation(module, call, training, profile, made, ownership)
+    evaluation, plain = evaluation_cut(module, call, training, profile, made, ownership)
 
     norms = values_per_row(module, args, kwargs, rows_in(call)) if options.deferred_batch_norm else None
 
@@ -306,59 +297,3 @@ def _partition(
         recompute=options.recompute,
         state_bytes=state_bytes,
     )
-
-
-# -------------------------------------------------------------------- evaluation
-
-
-def _evaluation(
-    module: nn.Module,
-    call: tuple[tuple[Any, ...], dict[str, Any]],
-    training: SequentialCut | GraphCut,
-    profile: Profile,
-    made: Partition,
-    ownership: Ownership,
-) -> tuple[SequentialCut | GraphCut, list[PartPlan] | None]:
-    """The module as stages in evaluation, where its code may go another way, and which of them belong to which part; None: as in training."""
-    if isinstance(training, SequentialCut):
-        return training, None
-    modes = [(each, each.training) for each in module.modules()]
-    module.eval()
-    try:
-        with torch.no_grad():
-            cut = sequentialize(module, *call)
-    except ModelError as error:
-        raise PipelineError(f"{type(module).__name__} can be cut in training, but not in evaluation: {error}") from None
-    finally:
-        for each, mode in modes:
-            each.training = mode
-    return cut, _shared_out(cut.stages, profile, made, ownership)
-
-
-def _shared_out(stages: Sequence[Stage], profile: Profile, made: Partition, ownership: Ownership) -> list[PartPlan]:
-    """Stages where their weights are, those without weights as soon as their input is there."""
-    at, numbers = 0, []
-    for stage in stages:
-        tensors = [
-            *stage.parameters(),
-            *(b for _, m in stage.submodules() for b in m._buffers.values() if b is not None),
-        ]
-        owners = {owner for tensor in tensors if (owner := ownership.stage_of(tensor)) is not None}
-        if len(owners) > 1 or (owners and min(owners) < at):
-            raise PipelineError(
-                f"in evaluation the model runs {stage.name!r} together with what other pipeline stages hold: expected code that does the same in "
-                "training and in evaluation but for its layers (nn.Dropout, not a branch on self.training), or another balance=[...]"
-            )
-        at = max([at, *owners])
-        numbers.append(at)
-    missing = sorted(set(range(len(made.choices))) - set(numbers))
-    if missing:
-        raise PipelineError(
-            f"in evaluation nothing is left for pipeline stages {missing}: expected a balance in which every stage has weights, such as "
-            "one with fewer, larger stages"
-        )
-    firsts = [numbers.index(number) for number in range(len(made.choices))]
-    return [
-        PartPlan(first, (firsts[number + 1] if number + 1 < len(firsts) else len(stages)) - 1, None)
-        for number, first in enumerate(firsts)
-    ]

@@ -9,7 +9,7 @@ The schedules are those of :mod:`torch.distributed.pipelining`; this module give
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -18,18 +18,18 @@ import torch.distributed as dist
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleLoopedBFS
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_rotor.options import autocast_enabled
 from lightning_rotor.pipeline.batch_statistics import BatchStatistics
+from lightning_rotor.pipeline.later import gradient_later
 from lightning_rotor.pipeline.micro_stage import MicroBatchStage
 from lightning_rotor.pipeline.parts import ForwardContext, Layout, Part, PartModule
+from lightning_rotor.pipeline.shapes import Layouts, Shapes, broadcast
 from lightning_rotor.pipeline_schedule import PipelineError, PipelineScheduleName, check_numbers
-from lightning_rotor.undisturbed import kept_attributes, lent_buffers, undisturbed
 from lightning_rotor.wiring import packed
 
 Loss: TypeAlias = Callable[[Any, int], torch.Tensor]
 """The loss of a micro-batch, from its output and its number."""
-_Cuts: TypeAlias = tuple[Layout, ...]
-_Layouts: TypeAlias = tuple[_Cuts, ...]
+Between: TypeAlias = Callable[[tuple[Any, ...], tuple[bool, ...]], Sequence[Sequence[torch.Tensor | None]]]
+"""From outputs by micro-batch, and which of their tensors take gradients, to those gradients by micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +75,13 @@ class PipelineRunner:
                 part: Part = module.__dict__["part"]
                 inside = [each for stage in part.stages for _, each in stage.submodules()]
                 module.statistics = BatchStatistics.of(inside, batch_norms)
-        self._context = context
         self._stages, self._schedule, self._device, self._group = stages, schedule, device, group
         self._size = dist.get_world_size(group)
-        self._layouts: dict[Any, _Cuts] = {}
+        self._shapes = Shapes(parts, stages, device=device, group=group, context=context)
         # One at a time, for its buffers take memory: what is received, once for each micro-batch.
         self._ready: tuple[Any, Any, list[MicroBatchStage]] | None = None
         self._loss: Loss | None = None
+        self._surrogate: Loss | None = None
         self._outputs: dict[int, list[torch.Tensor]] = {}
         if self.has_last:
             self._modules[stages - 1].outputs = self._outputs
@@ -110,7 +110,7 @@ class PipelineRunner:
             seed: Of the random numbers, the same on all processes.
             signature: What shapes depend on besides the inputs, the same on all processes: which parameters learn.
         """
-        layouts = self._layouts_of(inputs, (True, signature))
+        layouts = self._shapes.of(inputs, (True, signature))
         schedule, stages = self._prepared(layouts, training=True)
         self._loss = loss
         try:
@@ -120,6 +120,36 @@ class PipelineRunner:
         gradients = self._shared_input_gradients([each[0] for each in layouts], stages)
         return StepResult(self._shared_outputs(layouts), gradients)
 
+    def train_in_phases(
+        self, inputs: Sequence[Sequence[Any]], between: Between, *, seed: int, signature: Any = None
+    ) -> StepResult:
+        """The same with the gradients of outputs in the place of losses, under the schedule ``"gpipe"``.
+
+        Args:
+            inputs: By micro-batch, the values that the chain takes.
+            between: Called on every process when all forwards are done.
+            seed: Of the random numbers, the same on all processes.
+            signature: What shapes depend on besides the inputs.
+        Returns:
+            Gradients of inputs alone.
+        """
+        layouts = self._shapes.of(inputs, (True, signature))
+        schedule, stages = self._prepared(layouts, training=True)
+        asking = tuple(meta.requires_grad for meta in layouts[0][-1].metas)
+        gradients: list[Sequence[torch.Tensor | None]] = []
+
+        def turn() -> None:
+            gradients.extend(between(self._shared_outputs(layouts), asking))
+
+        (stage,) = stages
+        stage.before_backwards = turn
+        self._surrogate = lambda output, number: gradient_later(output, lambda: gradients[number])
+        try:
+            self._run(schedule, layouts, inputs, seed)
+        finally:
+            stage.before_backwards = self._surrogate = None
+        return StepResult((), self._shared_input_gradients([each[0] for each in layouts], stages))
+
     def forward(self, inputs: Sequence[Sequence[Any]], *, seed: int, signature: Any = None) -> tuple[Any, ...]:
         """Run the forward of all micro-batches without gradients.
 
@@ -127,7 +157,7 @@ class PipelineRunner:
             By micro-batch, the chain's output, on every process.
         """
         with torch.no_grad():
-            layouts = self._layouts_of(inputs, (False, signature))
+            layouts = self._shapes.of(inputs, (False, signature))
             schedule, stages = self._prepared(layouts, training=False)
             self._run(schedule, layouts, inputs, seed)
             for stage in stages:
@@ -140,7 +170,7 @@ class PipelineRunner:
         Raises:
             PipelineError: It cannot; on every process.
         """
-        self._layouts_of([values], (True, signature))
+        self._shapes.of([values], (True, signature))
 
     def release(self) -> None:
         """Give back the memory of buffers."""
@@ -148,7 +178,7 @@ class PipelineRunner:
 
     # ---------------------------------------------------------------- a step
 
-    def _run(self, schedule: Any, layouts: _Layouts, inputs: Sequence[Sequence[Any]], seed: int) -> None:
+    def _run(self, schedule: Any, layouts: Layouts, inputs: Sequence[Sequence[Any]], seed: int) -> None:
         count = len(inputs)
         for number, module in self._modules.items():
             module.takes = tuple(layout[number] for layout in layouts)
@@ -173,10 +203,12 @@ class PipelineRunner:
 
     def _loss_of(self, output: Any, micro_batch: int) -> torch.Tensor:
         """Torch calls this behind the last stage's forward."""
+        if self._surrogate is not None:
+            return self._surrogate(output, micro_batch)
         assert self._loss is not None
         return self._loss(packed(self._modules[self._stages - 1].gives[micro_batch].values(output)), micro_batch)
 
-    def _prepared(self, layouts: _Layouts, *, training: bool) -> tuple[Any, list[MicroBatchStage]]:
+    def _prepared(self, layouts: Layouts, *, training: bool) -> tuple[Any, list[MicroBatchStage]]:
         key = layouts, training
         if self._ready is None or self._ready[0] != key:
             self._ready = None
@@ -196,14 +228,14 @@ class PipelineRunner:
             self._ready = key, _torch_schedule(self._schedule, stages, len(layouts), loss), stages
         return self._ready[1], self._ready[2]
 
-    def _shared_outputs(self, layouts: _Layouts) -> tuple[Any, ...]:
+    def _shared_outputs(self, layouts: Layouts) -> tuple[Any, ...]:
         shared = []
         for number, layout in enumerate(layouts):
             tensors = (
                 self._outputs.pop(number) if self.has_last else [meta.buffer(self._device) for meta in layout[-1].metas]
             )
             for tensor in tensors:
-                self._broadcast(tensor, self._stages - 1)
+                broadcast(tensor, self._stages - 1, self._group)
             shared.append(packed(layout[-1].values(tensors)))
         return tuple(shared)
 
@@ -218,69 +250,10 @@ class PipelineRunner:
                 tensor = None
                 if meta.requires_grad:
                     tensor = meta.buffer(self._device).zero_() if gradient is None else gradient.contiguous()
-                    self._broadcast(tensor, 0)
+                    broadcast(tensor, 0, self._group)
                 tensors.append(tensor)
             shared.append(tuple(tensors))
         return tuple(shared)
-
-    def _broadcast(self, tensor: torch.Tensor, stage: int) -> None:
-        if self._size > 1:
-            dist.broadcast(tensor, group=self._group, group_src=stage % self._size)
-
-    # ---------------------------------------------------------------- shapes
-
-    def _layouts_of(self, inputs: Sequence[Sequence[Any]], signature: Any) -> _Layouts:
-        """By micro-batch and cut, what crosses it. Equal micro-batches are looked at once, the first time that they are seen."""
-        found = []
-        for number, values in enumerate(inputs):
-            layout = Layout.of(values, "the model's input")
-            key = layout, signature, autocast_enabled()
-            if key not in self._layouts:
-                self._layouts[key] = (layout, *self._scouted(values, layout, number))
-            found.append(self._layouts[key])
-        return tuple(found)
-
-    def _scouted(self, values: Sequence[Any], layout: Layout, micro_batch: int) -> list[Layout]:
-        """Run one micro-batch through all stages, one after the other, and leave no trace of it."""
-        layouts: list[Layout] = []
-        tensors = layout.flat(values)
-        trained = torch.is_grad_enabled()
-        for number in range(self._stages):
-            answer: list[Any] = [None]
-            made: list[torch.Tensor] = []
-            if number in self._modules:
-                answer, made = self._looked_at(number, layout, tensors, trained)
-            if self._size > 1:
-                dist.broadcast_object_list(answer, group=self._group, group_src=number % self._size)
-            if isinstance(answer[0], Exception):
-                raise answer[0]
-            layout = answer[0]
-            layouts.append(layout)
-            tensors = made or [meta.buffer(self._device) for meta in layout.metas]
-            for tensor in tensors:
-                self._broadcast(tensor, number)
-        return layouts
-
-    def _looked_at(
-        self, number: int, layout: Layout, tensors: Sequence[torch.Tensor], trained: bool
-    ) -> tuple[list[Any], list[torch.Tensor]]:
-        part: Part = self._modules[number].__dict__["part"]
-        given = [
-            tensor.detach().requires_grad_(meta.requires_grad)
-            for tensor, meta in zip(tensors, layout.metas, strict=True)
-        ]
-        with ExitStack() as context:
-            context.enter_context(undisturbed(self._device))
-            for stage in part.stages:
-                context.enter_context(kept_attributes(stage))
-                context.enter_context(lent_buffers(stage))
-            context.enter_context(self._context() if trained else torch.no_grad())
-            made = part(layout.values(given))
-            try:
-                found = Layout.of(made, f"pipeline stage {number} (it ends with {part.stages[-1].name!r})")
-            except PipelineError as error:
-                return [error], []
-            return [found], [tensor.detach().contiguous() for tensor in found.flat(made)]
 
 
 def _torch_schedule(name: PipelineScheduleName, stages: list[Any], micro_batches: int, loss: Any) -> Any:

@@ -68,15 +68,25 @@ def train_step(
     finally:
         for call in calls:
             call.abandon()
+    backward_of_inputs(inputs, done.input_gradients)
+    return [results[place] for place in range(len(runs))]
+
+
+def backward_of_inputs(inputs: Sequence[Sequence[Any]], gradients: Sequence[Sequence[torch.Tensor | None]]) -> None:
+    """Go on with the backward before the pipeline.
+
+    Args:
+        inputs: By micro-batch, the values that it took.
+        gradients: Likewise, one for each tensor in them.
+    """
     pairs = [
         (tensor, gradient)
-        for values, gradients in zip(inputs, done.input_gradients, strict=True)
-        for tensor, gradient in zip(tensors_in(list(values)), gradients, strict=True)
+        for values, found in zip(inputs, gradients, strict=True)
+        for tensor, gradient in zip(tensors_in(list(values)), found, strict=True)
         if gradient is not None
     ]
     if pairs:
         torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
-    return [results[place] for place in range(len(runs))]
 
 
 def _leaves(output: Any) -> Any:

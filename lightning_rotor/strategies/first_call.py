@@ -1,0 +1,145 @@
+"""With what the user's code calls the module that is to be cut: found out by the first batch, before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import nn
+
+from lightning_rotor.attaching import attached
+from lightning_rotor.callbacks.dry_step import Silence, best_by_compute
+from lightning_rotor.generators import GeneratorStates
+from lightning_rotor.pipeline.splitting import rows_in
+from lightning_rotor.pipeline.suspended import SuspendedCall, suspended_call
+from lightning_rotor.pipeline_schedule import PipelineError
+from lightning_rotor.strategies.micro_batch_logs import MicroBatchLogs
+from lightning_rotor.target import Target, TargetSearch, named_target
+
+Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+_STEPS = {
+    TrainerFn.FITTING: "training_step",
+    TrainerFn.VALIDATING: "validation_step",
+    TrainerFn.TESTING: "test_step",
+    TrainerFn.PREDICTING: "predict_step",
+}
+
+
+def first_batch(trainer: pl.Trainer) -> Any:
+    """The first batch of what the Trainer was asked to do, as if nobody had looked; None if there is none."""
+    fn = trainer.state.fn
+    states = GeneratorStates()
+    if fn == TrainerFn.FITTING:
+        trainer.fit_loop.setup_data()
+        loader = trainer.fit_loop._combined_loader
+        # The loop asks for its loader itself, and draws the same random numbers then.
+        trainer.fit_loop._combined_loader = None
+        batches = None if loader is None else iter(CombinedLoader(loader.iterables, "max_size_cycle"))
+    else:
+        loop: Any = {
+            TrainerFn.VALIDATING: trainer.validate_loop,
+            TrainerFn.TESTING: trainer.test_loop,
+            TrainerFn.PREDICTING: trainer.predict_loop,
+        }[fn]  # type: ignore[index]
+        loop.setup_data()
+        loader, loop._combined_loader = loop._combined_loader, None
+        batches = None if loader is None else iter(CombinedLoader(loader.iterables, "sequential"))
+    found = None if batches is None else next(batches, None)
+    states.restore()
+    return None if found is None else found[0]
+
+
+def find_target(trainer: pl.Trainer, model: pl.LightningModule, name: str | None, batch: Any) -> Target:
+    """The module to cut.
+
+    Args:
+        trainer: Its Trainer.
+        model: The whole.
+        name: As the user gave it.
+        batch: To see where ``training_step`` computes; None goes by the number of parameters.
+    Raises:
+        PipelineError: There is none.
+        ModelError: It is named, and cannot be a chain.
+    """
+    if name is not None:
+        return named_target(model, name)
+    search = TargetSearch(model, may_be_whole=False)
+    if batch is None:
+        search.do_without("nothing is trained")
+        found = search.best()
+    else:
+        found = best_by_compute(search, trainer, model, batch, 0)
+    if found is None:
+        raise PipelineError(
+            f"{type(model).__name__} holds no submodule with several layers that its training_step calls: expected one to cut into pipeline stages"
+        )
+    return found
+
+
+def first_call(trainer: pl.Trainer, module: nn.Module, part: Any, *, optimizers: int, device: torch.device) -> Call:
+    """Arguments with which the user's step calls a module.
+
+    Args:
+        trainer: Says which step; its model stays as it is.
+        module: Part of the model.
+        part: A micro-batch.
+        optimizers: How many the model has.
+        device: Where it computes.
+    Raises:
+        PipelineError: The step never calls it.
+    """
+    model = trainer.lightning_module
+    name = _STEPS[trainer.state.fn]  # type: ignore[index]
+    run = getattr(model, name)
+    arguments = [part]
+    for number, other in enumerate(("batch_idx", "dataloader_idx"), 2):
+        if is_param_in_hook_signature(run, other, min_args=number):
+            arguments.append(0)
+    step = SuspendedCall(lambda: run(*arguments), seed=0, device=device, what=name)
+    with _untouched(model, optimizers), attached(module, _Stop()), MicroBatchLogs(model, [rows_in(part)]).caught():
+        try:
+            return step.start()
+        finally:
+            step.abandon()
+
+
+@contextmanager
+def _untouched(model: pl.LightningModule, optimizers: int) -> Iterator[None]:
+    """Buffers and what learns are put back; optimizers do not exist yet, and take everything in silence."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    learning = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    silence: Callable[..., Any] = Silence()
+    names = ("lr_schedulers", "manual_backward", "toggle_optimizer", "untoggle_optimizer", "clip_gradients")
+    stand_ins = dict.fromkeys(names, silence)
+    stand_ins["optimizers"] = lambda *_, **__: silence if optimizers == 1 else [silence] * optimizers
+    before = {name: model.__dict__[name] for name in stand_ins if name in model.__dict__}
+    if not model.automatic_optimization:
+        model.__dict__.update(stand_ins)
+    try:
+        yield
+    finally:
+        for name in stand_ins:
+            model.__dict__.pop(name, None)
+        model.__dict__.update(before)
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        for parameter, learns in learning:
+            parameter.requires_grad_(learns)
+
+
+class _Stop:
+    """In the place of a module: whoever calls it waits, and never goes on."""
+
+    active = True
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        waiting = suspended_call()
+        assert waiting is not None
+        return waiting.call(args, kwargs)

@@ -1,0 +1,188 @@
+"""From a Trainer, its model and the user's settings to a module that runs as a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_rotor.generators import GeneratorStates
+from lightning_rotor.pipeline.options import PipelineOptions
+from lightning_rotor.pipeline.pipelined import PipelinedModule, pipelined
+from lightning_rotor.pipeline.splitting import rows_in, sizes_of, split
+from lightning_rotor.pipeline_schedule import PipelineScheduleName
+from lightning_rotor.planning.partition import PipelineDevice, RecomputeMode
+from lightning_rotor.strategies import pipeline_checks as checks
+from lightning_rotor.strategies.first_call import Call, find_target, first_batch, first_call
+from lightning_rotor.strategies.pipeline_memory import KeptMemory
+from lightning_rotor.target import Target, named_target
+from lightning_rotor.tensors import tensors_in
+from lightning_rotor.training_memory import process_limit_bytes
+from lightning_rotor.training_state import storage_bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PipelineSettings:
+    """Arguments of :class:`~lightning_rotor.strategies.RotorPipelineStrategy`, which describes them; the limit is parsed."""
+
+    module: str | None
+    balance: Literal["auto"] | list[int]
+    micro_batches: int
+    schedule: PipelineScheduleName
+    recompute: RecomputeMode
+    limit: Any
+    pipeline_stages: int | None
+    deferred_batch_norm: bool
+    sample: Any
+
+    def __post_init__(self) -> None:
+        checks.check_arguments(
+            schedule=self.schedule,
+            stages=self.pipeline_stages,
+            micro_batches=self.micro_batches,
+            recompute=self.recompute,
+            balance=self.balance,
+        )
+
+    @property
+    def sample_call(self) -> Call:
+        """The sample as arguments."""
+        if isinstance(self.sample, dict):
+            return (), self.sample
+        return self.sample if isinstance(self.sample, tuple) else (self.sample,), {}
+
+    def options(self, devices: int) -> PipelineOptions:
+        """Those of a pipeline over some devices."""
+        stages_per_device = 1
+        if self.schedule == "interleaved":
+            by_hand = not isinstance(self.balance, str)
+            stages_per_device = max(len(self.balance) // devices, 1) if by_hand else 2
+        return PipelineOptions(
+            self.micro_batches, self.schedule, self.recompute, self.balance, stages_per_device, self.deferred_batch_norm
+        )
+
+
+class PipelineBuilder:
+    """Cuts a model on all processes of a pipeline at once.
+
+    Args:
+        settings: Of the user.
+        precision: Of the Trainer.
+        device: Where this process computes.
+        group: Processes of the pipeline.
+        replicas: Processes with the same stages, and other batches.
+        neighbours: How many processes share this host's memory.
+        to_device: Moves a batch, the same one on all processes of the pipeline.
+    """
+
+    def __init__(
+        self,
+        settings: PipelineSettings,
+        *,
+        precision: Precision,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+        replicas: dist.ProcessGroup | None,
+        neighbours: int,
+        to_device: Callable[[Any], Any],
+    ) -> None:
+        self._settings, self._precision, self._device, self._group = settings, precision, device, group
+        self._replicas, self._neighbours, self._to_device = replicas, neighbours, to_device
+
+    def build(self, trainer: pl.Trainer, last: Target | None) -> tuple[Target, PipelinedModule] | None:
+        """Cut the module. Evaluation outside of a fit is cut for time alone, since it keeps no activations.
+
+        Args:
+            trainer: About to train or to evaluate.
+            last: What was cut before.
+        Returns:
+            What was cut, and how; None if there is nothing to run.
+        """
+        settings, model = self._settings, trainer.lightning_module
+        fits = trainer.state.fn == TrainerFn.FITTING
+        by_sample = settings.sample is not None and settings.module is not None
+        batch = None if by_sample else self._first_batch(trainer, fits=fits)
+        if batch is None and not by_sample and not fits:
+            return None
+        if fits or last is None or settings.module is not None:
+            target = find_target(trainer, model, settings.module, batch if fits else None)
+        else:
+            target = named_target(model, last.name)
+        optimizers = _trial_optimizers(model) if fits else []
+        memory = KeptMemory.under(optimizers, model, self._device) if fits else KeptMemory.in_evaluation(self._device)
+        with self._precision.train_step_context():
+            call = self._call_of(trainer, target, batch, len(optimizers))
+            limit_bytes = None
+            if fits:
+                given_bytes = storage_bytes(tensors_in(settings.sample if batch is None else batch))
+                limit_bytes = self._limit_bytes(model) - memory.outside_bytes(model, target.module) - given_bytes
+            devices = self._devices(limit_bytes)
+            made = pipelined(
+                model,
+                target.module,
+                call,
+                options=settings.options(len(devices)),
+                devices=devices,
+                state_bytes=memory.of_stages,
+                device=self._device,
+                group=self._group,
+                replicas=self._replicas,
+                context=self._precision.train_step_context,
+            )
+        return target, made
+
+    def _first_batch(self, trainer: pl.Trainer, *, fits: bool) -> Any:
+        batch = first_batch(trainer)
+        if batch is None:
+            return None
+        batch = self._to_device(batch)
+        if fits:
+            checks.check_rows(rows_in(batch), self._settings.micro_batches, "the first batch")
+        return batch
+
+    def _call_of(self, trainer: pl.Trainer, target: Target, batch: Any, optimizers: int) -> Call:
+        """Arguments of the module for the largest micro-batch."""
+        micro_batches = self._settings.micro_batches
+        if self._settings.sample is not None:
+            rows = rows_in(self._settings.sample_call)
+            checks.check_rows(rows, micro_batches, "sample")
+            found: Call = split(self._settings.sample_call, sizes_of(rows, micro_batches))[0]
+            return found
+        part = split(batch, sizes_of(rows_in(batch), micro_batches))[0]
+        if trainer.state.fn == TrainerFn.FITTING and trainer.lightning_module.automatic_optimization:
+            checks.check_calls(trainer, trainer.lightning_module, target.name, part)
+        return first_call(trainer, target.module, part, optimizers=optimizers, device=self._device)
+
+    def _limit_bytes(self, model: pl.LightningModule) -> int:
+        """Of this process's device."""
+        limit_bytes = process_limit_bytes(self._settings.limit, model, (), (), self._device)
+        shared = self._settings.limit is None and self._device.type == "cpu"
+        return limit_bytes // self._neighbours if shared else limit_bytes
+
+    def _devices(self, memory_bytes: int | None) -> list[PipelineDevice]:
+        """In the order of the pipeline; of replicas, the one with least memory."""
+        if memory_bytes is not None and self._replicas is not None:
+            memory_bytes = min(_gathered(memory_bytes, self._replicas))
+        found = _gathered(None if memory_bytes is None else max(memory_bytes, 0), self._group)
+        return [PipelineDevice(each) for each in found]
+
+
+def _gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group=group)
+    return found
+
+
+def _trial_optimizers(model: pl.LightningModule) -> list[torch.optim.Optimizer]:
+    """To ask them what they keep."""
+    states = GeneratorStates()
+    made: list[torch.optim.Optimizer] = pl.core.optimizer._init_optimizers_and_lr_schedulers(model)[0]
+    states.restore()
+    checks.check_optimizers(made)
+    return made
