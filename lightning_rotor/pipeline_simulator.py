@@ -18,8 +18,10 @@ Memory of a device, at any moment of an action of one of its stages::
     gradients of parameters   from the stage's first backward on                         ``gradient_bytes``
     micro-batches in flight   all but the running one, of all the device's stages        ``MicroBatchLoad.held_bytes`` each
     the running action        what it adds to that                                       ``forward_peak_bytes``, ``backward_peak_bytes``
+    what lingers              sent, or made for everybody, and not let go                ``output_bytes``, ``input_gradient_bytes`` each
+    results                   behind the last action, in the place of what lingers       ``results_bytes``
 
-The peak is the largest sum over all actions, so it is exact where these loads are.
+The peak is the largest sum over all actions, so it is exact where these loads are. Without ``lingering`` whatever was sent is gone at once.
 """
 
 from __future__ import annotations
@@ -68,6 +70,8 @@ class PipelineStageLoad:
         gradient_bytes: Gradients of parameters.
         send_forward_seconds: How long what the stage makes travels to the stage behind.
         send_backward_seconds: How long the gradient of its input travels to the stage before.
+        output_bytes: What of ``held_bytes`` is sent, or the output of the whole.
+        input_gradient_bytes: The gradient of its input.
     """
 
     micro_batch: MicroBatchLoad
@@ -76,6 +80,8 @@ class PipelineStageLoad:
     gradient_bytes: int = 0
     send_forward_seconds: float = 0.0
     send_backward_seconds: float = 0.0
+    output_bytes: int = 0
+    input_gradient_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +158,8 @@ def simulate_pipeline(
     *,
     micro_batches: int,
     gradients_exist: bool = False,
+    lingering: Sequence[Sequence[int]] = (),
+    results_bytes: int = 0,
 ) -> PipelineSimulation:
     """Run a step on paper.
 
@@ -162,16 +170,20 @@ def simulate_pipeline(
         loads: By pipeline stage.
         micro_batches: How many there are.
         gradients_exist: Gradients of parameters are there before the step: it accumulates, or the step before has left them.
+        lingering: By device, see :func:`lightning_rotor.pipeline_lingering.lingering`.
+        results_bytes: What every device is given behind the step.
     Raises:
         PipelineError: The devices wait for one another for ever, or an action has no stage.
     """
     starts, ends = _run(order, loads, micro_batches)
     events = tuple(
-        _Device(number, loads, micro_batches, gradients_exist).events(order[number], starts[number], ends[number])
+        _Device(number, loads, micro_batches, gradients_exist, lingering[number] if lingering else ()).events(
+            order[number], starts[number], ends[number]
+        )
         for number in range(len(order))
     )
     seconds = max((device[-1] for device in ends if device), default=0.0)
-    peaks = tuple(max((each.peak_bytes for each in device), default=0) for device in events)
+    peaks = tuple(_peak(device, order[number], loads, results_bytes) for number, device in enumerate(events))
     return PipelineSimulation(seconds, events, peaks)
 
 
@@ -187,6 +199,8 @@ def device_peak_bytes(
     *,
     micro_batches: int,
     gradients_exist: bool = False,
+    lingering: Sequence[int] = (),
+    results_bytes: int = 0,
 ) -> int:
     """What one device holds at most. That depends on the order of its own actions alone, not on when they run.
 
@@ -195,10 +209,24 @@ def device_peak_bytes(
         loads: By pipeline stage, at least those in its actions.
         micro_batches: How many there are.
         gradients_exist: As for :func:`simulate_pipeline`.
+        lingering: The device's.
+        results_bytes: As for :func:`simulate_pipeline`.
     """
     never = [0.0] * len(order)
-    events = _Device(0, loads, micro_batches, gradients_exist).events(order, never, never)
-    return max((each.peak_bytes for each in events), default=0)
+    events = _Device(0, loads, micro_batches, gradients_exist, lingering).events(order, never, never)
+    return _peak(events, order, loads, results_bytes)
+
+
+def _peak(
+    events: Sequence[PipelineEvent],
+    order: Actions,
+    loads: Mapping[int, PipelineStageLoad] | Sequence[PipelineStageLoad],
+    results_bytes: int,
+) -> int:
+    """Of all actions, and of what is there behind them."""
+    stages = {action.stage for action in order}
+    behind = sum(loads[stage].static_bytes + loads[stage].gradient_bytes for stage in stages) + results_bytes
+    return max([behind, *(each.peak_bytes for each in events)])
 
 
 def load_of(stage: PipelineStageLoad, micro_batch: int, micro_batches: int) -> MicroBatchLoad:
@@ -269,9 +297,10 @@ class _Device:
         loads: Mapping[int, PipelineStageLoad] | Sequence[PipelineStageLoad],
         micro_batches: int,
         gradients_exist: bool,
+        lingering: Sequence[int],
     ) -> None:
         self._number, self._loads, self._micro_batches = number, loads, micro_batches
-        self._gradients_exist = gradients_exist
+        self._gradients_exist, self._lingering = gradients_exist, lingering
 
     def events(self, actions: Actions, starts: list[float], ends: list[float]) -> tuple[PipelineEvent, ...]:
         stages = {action.stage for action in actions}
@@ -281,12 +310,16 @@ class _Device:
             live += sum(self._loads[stage].gradient_bytes for stage in stages)
             with_gradients = stages
         events = []
-        for action, start, end in zip(actions, starts, ends, strict=True):
+        until = self._lingering or range(len(actions))
+        leaves = [0] * len(actions)
+        outputs_until: dict[tuple[int, int], int] = {}
+        for place, (action, start, end) in enumerate(zip(actions, starts, ends, strict=True)):
             stage = self._loads[action.stage]
             load = load_of(stage, action.micro_batch, self._micro_batches)
             if action.work == "forward":
                 peak, again = live + load.forward_peak_bytes, 0.0
                 live += load.held_bytes
+                outputs_until[action.stage, action.micro_batch] = until[place]
             else:
                 again = load.recompute_seconds
                 live -= load.held_bytes
@@ -296,7 +329,16 @@ class _Device:
                     peak = live + load.first_backward_peak_bytes
                     live += stage.gradient_bytes
                     with_gradients = with_gradients | {action.stage}
-            events.append(PipelineEvent(self._number, action, start, end, again, max(peak, live), live))
+                for last, size in (
+                    (outputs_until[action.stage, action.micro_batch], stage.output_bytes),
+                    (until[place], stage.input_gradient_bytes),
+                ):
+                    if last > place:
+                        live += size
+                        leaves[last] += size
+            after = live - leaves[place]
+            events.append(PipelineEvent(self._number, action, start, end, again, max(peak, after), after))
+            live = after
         return tuple(events)
 
 

@@ -108,14 +108,6 @@ class Up(nn.Linear):
         return super().forward(x) + skip
 
 
-def wide() -> tuple[nn.Module, torch.Tensor]:
-    """Layers whose activations outweigh everything else."""
-    torch.manual_seed(0)
-    return nn.Sequential(
-        *[each for _ in range(6) for each in (nn.Linear(64, 64), nn.Tanh())], nn.Linear(64, 8)
-    ), torch.randn(512, 64)
-
-
 def model_of(kind: str) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     """A model, its input and its target, the same in every process."""
     torch.manual_seed(0)

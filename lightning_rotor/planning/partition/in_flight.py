@@ -136,11 +136,11 @@ def keep_all(chain: Chain, in_flight: int = 1) -> StagePlan:
     return StagePlan(chain, keep_all_fastest(chain), in_flight)
 
 
-def checkpoint_all(chain: Chain, in_flight: int = 1) -> StagePlan:
+def checkpoint_all(chain: Chain, in_flight: int = 1, *, received: bool = False) -> StagePlan:
     """The whole stage in one segment, as torchgpipe checkpoints its partitions; what must be kept, is."""
     items = segments_around(chain, 0, len(chain) - 1)
     if isinstance(items[-1], Segment):
-        chain = with_end(chain)
+        chain = with_end(chain, received=received)
         items.append(Leaf(len(chain) - 1))
     return StagePlan(chain, Schedule(tuple(items)), in_flight)
 
@@ -153,10 +153,13 @@ class InFlightPlanner:
         slots: Memory levels that the program tells apart. By default as many as take 0.1 s, between 400 and 4000, or fewer if the sizes are all
             multiples of a slot.
         gradients_exist: Gradients of parameters are counted elsewhere. False: there is only one micro-batch, whose backward makes them.
+        received: So is the gradient of the output.
     """
 
-    def __init__(self, chain: Chain, *, slots: int | None = None, gradients_exist: bool = True) -> None:
-        self._chain = chain
+    def __init__(
+        self, chain: Chain, *, slots: int | None = None, gradients_exist: bool = True, received: bool = False
+    ) -> None:
+        self._chain, self._received = chain, received
         self._slots = slots or int(min(max(_SUMS / (len(chain) ** 3 / 6), _LEAST_SLOTS), _MOST_SLOTS))
         self._gradients_exist = gradients_exist
         self._solver = Solver(chain, slots=self._slots, gradients_exist=gradients_exist)
@@ -184,9 +187,7 @@ class InFlightPlanner:
         """The plan that takes the least memory, up to one part in a thousand."""
         if in_flight == 1:
             return StagePlan(self._chain, self._solver.minimum().schedule, 1)
-        best = min(
-            (keep_all(self._chain, in_flight), checkpoint_all(self._chain, in_flight)), key=lambda plan: plan.bytes
-        )
+        best = min((keep_all(self._chain, in_flight), self._checkpointed(in_flight)), key=lambda plan: plan.bytes)
         low, high = 0, best.bytes
         while high - low > max(high // 1000, 1):
             found = self.plan(in_flight, (low + high) // 2)
@@ -204,12 +205,15 @@ class InFlightPlanner:
 
     def _columns_for(self, ended: bool, budget_bytes: int) -> _Columns:
         """For budgets up to that."""
-        chain = with_end(self._chain) if ended else self._chain
+        chain = with_end(self._chain, received=self._received) if ended else self._chain
         # A schedule that holds less may have a larger peak than one that keeps everything.
-        most = min(math.ceil(_ROOM * max(keep_all(chain).bytes, checkpoint_all(self._chain).bytes)), budget_bytes)
+        most = min(math.ceil(_ROOM * max(keep_all(chain).bytes, self._checkpointed(1).bytes)), budget_bytes)
         if ended not in self._columns or self._columns[ended].most_bytes < most:
             self._columns[ended] = _Columns(chain, most, self._slots)
         return self._columns[ended]
+
+    def _checkpointed(self, in_flight: int) -> StagePlan:
+        return checkpoint_all(self._chain, in_flight, received=self._received)
 
     def _taken(self, plan: StagePlan) -> int:
         return plan.bytes if self._gradients_exist else plan.first_simulation.peak_bytes

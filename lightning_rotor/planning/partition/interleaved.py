@@ -106,9 +106,15 @@ class InterleavedSearch:
         if best is None:  # somebody needs more than in proportion
             static = [self._costs.least_bytes(place, *run) for place, run in zip(places, runs, strict=True)]
             best = self._planned(places, runs, _shares(memory, static, wants, 1.0))
-        if best is None or self._peak(device, best) > memory:
+        if best is None:
             return None
         low, high = 1.0, _MOST_STRETCH
+        if self._peak(device, best) > memory:  # what lingers needs room as well
+            static = [self._costs.least_bytes(place, *run) for place, run in zip(places, runs, strict=True)]
+            best = self._planned(places, runs, static)
+            if best is None or self._peak(device, best) > memory:
+                return None
+            low, high = 0.0, 1.0
         for _ in range(_STRETCHES):
             stretch = (low + high) / 2
             found = self._planned(places, runs, _shares(memory, static, wants, stretch))
@@ -136,6 +142,8 @@ class InterleavedSearch:
             {place: choice.load for place, choice in zip(places, choices, strict=True)},
             micro_batches=self._problem.micro_batches,
             gradients_exist=self._problem.gradients_exist,
+            lingering=self._problem.lingering[device] if self._problem.lingering else (),
+            results_bytes=self._problem.results_bytes,
         )
 
     # ---------------------------------------------------------------- where the cuts go

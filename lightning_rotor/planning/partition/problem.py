@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_rotor.chain import Chain
+from lightning_rotor.pipeline_lingering import lingering
 from lightning_rotor.pipeline_schedule import (
     Actions,
     PipelineError,
@@ -22,10 +23,13 @@ from lightning_rotor.pipeline_schedule import (
 )
 from lightning_rotor.pipeline_simulator import MicroBatchLoad, PipelineStageLoad
 from lightning_rotor.planning.partition.in_flight import InFlightPlanner, StagePlan, checkpoint_all, keep_all
+from lightning_rotor.planning.partition.moments import Moments
 from lightning_rotor.planning.partition.sub_chains import boundary_bytes, sub_chain
 
 RecomputeMode: TypeAlias = Literal["rotor", "always", "except_last", "never"]
 RECOMPUTE_MODES: tuple[RecomputeMode, ...] = get_args(RecomputeMode)
+# How often a plan is made with less memory because of what lingers.
+_TRIES = 4
 Reals: TypeAlias = npt.NDArray[np.float64]
 Integers: TypeAlias = npt.NDArray[np.int64]
 
@@ -145,6 +149,42 @@ class Problem:
             found |= most_in_flight(device)
         return tuple(found[stage] for stage in range(self.stages))
 
+    @cached_property
+    def lingering(self) -> tuple[tuple[int, ...], ...]:
+        """By device, how long what its actions make stays; empty where each goes as soon as it can."""
+        if self.receive_buffers == "in_flight":
+            return ()
+        return tuple(lingering(self.schedule, order, stages=self.stages) for order in self.order)
+
+    @cached_property
+    def results_bytes(self) -> int:
+        """What every device is given behind the step: all outputs, and the gradients of all inputs."""
+        if self.receive_buffers == "in_flight":
+            return 0
+        return self.micro_batches * (self.chain.stages[-1].output_bytes + self.input_gradient_bytes)
+
+    @property
+    def input_gradient_bytes(self) -> int:
+        """The gradient of the chain's input, for one micro-batch."""
+        return self.chain.stages[0].keep.input_gradient_bytes
+
+    def moments(self, stage: int) -> Moments:
+        """When a pipeline stage, alone on its device, may hold most."""
+        if stage not in self._moments:
+            device = stage % len(self.devices)
+            alone = self.stages_per_device == 1
+            self._moments[stage] = Moments(
+                [action for action in self.order[device] if action.stage == stage],
+                self.lingering[device] if self.lingering and alone else (),
+                micro_batches=self.micro_batches,
+                gradients_exist=self.gradients_exist,
+            )
+        return self._moments[stage]
+
+    @cached_property
+    def _moments(self) -> dict[int, Moments]:
+        return {}
+
     @property
     def gradients_are_apart(self) -> bool:
         """Gradients of parameters are held beside micro-batches: from the second one on, or before the step."""
@@ -167,6 +207,7 @@ class StageChoice:
         plan: How a micro-batch runs.
         last_plan: How the last micro-batch runs, if otherwise.
         load: What the pipeline's simulator needs to know, at the speed of the device.
+        bytes: Most that it takes on its device, with everything that is always there, if it is the only stage there.
     """
 
     first: int
@@ -174,21 +215,7 @@ class StageChoice:
     plan: StagePlan
     last_plan: StagePlan | None
     load: PipelineStageLoad
-
-    @property
-    def bytes(self) -> int:
-        """Most that it takes on its device, with everything that is always there. Exact, but for ``"except_last"`` an upper bound."""
-        others = self.plan.in_flight - 1
-        usual, static = self.load.micro_batch, self.load.static_bytes
-        last = self.load.last or usual
-
-        def peak(load: MicroBatchLoad) -> int:
-            own = max(load.forward_peak_bytes, load.backward_peak_bytes) + self.load.gradient_bytes
-            return max(own, load.first_backward_peak_bytes)
-
-        held_by_others = others * usual.held_bytes
-        held_with_last = max(others - 1, 0) * usual.held_bytes + (last.held_bytes if others else 0)
-        return static + max(held_by_others + max(peak(usual), peak(last)), held_with_last + peak(usual))
+    bytes: int
 
 
 class Costs:
@@ -275,32 +302,73 @@ class Costs:
         in_flight, mode = self.problem.in_flight[stage], self.problem.recompute
         last_plan = None
         if mode == "rotor":
-            budget = None
-            if memory_bytes is not None:
-                budget = memory_bytes - self.static_bytes(stage, first, last) - self.gradient_bytes(first, last)
-            plan = self._planned(first, last, in_flight, budget)
-        elif mode == "never" or (mode == "except_last" and self.problem.micro_batches == 1):
+            return self._planned_within(stage, first, last, memory_bytes)
+        if mode == "never" or (mode == "except_last" and self.problem.micro_batches == 1):
             plan = keep_all(sub_chain(self.problem.chain, first, last), in_flight)
         else:
             part = sub_chain(self.problem.chain, first, last)
-            plan = checkpoint_all(part, in_flight)
+            plan = checkpoint_all(part, in_flight, received=self._receives(last))
             last_plan = keep_all(part, in_flight) if mode == "except_last" else None
-        if plan is None:
-            return None
         found = self._with(stage, first, last, plan, last_plan)
         return found if memory_bytes is None or found.bytes <= memory_bytes else None
 
+    def _planned_within(self, stage: int, first: int, last: int, memory_bytes: int | None) -> StageChoice | None:
+        """The fastest plan that fits together with what lingers.
+
+        That may be gone, or not there yet, when the plan is at its worst. So nothing is set aside for it, and what turns out to be too much is
+        taken from the plan's budget, a few times.
+        """
+        in_flight = self.problem.in_flight[stage]
+        if memory_bytes is None:
+            plan = self._planned(first, last, in_flight, None)
+            assert plan is not None, "without a limit everything fits"
+            return self._with(stage, first, last, plan, None)
+        budget = memory_bytes - self.static_bytes(stage, first, last) - self.gradient_bytes(first, last)
+        for attempt in range(_TRIES):
+            plan = self._planned(first, last, in_flight, budget)
+            if plan is None and attempt == 0:
+                return None
+            if plan is None:
+                break
+            found = self._with(stage, first, last, plan, None)
+            if found.bytes <= memory_bytes:
+                return found
+            budget -= found.bytes - memory_bytes
+        found = self._with(stage, first, last, self._planner(first, last).least(in_flight), None)
+        return found if found.bytes <= memory_bytes else None
+
     def _with(self, stage: int, first: int, last: int, plan: StagePlan, last_plan: StagePlan | None) -> StageChoice:
-        speed = self.problem.device_of(stage).speed
         load = PipelineStageLoad(
-            _at_speed(plan.load, speed),
-            None if last_plan is None else _at_speed(last_plan.load, speed),
+            self._on_device(plan.load, stage),
+            None if last_plan is None else self._on_device(last_plan.load, stage),
             self.static_bytes(stage, first, last),
             self.gradient_bytes(first, last),
             self.travel_seconds[last + 1],
             self.travel_seconds[first],
+            self._sent_bytes(first, last),
+            int(self._boundary_bytes[first]) if first else self.problem.input_gradient_bytes,
         )
-        return StageChoice(first, last, plan, last_plan, load)
+        return StageChoice(first, last, plan, last_plan, load, self.problem.moments(stage).peak_bytes(load))
+
+    def _on_device(self, load: MicroBatchLoad, stage: int) -> MicroBatchLoad:
+        """At the speed of the stage's device, and beside the state of the generators that every forward puts back behind it."""
+        speed = self.problem.device_of(stage).speed
+        generators = self.problem.chain.rng_state_bytes if self.problem.lingering else 0
+        if speed == 1.0 and not generators:
+            return load
+        return replace(
+            load,
+            forward_seconds=load.forward_seconds / speed,
+            backward_seconds=load.backward_seconds / speed,
+            recompute_seconds=load.recompute_seconds / speed,
+            forward_peak_bytes=load.forward_peak_bytes + generators,
+        )
+
+    def _sent_bytes(self, first: int, last: int) -> int:
+        """What a run makes and hands over. A skip that passes by stays in the buffer where it was received."""
+        chain = self.problem.chain
+        passing = sum(skip.size_bytes for skip in chain.skips if skip.born < first and skip.last_use > last)
+        return int(self._boundary_bytes[last + 1]) - passing if last < len(chain) - 1 else chain.stages[-1].output_bytes
 
     def _planned(self, first: int, last: int, in_flight: int, budget_bytes: int | None) -> StagePlan | None:
         key = self._key(first, last), in_flight, budget_bytes
@@ -316,25 +384,20 @@ class Costs:
         key = self._key(first, last)
         if key not in self._planners:
             part = sub_chain(self.problem.chain, first, last)
-            self._planners[key] = InFlightPlanner(part, gradients_exist=self.problem.gradients_are_apart)
+            self._planners[key] = InFlightPlanner(
+                part, gradients_exist=self.problem.gradients_are_apart, received=self._receives(last)
+            )
         return self._planners[key]
 
     def _key(self, first: int, last: int) -> object:
         """What makes runs of stages alike."""
         if self.problem.chain.skips:
             return first, last
-        return tuple(self._kinds[first : last + 1])
+        return (self._receives(last), *self._kinds[first : last + 1])
 
-
-def _at_speed(load: MicroBatchLoad, speed: float) -> MicroBatchLoad:
-    if speed == 1.0:
-        return load
-    return replace(
-        load,
-        forward_seconds=load.forward_seconds / speed,
-        backward_seconds=load.backward_seconds / speed,
-        recompute_seconds=load.recompute_seconds / speed,
-    )
+    def _receives(self, last: int) -> bool:
+        """The gradient of a run's output comes from another pipeline stage, into a buffer of :meth:`static_bytes`."""
+        return last < len(self.problem.chain) - 1
 
 
 def devices_of(devices: int | Sequence[PipelineDevice], memory_bytes: int | None = None) -> tuple[PipelineDevice, ...]:

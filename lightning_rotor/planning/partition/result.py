@@ -46,6 +46,8 @@ class Partition:
             [choice.load for choice in self.choices],
             micro_batches=self.problem.micro_batches,
             gradients_exist=self.problem.gradients_exist,
+            lingering=self.problem.lingering,
+            results_bytes=self.problem.results_bytes,
         )
 
     @property

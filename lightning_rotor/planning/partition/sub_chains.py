@@ -64,14 +64,19 @@ def boundary_bytes(chain: Chain, boundary: int) -> int:
     return chain.stages[boundary - 1].output_bytes + sum(skip.size_bytes for skip in crossing)
 
 
-def with_end(chain: Chain) -> Chain:
+def with_end(chain: Chain, *, received: bool = False) -> Chain:
     """The same with a stage that does nothing at its end, so that everything before it may be a segment.
 
     In a step of its own that would be for nothing, since the backward begins where the forward has ended. In a pipeline other
     micro-batches come between the two. The output is counted as the end's, which the caller holds; a copy that the stage before saves is
     counted apart, which is exact if it is recomputed, and too much by itself if it is kept.
+
+    Args:
+        chain: What comes before.
+        received: The gradient of the output lies in a buffer that is counted elsewhere.
     """
     last = chain.stages[-1]
+    gradient_bytes = 0 if received else last.output_bytes
     keep = Option(
         name="keep",
         saved_bytes=0,
@@ -80,12 +85,12 @@ def with_end(chain: Chain) -> Chain:
         saved_tensors=0,
         forward_peak_bytes=0,
         replay_peak_bytes=0,
-        unpack_peak_bytes=last.output_bytes,
-        unpack_bytes=last.output_bytes,
-        backward_peak_bytes=last.output_bytes,
-        backward_segment_peak_bytes=last.output_bytes,
-        backward_held_peak_bytes=last.output_bytes,
-        input_gradient_bytes=last.output_bytes,
+        unpack_peak_bytes=gradient_bytes,
+        unpack_bytes=gradient_bytes,
+        backward_peak_bytes=gradient_bytes,
+        backward_segment_peak_bytes=gradient_bytes,
+        backward_held_peak_bytes=gradient_bytes,
+        input_gradient_bytes=gradient_bytes,
         parameter_gradient_bytes=0,
         forward_seconds=0.0,
         replay_seconds=0.0,

@@ -1,0 +1,65 @@
+"""What stays behind when it has been sent; the engine's own test compares it with real processes."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from lightning_rotor.pipeline_lingering import lingering
+from lightning_rotor.pipeline_schedule import actions
+from lightning_rotor.pipeline_simulator import (
+    MicroBatchLoad,
+    PipelineStageLoad,
+    device_peak_bytes,
+    simulate_pipeline,
+)
+from lightning_rotor.planning.partition.moments import Moments
+
+
+def lasting(schedule, device, devices, m):
+    """What outlives its action or its micro-batch, and until when."""
+    order = actions(schedule, devices, micro_batches=m)[device]
+    until = lingering(schedule, order, stages=devices)
+    own = [order.index((device, "backward", each.micro_batch)) for each in order]
+    return {str(order[place]): str(order[last]) for place, last in enumerate(until) if last > own[place]}
+
+
+def test_1f1b_keeps_one_output_and_then_gradients_one_by_one():
+    assert lasting("1f1b", 1, 4, 5) == {"1F1": "1B2", "1B2": "1B3", "1B3": "1B4"}
+    # The first stage keeps gradients of the input, the last one outputs of the whole, to the end.
+    assert lasting("1f1b", 0, 2, 4) == {"0F0": "0B2"} | {f"0B{number}": "0B3" for number in range(3)}
+    assert lasting("1f1b", 1, 2, 3) == {"1F0": "1B2", "1F1": "1B2"}
+
+
+def test_gpipe_keeps_everything_to_the_end():
+    assert lasting("gpipe", 1, 3, 2) == {"1F0": "1B1", "1B0": "1B1"}
+
+
+def test_what_lingers_counts_until_it_goes():
+    micro_batch = MicroBatchLoad(1, 1, held_bytes=100, forward_peak_bytes=100, backward_peak_bytes=100)
+    stage = PipelineStageLoad(micro_batch, output_bytes=30, input_gradient_bytes=7)
+    order = actions("1f1b", 3, micro_batches=4)
+    until = [lingering("1f1b", each, stages=3) for each in order]
+    found = simulate_pipeline(order, [stage] * 3, micro_batches=4, lingering=until, results_bytes=1000)
+    # F0 F1 B0 F2 B1 F3 B2 B3: output of 0 from B0 to B2, then the gradient of 2.
+    assert [each.after_bytes for each in found.events[1]] == [100, 200, 130, 230, 130, 230, 107, 0]
+    assert found.peak_bytes == (1000, 1000, 1000)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_moments_know_the_peak_of_every_load(seed):
+    rng = random.Random(seed)
+    schedule, devices = rng.choice(("gpipe", "1f1b")), rng.randint(1, 4)
+    m = rng.randint(devices, 9)
+    device, exist = rng.randrange(devices), rng.random() < 0.5
+    order = actions(schedule, devices, micro_batches=m)[device]
+    until = rng.choice(((), lingering(schedule, order, stages=devices)))
+    moments = Moments(order, until, micro_batches=m, gradients_exist=exist)
+    for _ in range(5):
+        usual, last = (MicroBatchLoad(1, 1, 0, *(rng.randint(0, 99) for _ in range(4))) for _ in range(2))
+        load = PipelineStageLoad(usual, rng.choice((None, last)), rng.randint(0, 9), rng.randint(0, 99))
+        load = replace(load, output_bytes=rng.randint(0, 99), input_gradient_bytes=rng.randint(0, 99))
+        by_running = device_peak_bytes(order, {device: load}, micro_batches=m, gradients_exist=exist, lingering=until)
+        assert moments.peak_bytes(load) == by_running
