@@ -32,7 +32,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "pipeline_schedule": ("units",),
     "pipeline_simulator": ("pipeline_schedule",),
     "pipeline_lingering": ("pipeline_schedule",),
-    "planning": ("simulator", "pipeline_simulator", "pipeline_lingering"),
+    "pipeline_waves": ("pipeline_simulator",),
+    "planning": ("simulator", "pipeline_waves", "pipeline_lingering"),
     "skip": ("errors", "wiring"),
     "sequential": ("units", "wiring", "skip"),
     "invertible": ("recomputation", "tensors"),
@@ -86,7 +87,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 }
 WITH_LIGHTNING = {"callbacks", "strategies"}
 WITHOUT_TORCH = {"errors", "units", "chain", "schedule", "liveness", "recursion", "simulator", "planning"}
-WITHOUT_TORCH |= {"pipeline_schedule", "pipeline_simulator", "pipeline_lingering"}
+WITHOUT_TORCH |= {"pipeline_schedule", "pipeline_simulator", "pipeline_waves", "pipeline_lingering"}
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics"}
 
 MODULES = sorted(PACKAGE.rglob("*.py"))

@@ -14,6 +14,7 @@ from lightning_rotor.pipeline_simulator import (
     simulate_pipeline,
     step_seconds,
 )
+from lightning_rotor.pipeline_waves import Waves
 
 
 def stage(forward, backward, *, again=0.0, travel=(0.0, 0.0), **sizes):
@@ -182,3 +183,23 @@ def test_an_order_that_never_ends_is_refused():
 def test_every_stage_needs_a_load():
     with pytest.raises(PipelineError, match="none of the 1 pipeline stages"):
         step_seconds(actions("1f1b", 2, micro_batches=2), [stage(1, 1)], micro_batches=2)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_many_devices_at_once_take_as_long_as_one_after_the_other(seed):
+    rng = random.Random(seed)
+    schedule = ("gpipe", "1f1b", "interleaved")[seed % 3]
+    devices, rounds = rng.randint(3, 7), 2 if schedule == "interleaved" else 1
+    m = devices * rng.randint(1, 3)
+    order = actions(schedule, devices, micro_batches=m, stages_per_device=rounds)
+    micro_batches = [
+        [MicroBatchLoad(rng.randint(1, 9), rng.randint(1, 9)) for _ in range(2)] for _ in range(devices * rounds)
+    ]
+    loads = [
+        PipelineStageLoad(
+            usual, rng.choice((None, last)), send_forward_seconds=rng.choice((0, 5)), send_backward_seconds=3
+        )
+        for usual, last in micro_batches
+    ]
+    waves = Waves(order, stages=len(loads), micro_batches=m)
+    assert waves.step_seconds(loads) == step_seconds(order, loads, micro_batches=m)

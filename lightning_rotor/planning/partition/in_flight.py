@@ -74,6 +74,14 @@ class StagePlan:
     schedule: Schedule
     in_flight: int
 
+    def with_in_flight(self, in_flight: int) -> StagePlan:
+        """The same for another number of micro-batches; what has been simulated need not be again."""
+        if in_flight == self.in_flight:
+            return self
+        made = replace(self, in_flight=in_flight)
+        made.__dict__.update(self.__dict__ | {"in_flight": in_flight})
+        return made
+
     @cached_property
     def simulation(self) -> Simulation:
         """One micro-batch where gradients of parameters exist: every one but the first."""

@@ -19,7 +19,7 @@ from itertools import combinations, pairwise
 
 import numpy as np
 
-from lightning_rotor.pipeline_simulator import device_peak_bytes, step_seconds
+from lightning_rotor.pipeline_simulator import device_peak_bytes
 from lightning_rotor.planning.partition.balance import runs_of
 from lightning_rotor.planning.partition.in_flight import keep_all
 from lightning_rotor.planning.partition.problem import Costs, Problem, Reals, StageChoice
@@ -75,7 +75,7 @@ class InterleavedSearch:
             if not misfits:
                 choices = [on_device[round] for round in range(len(found[0] or ())) for on_device in found if on_device]
                 loads = [choice.load for choice in choices]
-                seconds = step_seconds(self._problem.order, loads, micro_batches=self._problem.micro_batches)
+                seconds = self._problem.step_seconds(loads)
             self._judged[cuts] = (misfits, seconds), tuple(choices)
         return self._judged[cuts][0]
 

@@ -34,29 +34,33 @@ class Moments:
     def __init__(
         self, order: Sequence[Action], lingering: Sequence[int], *, micro_batches: int, gradients_exist: bool
     ) -> None:
-        until = lingering or range(len(order))
-        leaves = [[0, 0] for _ in order]
-        output_until: dict[int, int] = {}
-        held, there, gradients = [0, 0], [0, 0], int(gradients_exist)
-        rows: set[tuple[int, ...]] = set()
-        for place, action in enumerate(order):
-            last = action.micro_batch == micro_batches - 1
-            if action.work == "forward":
-                rows.add((last, *held, *there, gradients))
-                held[last] += 1
-                output_until[action.micro_batch] = until[place]
-            else:
-                held[last] -= 1
-                own = 1 if gradients else 2
-                rows.add((2 * own + last, *held, *there, gradients))
-                gradients = 1
-                for kind, end in enumerate((output_until[action.micro_batch], until[place])):
-                    if end > place:
-                        there[kind] += 1
-                        leaves[end][kind] += 1
-            there = [now - gone for now, gone in zip(there, leaves[place], strict=True)]
-            rows.add((_NOTHING, *held, *there, gradients))
-        table = np.array(sorted(rows), np.int64)
+        count = len(order)
+        is_forward = np.array([action.work == "forward" for action in order])
+        numbers = np.array([action.micro_batch for action in order])
+        last = numbers == micro_batches - 1
+        until = np.array(lingering) if lingering else np.arange(count)
+        # What each action adds and takes, as changes of levels: held by usual micro-batches and by the last, outputs, gradients of the input.
+        changes = np.zeros((count, 4), np.int64)
+        changes[np.arange(count), last.astype(int)] = np.where(is_forward, 1, -1)
+        backward_at, forward_at = np.zeros(micro_batches, np.int64), np.zeros(micro_batches, np.int64)
+        backward_at[numbers[~is_forward]] = np.flatnonzero(~is_forward)
+        forward_at[numbers[is_forward]] = np.flatnonzero(is_forward)
+        for kind, ends in ((2, until[forward_at]), (3, until[backward_at])):
+            stays = ends > backward_at
+            np.add.at(changes[:, kind], backward_at[stays], 1)
+            np.add.at(changes[:, kind], ends[stays], -1)
+        after = np.cumsum(changes, axis=0)
+        meanwhile = np.concatenate((np.zeros((1, 4), np.int64), after[:-1]))
+        # While a micro-batch goes back, its own peak counts what it held; what lingers of it begins behind that.
+        meanwhile[~is_forward, :2] = after[~is_forward, :2]
+        first_backward = count if gradients_exist else int(np.flatnonzero(~is_forward)[0])
+        own = np.where(is_forward, 0, np.where(np.arange(count) == first_backward, 2, 1)) * 2 + last
+        with_gradients = np.arange(count) > first_backward if not gradients_exist else np.ones(count, bool)
+        rows = np.column_stack((own, meanwhile, with_gradients))
+        levels = np.column_stack(
+            (np.full(count, _NOTHING), after, with_gradients | (np.arange(count) == first_backward))
+        )
+        table = np.unique(np.concatenate((rows, levels)).astype(np.int64), axis=0)
         self._own, self._counts = table[:, 0], table[:, 1:]
 
     def peak_bytes(self, load: PipelineStageLoad) -> int:

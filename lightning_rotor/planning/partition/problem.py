@@ -21,13 +21,16 @@ from lightning_rotor.pipeline_schedule import (
     check_numbers,
     most_in_flight,
 )
-from lightning_rotor.pipeline_simulator import MicroBatchLoad, PipelineStageLoad
+from lightning_rotor.pipeline_simulator import MicroBatchLoad, PipelineStageLoad, step_seconds
+from lightning_rotor.pipeline_waves import Waves
 from lightning_rotor.planning.partition.in_flight import InFlightPlanner, StagePlan, checkpoint_all, keep_all
 from lightning_rotor.planning.partition.moments import Moments
 from lightning_rotor.planning.partition.sub_chains import boundary_bytes, sub_chain
 
 RecomputeMode: TypeAlias = Literal["rotor", "always", "except_last", "never"]
 RECOMPUTE_MODES: tuple[RecomputeMode, ...] = get_args(RecomputeMode)
+# From here on, all devices at once are simulated faster than one after the other.
+_MANY_DEVICES = 12
 # How often a plan is made with less memory because of what lingers.
 _TRIES = 4
 Reals: TypeAlias = npt.NDArray[np.float64]
@@ -141,9 +144,23 @@ class Problem:
             stages_per_device=self.stages_per_device,
         )
 
+    def step_seconds(self, loads: Sequence[PipelineStageLoad]) -> float:
+        """How long a step takes with such pipeline stages."""
+        if len(self.devices) < _MANY_DEVICES:
+            return step_seconds(self.order, loads, micro_batches=self.micro_batches)
+        return self._waves.step_seconds(loads)
+
+    @cached_property
+    def _waves(self) -> Waves:
+        return Waves(self.order, stages=self.stages, micro_batches=self.micro_batches)
+
     @cached_property
     def in_flight(self) -> tuple[int, ...]:
         """By pipeline stage, the most micro-batches at once."""
+        if self.schedule == "gpipe":
+            return (self.micro_batches,) * self.stages
+        if self.schedule == "1f1b":
+            return tuple(min(self.micro_batches, self.stages - stage) for stage in range(self.stages))
         found: dict[int, int] = {}
         for device in self.order:
             found |= most_in_flight(device)
@@ -243,7 +260,8 @@ class Costs:
         )
         self.travel_seconds = [problem.travel_seconds(boundary) for boundary in range(len(chain) + 1)]
         self._planners: dict[object, InFlightPlanner] = {}
-        self._plans: dict[object, StagePlan | None] = {}
+        self._plans: dict[object, list[tuple[int, float, StagePlan | None]]] = {}
+        self._least_plans: dict[object, StagePlan] = {}
         self._choices: dict[tuple[int, int, int, int | None], StageChoice | None] = {}
 
     def static_bytes(self, stage: int, first: int, last: int) -> int:
@@ -290,10 +308,8 @@ class Costs:
 
     def least_bytes(self, stage: int, first: int, last: int) -> int:
         """The least memory with which ``first..last`` could be pipeline stage ``stage``."""
-        in_flight = self.problem.in_flight[stage]
         if self.problem.recompute == "rotor":
-            plan = self._planner(first, last).least(in_flight)
-            return self._with(stage, first, last, plan, None).bytes
+            return self._with(stage, first, last, self._least(first, last, self.problem.in_flight[stage]), None).bytes
         found = self.choice(stage, first, last, None)
         assert found is not None, "without a limit everything fits"
         return found.bytes
@@ -334,7 +350,7 @@ class Costs:
             if found.bytes <= memory_bytes:
                 return found
             budget -= found.bytes - memory_bytes
-        found = self._with(stage, first, last, self._planner(first, last).least(in_flight), None)
+        found = self._with(stage, first, last, self._least(first, last, in_flight), None)
         return found if found.bytes <= memory_bytes else None
 
     def _with(self, stage: int, first: int, last: int, plan: StagePlan, last_plan: StagePlan | None) -> StageChoice:
@@ -371,14 +387,31 @@ class Costs:
         return int(self._boundary_bytes[last + 1]) - passing if last < len(chain) - 1 else chain.stages[-1].output_bytes
 
     def _planned(self, first: int, last: int, in_flight: int, budget_bytes: int | None) -> StagePlan | None:
-        key = self._key(first, last), in_flight, budget_bytes
-        if key not in self._plans:
-            self.plans += 1
-            if budget_bytes is None:
-                self._plans[key] = keep_all(sub_chain(self.problem.chain, first, last), in_flight)
-            else:
-                self._plans[key] = self._planner(first, last).plan(in_flight, budget_bytes)
-        return self._plans[key]
+        """The fastest plan of a run, perhaps one that is known: what is best with more room is best wherever it fits."""
+        budget = math.inf if budget_bytes is None else budget_bytes
+        known = self._plans.setdefault(self._key(first, last), [])
+        for fewer, more, plan in known:
+            if fewer <= in_flight and more >= budget:
+                if plan is None:
+                    return None
+                same = plan.with_in_flight(in_flight)
+                if self.problem.gradients_are_apart and same.bytes <= budget:
+                    return same
+                if (fewer, more) == (in_flight, budget):
+                    return plan
+        self.plans += 1
+        if budget_bytes is None:
+            found: StagePlan | None = keep_all(sub_chain(self.problem.chain, first, last), in_flight)
+        else:
+            found = self._planner(first, last).plan(in_flight, budget_bytes)
+        known.append((in_flight, budget, found))
+        return found
+
+    def _least(self, first: int, last: int, in_flight: int) -> StagePlan:
+        key = self._key(first, last), in_flight
+        if key not in self._least_plans:
+            self._least_plans[key] = self._planner(first, last).least(in_flight)
+        return self._least_plans[key]
 
     def _planner(self, first: int, last: int) -> InFlightPlanner:
         key = self._key(first, last)

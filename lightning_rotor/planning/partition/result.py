@@ -50,10 +50,10 @@ class Partition:
             results_bytes=self.problem.results_bytes,
         )
 
-    @property
+    @cached_property
     def seconds(self) -> float:
         """Duration of a step."""
-        return self.simulation.seconds
+        return self.problem.step_seconds([choice.load for choice in self.choices])
 
     @property
     def gap(self) -> float:

@@ -38,21 +38,19 @@ from typing import TypeAlias
 
 import numpy as np
 
-from lightning_rotor.pipeline_simulator import step_seconds
 from lightning_rotor.planning.partition.balance import runs_of
 from lightning_rotor.planning.partition.bounds import LeastSeconds
+from lightning_rotor.planning.partition.labels import Labels, Runs
 from lightning_rotor.planning.partition.problem import Costs, Problem, Reals, StageChoice
 
 Cuts: TypeAlias = tuple[int, ...]
 """First stage of the chain in each pipeline stage."""
-_Label: TypeAlias = tuple[float, ...]
 
-# Labels kept for one start of a pipeline stage; of more, neighbours become one that bounds both.
-_MOST_LABELS = 24
-# Runs that are looked at for labels, partitions that are simulated, and steps of the search, before it stops with a bound.
-_MOST_RUNS = 40_000
+# Runs that are looked at for labels, at once and in all, actions that are simulated, and stages that steps of the search extend,
+# before it stops with a bound.
+_MOST_RUNS, _MOST_RUNS_IN_ALL = 40_000, 200_000
 _MOST_SIMULATED = 4_000_000
-_MOST_STEPS = 4_000
+_MOST_EXTENDED = 250_000
 _ROUNDS = 24
 _SAME = 1e-9
 
@@ -101,6 +99,7 @@ class Search:
         self._known: dict[tuple[int, int, int], _Run | None] = {}
         self._best: tuple[float, Cuts] | None = None
         self._is_gpipe = problem.schedule == "gpipe"
+        self._labels = Labels(problem, costs.travel_seconds)
         self._has_odd_one = problem.recompute == "except_last"  # one micro-batch is faster than the others
 
     def run(self) -> Found | None:
@@ -129,7 +128,7 @@ class Search:
             loads = [choice.load for choice in choices if choice is not None]
             seconds = math.inf
             if len(loads) == len(choices):
-                seconds = step_seconds(self._problem.order, loads, micro_batches=self._problem.micro_batches)
+                seconds = self._problem.step_seconds(loads)
             self._simulated[cuts] = seconds
             if seconds < math.inf and (self._best is None or seconds < self._best[0] * (1 - _SAME)):
                 self._best = seconds, cuts
@@ -174,29 +173,6 @@ class Search:
             backward=max(each.backward_seconds for each in both),
         )
 
-    def _run(self, stage: int, first: int, last: int) -> _Run | None:
-        """What is known of a run; None if it does not fit."""
-        key = stage, first, last
-        if key in self._known:
-            return self._known[key]
-        length = last - first
-        seconds = float(self._bounds.seconds[stage, first, length])
-        if seconds == math.inf:
-            return None
-        # Of ``"except_last"`` one micro-batch may be faster than the bound says.
-        faster = float(self._bounds.forward[stage, first, length] + self._bounds.backward[stage, first, length])
-        work = self._problem.micro_batches * seconds
-        if self._has_odd_one:
-            work, seconds = work - seconds + faster, faster
-        return _Run(
-            seconds=seconds,
-            work_seconds=work,
-            least_forward=float(self._bounds.forward[stage, first, length]),
-            least_backward=float(self._bounds.backward[stage, first, length]),
-            forward=float(self._bounds.most_forward[stage, first, length]),
-            backward=math.inf if self._has_odd_one else float(self._bounds.most_backward[stage, first, length]),
-        )
-
     def _least_of_longer(self, longest: int) -> float:
         """No partition with a longer run takes less."""
         if self._bounds.longest >= self._n - self._stages + 1:
@@ -228,14 +204,15 @@ class Search:
         if self._stages == 1:
             return self._best[0]
         self._balance_bounds()
+        bound, seen = 0.0, 0
         while True:
             through = self._through()
-            if np.count_nonzero(through < self._best[0] * (1 - _SAME)) > _MOST_RUNS:
-                return self._largest(through)
-            runs = self._useful_runs(through)
-            labels = self._labels(runs)
+            count = int(np.count_nonzero(through < self._best[0] * (1 - _SAME)))
+            seen += count
+            if count > _MOST_RUNS or seen > _MOST_RUNS_IN_ALL:
+                return max(bound, self._largest(through))
             before = len(self._known), self._best[0]
-            bound = self._explore(runs, labels)
+            bound = self._explore(self._useful_runs(through))
             if bound >= self._best[0] * (1 - _SAME) or (len(self._known), self._best[0]) == before:
                 return bound
             if len(self._simulated) * len(self._problem.order) * self._problem.micro_batches > _MOST_SIMULATED:
@@ -290,77 +267,51 @@ class Search:
             max(through[stage, first, last - first] for stage, (first, last) in enumerate(runs_of(cuts, self._n)))
         )
 
-    def _useful_runs(self, through: Reals) -> list[dict[int, list[tuple[int, _Run]]]]:
-        """By pipeline stage and first stage of the chain, the runs that a partition faster than the best one may have."""
+    def _useful_runs(self, through: Reals) -> list[Runs]:
+        """By pipeline stage, the runs that a partition faster than the best one may have."""
         assert self._best is not None
-        runs: list[dict[int, list[tuple[int, _Run]]]] = []
+        bounds, m = self._bounds, self._problem.micro_batches
+        found = []
         for stage in range(self._stages):
-            useful: dict[int, list[tuple[int, _Run]]] = {}
-            for first, length in np.argwhere(through[stage] < self._best[0] * (1 - _SAME)).tolist():
-                run = self._run(stage, first, first + length)
-                if run is not None:
-                    useful.setdefault(first, []).append((first + length, run))
-            runs.append(useful)
-        return runs
-
-    def _labels(self, runs: list[dict[int, list[tuple[int, _Run]]]]) -> list[dict[int, list[_Label]]]:
-        """By pipeline stage and its first stage of the chain, what partitions of everything from there on bound."""
-        assert self._best is not None
-        nothing: _Label = (0.0, 0.0, 0.0) if self._is_gpipe else (0.0, 0.0)
-        labels: list[dict[int, list[_Label]]] = [{} for _ in range(self._stages + 1)]
-        labels[self._stages][self._n] = [nothing]
-        for stage in reversed(range(self._stages)):
-            for first, ends in runs[stage].items():
-                found = [
-                    new
-                    for last, run in ends
-                    for label in labels[stage + 1].get(last + 1, ())
-                    if self._value(new := self._extended(label, stage, last, run)) < self._best[0]
-                ]
-                if found:
-                    labels[stage][first] = _pareto(found)
-        return labels
-
-    def _extended(self, label: _Label, stage: int, last: int, run: _Run) -> _Label:
-        """The label of a partition from ``stage`` on, from that of what is behind."""
-        travel = self._costs.travel_seconds[last + 1]
-        if self._is_gpipe:
-            total, forward, backward = label
-            return (
-                total + run.seconds + 2 * travel,
-                max(forward, run.least_forward, travel),
-                max(backward, run.least_backward, travel),
+            at = np.nonzero(through[stage] < self._best[0] * (1 - _SAME))
+            seconds, forward, backward = (
+                table[stage][at] for table in (bounds.seconds, bounds.forward, bounds.backward)
             )
-        behind, most = label
-        behind += 2 * travel
-        return behind + run.seconds, max(most + run.seconds + 2 * travel, self._own_bound(stage, run, behind))
+            work, most_backward = m * seconds, bounds.most_backward[stage][at]
+            if self._has_odd_one:  # of which the bound knows only that it may be faster
+                work, seconds = work - seconds + forward + backward, forward + backward
+                most_backward = np.full_like(seconds, math.inf)
+            runs = Runs(
+                at[0], at[0] + at[1], seconds, work, forward, backward, bounds.most_forward[stage][at], most_backward
+            )
+            if self._has_odd_one:
+                self._put_known(stage, runs)
+            found.append(runs)
+        return found
 
-    def _own_bound(self, stage: int, run: _Run, behind: float) -> float:
-        """What a stage takes from its first forward to its last backward: its work, and waiting for the stages behind."""
-        in_flight, m = self._problem.in_flight[stage], self._problem.micro_batches
-        waits = [max(behind - (in_flight - 1) * run.forward, 0.0)] if run.forward < math.inf else [0.0]
-        if run.backward < math.inf:
-            waits.append(max(behind - (in_flight - 1) * run.backward, 0.0))
-        return run.work_seconds + (sum(waits) if m > in_flight else max(waits))
-
-    def _value(self, label: _Label) -> float:
-        if not self._is_gpipe:
-            return label[1]
-        total, forward, backward = label
-        return total + (self._problem.micro_batches - 1) * (forward + backward)
+    def _put_known(self, stage: int, runs: Runs) -> None:
+        """What is known of a run whose micro-batches are not all alike."""
+        for place, run in enumerate(zip(runs.first.tolist(), runs.last.tolist(), strict=True)):
+            known = self._known.get((stage, *run))
+            if known is not None:
+                runs.seconds[place], runs.work_seconds[place] = known.seconds, known.work_seconds
+                runs.backward[place] = known.backward
 
     # ---------------------------------------------------------------- the search
 
-    def _explore(self, runs: list[dict[int, list[tuple[int, _Run]]]], labels: list[dict[int, list[_Label]]]) -> float:
+    def _explore(self, runs: list[Runs]) -> float:
         """From the first stage on, the most promising partition first; returns what no partition can beat."""
         assert self._best is not None
-        at_start = labels[0].get(0)
-        if not at_start:
+        labels = [self._labels.at_the_end()]
+        for stage in reversed(range(self._stages)):
+            labels.append(self._labels.before(stage, runs[stage], labels[-1], below=self._best[0]))
+        labels.reverse()
+        least = float(self._labels.values(labels[0][0]).min())
+        if least == math.inf:
             return self._best[0]
-        least = min(map(self._value, at_start))
-        # Bound, stages decided (more first), cuts; and for each stage what it needs of those behind.
-        waiting: list[tuple[float, int, Cuts, tuple[_Run, ...]]] = [(least, 0, (0,), ())]
-        for _ in range(_MOST_STEPS):
+        # Bound, stages decided (more first), cuts; and for each stage which of its runs.
+        waiting: list[tuple[float, int, Cuts, tuple[int, ...]]] = [(least, 0, (0,), ())]
+        for _ in range(max(_MOST_EXTENDED // self._stages, 1)):
             if not waiting or waiting[0][0] >= self._best[0] * (1 - _SAME):
                 return self._best[0]
             bound, _, cuts, decided = heapq.heappop(waiting)
@@ -371,21 +322,19 @@ class Search:
                 if len(self._known) > before:
                     return min(bound, self._best[0])  # what was a bound is known now: labels change
                 continue
-            for last, run in runs[stage].get(cuts[-1], ()):
-                behind = labels[stage + 1].get(last + 1)
-                if not behind:
-                    continue
-                new = (*cuts, last + 1), (*decided, run)
-                least = min(self._bound_of(*new, label) for label in behind)
-                if least < self._best[0] * (1 - _SAME):
-                    heapq.heappush(waiting, (least, -stage - 1, *new))
+            which = runs[stage].beginning_at(cuts[-1])
+            mine = runs[stage][which]
+            if not len(mine):
+                continue
+            new = self._labels.extended(stage, mine, labels[stage + 1][mine.last + 1])
+            for earlier in reversed(range(stage)):
+                one = slice(decided[earlier], decided[earlier] + 1)
+                new = self._labels.extended(earlier, runs[earlier][one], new)
+            for place, value in enumerate(self._labels.values(new).min(axis=1).tolist()):
+                if value < self._best[0] * (1 - _SAME):
+                    end = int(mine.last[place]) + 1
+                    heapq.heappush(waiting, (value, -stage - 1, (*cuts, end), (*decided, which.start + place)))
         return min([self._best[0], *(each[0] for each in waiting[:1])])
-
-    def _bound_of(self, cuts: Cuts, decided: tuple[_Run, ...], label: _Label) -> float:
-        """Bound of partitions that begin like this and go on like a label."""
-        for stage in reversed(range(len(decided))):
-            label = self._extended(label, stage, cuts[stage + 1] - 1, decided[stage])
-        return self._value(label)
 
 
 def least_bottleneck(values: Reals) -> Cuts | None:
@@ -416,14 +365,3 @@ def least_bottleneck(values: Reals) -> Cuts | None:
 
 def _seconds(choice: StageChoice) -> float:
     return choice.load.micro_batch.forward_seconds + choice.load.micro_batch.backward_seconds
-
-
-def _pareto(labels: list[_Label]) -> list[_Label]:
-    """Those that no other one beats in everything; of too many, neighbours become one that bounds both."""
-    kept: list[_Label] = []
-    for label in sorted(set(labels)):
-        if not any(all(mine <= theirs for mine, theirs in zip(other, label, strict=True)) for other in kept):
-            kept.append(label)
-    while len(kept) > _MOST_LABELS:
-        kept = [tuple(map(min, zip(*kept[index : index + 2], strict=True))) for index in range(0, len(kept), 2)]
-    return kept
