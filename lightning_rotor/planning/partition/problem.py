@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 
-from lightning_rotor.chain import Chain
+from lightning_rotor.chain import Chain, StageCost
 from lightning_rotor.pipeline_lingering import lingering
 from lightning_rotor.pipeline_schedule import (
     Actions,
@@ -250,7 +250,10 @@ class Costs:
         self.plans = 0
         chain = problem.chain
         kinds: dict[object, int] = {}
-        self._kinds = [kinds.setdefault(replace(stage, name=""), len(kinds)) for stage in chain]
+        self._kinds = [kinds.setdefault(_anonymous(stage), len(kinds)) for stage in chain]
+        self._born = np.array([skip.born for skip in chain.skips], np.int64)
+        self._last_use = np.array([skip.last_use for skip in chain.skips], np.int64)
+        self._keys: dict[tuple[int, int], object] = {}
         state = problem.state_bytes or (0,) * len(chain)
         self._state_before = np.concatenate(([0], np.cumsum(state)))
         gradients = [stage.keep.parameter_gradient_bytes for stage in chain]
@@ -423,14 +426,40 @@ class Costs:
         return self._planners[key]
 
     def _key(self, first: int, last: int) -> object:
-        """What makes runs of stages alike."""
-        if self.problem.chain.skips:
-            return first, last
-        return (self._receives(last), *self._kinds[first : last + 1])
+        """What makes runs of stages alike: their costs, and the skips in them, wherever in the chain they are."""
+        if (first, last) not in self._keys:
+            numbers = np.flatnonzero((self._born <= last) & (self._last_use >= first)).tolist()
+            skips = tuple(self._skip_in(number, first, last) for number in numbers)
+            places = {number: place for place, number in enumerate(numbers)}
+            saved = tuple(
+                tuple(places[number] for number in option.saved_skips)
+                for stage in self.problem.chain.stages[first : last + 1]
+                for option in stage.options
+                if skips
+            )
+            self._keys[first, last] = self._receives(last), tuple(self._kinds[first : last + 1]), skips, saved
+        return self._keys[first, last]
+
+    def _skip_in(self, number: int, first: int, last: int) -> object:
+        """All of a skip that a run from ``first`` to ``last`` knows of, counted from its first stage."""
+        skip = self.problem.chain.skips[number]
+        read = [place for place, use in enumerate(skip.uses) if first <= use <= last]
+        return (
+            max(skip.born - first, -1),
+            skip.size_bytes,
+            tuple((skip.uses[place] - first, skip.gradient_bytes[place]) for place in read),
+            skip.in_output or skip.last_use > last,
+        )
 
     def _receives(self, last: int) -> bool:
         """The gradient of a run's output comes from another pipeline stage, into a buffer of :meth:`static_bytes`."""
         return last < len(self.problem.chain) - 1
+
+
+def _anonymous(stage: StageCost) -> StageCost:
+    """Its costs alone; which skips it saves is a matter of where it is."""
+    options = tuple(replace(option, saved_skips=()) for option in stage.options)
+    return replace(stage, name="", options=options)
 
 
 def devices_of(devices: int | Sequence[PipelineDevice], memory_bytes: int | None = None) -> tuple[PipelineDevice, ...]:

@@ -1,0 +1,223 @@
+"""Simulated pipelines on 8, 64 and 512 devices; run by ``benchmarks/pipeline.py --simulate``.
+
+Chains come from shapes alone (``lightning_rotor.estimation``): bytes of activations as autograd keeps them, seconds of a roofline of the H100 under
+bf16 autocast. A GPT is estimated with few blocks, one of which is then repeated. Twice as many micro-batches as devices, links of 50 GB/s.
+
+    rotor       ``partition``: cuts that take the least time, each stage under its own recomputation plan
+    by time     ``balance_by_time``: the slowest part as fast as can be, before memory is looked at; then planned by rotor like the first
+    equal       the same number of stages everywhere; then planned likewise
+
+Under 1F1B all have the same memory per device: a tenth more than what the worse of the two simple ways needs at least, so that every one of them
+can run. Interleaved they have as much as they like. ResNet-101 and GPT are cut between their blocks and halves of blocks on 8 devices, where long
+runs of single layers would be planned for minutes; ResNet-101 on 64 between layers, as there are not as many blocks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from frontier_workloads import GPT, UNet, convolutions
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lightning_rotor.chain import Chain
+from lightning_rotor.cutting import SequentialCut
+from lightning_rotor.estimation import GPUS, EstimatingMeter, InputSpec, estimate_profile
+from lightning_rotor.estimation.building import give_fake_tensors
+from lightning_rotor.pipeline_schedule import PipelineScheduleName
+from lightning_rotor.planning.partition import Link, Partition, PartitionError, balance_by_time, partition
+from lightning_rotor.planning.partition.balance import cuts_of, even_balance, runs_of
+from lightning_rotor.planning.partition.problem import Costs
+from lightning_rotor.profiling import Profile, profile_chain
+
+DEVICES = (8, 64, 512)
+MODELS = ("ResNet-101", "U-Net", "GPT")
+_SHAPES = {"ResNet-101": "16x3x224x224", "U-Net": "4x3x256x256"}
+GPT_BLOCKS = {8: 32, 64: 160, 512: 640}
+_LINK = Link(50e9, 5e-6)
+_STATE_BYTES_PER_PARAMETER = 12  # weights and Adam's two moments in fp32; gradients are counted by the chain
+_ROOM = 1.1
+Way = Literal["rotor", "by time", "equal"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One way to cut one model for so many devices.
+
+    Attributes:
+        model: Its name.
+        chain_stages: Where it can be cut.
+        devices: How many.
+        schedule: ``"1f1b"`` or ``"interleaved"``.
+        way: Who cut.
+        seconds: Of a step; None if there is no such pipeline.
+        bubble: Part of all devices' time in which they wait.
+        recomputed: Part of their work that is recomputation.
+        peak_bytes: Largest of all devices.
+        least_bytes: Memory per device without which these cuts cannot run.
+        memory_bytes: What each device had.
+        gap: What other cuts might save; None where nobody asked.
+        solve_seconds: Processor time of the search.
+        note: Why there is nothing.
+    """
+
+    model: str
+    chain_stages: int
+    devices: int
+    schedule: PipelineScheduleName
+    way: Way
+    seconds: float | None = None
+    bubble: float | None = None
+    recomputed: float | None = None
+    peak_bytes: int | None = None
+    least_bytes: int | None = None
+    memory_bytes: int | None = None
+    gap: float | None = None
+    solve_seconds: float | None = None
+    note: str = ""
+
+
+def rows(model: str, devices: int) -> Iterator[dict[str, Any]]:
+    """All rows of a model on so many devices."""
+    chain, state = _chain(model, devices)
+    for schedule, per_device in (("1f1b", 1), ("interleaved", 2)):
+        common = {"model": model, "chain_stages": len(chain), "devices": devices, "schedule": schedule}
+        if devices * per_device > len(chain):
+            most = max(each for each in DEVICES if each * per_device <= len(chain))
+            note = f"{len(chain)} stages: {devices // most} replicas of a pipeline over {most} devices instead"
+            yield asdict(Row(**common, way="rotor", note=note))
+            continue
+        yield from map(asdict, _compared(chain, state, common, per_device))
+
+
+def _compared(chain: Chain, state: list[int], common: dict[str, Any], per_device: int) -> Iterator[Row]:
+    parts = common["devices"] * per_device
+    arguments = {
+        "micro_batches": 2 * common["devices"], "schedule": common["schedule"], "stages_per_device": per_device,
+        "state_bytes": state, "link": _LINK,
+    }  # fmt: skip
+    balances = {"equal": even_balance(len(chain), parts), "by time": balance_by_time(chain, parts)}
+    plenty = common["schedule"] == "interleaved"
+    free = {way: partition(chain, common["devices"], balance=cut, **arguments) for way, cut in balances.items()}
+    least = {way: _least_bytes(made) for way, made in free.items()}
+    memory = None if plenty else int(_ROOM * max(least.values()))
+    for way, balance in (*balances.items(), ("rotor", "auto")):
+        start = time.process_time()
+        try:
+            made = partition(chain, common["devices"], balance=balance, memory_bytes=memory, **arguments)
+        except PartitionError as error:
+            yield Row(**common, way=way, memory_bytes=memory, note=str(error).split(":")[0])
+            continue
+        spent = time.process_time() - start
+        yield _row(made, common, way, memory, least.get(way) or _least_bytes(made), spent)
+
+
+def _row(made: Partition, common: dict[str, Any], way: Any, memory: int | None, least: int, spent: float) -> Row:
+    m, simulation = made.problem.micro_batches, made.simulation
+    busy = sum(simulation.busy_seconds)
+    again = m * sum(each.load.micro_batch.recompute_seconds for each in made.choices)
+    gap = made.gap if way == "rotor" else None
+    return Row(
+        **common, way=way, seconds=made.seconds, bubble=simulation.bubble, recomputed=again / busy,
+        peak_bytes=max(simulation.peak_bytes), least_bytes=least, memory_bytes=memory, gap=gap, solve_seconds=spent,
+    )  # fmt: skip
+
+
+def _least_bytes(made: Partition) -> int:
+    """Of the worst device, its stages as if all were at their worst at once."""
+    costs, devices = Costs(made.problem), len(made.problem.devices)
+    runs = runs_of(cuts_of(made.balance), len(made.problem.chain))
+    needs = [costs.least_bytes(stage, *run) for stage, run in enumerate(runs)]
+    return max(sum(needs[device::devices]) for device in range(devices))
+
+
+# -------------------------------------------------------------------- chains
+
+
+def _chain(model: str, devices: int) -> tuple[Chain, list[int]]:
+    """A chain and, by stage, bytes of weights and optimizer state."""
+    from torchvision.models import resnet101
+
+    with torch.device("meta"):
+        made = {"ResNet-101": resnet101, "U-Net": lambda: _deep_unet(64, 4), "GPT": lambda: _gpt(4)}[model]()
+    if model == "ResNet-101" and devices == 8:
+        blocks = [*made.layer1, *made.layer2, *made.layer3, *made.layer4]
+        ends = (
+            nn.Sequential(made.conv1, made.bn1, made.relu, made.maxpool),
+            nn.Sequential(made.avgpool, nn.Flatten(), made.fc),
+        )
+        return _whole(nn.Sequential(ends[0], *blocks, ends[1]), torch.randn, (16, 3, 224, 224))
+    if model == "GPT":
+        chain, state = _whole(made, partial(torch.ones, dtype=torch.int64), (4, 1024))
+        return _repeated(chain, state, period=2, times=GPT_BLOCKS[devices] - 4)
+    profile = estimate_profile(made, [InputSpec.parse(_SHAPES[model])], GPUS["H100"], autocast=torch.bfloat16)
+    return profile.chain, _state_bytes(profile)
+
+
+def _whole(model: nn.Sequential, make: Any, shape: tuple[int, ...]) -> tuple[Chain, list[int]]:
+    """The same where each member of a sequence is one stage, rather than cut further."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    give_fake_tensors(model, mode)
+    meter = EstimatingMeter(GPUS["H100"], block_bytes=512)
+    with mode, torch.autocast("cpu", dtype=torch.bfloat16), meter:
+        profile = profile_chain(SequentialCut(model).stages, make(shape), repeats=1, meter=meter)
+    return profile.chain, _state_bytes(profile)
+
+
+def _state_bytes(profile: Profile) -> list[int]:
+    counts = [sum(parameter.numel() for parameter in stage.parameters()) for stage in profile.stages]
+    return [_STATE_BYTES_PER_PARAMETER * count for count in counts]
+
+
+def _repeated(chain: Chain, state: list[int], *, period: int, times: int) -> tuple[Chain, list[int]]:
+    """With the stages of one block in the middle so many times more."""
+    middle = len(chain) // 2
+    block = slice(middle, middle + period)
+    stages = [
+        replace(stage, name=f"{stage.name} again {number}") for number in range(times) for stage in chain.stages[block]
+    ]
+    made = replace(chain, stages=(*chain.stages[:middle], *stages, *chain.stages[middle:]))
+    return made, [*state[:middle], *state[block] * times, *state[middle:]]
+
+
+class _Residual(nn.Module):
+    """One half of a block: ``x + layers(norm(x))``."""
+
+    def __init__(self, norm: nn.Module, layers: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.layers = norm, layers
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, length, width) to the same."""
+        return x + self.layers(self.norm(x))
+
+
+def _gpt(blocks: int) -> nn.Sequential:
+    """A GPT of width 1024 as a sequence of its halves of blocks, between which one tensor is alive."""
+    model = GPT(blocks, 1024, 16, 1024, tokens=32_000)
+    halves = [
+        half
+        for block in model.blocks
+        for half in (_Residual(block.norm1, block.attention), _Residual(block.norm2, block.mlp))
+    ]
+    return nn.Sequential(model.tokens, *halves, nn.Sequential(model.norm, model.head))
+
+
+def _deep_unet(width: int, depth: int) -> UNet:
+    """A U-Net with so many pairs of convolutions at each level."""
+    model = UNet(width)
+    for number, (down, up) in enumerate(zip(list(model.down), list(model.up), strict=True)):
+        size, back = width * 2**number, width * 2 ** (3 - number)
+        model.down[number] = nn.Sequential(*down, *_more(size, depth))
+        model.up[number] = nn.Sequential(*up, *_more(back, depth))
+    model.middle = nn.Sequential(*model.middle, *_more(16 * width, depth))
+    return model
+
+
+def _more(size: int, depth: int) -> list[nn.Module]:
+    return [layer for _ in range(depth - 1) for layer in convolutions(size, size)]
