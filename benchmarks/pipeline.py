@@ -76,22 +76,23 @@ def _report(results: dict[str, Any]) -> str:
             )
         lines.append("")
     lines += [
-        "Simulated: chains estimated for the H100, twice as many micro-batches as devices; `pipeline_scaling.py` says how. All ways to cut have",
-        "the same memory, and rotor plans the recomputation inside of each stage for all of them. *least* is the memory per device without which",
-        "the cuts cannot run, *gap* what other cuts might save at most.",
+        "Simulated: chains estimated for the H100, twice as many micro-batches as devices; `pipeline_scaling.py` says how. Under 1F1B all ways to",
+        "cut have the same memory, and rotor plans the recomputation inside of each stage for all of them; interleaved nothing limits them. *least*",
+        "is the memory per device without which the cuts cannot run, *gap* what other cuts might save at most, *solved* processor seconds.",
         "",
-        "| model | devices | schedule | cuts | step | bubble | recomputed | peak | memory | least | gap |",
-        "|---|--:|---|---|--:|--:|--:|--:|--:|--:|--:|",
+        "| model | stages | devices | schedule | cuts | step | bubble | recomputed | peak | memory | least | gap | solved |",
+        "|---|--:|--:|---|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for row in results["simulated"]:
-        start = f"| {row['model']} | {row['devices']} | {row['schedule']} | {row['way']} |"
+        start = f"| {row['model']} | {row['chain_stages']} | {row['devices']} | {row['schedule']} | {row['way']} |"
         if row["seconds"] is None:
-            lines.append(f"{start} {row['note']} | | | | | | |")
+            lines.append(f"{start} {row['note']}" + " |" * 8)
             continue
         gap = "" if row["gap"] is None else f"{row['gap']:.1%}"
+        memory = "" if row["memory_bytes"] is None else format_bytes(row["memory_bytes"])
         lines.append(
             f"{start} {format_seconds(row['seconds'])} | {row['bubble']:.1%} | {row['recomputed']:.1%} | {format_bytes(row['peak_bytes'])} | "
-            f"{format_bytes(row['memory_bytes'])} | {format_bytes(row['least_bytes'])} | {gap} |"
+            f"{memory} | {format_bytes(row['least_bytes'])} | {gap} | {row['solve_seconds']:.1f} |"
         )
     return "\n".join(lines) + "\n"
 

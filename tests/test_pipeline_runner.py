@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -126,7 +126,9 @@ def hourglasses(out: int) -> tuple[nn.Module, torch.Tensor]:
     return nn.Sequential(*layers), torch.randn(256, 12)
 
 
-def levels(rank: int, world: int, options: PipelineOptions, memory_bytes: int | None, out: int) -> dict[str, Any]:
+def levels(
+    rank: int, world: int, options: PipelineOptions, memory_bytes: Sequence[int | None], out: int
+) -> dict[str, Any]:
     """What the allocator shows in the third step, what was predicted for it, and the most micro-batches in flight by stage."""
     model, x = hourglasses(out)
     sizes = sizes_of(len(x), options.micro_batches)
@@ -136,7 +138,7 @@ def levels(rank: int, world: int, options: PipelineOptions, memory_bytes: int | 
         model,
         calls[0],
         options=options,
-        devices=[PipelineDevice(memory_bytes)] * world,
+        devices=list(map(PipelineDevice, memory_bytes)),
         state_bytes=lambda stages: [0] * len(stages),
         device=torch.device("cpu"),
     )
@@ -189,6 +191,7 @@ def levels(rank: int, world: int, options: PipelineOptions, memory_bytes: int | 
         "peak": max(phase.peak_bytes for phase in recording.phases),
         "predicted_peak": peak - always,
         "buffers": sum(buffer.nbytes for buffer in buffers),
+        "always": always,
         "static": sum(load.static_bytes for load in loads[rank::world]),
         "in_flight": list(in_flight.values()),
         "recomputed": sum(load.micro_batch.recompute_seconds for load in loads[rank::world]),
@@ -210,7 +213,7 @@ def test_each_process_holds_to_the_byte_what_was_predicted(
     group: Processes, world: int, options: PipelineOptions, memory_bytes: int | None, out: int
 ) -> None:
     """Only losses, which are the user's, are not foreseen: four bytes for each micro-batch and the gradient of one."""
-    found = good(group.run(world, levels, world, options, memory_bytes, out))
+    found = good(group.run(world, levels, world, options, (memory_bytes,) * world, out))
     for rank, each in enumerate(found):
         losses = 4 * (options.micro_batches + 1) if rank == world - 1 else 0
         pairs = zip(each["levels"], each["predicted_levels"], strict=True)
@@ -220,6 +223,15 @@ def test_each_process_holds_to_the_byte_what_was_predicted(
         if options.schedule == "1f1b":
             assert each["in_flight"] == [min(options.micro_batches, world - rank)]
     assert (options.recompute == "never") != any(each["recomputed"] for each in found)
+
+
+def test_a_process_with_less_memory_recomputes_and_stays_within_it(group: Processes) -> None:
+    options, limits = PipelineOptions(8, "1f1b", "rotor", [10, 10]), (None, 170_000)
+    large, small = good(group.run(2, levels, 2, options, limits, 8))
+    assert small["recomputed"] > 0 == large["recomputed"]
+    assert small["always"] + small["peak"] <= limits[1] + 36  # losses
+    assert small["peak"] - small["predicted_peak"] <= 36
+    assert large["peak"] == large["predicted_peak"]
 
 
 def counted(rank: int, options: PipelineOptions) -> list[int]:

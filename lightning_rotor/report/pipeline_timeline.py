@@ -169,13 +169,28 @@ def _draw_memory(axes: Axes, simulation: PipelineSimulation, scale: float, limit
             linewidth=1.0,
             label=label,
         )
-    least = min((limit for limit in limits if limit is not None), default=None)
     highest = max(*simulation.peak_bytes, 1)
-    if least is not None and least <= 2 * highest:
-        highest = max(highest, least)
-        axes.axhline(least / unit, color=BUDGET_COLOUR, linewidth=1.2, label=f"limit: {format_bytes(least)}")
+    lines = _limit_lines(limits, devices)
+    for limit, colour, label in lines:
+        if limit <= 2 * highest:
+            axes.axhline(
+                limit / unit, color=colour, linewidth=1.2, linestyle="-" if len(lines) == 1 else "--", label=label
+            )
+    highest = max([highest, *(limit for limit, _, _ in lines if limit <= 2 * highest)])
     axes.set(ylim=(0, 1.09 * highest / unit), ylabel=f"memory ({in_bytes})")
     clear_frame(axes)
+
+
+def _limit_lines(limits: Sequence[int | None], devices: Sequence[int]) -> list[tuple[int, str, str]]:
+    """Limits with their colours and names: one for all, or where devices differ, of each that is drawn."""
+    known = {limit for limit in limits if limit is not None}
+    if len(known) <= 1 and None not in limits:
+        return [(limit, BUDGET_COLOUR, f"limit: {format_bytes(limit)}") for limit in known]
+    return [
+        (limit, colour, f"limit of {device}: {format_bytes(limit)}")
+        for device, colour in zip(devices, _DEVICE_COLOURS, strict=False)
+        if limits and (limit := limits[device]) is not None
+    ]
 
 
 def _levels(events: Sequence[PipelineEvent]) -> list[tuple[float, float]]:

@@ -38,7 +38,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from lightning_rotor.planning.partition.balance import runs_of
+from lightning_rotor.planning.partition.balance import balance_by_size, balance_by_time, cuts_of, runs_of
 from lightning_rotor.planning.partition.bounds import LeastSeconds
 from lightning_rotor.planning.partition.labels import Labels, Runs
 from lightning_rotor.planning.partition.problem import Costs, Problem, Reals, StageChoice
@@ -117,6 +117,10 @@ class Search:
             if reach >= self._best[0] or longest >= self._n:
                 break
             longest = min(2 * longest, self._n)
+        for simple in (balance_by_time, balance_by_size):
+            balance = simple(self._problem.chain, self._stages)
+            if max(balance) <= self._bounds.longest:
+                self.judge(cuts_of(balance))
         bound = self._prove()
         seconds, cuts = self._best
         return Found(cuts, self._choices(cuts), seconds, min(bound, seconds))
@@ -209,9 +213,15 @@ class Search:
             through = self._through()
             count = int(np.count_nonzero(through < self._best[0] * (1 - _SAME)))
             seen += count
-            if count > _MOST_RUNS or seen > _MOST_RUNS_IN_ALL:
+            if seen > _MOST_RUNS_IN_ALL:
                 return max(bound, self._largest(through))
             before = len(self._known), self._best[0]
+            if count > _MOST_RUNS:
+                # Among the most promising ones there may be a better partition, but nothing is proved.
+                self._explore(self._useful_runs(_least(through, _MOST_RUNS)))
+                if (len(self._known), self._best[0]) == before:
+                    return max(bound, self._largest(through))
+                continue
             bound = self._explore(self._useful_runs(through))
             if bound >= self._best[0] * (1 - _SAME) or (len(self._known), self._best[0]) == before:
                 return bound
@@ -290,12 +300,11 @@ class Search:
         return found
 
     def _put_known(self, stage: int, runs: Runs) -> None:
-        """What is known of a run whose micro-batches are not all alike."""
+        """What is known of a run whose micro-batches are not all alike; ``seconds`` stay those of the fastest, which may be the last to go back."""
         for place, run in enumerate(zip(runs.first.tolist(), runs.last.tolist(), strict=True)):
             known = self._known.get((stage, *run))
             if known is not None:
-                runs.seconds[place], runs.work_seconds[place] = known.seconds, known.work_seconds
-                runs.backward[place] = known.backward
+                runs.work_seconds[place], runs.backward[place] = known.work_seconds, known.backward
 
     # ---------------------------------------------------------------- the search
 
@@ -361,6 +370,13 @@ def least_bottleneck(values: Reals) -> Cuts | None:
     for stage in range(stages - 1):
         cuts.append(cuts[-1] + int(chosen[stage, cuts[-1]]) + 1)
     return tuple(cuts)
+
+
+def _least(values: Reals, count: int) -> Reals:
+    """The same with infinity for all but so many of the least."""
+    limit = np.partition(values.ravel(), count)[count]
+    kept: Reals = np.where(values < limit, values, math.inf)
+    return kept
 
 
 def _seconds(choice: StageChoice) -> float:
