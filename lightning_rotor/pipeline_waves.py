@@ -60,9 +60,9 @@ class Waves:
         # Who needs what a work makes: nobody behind the last stage and before the first, whose own inputs are there.
         targets = np.concatenate((np.arange(1, stages + 1), np.arange(stages - 1, 2 * stages - 1)))
         targets[[stages - 1, stages]] = 2 * stages
-        arrived = np.full((2 * stages + 1, m), -1.0)
-        arrived[[0, 2 * stages - 1]] = 0.0
-        arrived = arrived.reshape(-1)
+        arrivals = np.full((2 * stages + 1, m), -1.0)
+        arrivals[[0, 2 * stages - 1]] = 0.0
+        arrived = arrivals.reshape(-1)
         places, done = np.zeros(self._devices, np.int64), np.zeros(self._devices)
         link_free = np.zeros((self._devices, 2))
         active = np.arange(self._devices)
