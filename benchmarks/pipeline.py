@@ -89,10 +89,11 @@ def _report(results: dict[str, Any]) -> str:
             lines.append(f"{start} {row['note']}" + " |" * 8)
             continue
         gap = "" if row["gap"] is None else f"{row['gap']:.1%}"
+        least = "" if row["least_bytes"] is None else format_bytes(row["least_bytes"])
         memory = "" if row["memory_bytes"] is None else format_bytes(row["memory_bytes"])
         lines.append(
             f"{start} {format_seconds(row['seconds'])} | {row['bubble']:.1%} | {row['recomputed']:.1%} | {format_bytes(row['peak_bytes'])} | "
-            f"{memory} | {format_bytes(row['least_bytes'])} | {gap} | {row['solve_seconds']:.1f} |"
+            f"{memory} | {least} | {gap} | {row['solve_seconds']:.1f} |"
         )
     return "\n".join(lines) + "\n"
 

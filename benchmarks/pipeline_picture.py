@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ def draw(rows: Sequence[Mapping[str, Any]]) -> Figure:
     Efficiency is the model's plain forward and backward over what all devices together could have done in the step: bubble and recomputation are
     what is missing.
     """
-    from matplotlib.ticker import NullLocator, PercentFormatter
+    from matplotlib.ticker import NullLocator, PercentFormatter, ScalarFormatter
 
     models = list(dict.fromkeys(row["model"] for row in rows))
     devices = sorted({row["devices"] for row in rows})
@@ -32,7 +33,7 @@ def draw(rows: Sequence[Mapping[str, Any]]) -> Figure:
     for column, model in enumerate(models):
         mine = [row for row in rows if row["model"] == model]
         _lines(panels[0][column], mine, lambda row: (1 - row["bubble"]) * (1 - row["recomputed"]))
-        _lines(panels[1][column], mine, lambda row: row["least_bytes"] / _GIBIBYTE)
+        _lines(panels[1][column], mine, lambda row: (row["least_bytes"] or math.nan) / _GIBIBYTE)
         _missing(panels[0][column], mine)
         panels[0][column].set_title(model, fontsize="medium")
         panels[1][column].set_xlabel("devices")
@@ -46,7 +47,9 @@ def draw(rows: Sequence[Mapping[str, Any]]) -> Figure:
         axes.spines[["top", "right"]].set_visible(False)
     panels[0][0].set(ylim=(0, 1), ylabel="of perfect scaling")
     panels[0][0].yaxis.set_major_formatter(PercentFormatter(1.0))
-    panels[1][0].set(yscale="log", ylabel="least memory\nper device (GiB)")
+    panels[1][0].set_yscale("log", base=2)
+    panels[1][0].yaxis.set_major_formatter(ScalarFormatter())
+    panels[1][0].set(ylabel="least memory\nper device (GiB)")
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False, fontsize="small")
     return figure

@@ -59,7 +59,7 @@ class Row:
         bubble: Part of all devices' time in which they wait.
         recomputed: Part of their work that is recomputation.
         peak_bytes: Largest of all devices.
-        least_bytes: Memory per device without which these cuts cannot run.
+        least_bytes: Memory per device without which these cuts cannot run; None for interleaved stages, whose needs do not add up.
         memory_bytes: What each device had.
         gap: What other cuts might save; None where nobody asked.
         solve_seconds: Processor time of the search.
@@ -124,7 +124,7 @@ def _row(made: Partition, common: dict[str, Any], way: Any, memory: int | None, 
     gap = made.gap if way == "rotor" else None
     return Row(
         **common, way=way, seconds=made.seconds, bubble=simulation.bubble, recomputed=again / busy,
-        peak_bytes=max(simulation.peak_bytes), least_bytes=least, memory_bytes=memory, gap=gap, solve_seconds=spent,
+        peak_bytes=max(simulation.peak_bytes), least_bytes=None if memory is None else least, memory_bytes=memory, gap=gap, solve_seconds=spent,
     )  # fmt: skip
 
 
