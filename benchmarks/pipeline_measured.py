@@ -84,8 +84,7 @@ def _model() -> nn.Sequential:
 
 def _built(name: PipelineScheduleName, m: int) -> PipelinedModule:
     model, per_device = _model(), 2 if name == "interleaved" else 1
-    parts = _WORLD * per_device
-    options = PipelineOptions(m, name, "never", [_BLOCKS // parts] * parts, per_device)
+    options = PipelineOptions(m, name, "never", "auto", per_device)
     made = pipelined(
         model, model, ((torch.randn(_ROWS, _WIDTH),), {}), options=options, devices=[PipelineDevice()] * _WORLD,
         state_bytes=lambda stages: [0] * len(stages), device=torch.device("cpu"),

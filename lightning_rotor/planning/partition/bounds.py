@@ -125,8 +125,8 @@ class LeastSeconds:
         extra = np.zeros((n, longest))
         excess = self._excess(stage, memory_bytes) / in_flight
         # Every pipeline stage before and behind has a stage of the chain at least.
-        first, behind = stage, n - (self._costs.problem.stages - stage)
-        rows = first + np.flatnonzero((excess[first : behind + 1] > 0).any(axis=1))
+        behind = n - (self._costs.problem.stages - stage)
+        rows = stage + np.flatnonzero((excess[stage : behind + 1] > 0).any(axis=1))
         step = max(_MOST_NUMBERS // longest**2, 1)
         for begin in range(0, len(rows), step):
             first = rows[begin : begin + step]
