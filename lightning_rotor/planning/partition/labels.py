@@ -154,8 +154,7 @@ def _stairs(groups: Integers, values: Reals) -> npt.NDArray[np.bool_]:
 def _unbeaten(labels: Reals) -> Reals:
     """Those that no other one beats in everything, of labels in lexical order."""
     labels = np.unique(labels, axis=0)
-    beaten = (labels[:, None] <= labels[None]).all(axis=2)
-    np.fill_diagonal(beaten, val=False)
+    beaten = np.all(labels[:, None] <= labels[None], axis=2) & ~np.eye(len(labels), dtype=bool)
     return labels[~beaten.any(axis=0)]
 
 
