@@ -155,7 +155,8 @@ def _unbeaten(labels: Reals) -> Reals:
     """Those that no other one beats in everything, of labels in lexical order."""
     labels = np.unique(labels, axis=0)
     beaten = np.all(labels[:, None] <= labels[None], axis=2) & ~np.eye(len(labels), dtype=bool)
-    return labels[~beaten.any(axis=0)]
+    kept: Reals = labels[~beaten.any(axis=0)]
+    return kept
 
 
 def _fewer(labels: Reals) -> Reals:
