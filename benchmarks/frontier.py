@@ -16,6 +16,7 @@ method             what it is
 =================  ============================================================================================
 ours               ``Checkpointable(module, sample, mem_limit=...)``, eager
 ours-compiled      the same with blocks that are compiled, each of which may run under one of several activation memory budgets
+ours-whole         the same with the whole model compiled, one stage that may run under one of several budgets
 block              ``torch.utils.checkpoint`` around every block
 sequential         ``checkpoint_sequential``: k segments of blocks, the last of them plain
 selective          checkpoint around every block with a hand-written policy that saves matrix products and convolutions
@@ -24,7 +25,7 @@ compile-block      the same for each block
 =================  ============================================================================================
 
 Compiled code has other bits than eager code, and may be wrong without a word where it recomputes random numbers; no workload draws any. The
-gradients of each point are compared with eager's all the same: *off* is the largest difference by the largest entry.
+gradients of each point are compared with eager's all the same: *off* is the largest difference by the largest entry of all.
 
 One process a workload, one thread on the CPU.
 """
@@ -49,8 +50,8 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 BUDGETS = (1.0, 0.7, 0.5, 0.3, 0.1, 0.0)
-METHODS = ("block", "sequential", "selective", "compile-block", "compile", "ours", "ours-compiled")
-OURS = ("ours", "ours-compiled")
+METHODS = ("block", "sequential", "selective", "compile-block", "compile", "ours", "ours-compiled", "ours-whole")
+OURS = ("ours", "ours-compiled", "ours-whole")
 LOSS_BYTES = 64  # of the loss, outside of the module
 BETWEEN = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)  # peaks that ours is asked for in any case
 
@@ -115,9 +116,13 @@ def measure(name: str, device: str, methods: Sequence[str], rounds: int) -> dict
     # Not more than the other's bytes, so not rounded.
     wanted = sorted({point.peak_bytes for point in points[1:] if point.peak_bytes} | {int(base * at) for at in BETWEEN})
     if "ours" in methods:
-        points += ours(workload, wanted, expected, "ours", _nothing)
+        points += ours(workload, workload.net, wanted, expected, "ours", _nothing)
     if "ours-compiled" in methods:
-        points += ours(workload, wanted, expected, "ours-compiled", compiled_blocks(workload.blocks))
+        context = compiled_blocks(workload.blocks)
+        points += ours(workload, workload.net, wanted, expected, "ours-compiled", context)
+    if "ours-whole" in methods and len(workload.inputs) == 1:
+        whole = torch.nn.Sequential(torch.compile(workload.net))
+        points += ours(workload, whole, wanted, expected, "ours-whole", _nothing)
     again = Point("eager", "again", plain)  # what differs from 1 is noise
     again.measure(workload, expected)
     points.insert(1, again)
@@ -168,11 +173,15 @@ class Point:
                 for _ in range(2):  # compiles
                     received = gradients(workload, self.forward)
                 self.same_bits = all(map(torch.equal, expected, received))
-                self.off = max(map(_difference, expected, received))
+                self.off = difference(expected, received)
                 del received
                 self.peak_bytes = peak_of_step(workload, self.forward)
         except Exception as error:
-            self.failed = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:200]
+            self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """Note why there are no figures."""
+        self.failed = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:200]
 
     def time(self, workload: Any) -> float:
         """Seconds of one step."""
@@ -206,8 +215,10 @@ class Point:
         }
 
 
-def _difference(expected: Any, received: Any) -> float:
-    return float((expected - received).abs().max() / expected.abs().max().clamp_min(1e-30))
+def difference(expected: Sequence[Any], received: Sequence[Any]) -> float:
+    """The largest of all gradients, by the largest entry of all: those that are zero but for rounding have no size of their own."""
+    largest = max(float(gradient.abs().max()) for gradient in expected)
+    return max(float((one - other).abs().max()) for one, other in zip(expected, received, strict=True)) / largest
 
 
 @contextmanager
@@ -258,12 +269,13 @@ def peak_of_step(workload: Any, forward: Callable[[], Any]) -> int:
 
 
 def ours(
-    workload: Any, peaks: Sequence[int], expected: list[Any], method: str, context: Callable[[], Any]
+    workload: Any, module: Any, peaks: Sequence[int], expected: list[Any], method: str, context: Callable[[], Any]
 ) -> list[Point]:
     """This package at the peaks that others have reached, and in between.
 
     Args:
         workload: The model and its input.
+        module: The model, or what it is in.
         peaks: In bytes.
         expected: Gradients.
         method: Name of the points.
@@ -271,8 +283,14 @@ def ours(
     """
     from lightning_rotor import BudgetError, Checkpointable
 
-    with context():
-        net = Checkpointable(workload.net, workload.inputs, show_progress=False)
+    sample = workload.inputs if module is workload.net else workload.inputs[0]
+    try:
+        with context():
+            net = Checkpointable(module, sample, compiled_variants="close", show_progress=False)
+    except Exception as error:  # the compiler's
+        point = Point(method, "", partial(module, *workload.inputs))
+        point.fail(error)
+        return [point]
     points: dict[str, Point] = {}
     for peak in peaks:
         try:

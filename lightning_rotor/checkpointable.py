@@ -12,6 +12,7 @@ from torch import nn
 from lightning_rotor.allowance import Allowance
 from lightning_rotor.attaching import attached
 from lightning_rotor.chain import Chain
+from lightning_rotor.compiled import Variants, check_variants
 from lightning_rotor.devices import resolve_limit
 from lightning_rotor.errors import ModelError, ProfilingError
 from lightning_rotor.planned import PlannedForward
@@ -42,10 +43,12 @@ class Checkpointable(nn.Module):
             a fraction of the device such as ``0.8`` or ``"80%"``, or None for what is free when it is planned. Parameters, buffers, the
             input, and optimizer state are not in it. With a sample, the module is planned at once unless this is None.
         slots: Resolution of the planner: more finds better schedules in long chains, and takes longer.
+        compiled_variants: Under which other activation memory budgets blocks that you compiled may run: ``"exact"``, those that compute the bits
+            of your compiled block; ``"close"``, also those that differ from it by rounding; ``"off"``, none, and nothing is compiled again.
         show_progress: Show a progress bar when measuring takes longer than two seconds.
     Raises:
         ModelError: The module is not supported, or empty, or holds FSDP units.
-        UnitError: ``mem_limit`` is not positive, or cannot be read.
+        UnitError: ``mem_limit`` is not positive, or cannot be read; ``compiled_variants`` is none of the three.
         SampleError: The sample is no tensor, or not finite.
         BudgetError: No schedule fits the limit.
     Example:
@@ -60,9 +63,11 @@ class Checkpointable(nn.Module):
         mem_limit: int | float | str | None = None,
         *,
         slots: int = 500,
+        compiled_variants: Variants = "exact",
         show_progress: bool = True,
     ) -> None:
         super().__init__()
+        self._compiled_variants = check_variants(compiled_variants)
         self._limit = _ActivationLimit(parse_limit(mem_limit))
         self._slots = slots
         self._show_progress = show_progress
@@ -200,7 +205,13 @@ class Checkpointable(nn.Module):
         self.__dict__["_planned"] = self._plan_forward(self.module)
 
     def _plan_forward(self, module: nn.Module) -> PlannedForward:
-        return PlannedForward(module, self._limit, slots=self._slots, show_progress=self._show_progress)
+        return PlannedForward(
+            module,
+            self._limit,
+            slots=self._slots,
+            compiled_variants=self._compiled_variants,
+            show_progress=self._show_progress,
+        )
 
 
 @dataclass(slots=True)

@@ -60,6 +60,17 @@ def is_compiled(module: nn.Module) -> bool:
     return _is_wrapper(module) or getattr(module, "_compiled_call_impl", None) is not None
 
 
+def check_variants(choice: Variants) -> Variants:
+    """The choice, if it is one.
+
+    Raises:
+        UnitError: It is none.
+    """
+    if choice not in get_args(Variants):
+        raise UnitError(f"compiled_variants is {choice!r}: expected {', '.join(map(repr, get_args(Variants)))}")
+    return choice
+
+
 class CompiledModules:
     """Compiles the modules of one model under other budgets, equal ones once.
 
@@ -71,9 +82,7 @@ class CompiledModules:
     """
 
     def __init__(self, variants: Variants = "exact") -> None:
-        if variants not in get_args(Variants):
-            raise UnitError(f"compiled_variants is {variants!r}: expected {', '.join(map(repr, get_args(Variants)))}")
-        self.choice = variants
+        self.choice = check_variants(variants)
         self._settings: list[_Settings] = []
         self._functions: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]] = {}  # with their backends
 

@@ -21,6 +21,7 @@ from lightning_rotor.agreement import Agreement
 from lightning_rotor.allowance import AllowanceSource
 from lightning_rotor.allowed_plans import AllowedPlans
 from lightning_rotor.attempts import Attempts
+from lightning_rotor.compiled import Variants
 from lightning_rotor.cutting import check_module
 from lightning_rotor.errors import BudgetError, ModelError, ProfilerBusyError, ProfilingError, UnitError
 from lightning_rotor.execution.second_backward import guard_second_backward
@@ -60,6 +61,7 @@ class PlannedForward:
         allowance: Where the budget comes from.
         slots: Resolution of the dynamic program.
         max_plans: Plans that are kept, those used last; a plan that was dropped is made again when its signature returns.
+        compiled_variants: Which variants of compiled blocks may run, see :class:`.CompiledModules`.
         show_progress: Show a progress bar when measuring takes longer than two seconds.
         on_measure: Called before cutting and measuring, which run the module, and need torch's profiler for themselves.
         on_plan: Called after each plan, before it runs for the first time.
@@ -81,6 +83,7 @@ class PlannedForward:
         *,
         slots: int = 500,
         max_plans: int = MAX_PLANS,
+        compiled_variants: Variants = "exact",
         show_progress: bool = True,
         on_measure: Callable[[], None] | None = None,
         on_plan: Callable[[Plan], None] | None = None,
@@ -101,6 +104,7 @@ class PlannedForward:
             module,
             self._plans,
             max_plans=max_plans,
+            compiled_variants=compiled_variants,
             show_progress=show_progress,
             on_measure=on_measure,
             on_plan=on_plan,

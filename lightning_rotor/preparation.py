@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_rotor.agreement import Agreement
 from lightning_rotor.allowed_plans import AllowedPlans
-from lightning_rotor.compiled import CompiledModules
+from lightning_rotor.compiled import CompiledModules, Variants
 from lightning_rotor.errors import BudgetError, ProfilingError
 from lightning_rotor.known_cuts import KnownCuts, Signature
 from lightning_rotor.measurements import Measurements
@@ -28,6 +28,7 @@ class Preparation:
         module: Is cut and measured.
         plans: Plans it.
         max_plans: Plans that are kept, those used last.
+        compiled_variants: See :class:`.CompiledModules`.
         show_progress: Show a progress bar when measuring takes long.
         on_measure: Called before cutting and measuring.
         on_plan: Called after each plan.
@@ -40,6 +41,7 @@ class Preparation:
         plans: AllowedPlans,
         *,
         max_plans: int,
+        compiled_variants: Variants,
         show_progress: bool,
         on_measure: Callable[[], None] | None,
         on_plan: Callable[[Plan], None] | None,
@@ -49,7 +51,7 @@ class Preparation:
         self._cuts = KnownCuts(module, most=max_plans, on_cut=self._stop_watching)
         self._cache = PlanCache(max_plans)
         self._measurements = Measurements(plans.menu)
-        self._compiled = CompiledModules()
+        self._compiled = CompiledModules(compiled_variants)
         self._show_progress = show_progress
         self._on_measure = on_measure
         self._on_plan = on_plan
@@ -153,9 +155,8 @@ class Preparation:
             self._use(signature, Prepared.of(signature, profile, solved))
         return self._cache.latest[1]
 
-    @staticmethod
-    def _call(signature: Signature) -> str:
-        return call_fingerprint(signature.cut.stages, signature.plain, signature.device)
+    def _call(self, signature: Signature) -> str:
+        return call_fingerprint(signature.cut.stages, (signature.plain, self._compiled.choice), signature.device)
 
     def measure(self, signature: Signature, value: Any) -> Profile:
         """Measure, whether or not that was done before."""

@@ -15,7 +15,7 @@ from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch._functorch import config as functorch_config
 
-from lightning_rotor import BudgetError, Checkpointable, UnitError, plan, sequentialize
+from lightning_rotor import BudgetError, Checkpointable, RotorCallback, UnitError, plan, sequentialize
 from lightning_rotor.chain import Chain
 from lightning_rotor.compiled import CompiledModules, Variants
 from lightning_rotor.execution import Executor
@@ -319,8 +319,16 @@ def test_variants_can_be_switched_off() -> None:
     chain = profile_of(net, torch.randn(4, 16, 8), "off").chain
     assert chain.names == ("embed", "blocks.0", "head")
     assert names_of_options(chain)[1] == ["keep"]
+    planned = Checkpointable(net, (torch.randn(4, 16, 8),), compiled_variants="off")
+    assert names_of_options(planned.chain)[1] == ["keep"]
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: Checkpointable(Net([]), compiled_variants="fast"), lambda: RotorCallback(compiled_variants="fast")]
+)
+def test_unknown_variants_are_refused(make: Callable[[], Any]) -> None:
     with pytest.raises(UnitError, match="compiled_variants is 'fast': expected 'exact', 'close', 'off'"):
-        CompiledModules("fast")
+        make()
 
 
 def test_a_variant_that_cannot_be_compiled_is_withheld(caplog: pytest.LogCaptureFixture) -> None:

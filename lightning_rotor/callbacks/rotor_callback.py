@@ -20,6 +20,7 @@ from lightning_rotor.callbacks.process_plan import ProcessPlan
 from lightning_rotor.callbacks.ranks import Ranks
 from lightning_rotor.callbacks.saved_plans import SavedPlans
 from lightning_rotor.callbacks.step_watch import StepWatch
+from lightning_rotor.compiled import Variants, check_variants
 from lightning_rotor.errors import BudgetError, ProfilerBusyError, RotorWarning, ShortageError, TrialError, UnitError
 from lightning_rotor.plan_cache import MAX_PLANS
 from lightning_rotor.plan_records import model_fingerprint
@@ -54,13 +55,15 @@ class RotorCallback(pl.Callback):
             trains with the plan that takes least, as close to the limit as it gets. Then tuners of the batch size learn nothing of the limit.
         slots: Resolution of the planner: more finds better schedules in long chains, and takes longer.
         max_plans: Plans that are kept, one for each input shape, those used last. One that was dropped is made again when its shape returns.
+        compiled_variants: Under which other activation memory budgets blocks that you compiled may run: ``"exact"``, those that compute the bits
+            of your compiled block; ``"close"``, also those that differ from it by rounding; ``"off"``, none, and nothing is compiled again.
         show_table: Print a table of the plan after the first steps.
         progress_bar: Show overhead and measured peak in the progress bar.
         log_plan: Give the plan to loggers that take pictures and text (TensorBoard, W&B, MLflow): memory over a step as a figure, if
             matplotlib is installed, and the table of stages as text.
     Raises:
-        UnitError: ``mem_limit`` is not positive, or cannot be read; ``on_infeasible`` is neither of the two; in ``setup``: ``slots`` or
-            ``max_plans`` is not positive.
+        UnitError: ``mem_limit`` is not positive, or cannot be read; ``on_infeasible`` or ``compiled_variants`` is none of those above; in
+            ``setup``: ``slots`` or ``max_plans`` is not positive.
         ModelError: In ``setup``: no such module, or none that is supported. In the first training batch: it cannot be cut into stages, or
             ``training_step`` calls none that can.
         BudgetError: In the first training batch, or that of a larger shape: no schedule fits; says the least limit that would.
@@ -84,6 +87,7 @@ class RotorCallback(pl.Callback):
         on_infeasible: Literal["raise", "warn"] = "raise",
         slots: int = 500,
         max_plans: int = MAX_PLANS,
+        compiled_variants: Variants = "exact",
         show_table: bool = True,
         progress_bar: bool = False,
         log_plan: bool = True,
@@ -96,6 +100,7 @@ class RotorCallback(pl.Callback):
         self._module_name = module
         self._slots = slots
         self._max_plans = max_plans
+        self._compiled_variants = check_variants(compiled_variants)
         self._show_table = show_table
         self._progress_bar = progress_bar
         self._log_plan = log_plan
@@ -285,6 +290,7 @@ class RotorCallback(pl.Callback):
             self._allowance,
             slots=self._slots,
             max_plans=self._max_plans,
+            compiled_variants=self._compiled_variants,
             on_measure=self._watch.drop,
             on_plan=self._on_plan,
             on_run=self._runs.append,
