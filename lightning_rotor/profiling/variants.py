@@ -147,7 +147,7 @@ def _close(some: Sequence[torch.Tensor | None], others: Sequence[torch.Tensor | 
     no size of their own.
     """
     largest = max(
-        (float(tensor.abs().max()) for tensor in others if tensor is not None and tensor.numel()), default=0.0
+        (float(tensor.detach().abs().max()) for tensor in others if tensor is not None and tensor.numel()), default=0.0
     )
     for mine, theirs in zip_longest(some, others):
         if mine is None or theirs is None:
