@@ -113,9 +113,17 @@ class StepResult:
 
 
 def training_step(
-    case: Case, forward: Callable[[Any], Any], state: dict[str, torch.Tensor], *, gradients_exist: bool = False
+    case: Case,
+    forward: Callable[[Any], Any],
+    state: dict[str, torch.Tensor],
+    *,
+    gradients_exist: bool = False,
+    weights: torch.Tensor | None = None,
 ) -> StepResult:
-    """One forward and backward from a given state of the model and a fixed seed; gradients start at zero, or are made."""
+    """One forward and backward from a given state of the model and a fixed seed; gradients start at zero, or are made.
+
+    The loss is the sum of the output times the weights: one number by default, for outputs of any shape.
+    """
     with torch.no_grad():
         for key, value in case.net.state_dict().items():
             value.copy_(state[key])
@@ -123,7 +131,7 @@ def training_step(
         parameter.grad = torch.zeros_like(parameter) if gradients_exist and parameter.requires_grad else None
     case.batch.grad = None
     torch.manual_seed(7)
-    weights = torch.rand(1)
+    weights = torch.rand(1) if weights is None else weights
     gc.disable()  # garbage from the step before, freed in the middle of this one, would hide part of its peak
     meter = StepMeter(CPU)
     meter.start()

@@ -19,6 +19,7 @@ from lightning_rotor.profiling import Profile, inverted, profile_chain
 from lightning_rotor.schedule import Leaf, Schedule
 from lightning_rotor.sequential import sequential_stages
 from lightning_rotor.simulator import simulate
+from tests.invertible import assert_same_step
 from tests.models import Case, training_step
 
 LOSS_BYTES = 16
@@ -96,15 +97,7 @@ def test_a_step_is_that_of_plain_autograd_and_its_peak_as_simulated(
     for gradients_exist in (False, True):
         plain = training_step(case, case.net, state, gradients_exist=gradients_exist)
         planned = training_step(case, executor(profile, kind, text), state, gradients_exist=gradients_exist)
-        assert plain.tensors.keys() == planned.tensors.keys()
-        largest = max(float(each.abs().max()) for name, each in plain.tensors.items() if name.startswith("gradient"))
-        for name, expected in plain.tensors.items():
-            found = planned.tensors[name]
-            if name.startswith("gradient"):
-                tolerance = 1e-12 if dtype == torch.float64 else 1e-5
-                assert (expected - found).abs().max() <= tolerance * largest, name
-            else:  # the output, running statistics, the generator
-                assert torch.equal(expected, found), name
+        assert_same_step(plain.tensors, planned.tensors, 1e-12 if dtype == torch.float64 else 1e-5)
         schedule = inverted_schedule(profile, kind, text)
         simulated = simulate(profile.chain, schedule, gradients_exist=gradients_exist).peak_bytes
         assert -NUMBER_BYTES <= planned.peak_bytes - simulated <= LOSS_BYTES
