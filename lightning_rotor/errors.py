@@ -122,6 +122,14 @@ class InverseError(RotorError, RuntimeError):
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild_inverse_error, (self.args[0], self.stage, self.error, self.tolerance)
 
+    def located(self, stage: str) -> InverseError:
+        """The same error of a module that knows its type, but not where it is.
+
+        Args:
+            stage: Name of the module.
+        """
+        return InverseError(f"{stage!r}: {self.args[0]}", stage=stage, error=self.error, tolerance=self.tolerance)
+
 
 def _rebuild_inverse_error(message: str, stage: str, error: float | None, tolerance: float | None) -> InverseError:
     return InverseError(message, stage=stage, error=error, tolerance=tolerance)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lightning_rotor.errors import InverseError
 from lightning_rotor.inversion import Way
 from lightning_rotor.sequential import Stage
 from lightning_rotor.state import SegmentState
@@ -18,9 +19,14 @@ def run_stage(stage: Stage, value: Any, option: int = 0) -> Any:
     Autocast caches every weight that it casts until its context ends. That would pin a second copy of all weights during the
     forward, and let a recomputation save other tensors than the first pass did, so the cache lives for one stage only. A weight that
     is used twice within a stage is still cast once, as without this package.
+
+    Raises:
+        InverseError: A coupling of the stage cannot split its input.
     """
     try:
         return stage.variants[option - 1](value) if option else stage(value)
+    except InverseError as error:  # modules know their type, not where they are
+        raise error.located(stage.name) from error
     finally:
         forget_casts()
 

@@ -23,7 +23,7 @@ from lightning_rotor.execution import Executor
 from lightning_rotor.invertible import AdditiveCoupling, InvertibleSequential
 from lightning_rotor.invertible.gradients import accumulate
 from lightning_rotor.planning import minimum_budget
-from lightning_rotor.profiling import Profile, profile_chain
+from lightning_rotor.profiling import Profile, inverted, profile_chain
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.sequential import sequential_stages
 from lightning_rotor.simulator import first_inverted, simulate
@@ -113,7 +113,10 @@ def normalizing_case() -> Case:
 def test_any_schedule_gives_the_gradients_of_plain_autograd_and_the_simulated_peak(
     case: Case, rng: random.Random, gradients_exist: bool
 ) -> None:
-    profile = profile_of(case.net, case.batch)
+    with pytest.MonkeyPatch.context() as patch:
+        # Both ways, whichever is faster today: a schedule is drawn from the options that there are, and hypothesis draws it again.
+        patch.setattr(inverted, "_replaces", lambda *_: False)
+        profile = profile_of(case.net, case.batch)
     for stage in profile.chain.stages[1:]:
         invertible = stage.name.isdigit() and isinstance(case.net[int(stage.name)], AdditiveCoupling | Unfused)
         assert can_be_inverted(stage) == invertible, stage.not_inverted

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,9 +69,9 @@ def check_inverse(
     Returns:
         What was found.
     Raises:
-        InverseError: There is no inverse; it returns another number of tensors, other shapes or dtypes than the forward took; it is off by more
-            than the tolerance; something is not finite; the output is a view of the input or smaller; the input is modified in place; the
-            forward does not repeat itself.
+        InverseError: There is no inverse; it raises an error; it returns another number of tensors, other shapes or dtypes than the forward
+            took; it is off by more than the tolerance; something is not finite; the output is a view of the input or smaller; the input is
+            modified in place; the forward does not repeat itself.
     Example:
         >>> check_inverse(AdditiveCoupling(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 8)).fused_agrees
         True
@@ -124,8 +124,11 @@ class _Trial:
         copy = tree_map(torch.clone, self.x)
         inputs = require_tensors(copy, name=self.name, what="input")
         versions = [tensor._version for tensor in inputs]
-        with context:
-            output = self.module(copy)
+        try:
+            with context:
+                output = self.module(copy)
+        except InverseError as error:
+            raise error.located(self.name) from error
         require_own_output(inputs, versions, output, name=self.name)
         return output
 
@@ -134,7 +137,7 @@ class _Trial:
     ) -> tuple[float, float]:
         copy = tree_map(torch.clone, output)
         versions = [tensor._version for tensor in tree_leaves(copy)]
-        with self.moment.again():
+        with self.moment.again(), self._named("inverse(output)"):
             rebuilt = self.module.inverse(copy)
         if versions != [tensor._version for tensor in tree_leaves(copy)]:
             raise InverseError(
@@ -170,7 +173,8 @@ class _Trial:
         fused = stand_ins(parameters)
         with self.moment.again(dict(zip(map(id, parameters), fused, strict=True))):
             gradient = tree_unflatten(slopes, tree_structure(output))
-            _, for_input = self.module.reversible_backward(tree_map(torch.clone, output), gradient)
+            with self._named("reversible_backward(output, gradient)"):
+                _, for_input = self.module.reversible_backward(tree_map(torch.clone, output), gradient)
         shapes = [(tensor.shape, tensor.dtype) for tensor in inputs]
         left = [
             *require_like(for_input, shapes, name=self.name, what="fused backward"),
@@ -180,6 +184,20 @@ class _Trial:
         # Where the gradient is zero but for rounding (a bias before a normalization), two ways to compute it share no digit.
         least = 0.01 * max((_largest(autograds) for _, autograds in pairs), default=0.0)
         return max((_relative(mine, autograds, least) for mine, autograds in pairs), default=0.0)
+
+    @contextmanager
+    def _named(self, method: str) -> Iterator[None]:
+        """Context of a call of the user's: a method of that name may be meant for something else, and take other arguments."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise InverseError(
+                f"{self.name!r} raises {type(error).__name__} in {method}: {error}. Expected a method that takes what it is given here alone. "
+                "Correct it, or give it another name if it is no inverse",
+                stage=self.name,
+            ) from error
 
     def _autograds(
         self, parameters: Sequence[torch.Tensor], slopes: Sequence[torch.Tensor]

@@ -134,7 +134,7 @@ class _Call:
             with self._moment.first():
                 output = self._module(tree_unflatten(inputs, self._taken))
         except InverseError as error:  # modules know their type, not where they are
-            raise InverseError(f"{self._name!r}: {error}", stage=self._name) from error
+            raise error.located(self._name) from error
         outputs = require_own_output(inputs, versions, output, name=self._name)
         self.made = tree_flatten(output)[1]
         self.outputs = len(outputs)

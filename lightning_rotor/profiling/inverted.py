@@ -14,11 +14,12 @@ from torch.utils._pytree import tree_leaves
 from lightning_rotor.chain import BackwardPeaks, Option, StageCost
 from lightning_rotor.dropping import is_whole
 from lightning_rotor.inversion import FusedInversion, Inversion, Way
-from lightning_rotor.invertible.protocol import has_fused_backward
+from lightning_rotor.invertible.protocol import has_fused_backward, is_invertible
 from lightning_rotor.profiling.gradients import Gradients, StageBackward
 from lightning_rotor.profiling.phases import Phases, peak_bytes_of
 from lightning_rotor.profiling.stages import WORTH_MENTIONING_BYTES, StageMeasurement, StageProfiler
 from lightning_rotor.profiling.timing import typical
+from lightning_rotor.sequential import Stage
 from lightning_rotor.tensors import address_of
 
 _HOOKS_OF_ALL_BACKWARDS = nn_module._global_backward_hooks, nn_module._global_backward_pre_hooks
@@ -79,6 +80,15 @@ def with_inversion(
         cost, apart = (_joined(each, options) for each in (measurement.cost, measurement.cost_apart))
         measurement = replace(measurement, cost=cost, cost_apart=apart)
     return measurement, next((reason for reason in found if isinstance(reason, str)), not_fused)
+
+
+def lost_inverse(stage: Stage) -> str:
+    """Why an inverse somewhere inside of a stage is of no use; empty if there is none, or if the stage has one."""
+    kinds = dict.fromkeys(type(module).__name__ for _, module in stage.submodules() if is_invertible(module))
+    if not kinds or stage.inverse is not None:
+        return ""
+    merged = ", since something in it changes its input in place or returns a view of it"
+    return f"{', '.join(kinds)} is but a part of it{merged * (len(stage.modules) > 1)}"
 
 
 def _kinds(way: Way) -> list[type[Inversion]]:

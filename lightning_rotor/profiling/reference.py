@@ -56,7 +56,8 @@ def require_same(module: nn.Module, cut: GraphCut, args: Sequence[Any], kwargs: 
     device = tensors_in((args, kwargs))[0].device
     whole = Stage(type(module).__name__, (module,))
     with undisturbed(device):
-        expected, received = _outcome(whole, plain, device), _outcome(whole, staged, device)
+        # What fails in both fails in the stages first: they have names.
+        received, expected = _outcome(whole, staged, device), _outcome(whole, plain, device)
         if versions != [constant._version for constant in constants]:
             raise ModelError(
                 f"the forward of {type(module).__name__} changes a tensor in place that it has made itself without any input, so a trace "

@@ -18,6 +18,7 @@ from lightning_rotor.chain import StageCost
 from lightning_rotor.compiled import CannotRepeatError, CompiledModules
 from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.options import run_stage
+from lightning_rotor.profiling.inverted import lost_inverse
 from lightning_rotor.profiling.stages import StageMeasurement, StageProfiler
 from lightning_rotor.tensors import is_fake, same_bits, tensors_in
 from lightning_rotor.undisturbed import kept_attributes, lent_buffers
@@ -32,7 +33,7 @@ class VariantsMeasurement:
     Attributes:
         stage: With an option for each variant that is worth having.
         names: Of these variants.
-        not_inverted: Why it has no option that inverts it, although its inverse is right.
+        not_inverted: Why it has no option that inverts it, although its inverse is right, or a module in it has one.
     """
 
     stage: StageMeasurement
@@ -49,14 +50,15 @@ def measure(profiler: StageProfiler, compiled: CompiledModules, *, recomputable:
         recomputable: As for :meth:`StageProfiler.measure`.
     """
     alone, name = profiler.measure(recomputable=recomputable), profiler.stage.name
+    lost = lost_inverse(profiler.stage)
     try:
         variants = compiled.variants(profiler.stage)
         if not variants or any(is_fake(tensor) for tensor in tensors_in(profiler.boundary.leaves)):
-            return VariantsMeasurement(alone)
+            return VariantsMeasurement(alone, not_inverted=lost)
         expected = _repeatable_outcome(profiler)
     except CannotRepeatError as error:
         _log.info("%r runs under no other activation memory budget: %s", name, error)
-        return VariantsMeasurement(alone)
+        return VariantsMeasurement(alone, not_inverted=lost)
     _log.info("compiling %r under %d more activation memory budgets", name, len(variants))
     stage = replace(profiler.stage, variants=tuple(variants.values()))
     found: dict[str, StageMeasurement] = {}
@@ -88,6 +90,7 @@ def measure(profiler: StageProfiler, compiled: CompiledModules, *, recomputable:
             cost_apart=_joined(alone.cost_apart, {variant: each.cost_apart for variant, each in chosen.items()}),
         ),
         names,
+        lost,
     )
 
 
