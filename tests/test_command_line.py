@@ -17,9 +17,14 @@ from tests.processes import run_python
 NETS = """
     import torch
     from torch import nn
+    from lightning_rotor.invertible import AdditiveCoupling
 
     def deep(width=64, depth=6):
         return nn.Sequential(*(layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.Tanh())))
+
+    def flow():
+        half = lambda: nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+        return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), *(AdditiveCoupling(half(), half()) for _ in range(6)))
 
     class Two(nn.Module):
         def __init__(self):
@@ -185,7 +190,19 @@ def test_it_saves_pictures(nets: str, tmp_path: Path, capsys: pytest.CaptureFixt
     assert capsys.readouterr().err.splitlines() == [f"wrote {path}" for path in files.values()]
     assert files["--plot"].read_bytes().startswith(b"\x89PNG")
     assert "<svg" in files["--plot-curve"].read_text()
-    assert "deep, 512×64" in files["--draw"].read_text()
+    drawn = files["--draw"].read_text()
+    assert "deep, 512×64" in drawn
+    assert "orange: recomputed" in drawn  # the plan's schedule, not the chain alone
+
+
+def test_a_drawing_shows_what_the_plan_inverts(nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("--model", f"{nets}:flow", "--input", "256x64", "--device", "cpu", "--activations-only")
+    picture = tmp_path / "net.svg"
+    plan = answer(capsys, *asked, "--budget", "640KiB", "--draw", str(picture))
+    inverted = [item for item in plan["schedule"].split() if ":1" in item]
+    assert inverted, plan["schedule"]
+    assert "dark blue: inverted" in picture.read_text()
+    assert ">inverted<" in picture.read_text()
 
 
 # ---------------------------------------------------------------------------------------------------- errors

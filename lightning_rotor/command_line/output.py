@@ -177,7 +177,7 @@ def draw(found: Found, options: Options) -> Iterator[Path]:
         )
         yield _save(options.plot_curve, figure)
     if options.draw is not None:
-        text = draw_chain(found.plan.chain, found.profile.stages, title=title)
+        text = draw_chain(found.plan.chain, found.profile.stages, schedule=found.plan.schedule, title=title)
         try:
             options.draw.write_text(text, encoding="utf-8")
         except OSError as error:
