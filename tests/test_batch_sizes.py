@@ -42,8 +42,8 @@ def step_bytes(model: nn.Module, run: Executor, sample: torch.Tensor) -> int:
     meter = StepMeter(torch.device("cpu"))
     meter.start()
     output = run(sample)
+    model.zero_grad()  # before the loss, whose own memory is outside of the chain and predicted by nobody
     loss = (output * weight).sum()
-    model.zero_grad()
     loss.backward()
     return meter.stop().peak_bytes
 
@@ -59,7 +59,7 @@ def test_predicted_bytes_are_those_of_the_allocator() -> None:
     assert any(option.plan.recomputed for option in advice.options)
     largest = advice.options[-1]
     assert largest.batch_size > 64  # extrapolated
-    for option in (advice.best, largest):
+    for option in (advice.best, largest, *(each for each in advice.options if each.batch_size in (64, 128))):
         sample = torch.randn(option.batch_size, WIDTH)
         profile = profile_chain(sequential_stages(model), sample, repeats=1)
         run = Executor(profile.stages, profile.chain, option.plan.schedule, profile.states)
