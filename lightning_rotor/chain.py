@@ -202,6 +202,10 @@ class StageCost:
         options: Ways to keep the stage; the first one is ``"keep"``.
         takes: Tensors that it reads, such as ``"float32[4, 64, 8, 8]"``; empty for stages that were not measured.
         not_inverted: Why no option inverts it although its module has an inverse; empty if there is nothing to say.
+        waiting_gradient_bytes: Gradients of parameters that it or a later stage shares with an earlier one. Once its backward is done they wait
+            in autograd's engine for those of the earlier stage, even where parameters have gradients that all are added to.
+        output_gradient_bytes: Gradient of the link that the peaks of the backward count; the stage behind may leave more, which is alive beside
+            them, and on in the gradient that the stage leaves if this is known of the stage before as well. None if it leaves just that.
     """
 
     name: str
@@ -215,6 +219,8 @@ class StageCost:
     recomputable: bool = True
     takes: tuple[str, ...] = ()
     not_inverted: str = ""
+    waiting_gradient_bytes: int = 0
+    output_gradient_bytes: int | None = None
 
     def __post_init__(self) -> None:
         _check_costs(self)

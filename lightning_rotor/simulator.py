@@ -14,7 +14,8 @@ What is alive, and until when::
     saved tensors   from the stage's recorded forward to its backward
     gradients       of a boundary: from the backward of the stage behind it to that of the stage before;
                     of a skip: from the backward of its last reader to that of the stage that makes it;
-                    of parameters: from the stage's backward to the end of the step
+                    of parameters: from the stage's backward to the end of the step, or, where they are added to gradients that exist,
+                      to the backward of the first stage that uses the parameter
 
 Not counted: the chain's input (the caller has it anyway), parameters, buffers, and gradients from earlier steps.
 """
@@ -161,6 +162,9 @@ class _Simulator:
         self._boundaries = Boundaries(chain)
         self._live_bytes = 0  # everything, kept up to date by the methods below
         self._gradient_bytes = 0  # the part of it that is the gradient of the boundary where the backward stands
+        self._waiting_gradient_bytes = (
+            0  # another part: of shared parameters, until their first stage has added its own
+        )
         self._saved_state_bytes = [0] * len(chain)  # copies of buffers that a recomputation has worked on and saved
         self._unused_state_bytes = 0  # remembered by nested segments during the running recomputation
         self._segment_seconds = 0.0
@@ -302,7 +306,8 @@ class _Simulator:
 
     def _backward_leaf(self, leaf: Leaf, pending: tuple[Segment, ...]) -> None:
         stage, option = leaf.stage, self._option(leaf)
-        self._add(-self._gradient_bytes - self._skips.take_gradients(stage))
+        excess = self._excess_gradient_bytes(stage)
+        self._add(excess - self._gradient_bytes - self._skips.take_gradients(stage))
         if pending:
             self._touch(stage, option.unpack_peak_bytes)
             self._gradient_bytes = option.unpack_bytes
@@ -331,11 +336,21 @@ class _Simulator:
             self._live_bytes += self._boundaries.rebuild(stage)
         for skip in option.saved_skips:
             self._live_bytes -= self._skips.release(skip)
-        self._gradient_bytes = option.input_gradient_bytes
-        self._add(self._gradient_bytes + self._skips.leave_gradients(stage))
-        if not self._gradients_exist:
+        is_passed_on = stage > 0 and self._chain.stages[stage - 1].output_gradient_bytes is not None
+        self._gradient_bytes = option.input_gradient_bytes + (excess if is_passed_on else 0)
+        self._add(self._gradient_bytes - excess + self._skips.leave_gradients(stage))
+        if self._gradients_exist:
+            waiting = self._chain.stages[stage].waiting_gradient_bytes
+            self._add(waiting - self._waiting_gradient_bytes)
+            self._waiting_gradient_bytes = waiting
+        else:
             self._add(option.parameter_gradient_bytes)
         self._events.append(Event("backward", stage, option.backward_seconds, level, self._live_bytes, option.inverts))
+
+    def _excess_gradient_bytes(self, stage: int) -> int:
+        """What the stage behind left beyond what the stage's own peaks count."""
+        expected = self._chain.stages[stage].output_gradient_bytes
+        return 0 if expected is None else max(self._gradient_bytes - expected, 0)
 
     def _recompute(self, segment: Segment) -> None:
         # While it runs, the generators' current state is put aside and buffers are lent, and nested segments remember states

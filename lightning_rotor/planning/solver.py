@@ -294,7 +294,7 @@ def sizes_in(chain: Chain) -> list[int]:
     sizes = [chain.rng_state_bytes]
     sizes += [size for skip in chain.skips for size in (skip.size_bytes, *skip.gradient_bytes)]
     for stage in chain:
-        sizes += [getattr(stage, size.name) for size in fields(StageCost) if size.name.endswith("_bytes")]
+        sizes += [getattr(stage, size.name) or 0 for size in fields(StageCost) if size.name.endswith("_bytes")]
         for option in stage.options:
             sizes += [getattr(option, size.name) or 0 for size in fields(Option) if size.name.endswith("_bytes")]
             sizes += astuple(option.backward_peaks(gradients_exist=True))

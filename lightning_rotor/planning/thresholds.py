@@ -402,13 +402,25 @@ def _class_of(option: Option, classes: tuple[_Class, ...]) -> _Class:
 
 def _backward_bases(chain: Chain, gradients_exist: bool) -> list[int]:
     """By stage, what is alive at its backward whatever the schedule."""
-    base = chain.stages[-1].output_bytes + sum(stage.pinned_bytes for stage in chain)
-    base += sum(skip.size_bytes for skip in chain.skips if skip.in_output)
+    always = chain.stages[-1].output_bytes + sum(stage.pinned_bytes for stage in chain)
+    always += sum(skip.size_bytes for skip in chain.skips if skip.in_output)
+    gradients = 0
     bases = []
     for index, stage in reversed([*enumerate(chain.stages)]):
-        bases.append(base + _bypassing_gradients(chain, index))
-        base += 0 if gradients_exist else stage.keep.parameter_gradient_bytes
+        bases.append(always + gradients + _bypassing_gradients(chain, index) + _excess_gradient(chain, index))
+        if gradients_exist:
+            gradients = stage.waiting_gradient_bytes
+        else:
+            gradients += stage.keep.parameter_gradient_bytes
     return bases[::-1]
+
+
+def _excess_gradient(chain: Chain, index: int) -> int:
+    """What the stage behind leaves at most beyond what the stage's own peaks count."""
+    expected = chain.stages[index].output_gradient_bytes
+    if expected is None or index + 1 == len(chain):
+        return 0
+    return max(0, max(option.input_gradient_bytes for option in chain.stages[index + 1].options) - expected)
 
 
 def _bypassing_gradients(chain: Chain, index: int) -> int:

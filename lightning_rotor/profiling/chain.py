@@ -31,12 +31,13 @@ from lightning_rotor.invertible.trial import Objections, try_inverse
 from lightning_rotor.options import autocast_enabled, run_stage, way_of
 from lightning_rotor.profiling.boundary import Boundary
 from lightning_rotor.profiling.ends import StageEnds
-from lightning_rotor.profiling.gradients import Layout, SkipGradient
+from lightning_rotor.profiling.gradients import Layouts, SkipGradient
 from lightning_rotor.profiling.inverted import with_inversion
 from lightning_rotor.profiling.meters import Meter, meter_for
 from lightning_rotor.profiling.sharded import with_units
 from lightning_rotor.profiling.stages import WORTH_MENTIONING_BYTES, StageMeasurement, StageProfiler
 from lightning_rotor.profiling.storages import UnmeasuredSkip, merged, scout
+from lightning_rotor.profiling.ties import waiting_gradient_bytes
 from lightning_rotor.profiling.variants import VariantsMeasurement, measure
 from lightning_rotor.recomputation import recomputed
 from lightning_rotor.sequential import HOOKS, Stage, is_plain_stock, wiring_of
@@ -153,9 +154,10 @@ def profile_chain(
                 measurable = _Measurable(profiler, recomputable, _identity(stage, compiled), way, tried.fused)
                 variants.append(measurable.measured(known, compiled))
                 sizes = sum((unit.sizes for unit in units), UnitSizes())
-            layout = variants[-1].stage.link_layout
-            if before is not None and layout is not None:
-                variants[-2] = before.measured(known, compiled, layout)
+            layouts = variants[-1].stage.link_layouts
+            if before is not None and layouts:
+                assumed, variants[-2] = variants[-2], before.measured(known, compiled, layouts)
+                _hand_on(variants, number - 1, assumed, traits)
             before = measurable
             all_ends.append(ends)
             messages.append((sizes, gathering_seconds))
@@ -179,8 +181,8 @@ def profile_chain(
         running = [compiled.with_variants(stage, each.names) for stage, each in zip(together, variants, strict=True)]
         skips = _measured((skip for _, skip in numbered.values()), measured)
         costs = [
-            replace(_cost(number, measured, skips), name=stage.name, **traits[number])
-            for number, stage in enumerate(together)
+            replace(_cost(number, measured, skips), name=stage.name, waiting_gradient_bytes=waiting, **traits[number])
+            for number, (stage, waiting) in enumerate(zip(together, waiting_gradient_bytes(together), strict=True))
         ]
         _warn(costs)
         _warn_of_structure(len(stages), together)
@@ -193,6 +195,21 @@ def profile_chain(
             skips=skips,
         )
     return Profile(chain, tuple(running), tuple(states))
+
+
+def _hand_on(
+    variants: Sequence[VariantsMeasurement], number: int, assumed: VariantsMeasurement, traits: Sequence[dict[str, Any]]
+) -> None:
+    """Note what the stages before one were measured with, if it turned out to leave larger gradients: slices keep alive what they are slices of.
+
+    The inputs of those stages are gone, so they cannot be measured again.
+    """
+    more = variants[number].stage.cost.keep.input_gradient_bytes > assumed.stage.cost.keep.input_gradient_bytes
+    expected_bytes = assumed.stage.cost.keep.input_gradient_bytes
+    while more and number > 0:
+        number -= 1
+        traits[number]["output_gradient_bytes"] = expected_bytes
+        expected_bytes, more = variants[number].stage.cost.keep.input_gradient_bytes, variants[number].stage.passes_on
 
 
 def _objections(number: int, stage: Stage, boundary: Boundary) -> Objections:
@@ -248,17 +265,17 @@ class _Measurable:
     not_fused: str
 
     def measured(
-        self, known: dict[Any, VariantsMeasurement], compiled: CompiledModules, layout: Layout | None = None
+        self, known: dict[Any, VariantsMeasurement], compiled: CompiledModules, layouts: Layouts = ()
     ) -> VariantsMeasurement:
         """What is known of such a stage whose output's gradient lies like this."""
         profiler = self.profiler
         stage, boundary, ends = profiler.stage, profiler.boundary, profiler.ends
-        about = profiler.last, self.recomputable, len(profiler.remembered), layout, self.way is None, self.not_fused
+        about = profiler.last, self.recomputable, len(profiler.remembered), layouts, self.way is None, self.not_fused
         key = self.identity, boundary.signature, ends.signature, *about
         if key not in known:
             units = units_in(stage.modules)
             with gathered(units), kept_attributes(stage), lent_buffers(stage):
-                profiler = replace(profiler, layout=layout)
+                profiler = replace(profiler, layouts=layouts)
                 if units:  # a variant would be compiled together with what gathers the parameters
                     found = VariantsMeasurement(profiler.measure(recomputable=self.recomputable))
                 else:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten
 
 from lightning_rotor.profiling.ends import StageEnds
@@ -31,25 +32,45 @@ class SkipGradient:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a gradient lies in its memory, where it does not fill it: a slice of something larger, or an expanded tensor."""
+    """How a gradient lies in its memory, where it does not fill it alone: a slice of something larger, or an expanded tensor.
+
+    Attributes:
+        memory: Number of the memory; gradients of the same link with the same number share it.
+    """
 
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
     storage_bytes: int
+    memory: int = 0
 
-    @classmethod
-    def of(cls, gradient: torch.Tensor) -> Layout | None:
-        """The layout of a gradient, or None if it fills its memory."""
-        storage_bytes = gradient.untyped_storage().nbytes()
-        if storage_bytes == gradient.nbytes:
+    def ones(self, dtype: torch.dtype, device: torch.device, memories: dict[Any, torch.Tensor]) -> torch.Tensor:
+        """A tensor that lies like this, in one of the memories or in a new one."""
+        key = self.memory, dtype
+        if key not in memories:
+            memories[key] = torch.ones(self.storage_bytes // dtype.itemsize, dtype=dtype, device=device)
+        return memories[key].as_strided(self.shape, self.stride, self.offset)
+
+
+Layouts: TypeAlias = tuple[Layout | None, ...]
+"""One for each tensor of a link that gets a gradient; None for a gradient that fills memory of its own."""
+
+
+def layouts_of(gradients: Sequence[torch.Tensor | None]) -> Layouts:
+    """How the gradients of a link lie; empty if each of them fills memory of its own."""
+    addresses = [0 if gradient is None else address_of(gradient) for gradient in gradients]
+
+    def layout(gradient: torch.Tensor | None, address: int) -> Layout | None:
+        if gradient is None:
             return None
-        return cls(gradient.shape, gradient.stride(), int(gradient.storage_offset()), storage_bytes)
+        storage_bytes = gradient.untyped_storage().nbytes()
+        if storage_bytes == gradient.nbytes and (not address or addresses.count(address) == 1):
+            return None
+        offset, memory = int(gradient.storage_offset()), addresses.index(address)
+        return Layout(gradient.shape, gradient.stride(), offset, storage_bytes, memory)
 
-    def ones(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A tensor that lies like this."""
-        whole = torch.ones(self.storage_bytes // dtype.itemsize, dtype=dtype, device=device)
-        return whole.as_strided(self.shape, self.stride, self.offset)
+    found = tuple(map(layout, gradients, addresses))
+    return found if any(found) else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +79,17 @@ class Gradients:
 
     Attributes:
         link_bytes: For its link.
-        link_layout: How the link's gradient lies, if the link is one tensor and its gradient does not fill its memory.
+        link_layouts: How the gradients of its link lie, if not each of them fills memory of its own.
         of_skips: For skips by place.
         parameter_bytes: For parameters, once they are accumulated.
+        passes_on: Memory that it was given is under what it leaves for its link.
     """
 
     link_bytes: int
-    link_layout: Layout | None
+    link_layouts: Layouts
     of_skips: Mapping[int, SkipGradient]
     parameter_bytes: int
+    passes_on: bool = False
 
 
 class StageBackward:
@@ -79,9 +102,11 @@ class StageBackward:
         places: list[int | None],
         parameters: list[torch.nn.Parameter],
         *,
+        given: Set[StorageWeakRef],
         gradients_exist: bool,
     ) -> None:
         self._root = root
+        self._given = given
         self._inputs = inputs
         self._places = places
         self._parameters = parameters
@@ -97,7 +122,7 @@ class StageBackward:
         *,
         apart: bool,
         gradients_exist: bool = False,
-        layout: Layout | None = None,
+        layouts: Layouts = (),
     ) -> StageBackward:
         """Prepare the backward of a stage that has just run.
 
@@ -108,7 +133,7 @@ class StageBackward:
             output: Its output.
             apart: Gradients that later readers of its skips leave are slices.
             gradients_exist: Each parameter's gradient is added to one that is there and freed at once, rather than staying.
-            layout: How the gradient of its link lies, if the link is one tensor; by default like the link itself, filling its memory.
+            layouts: How the gradients of its link lie; by default like the link itself, each filling memory of its own.
         """
         leaves = tree_flatten(value)[0]
         # Later readers of a skip have left its gradient; what the stage hands on itself gets it as an output.
@@ -118,14 +143,16 @@ class StageBackward:
             for leaf, later in zip(leaves, ends.passed, strict=True)
             if later and leaf.requires_grad and id(leaf) not in handed_on
         ]
-        given = [
-            (leaf, layout if place is None else None)
+        made = [
+            (leaf, place)
             for leaf, place in zip(tree_flatten(output)[0], ends.outputs, strict=True)
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad
         ]
-        outputs = [*(leaf for leaf, _ in given), *passed]
-        layouts = [each for _, each in given]
-        root = _GradientSource.apply(layouts, len(passed) if apart else 0, *outputs) if outputs else None
+        outputs = [*(leaf for leaf, _ in made), *passed]
+        link = iter(_fitting(layouts, [leaf for leaf, place in made if place is None]))
+        lying = [next(link) if place is None else None for _, place in made]
+        given: set[StorageWeakRef] = set()
+        root = _GradientSource.apply(lying, len(passed) if apart else 0, given, *outputs) if outputs else None
         learning = [
             (leaf, place)
             for leaf, place in zip(leaves, ends.inputs, strict=True)
@@ -133,13 +160,15 @@ class StageBackward:
         ]
         inputs = [get_gradient_edge(leaf) for leaf, _ in learning]
         parameters = [parameter for parameter in stage.parameters() if parameter.requires_grad]
-        return cls(root, inputs, [place for _, place in learning], parameters, gradients_exist=gradients_exist)
+        return cls(
+            root, inputs, [place for _, place in learning], parameters, given=given, gradients_exist=gradients_exist
+        )
 
     def gradients(self) -> Gradients:
         """Run the backward once."""
         root, self._root = self._root, None
         if root is None or not (self._inputs or self._parameters):
-            return Gradients(0, None, {}, 0)
+            return Gradients(0, (), {}, 0)
         # Not backward(): .grad and the hooks of gradient accumulation are the user's.
         ends: Any = [*self._inputs, *self._parameters]
         hooks = [parameter.register_hook(partial(_instead, parameter)) for parameter in self._given_up]
@@ -162,7 +191,11 @@ class StageBackward:
             size = gradient.untyped_storage().nbytes()
             is_new = by_storage.setdefault(address_of(gradient), place) == place
             of_skips[place] = SkipGradient(size if is_new else 0, size == gradient.nbytes)
-        link = [gradient for place, gradient in pairs if place is None and address_of(gradient) not in by_storage]
+        link = [
+            None if gradient is None or address_of(gradient) in by_storage else gradient
+            for place, gradient in zip(self._places, gradients, strict=False)
+            if place is None
+        ]
         parameter_bytes = sum(
             # Accumulation copies a gradient that is no dense tensor of its own (an expanded one, say).
             parameter.nbytes
@@ -171,18 +204,38 @@ class StageBackward:
             for parameter, gradient in zip(self._parameters, gradients[len(self._inputs) :], strict=True)
             if gradient is not None
         )
-        link_layout = Layout.of(link[0]) if len(link) == 1 else None
-        return Gradients(requested_bytes(link), link_layout, of_skips, parameter_bytes)
+        # Addresses would not do: that of what was given and then freed may be something new's.
+        passes_on = any(
+            StorageWeakRef(gradient.untyped_storage()) in self._given for gradient in link if gradient is not None
+        )
+        return Gradients(
+            requested_bytes(each for each in link if each is not None),
+            layouts_of(link),
+            of_skips,
+            parameter_bytes,
+            passes_on,
+        )
+
+
+def _fitting(layouts: Layouts, leaves: Sequence[torch.Tensor]) -> Layouts:
+    """The layouts if they are those of gradients of these tensors, and otherwise none."""
+    shapes = [each.shape if each else leaf.shape for each, leaf in zip(layouts, leaves, strict=False)]
+    same = len(layouts) == len(leaves) and shapes == [leaf.shape for leaf in leaves]
+    return layouts if same else (None,) * len(leaves)
 
 
 class _GradientSource(torch.autograd.Function):
     """An empty tensor whose backward allocates the gradient of each input, as the backward of the stage behind would.
 
-    The first ones lie as ``layouts`` say, or else like the outputs; the last ``apart`` are slices of something larger.
+    The first ones lie as ``layouts`` say, or else like the outputs; the last ``apart`` are slices of something larger. Their memories are
+    added to ``given``.
     """
 
     @staticmethod
-    def forward(ctx: Any, layouts: list[Layout | None], apart: int, *outputs: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, layouts: list[Layout | None], apart: int, given: set[StorageWeakRef], *outputs: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.given = given
         ctx.likes = [(tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in outputs]
         ctx.layouts = [*layouts, *[None] * (len(outputs) - len(layouts))]
         ctx.apart = apart
@@ -192,14 +245,16 @@ class _GradientSource(torch.autograd.Function):
     def backward(ctx: Any, *_: Any) -> Any:
         # Ones, not empty: uninitialized memory may hold denormals, whose arithmetic is slow.
         whole = len(ctx.likes) - ctx.apart
+        memories: dict[Any, torch.Tensor] = {}
         dense = [
-            layout.ones(dtype, device)
+            layout.ones(dtype, device, memories)
             if layout is not None
             else torch.empty_strided(shape, stride, dtype=dtype, device=device).fill_(1)
             for layout, (shape, stride, dtype, device) in zip(ctx.layouts, ctx.likes[:whole], strict=False)
         ]
         slices = [_slice_like(shape, dtype, device) for shape, _, dtype, device in ctx.likes[whole:]]
-        return None, None, *dense, *slices
+        ctx.given.update(StorageWeakRef(gradient.untyped_storage()) for gradient in dense)
+        return None, None, None, *dense, *slices
 
 
 def _slice_like(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -22,7 +22,7 @@ from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.options import run_stage
 from lightning_rotor.profiling.boundary import Boundary
 from lightning_rotor.profiling.ends import StageEnds
-from lightning_rotor.profiling.gradients import Layout, SkipGradient, StageBackward
+from lightning_rotor.profiling.gradients import Layouts, SkipGradient, StageBackward
 from lightning_rotor.profiling.meters import Meter
 from lightning_rotor.profiling.phases import Phases, peak_bytes_of
 from lightning_rotor.profiling.timing import is_enough, typical
@@ -44,13 +44,15 @@ class StageMeasurement:
         cost: Where later readers leave dense gradients.
         cost_apart: Where they leave slices, so that the stage's own gradients cannot be added in place.
         skip_gradients: By the place of the skip, see :class:`StageEnds`.
-        link_layout: How it leaves the gradient of its link, if that does not fill its memory.
+        link_layouts: How it leaves the gradients of its link, if not each of them fills memory of its own.
+        passes_on: It leaves its link's gradient in memory that it was given.
     """
 
     cost: StageCost
     cost_apart: StageCost
     skip_gradients: Mapping[int, SkipGradient]
-    link_layout: Layout | None
+    link_layouts: Layouts
+    passes_on: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,8 @@ class _KeepRun:
     saved_skips: tuple[int, ...]
     saved_state_bytes: int
     skip_gradients: Mapping[int, SkipGradient]
-    link_layout: Layout | None
+    link_layouts: Layouts
+    passes_on: bool
     needs_exact_output: bool
 
 
@@ -107,7 +110,7 @@ class StageProfiler:
         gradients_apart: Gradients that later readers of a skip leave are slices, to which nothing can be added in place.
         gradients_exist: Parameters' gradients are given up as soon as they are there, as where autograd adds them to existing ones.
         option: Which of the stage's options runs.
-        layout: How the next stage leaves the gradient of the link between them, if that does not fill its memory.
+        layouts: How the next stage leaves the gradients of the link between them, if not each of them fills memory of its own.
         in_lockstep: Other processes measure the same stage and may be waited for in it, so that neither times nor sizes of batches may
             decide how often it runs.
     """
@@ -123,7 +126,7 @@ class StageProfiler:
     gradients_apart: bool = False
     gradients_exist: bool = False
     option: int = 0
-    layout: Layout | None = None
+    layouts: Layouts = ()
     in_lockstep: bool = False
 
     def measure(self, *, recomputable: bool) -> StageMeasurement:
@@ -140,7 +143,7 @@ class StageProfiler:
         apart = cost
         if any(self.ends.passed) and run.skip_gradients:
             apart = replace(self, gradients_apart=True)._both_costs(seconds, recomputable=recomputable)[0]
-        return StageMeasurement(cost, apart, run.skip_gradients, run.link_layout)
+        return StageMeasurement(cost, apart, run.skip_gradients, run.link_layouts, run.passes_on)
 
     def _both_costs(self, seconds: _Seconds, *, recomputable: bool) -> tuple[StageCost, _KeepRun]:
         """Costs where parameters have no gradients yet, with the peaks of a backward where they have."""
@@ -261,7 +264,8 @@ class StageProfiler:
             saved_skips=saved_skips,
             saved_state_bytes=requested_bytes(each for each in buffers if address_of(each) in saved),
             skip_gradients=gradients.of_skips,
-            link_layout=gradients.link_layout,
+            link_layouts=gradients.link_layouts,
+            passes_on=gradients.passes_on,
             needs_exact_output=needs_exact_output and saved_output > 0,
         )
 
@@ -283,7 +287,7 @@ class StageProfiler:
             output,
             apart=self.gradients_apart,
             gradients_exist=self.gradients_exist,
-            layout=self.layout,
+            layouts=self.layouts,
         )
 
     def rewind(self) -> None:

@@ -1,0 +1,86 @@
+"""Gradients that share memory or wait for each other: of tied parameters, and of boundaries of several tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from lightning_rotor.execution import Executor
+from lightning_rotor.planning import minimum_budget
+from lightning_rotor.profiling import Profile, profile_chain
+from lightning_rotor.schedule import Schedule
+from lightning_rotor.sequential import sequential_stages
+from lightning_rotor.simulator import simulate
+from tests.models import Case, training_step
+
+WIDTH = 32
+LOSS_BYTES = 24  # a number that a multiplication holds among them
+
+
+class Halves(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        first, second = x.chunk(2, -1)
+        return torch.tanh(first), second * 1
+
+
+class Streams(nn.Module):
+    """Two tensors that change places; one gets the other's gradient as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = nn.Sequential(nn.Linear(WIDTH // 2, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH // 2))
+
+    def forward(self, streams: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        first, second = streams
+        return second * 1, first + self.f(second)
+
+
+class Whole(nn.Module):
+    """Leaves slices of one gradient."""
+
+    def forward(self, streams: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return torch.cat(streams, -1)
+
+
+def measured(net: nn.Sequential) -> tuple[Case, Profile]:
+    case = Case(net, torch.randn(64, WIDTH))
+    return case, profile_chain(sequential_stages(net), case.batch, repeats=1)
+
+
+def peaks(case: Case, profile: Profile, text: str, *, gradients_exist: bool) -> tuple[int, int]:
+    """Of a step, and simulated."""
+    schedule = Schedule.parse(text)
+    state = {key: value.clone() for key, value in case.net.state_dict().items()}
+    run = Executor(profile.stages, profile.chain, schedule, profile.states)
+    peak = training_step(case, run, state, gradients_exist=gradients_exist).peak_bytes
+    return peak, simulate(profile.chain, schedule, gradients_exist=gradients_exist).peak_bytes
+
+
+def test_slices_of_one_gradient_keep_all_of_it_alive() -> None:
+    torch.manual_seed(0)
+    streams = [Streams() for _ in range(3)]
+    case, profile = measured(nn.Sequential(nn.Linear(WIDTH, WIDTH), Halves(), *streams, Whole(), nn.Linear(WIDTH, 4)))
+    boundary = 64 * WIDTH * 4
+    assert [stage.keep.input_gradient_bytes for stage in profile.chain.stages[4:6]] == [boundary * 3 // 2, boundary]
+    for text in ("0-6", "0 (1-3) 4-6", "0-1 (2-3) 4-6", "0-2 (3) 4-6", "(0-3) 4-6"):
+        for gradients_exist in (False, True):
+            peak, simulated = peaks(case, profile, text, gradients_exist=gradients_exist)
+            assert 0.99 * simulated <= peak <= simulated + LOSS_BYTES, text
+    peak, simulated = peaks(case, profile, "0 ((1 2) 3) 4-6", gradients_exist=False)
+    assert 0.95 * simulated <= peak <= simulated + LOSS_BYTES
+
+
+def test_the_gradient_of_a_tied_parameter_waits_for_its_first_use() -> None:
+    torch.manual_seed(0)
+    tied = nn.Linear(WIDTH, WIDTH)
+    layers = nn.Linear(WIDTH, WIDTH), tied, nn.Tanh(), nn.Linear(WIDTH, WIDTH), tied, nn.GELU(), tied, nn.Tanh()
+    case, profile = measured(nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH)))
+    size = sum(parameter.nbytes for parameter in tied.parameters())
+    assert [stage.waiting_gradient_bytes for stage in profile.chain] == [0, 0, *[size] * 5, 0, 0]
+    least = minimum_budget(profile.chain, gradients_exist=True)
+    for text in ("0-8", "0 (1-4) 5-8", "(0-1) (2-5) 6-8", "(0-5) 6-8", str(least.schedule)):
+        peak, simulated = peaks(case, profile, text, gradients_exist=True)
+        assert 0 <= peak - simulated <= LOSS_BYTES, text
+        peak, simulated = peaks(case, profile, text, gradients_exist=False)
+        assert peak <= simulated + LOSS_BYTES, text
+    assert least.peak_bytes == simulate(profile.chain, least.schedule, gradients_exist=True).peak_bytes
