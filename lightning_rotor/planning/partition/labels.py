@@ -11,6 +11,7 @@ Neither is ever better for being larger, so of the partitions behind a cut only 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,6 +57,16 @@ class Runs:
     def __getitem__(self, which: slice | Integers) -> Runs:
         return Runs(*(getattr(self, name)[which] for name in self.__slots__))
 
+    def table(self) -> Reals:
+        """One row for each run."""
+        return np.column_stack([getattr(self, name) for name in self.__slots__])
+
+    @classmethod
+    def of(cls, rows: Sequence[Reals]) -> Runs:
+        """Runs from rows of tables; not necessarily by rising first stage."""
+        columns = np.array(rows).reshape(-1, len(cls.__slots__)).T
+        return cls(columns[0].astype(np.int64), columns[1].astype(np.int64), *columns[2:])
+
 
 class Labels:
     """Labels of one problem.
@@ -66,7 +77,7 @@ class Labels:
     """
 
     def __init__(self, problem: Problem, travel_seconds: list[float]) -> None:
-        self._m, self._in_flight = problem.micro_batches, problem.in_flight
+        self._m, self._ahead = problem.micro_batches, np.array(problem.in_flight) - 1
         self._gpipe = problem.schedule == "gpipe"
         self._n, self._travel = len(problem.chain), np.array(travel_seconds)
 
@@ -116,19 +127,42 @@ class Labels:
             new[..., 2] = np.maximum(labels[..., 2], np.maximum(runs.least_backward[:, None], travel))
             return new
         behind = labels[..., 0] + 2 * travel
-        ahead = self._in_flight[stage] - 1
-        # An infinite bound from above hides everything; one forward in flight hides nothing.
-        known = [np.isfinite(each) for each in (runs.forward, runs.backward)]
-        bounds = (
-            np.where(finite, each, 0.0) for finite, each in zip(known, (runs.forward, runs.backward), strict=True)
-        )
-        hidden = [np.where(finite, ahead * each, math.inf)[:, None] for finite, each in zip(known, bounds, strict=True)]
-        with np.errstate(invalid="ignore"):
-            first, second = (np.nan_to_num(np.maximum(behind - each, 0.0), posinf=math.inf) for each in hidden)
-        waits = first + second if self._m > ahead + 1 else np.maximum(first, second)
+        waits = self._waits(self._ahead[stage], runs.forward[:, None], runs.backward[:, None], behind)
         new[..., 0] = behind + seconds
         new[..., 1] = np.maximum(labels[..., 1] + seconds + 2 * travel, runs.work_seconds[:, None] + waits)
         return new
+
+    def values_behind(self, decided: Runs, labels: Reals) -> Reals:
+        """What no partition can beat that begins with ``decided``, one run for each of the first stages, and goes on with such labels.
+
+        The same as extending the labels by one decided run after the other from the last one on, at once::
+
+            Σ_{v<u} (t_v + c_v)  +  work_u  +  waits_u(R + Σ_{v>u} (t_v + c_v) + c_u)        the largest over all u
+        """
+        values = np.full(labels.shape[:-1], math.inf)
+        finite = np.isfinite(labels[..., -1])
+        labels, travel = labels[finite], self._travel[decided.last + 1]
+        steps = decided.seconds + 2 * travel
+        if self._gpipe:
+            slowest = (np.max(np.maximum(each, travel), initial=0.0) for each in (decided.least_forward, decided.least_backward))
+            columns = [labels[:, 0] + steps.sum(), *map(np.maximum, labels.T[1:], slowest)]
+            values[finite] = self.values(np.column_stack(columns))
+            return values
+        before = np.cumsum(steps) - steps
+        total = steps.sum()
+        behind = labels[:, :1] + (total - before - steps + 2 * travel)
+        waits = self._waits(self._ahead[: len(decided)], decided.forward, decided.backward, behind)
+        largest = np.max(before + decided.work_seconds + waits, axis=1, initial=0.0)
+        values[finite] = np.maximum(labels[:, 1] + total, largest)
+        return values
+
+    def _waits(self, ahead: Integers, forward: Reals, backward: Reals, behind: Reals) -> Reals:
+        """How long a stage waits for what is behind it, in which ``ahead`` forwards and backwards hide."""
+        with np.errstate(invalid="ignore"):
+            # An infinite bound from above hides everything, and nothing in flight is no number times infinity: fmin and fmax leave those out.
+            first, second = (np.fmax(behind - np.fmin(ahead * each, math.inf), 0.0) for each in (forward, backward))
+        waits: Reals = np.where(self._m > ahead + 1, first + second, np.maximum(first, second))
+        return waits
 
     def values(self, labels: Reals) -> Reals:
         """What no partition with such labels can beat."""

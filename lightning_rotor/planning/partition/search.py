@@ -46,11 +46,11 @@ from lightning_rotor.planning.partition.problem import Costs, Problem, Reals, St
 Cuts: TypeAlias = tuple[int, ...]
 """First stage of the chain in each pipeline stage."""
 
-# Runs that are looked at for labels, at once and in all, actions that are simulated, and stages that steps of the search extend,
-# before it stops with a bound.
+# Runs that are looked at for labels, at once and in all, actions that are simulated, and stages that steps of one search and of all of them
+# extend, before there is a bound instead of a proof. They count work, not seconds: the answer is the same on every machine.
 _MOST_RUNS, _MOST_RUNS_IN_ALL = 40_000, 200_000
 _MOST_SIMULATED = 4_000_000
-_MOST_EXTENDED = 250_000
+_MOST_EXTENDED, _MOST_EXTENDED_IN_ALL = 250_000, 1_500_000
 _ROUNDS = 24
 _SAME = 1e-9
 
@@ -98,6 +98,7 @@ class Search:
         self._simulated: dict[Cuts, float] = {}
         self._known: dict[tuple[int, int, int], _Run | None] = {}
         self._best: tuple[float, Cuts] | None = None
+        self._extended = 0
         self._is_gpipe = problem.schedule == "gpipe"
         self._labels = Labels(problem, costs.travel_seconds)
         self._has_odd_one = problem.recompute == "except_last"  # one micro-batch is faster than the others
@@ -107,6 +108,8 @@ class Search:
         longest = self._n if self._stages == 1 else 4 * math.ceil(self._n / self._stages) + 4
         while True:
             self._bounds = LeastSeconds(self._costs, longest)
+            for run in self._known:
+                self._put_bounds(*run)
             self._balance()
             if self._best is None and self._bounds.longest < self._n - self._stages + 1:
                 longest = min(2 * longest, self._n)
@@ -143,14 +146,19 @@ class Search:
     def _choice(self, stage: int, first: int, last: int) -> StageChoice | None:
         choice = self._costs.choice(stage, first, last)
         if (stage, first, last) not in self._known:
-            at = stage, first, last - first
-            run = None if choice is None else self._run_of(choice)
-            self._known[stage, first, last] = run
-            self._bounds.seconds[at] = math.inf if choice is None else _seconds(choice)
-            if run is not None:
-                self._bounds.forward[at], self._bounds.most_forward[at] = run.least_forward, run.forward
-                self._bounds.backward[at], self._bounds.most_backward[at] = run.least_backward, run.backward
+            self._known[stage, first, last] = None if choice is None else self._run_of(choice)
+            self._put_bounds(stage, first, last)
         return choice
+
+    def _put_bounds(self, stage: int, first: int, last: int) -> None:
+        """What is known of a run, in the place of its bounds."""
+        at, run = (stage, first, last - first), self._known[stage, first, last]
+        if run is None:
+            self._bounds.seconds[at] = math.inf
+            return
+        self._bounds.seconds[at] = run.seconds
+        self._bounds.forward[at], self._bounds.most_forward[at] = run.least_forward, run.forward
+        self._bounds.backward[at], self._bounds.most_backward[at] = run.least_backward, run.backward
 
     def _plan(self, cuts: Cuts) -> bool:
         """Plan the runs of these cuts; whether there was anything to plan."""
@@ -224,6 +232,8 @@ class Search:
                 continue
             bound = self._explore(self._useful_runs(through))
             if bound >= self._best[0] * (1 - _SAME) or (len(self._known), self._best[0]) == before:
+                return bound
+            if self._extended > _MOST_EXTENDED_IN_ALL:
                 return bound
             if len(self._simulated) * len(self._problem.order) * self._problem.micro_batches > _MOST_SIMULATED:
                 return bound
@@ -320,7 +330,10 @@ class Search:
             return self._best[0]
         # Bound, stages decided (more first), cuts; and for each stage which of its runs.
         waiting: list[tuple[float, int, Cuts, tuple[int, ...]]] = [(least, 0, (0,), ())]
-        for _ in range(max(_MOST_EXTENDED // self._stages, 1)):
+        tables = [each.table() for each in runs]
+        # One that goes straight to the last stage extends every stage once.
+        for _ in range(max(_MOST_EXTENDED // self._stages, 2 * self._stages)):
+            self._extended += self._stages
             if not waiting or waiting[0][0] >= self._best[0] * (1 - _SAME):
                 return self._best[0]
             bound, _, cuts, decided = heapq.heappop(waiting)
@@ -336,10 +349,8 @@ class Search:
             if not len(mine):
                 continue
             new = self._labels.extended(stage, mine, labels[stage + 1][mine.last + 1])
-            for earlier in reversed(range(stage)):
-                one = slice(decided[earlier], decided[earlier] + 1)
-                new = self._labels.extended(earlier, runs[earlier][one], new)
-            for place, value in enumerate(self._labels.values(new).min(axis=1).tolist()):
+            before = Runs.of([tables[earlier][place] for earlier, place in enumerate(decided)])
+            for place, value in enumerate(self._labels.values_behind(before, new).min(axis=1).tolist()):
                 if value < self._best[0] * (1 - _SAME):
                     end = int(mine.last[place]) + 1
                     heapq.heappush(waiting, (value, -stage - 1, (*cuts, end), (*decided, which.start + place)))
