@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -26,6 +26,7 @@ from lightning_rotor.pipeline.ownership import Ownership
 from lightning_rotor.pipeline.parts import ForwardContext, Part, PartPlan
 from lightning_rotor.pipeline.runner import PipelineRunner
 from lightning_rotor.pipeline.seeding import mixed
+from lightning_rotor.pipeline.speeds import gathered_speeds
 from lightning_rotor.pipeline.splitting import join, rows_in, sizes_of, split
 from lightning_rotor.pipeline.suspended import suspended_call
 from lightning_rotor.pipeline_schedule import PipelineError
@@ -183,7 +184,7 @@ def pipelined(
         module: Part of it, or itself.
         call: Arguments of a micro-batch's call as in training.
         options: How to pipeline.
-        devices: In the order of the pipeline.
+        devices: In the order of the pipeline; how fast they are is measured.
         state_bytes: What training keeps, by stage.
         device: Where this process computes.
         group: Processes of the pipeline.
@@ -197,8 +198,10 @@ def pipelined(
     args, kwargs = call
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     training = _cut(module, args, kwargs)
-    profile = profile_chain(training.stages, training.bind(args, kwargs), repeats=3 if rank == 0 else 1)
+    profile = profile_chain(training.stages, training.bind(args, kwargs))
     chain = _agreed(profile.chain, group)
+    speeds = gathered_speeds(profile.chain, group, replicas)
+    devices = [replace(each, speed=speed) for each, speed in zip(devices, speeds, strict=True)]
     answer: Partition | RotorError | None = None
     if rank == 0:
         try:
