@@ -15,7 +15,7 @@ runs of single layers would be planned for minutes; ResNet-101 on 64 between lay
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -30,9 +30,10 @@ from lightning_rotor.cutting import SequentialCut
 from lightning_rotor.estimation import GPUS, EstimatingMeter, InputSpec, estimate_profile
 from lightning_rotor.estimation.building import give_fake_tensors
 from lightning_rotor.pipeline_schedule import PipelineScheduleName
+from lightning_rotor.pipeline_simulator import device_peak_bytes
 from lightning_rotor.planning.partition import Link, Partition, PartitionError, balance_by_time, partition
 from lightning_rotor.planning.partition.balance import cuts_of, even_balance, runs_of
-from lightning_rotor.planning.partition.problem import Costs
+from lightning_rotor.planning.partition.problem import Costs, Problem, devices_of
 from lightning_rotor.profiling import Profile, profile_chain
 
 DEVICES = (8, 64, 512)
@@ -103,8 +104,10 @@ def _compared(chain: Chain, state: list[int], common: dict[str, Any], per_device
     }  # fmt: skip
     balances = {"equal": even_balance(len(chain), parts), "by time": balance_by_time(chain, parts)}
     plenty = common["schedule"] == "interleaved"
-    free = {way: partition(chain, common["devices"], balance=cut, **arguments) for way, cut in balances.items()}
-    least = {way: _least_bytes(made) for way, made in free.items()}
+    least: dict[str, int] = {}
+    if not plenty:
+        needs = _Needs(chain, common["devices"], arguments)
+        least = {way: needs.least_bytes(balance) for way, balance in balances.items()}
     memory = None if plenty else int(_ROOM * max(least.values()))
     for way, balance in (*balances.items(), ("rotor", "auto")):
         start = time.process_time()
@@ -114,26 +117,59 @@ def _compared(chain: Chain, state: list[int], common: dict[str, Any], per_device
             yield Row(**common, way=way, memory_bytes=memory, note=str(error).split(":")[0])
             continue
         spent = time.process_time() - start
-        yield _row(made, common, way, memory, least.get(way) or _least_bytes(made), spent)
+        yield _row(
+            made, common, way, memory, None if plenty else least.get(way) or needs.least_bytes(made.balance), spent
+        )
 
 
-def _row(made: Partition, common: dict[str, Any], way: Any, memory: int | None, least: int, spent: float) -> Row:
-    m, simulation = made.problem.micro_batches, made.simulation
-    busy = sum(simulation.busy_seconds)
-    again = m * sum(each.load.micro_batch.recompute_seconds for each in made.choices)
+def _row(made: Partition, common: dict[str, Any], way: Any, memory: int | None, least: int | None, spent: float) -> Row:
+    """The same numbers as those of ``made.simulation``, without its millions of events."""
+    m, loads = made.problem.micro_batches, [each.load.micro_batch for each in made.choices]
+    busy = m * sum(load.forward_seconds + load.backward_seconds for load in loads)
+    again = m * sum(load.recompute_seconds for load in loads)
     gap = made.gap if way == "rotor" else None
     return Row(
-        **common, way=way, seconds=made.seconds, bubble=simulation.bubble, recomputed=again / busy,
-        peak_bytes=max(simulation.peak_bytes), least_bytes=None if memory is None else least, memory_bytes=memory, gap=gap, solve_seconds=spent,
+        **common, way=way, seconds=made.seconds, bubble=1 - busy / made.seconds / common["devices"], recomputed=again / busy,
+        peak_bytes=_peak_bytes(made), least_bytes=least, memory_bytes=memory, gap=gap, solve_seconds=spent,
     )  # fmt: skip
 
 
-def _least_bytes(made: Partition) -> int:
-    """Of the worst device, its stages as if all were at their worst at once."""
-    costs, devices = Costs(made.problem), len(made.problem.devices)
-    runs = runs_of(cuts_of(made.balance), len(made.problem.chain))
-    needs = [costs.least_bytes(stage, *run) for stage, run in enumerate(runs)]
-    return max(sum(needs[device::devices]) for device in range(devices))
+def _peak_bytes(made: Partition) -> int:
+    """Of the worst device."""
+    problem, loads = made.problem, [choice.load for choice in made.choices]
+    return max(
+        device_peak_bytes(
+            order,
+            loads,
+            micro_batches=problem.micro_batches,
+            gradients_exist=problem.gradients_exist,
+            lingering=problem.lingering[device],
+            results_bytes=problem.results_bytes,
+        )
+        for device, order in enumerate(problem.order)
+    )
+
+
+class _Needs:
+    """What balances need at least, of devices that have one stage each."""
+
+    def __init__(self, chain: Chain, devices: int, arguments: dict[str, Any]) -> None:
+        names = {name: value for name, value in arguments.items() if name != "state_bytes"}
+        problem = Problem(chain, devices_of(devices), state_bytes=tuple(arguments["state_bytes"]), **names)
+        self._costs = Costs(problem)
+        # One segment for each stage is simple, and takes little more than the least.
+        self._simple = Costs(replace(problem, recompute="always"))
+
+    def least_bytes(self, balance: Sequence[int]) -> int:
+        """Of the worst device; those that need less than another one does even in the simplest way are not looked at further."""
+        runs = runs_of(cuts_of(balance), sum(balance))
+        enough = {stage: self._simple.least_bytes(stage, *run) for stage, run in enumerate(runs)}
+        worst = 0
+        for stage in sorted(enough, key=lambda stage: -enough[stage]):
+            if enough[stage] <= worst:
+                break
+            worst = max(worst, self._costs.least_bytes(stage, *runs[stage]))
+        return worst
 
 
 # -------------------------------------------------------------------- chains

@@ -144,7 +144,10 @@ class Labels:
         labels, travel = labels[finite], self._travel[decided.last + 1]
         steps = decided.seconds + 2 * travel
         if self._gpipe:
-            slowest = (np.max(np.maximum(each, travel), initial=0.0) for each in (decided.least_forward, decided.least_backward))
+            slowest = (
+                np.max(np.maximum(each, travel), initial=0.0)
+                for each in (decided.least_forward, decided.least_backward)
+            )
             columns = [labels[:, 0] + steps.sum(), *map(np.maximum, labels.T[1:], slowest)]
             values[finite] = self.values(np.column_stack(columns))
             return values
