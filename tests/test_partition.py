@@ -19,6 +19,7 @@ from lightning_rotor.planning.partition import (
     PartitionError,
     PipelineDevice,
     Problem,
+    balance_by_time,
     boundary_bytes,
     partition,
     sub_chain,
@@ -140,6 +141,27 @@ def test_a_large_chain_is_cut_optimally(schedule):
     )
     assert found.gap < 0.01
     assert found.simulation.recompute_seconds > 0
+
+
+def test_many_unlike_stages_are_cut_with_a_small_gap():
+    chain, devices, micro_batches = random_chain(random.Random(1), 110, "heterogeneous", grain=1024), 96, 192
+    by_time = balance_by_time(chain, devices)
+    free = partition(chain, devices, micro_batches=micro_batches, balance=by_time)
+    costs = Costs(free.problem)
+    memory = max(costs.least_bytes(stage, each.first, each.last) for stage, each in enumerate(free.choices))
+    found = partition(chain, devices, micro_batches=micro_batches, memory_bytes=memory)
+    tight = partition(chain, devices, micro_batches=micro_batches, memory_bytes=memory, balance=by_time)
+    assert found.seconds <= tight.seconds
+    assert found.gap < 0.01
+
+
+def test_short_runs_that_do_not_fit_stay_known_when_longer_ones_are_looked_at():
+    chain = random_chain(random.Random(0), 40, "transformer")
+    problem = Problem(chain, (PipelineDevice(),) * 8, 8, state_bytes=(10**6,) * 40)
+    costs = Costs(problem)
+    small = tuple(PipelineDevice(costs.least_bytes(stage, stage, stage)) for stage in range(7))
+    found = solved(replace(problem, devices=(*small, PipelineDevice())))
+    assert found.balance == (*(1,) * 7, 33)
 
 
 def test_a_slow_device_gets_less_and_one_without_memory_recomputes():
