@@ -144,7 +144,7 @@ def test_a_large_chain_is_cut_optimally(schedule):
 
 
 def test_many_unlike_stages_are_cut_with_a_small_gap():
-    chain, devices, micro_batches = random_chain(random.Random(1), 110, "heterogeneous", grain=1024), 96, 192
+    chain, devices, micro_batches = random_chain(random.Random(1), 76, "heterogeneous", grain=1024), 64, 128
     by_time = balance_by_time(chain, devices)
     free = partition(chain, devices, micro_batches=micro_batches, balance=by_time)
     costs = Costs(free.problem)

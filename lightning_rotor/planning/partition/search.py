@@ -51,7 +51,8 @@ Cuts: TypeAlias = tuple[int, ...]
 _MOST_RUNS, _MOST_RUNS_IN_ALL = 40_000, 200_000
 _MOST_SIMULATED = 4_000_000
 _MOST_EXTENDED, _MOST_EXTENDED_IN_ALL = 250_000, 1_500_000
-_ROUNDS = 24
+# Rounds that balance bounds, and numbers that they look at, for the tables of many devices are large.
+_ROUNDS, _MOST_NUMBERS = 24, 60_000_000
 _SAME = 1e-9
 
 
@@ -240,7 +241,7 @@ class Search:
 
     def _balance_bounds(self) -> None:
         """The same as :meth:`_balance` for the largest of the runs' bounds, which know more than their seconds, for a while."""
-        for _ in range(_ROUNDS):
+        for _ in range(min(_ROUNDS, max(_MOST_NUMBERS // self._bounds.seconds.size, 2))):
             cuts = least_bottleneck(self._through())
             if cuts is None:
                 return
