@@ -53,6 +53,8 @@ _MOST_SIMULATED = 4_000_000
 _MOST_EXTENDED, _MOST_EXTENDED_IN_ALL = 250_000, 1_500_000
 # Rounds that balance bounds, and numbers that they look at, for the tables of many devices are large.
 _ROUNDS, _MOST_NUMBERS = 24, 60_000_000
+# Numbers that the search for a first partition looks at before it takes a simple one that fits.
+_MOST_BALANCED = 300_000_000
 _SAME = 1e-9
 
 
@@ -121,13 +123,16 @@ class Search:
             if reach >= self._best[0] or longest >= self._n:
                 break
             longest = min(2 * longest, self._n)
+        self._judge_simple()
+        bound = self._prove()
+        seconds, cuts = self._best
+        return Found(cuts, self._choices(cuts), seconds, min(bound, seconds))
+
+    def _judge_simple(self) -> None:
         for simple in (balance_by_time, balance_by_size):
             balance = simple(self._problem.chain, self._stages)
             if max(balance) <= self._bounds.longest:
                 self.judge(cuts_of(balance))
-        bound = self._prove()
-        seconds, cuts = self._best
-        return Found(cuts, self._choices(cuts), seconds, min(bound, seconds))
 
     def judge(self, cuts: Cuts) -> float:
         """Seconds of a step with these cuts; infinite if the memory does not suffice."""
@@ -201,7 +206,12 @@ class Search:
 
     def _balance(self) -> None:
         """Partitions whose slowest stage is as fast as can be, until one of them has been planned throughout: a first best one."""
-        for _ in range(self._n * self._stages):
+        patience = max(_MOST_BALANCED // self._bounds.seconds.size, 2)
+        for number in range(self._n * self._stages):
+            if number == patience:
+                self._judge_simple()
+                if self._best is not None:
+                    return
             cuts = least_bottleneck(self._bounds.seconds)
             if cuts is None:
                 return
