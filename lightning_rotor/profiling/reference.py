@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from lightning_rotor.errors import ModelError
+from lightning_rotor.errors import InverseError, ModelError
 from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.options import run_stage
 from lightning_rotor.profiling.boundary import Boundary
@@ -56,8 +56,14 @@ def require_same(module: nn.Module, cut: GraphCut, args: Sequence[Any], kwargs: 
     device = tensors_in((args, kwargs))[0].device
     whole = Stage(type(module).__name__, (module,))
     with undisturbed(device):
-        # What fails in both fails in the stages first: they have names.
-        received, expected = _outcome(whole, staged, device), _outcome(whole, plain, device)
+        try:
+            received = _outcome(whole, staged, device)
+        except InverseError:  # it names its stage, which the plain module's error would not
+            raise
+        except Exception:
+            _outcome(whole, plain, device)  # what is wrong with the input is said by the module itself
+            raise
+        expected = _outcome(whole, plain, device)
         if versions != [constant._version for constant in constants]:
             raise ModelError(
                 f"the forward of {type(module).__name__} changes a tensor in place that it has made itself without any input, so a trace "

@@ -350,9 +350,9 @@ class Search:
             bound, _, cuts, decided = heapq.heappop(waiting)
             stage = len(decided)
             if stage == self._stages:
-                before = len(self._known)
+                known = len(self._known)
                 self.judge(cuts[:-1])
-                if len(self._known) > before:
+                if len(self._known) > known:
                     return min(bound, self._best[0])  # what was a bound is known now: labels change
                 continue
             which = runs[stage].beginning_at(cuts[-1])
