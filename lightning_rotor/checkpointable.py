@@ -12,7 +12,7 @@ from torch import nn
 from lightning_rotor.allowance import Allowance
 from lightning_rotor.attaching import attached
 from lightning_rotor.chain import Chain
-from lightning_rotor.compiled import Variants, check_variants
+from lightning_rotor.compiled import Variants
 from lightning_rotor.devices import resolve_limit
 from lightning_rotor.errors import ModelError, ProfilingError
 from lightning_rotor.planned import PlannedForward
@@ -67,7 +67,7 @@ class Checkpointable(nn.Module):
         show_progress: bool = True,
     ) -> None:
         super().__init__()
-        self._compiled_variants = check_variants(compiled_variants)
+        self._compiled_variants = compiled_variants
         self._limit = _ActivationLimit(parse_limit(mem_limit))
         self._slots = slots
         self._show_progress = show_progress

@@ -166,15 +166,7 @@ class PlannedForward:
             return self._preparation.measure(*self._preparation.bind(args, kwargs))
 
     def replan(self, stale: Plan | None = None) -> Plan:
-        """Plan with the allowance of this moment.
-
-        Args:
-            stale: A plan in use, which the new one replaces; the others stay. By default the plan for the signature used last, and the others are
-                made anew when they come again.
-        Raises:
-            ProfilingError: Nothing has been measured yet.
-            BudgetError: No schedule fits.
-        """
+        """Plan with the allowance of this moment; see :meth:`.Preparation.replan`."""
         return self._preparation.replan(stale)
 
     def use(self, plan: Plan | Schedule) -> Plan:

@@ -215,9 +215,9 @@ class Preparation:
             return self._replan_together(stale)
         if stale is not None:
             found = next((entry for entry in self._cache if entry[1].plan is stale), None)
-            return (
-                stale if found is None else _plan_of(self.plan_again(*found))
-            )  # dropped from the cache in the meantime
+            if found is None:  # dropped from the cache in the meantime
+                return stale
+            return _plan_of(self.plan_again(*found))
         solved = _plan_of(self.plan_again(*self._cache.latest))
         self.unplan(lambda plan: plan is solved)
         return solved
