@@ -6,6 +6,7 @@ import cProfile
 import gc
 import logging
 import random
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from functools import lru_cache
@@ -423,6 +424,31 @@ def test_a_counter_is_noticed_while_a_profiler_follows_pythons_calls(
 
 def afterwards() -> None:
     """Something that a profiler sees."""
+
+
+@BOTH
+def test_a_counter_is_noticed_after_a_profiler_has_become_garbage(
+    build: Callable[[Forward], nn.Module], x: torch.Tensor
+) -> None:
+    def forward(net: Net, x: torch.Tensor) -> torch.Tensor:
+        leave_garbage(cProfile.Profile())
+        gc.collect()
+        count()
+        return Net.forward(net, x)
+
+    refused(build(forward), "changes 'COUNTS', which is outside of modules", x)
+
+
+def leave_garbage(profiler: cProfile.Profile) -> None:
+    """A profiler that nobody disables, in a cycle, and the profile function that was there before."""
+    before, cycle = sys.getprofile(), [profiler]
+    cycle.append(cycle)
+    profiler.enable()
+    sys.setprofile(before)
+
+
+def count() -> None:
+    COUNTS[0] += 1
 
 
 @BOTH

@@ -63,7 +63,7 @@ class Surroundings:
         self._module_path = module_path
         self._closures = closures
         self.notes = Notes()
-        self._collecting = False
+        self._collecting = self._is_interrupted = False
         self._known: set[tuple[CodeType, type]] = set()
 
     @contextmanager
@@ -90,10 +90,16 @@ class Surroundings:
     # ---------------------------------------------------------------- while the code runs
 
     def _pause(self, phase: str, _: Any) -> None:
-        self._collecting = self._collecting or phase == "start"
+        if phase == "start":
+            self._collecting = True
+            self._is_interrupted = sys.getprofile() == self._listen  # another thread has a profile function of its own, or none
 
     def _go_on(self, phase: str, _: Any) -> None:
-        self._collecting = self._collecting and phase != "stop"
+        if phase == "stop":
+            self._collecting = False
+            if self._is_interrupted and sys.getprofile() != self._listen:
+                # A cProfile.Profile that was never disabled takes away whatever profiles, should it be garbage.
+                sys.setprofile(self._listen)
 
     def _listen(self, frame: FrameType, event: str, _: Any) -> None:
         if event != "call" or self._collecting:
