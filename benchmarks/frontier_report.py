@@ -50,10 +50,11 @@ def table(rows: dict[str, Any]) -> str:
     lines = [
         "# Memory against time",
         "",
-        f"{first['device']}, {first['machine']}; torch {first['torch']}; `python benchmarks/frontier.py`; {first['rounds']} interleaved rounds.",
+        f"{first['device']}, {first['machine']}; torch {first['torch']}; `python benchmarks/frontier.py`.",
         "Peak and time are ratios to plain eager. *Ours*: the fastest of our points whose peak is at most that of the row, and with eager's bits",
         f"if the row has them; **slower** where it takes more than {NOISE:.0%} more of eager's time than the row does. Bits: gradients equal",
-        "eager's to the bit; else the largest difference by the largest gradient.",
+        "eager's to the bit; else the largest difference by the largest gradient. Rounds: interleaved, and final ones, in which only the others",
+        "ran and what was the fastest of ours at their peaks; then these count.",
         "",
         *_summary(rows),
     ]
@@ -79,41 +80,59 @@ def table(rows: dict[str, Any]) -> str:
         for point in row["points"]:
             if "failed" in point:
                 lines.append(f"| {NAMES[point['method']]} | {point['setting']} | | | | | failed: {point['failed']} |")
+        lines += [f"| {NAMES[method]} | | | | | | not run |" for method in row.get("left_out", ())]
     return "\n".join([*lines, ""])
 
 
 def _summary(rows: dict[str, Any]) -> list[str]:
     """What all workloads show together."""
     lines = [
-        "| workload | points of others | ours slower | by at most | of these with eager's bits | eager again | real peak / predicted |",
-        "|---|--:|--:|--:|--:|--:|---|",
+        "| workload | rounds | points of others | ours slower | by at most | of these with eager's bits | eager again | real peak / predicted |",
+        "|---|---|--:|--:|--:|--:|--:|---|",
     ]
     for name, row in rows.items():
         points = [point for point in row["points"] if "failed" not in point]
-        others = [point for point in points if point["method"] not in (*OURS, "eager")]
+        others = [point for point in points if _is_others(point)]
         slower = [(point, best) for point in others for verdict, best in [_judged(point, points)] if verdict]
         most = max((best - point["time"] for point, best in slower if best is not None), default=0.0)
         exact = sum(point["same_bits"] for point, _ in slower)
         noise = next(point["time"] for point in points if point["setting"] == "again")
         hits = [point["peak_bytes"] / point["predicted_bytes"] for point in points if point["predicted_bytes"]]
         spread = f"{min(hits):.4f} to {max(hits):.4f}" if hits else ""
+        rounds = f"{row['rounds']} + {row['final_rounds']}" if "final_rounds" in row else row["rounds"]
         lines.append(
-            f"| {TITLES[name]} | {len(others)} | {len(slower)} | {most:.1%} | {exact} | {noise:.3f} | {spread} |"
+            f"| {TITLES[name]} | {rounds} | {len(others)} | {len(slower)} | {most:.1%} | {exact} | {noise:.3f} | {spread} |"
         )
     return lines
 
 
 def _judged(point: dict[str, Any], points: list[dict[str, Any]]) -> tuple[str, float | None]:
     """For a point of another method, whether ours is behind it, and the time of ours at its peak."""
-    if point["method"] in (*OURS, "eager"):
+    if not _is_others(point):
         return "", None
-    mine = [each for each in points if each["method"] in (*OURS, "eager")]
-    if point["same_bits"]:
-        mine = [each for each in mine if each["same_bits"]]
-    best = min((each["time"] for each in mine if each["peak"] <= point["peak"] + 5e-4), default=None)
+    best = _fastest_of_ours(point, [each for each in points if each.get("final", True)])
     if best is None:
         return "none fits", None
-    return "**slower**" if best > point["time"] + NOISE else "", best
+    return "**slower**" if best["time"] > point["time"] + NOISE else "", best["time"]
+
+
+def finalists(points: list[dict[str, Any]]) -> list[bool]:
+    """For each point, whether it is timed in the final rounds: all that are not ours, and the fastest of ours at the peak of each of them."""
+    working = [point for point in points if "failed" not in point]
+    chosen = [_fastest_of_ours(point, working) for point in working if _is_others(point)]
+    return ["failed" not in point and (point["method"] not in OURS or point in chosen) for point in points]
+
+
+def _is_others(point: dict[str, Any]) -> bool:
+    return point["method"] not in (*OURS, "eager")
+
+
+def _fastest_of_ours(point: dict[str, Any], points: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Among those that take no more memory, and have eager's bits if this one has them. Plain eager execution is a plan of ours, too."""
+    mine = [each for each in points if not _is_others(each) and each["peak"] <= point["peak"] + 5e-4]
+    if point["same_bits"]:
+        mine = [each for each in mine if each["same_bits"]]
+    return min(mine, key=lambda each: each["time"], default=None)
 
 
 def picture(rows: dict[str, Any], path: Path) -> None:
