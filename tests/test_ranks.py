@@ -123,7 +123,9 @@ def test_the_limit_holds_on_each_rank_with_the_buckets_of_ddp(runs: Seen, case: 
 
 
 def test_units_are_inside_the_limit_with_all_messages(runs: Seen) -> None:
-    most = 1.05 * BLOCKS_LIMIT  # gloo's threads may keep what they sent a moment longer, and the callback may try a plan and give it up
+    most = (
+        1.05 * BLOCKS_LIMIT
+    )  # gloo's threads may keep what they sent a moment longer, and the callback may try a plan and give it up
     for seen in runs:
         peaks = seen["units"]["measured_at"]
         assert len(peaks) == STEPS

@@ -92,7 +92,9 @@ class Surroundings:
     def _pause(self, phase: str, _: Any) -> None:
         if phase == "start":
             self._collecting = True
-            self._is_interrupted = sys.getprofile() == self._listen  # another thread has a profile function of its own, or none
+            self._is_interrupted = (
+                sys.getprofile() == self._listen
+            )  # another thread has a profile function of its own, or none
 
     def _go_on(self, phase: str, _: Any) -> None:
         if phase == "stop":
