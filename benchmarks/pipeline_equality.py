@@ -4,8 +4,9 @@
     python benchmarks/pipeline_equality.py                                    the whole grid
     python benchmarks/pipeline_equality.py --models mlp --processes 2
 
-The table holds the largest difference found in losses, in the gradients of the first step and in the weights and buffers after ten steps, uneven
-and small batches among them, in float32. The test suite takes a sample of this grid (tests/test_pipeline_runner.py).
+The table holds the largest difference found in losses and gradients of all steps and in the weights and buffers after ten, uneven and small
+batches among them, in float32. The one process runs the same micro-batches one after another, as batch statistics and random numbers demand.
+The test suite takes a sample of this grid (tests/test_pipeline_runner.py).
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ def main() -> None:
                 "# Pipelines against one process",
                 "",
                 f"`PYTHONPATH=.:tests OMP_NUM_THREADS=1 python benchmarks/pipeline_equality.py`, on torch {torch.__version__}: the largest "
-                "difference in losses, gradients of the first step, weights and buffers after ten AdamW steps on gloo processes, float32.",
+                "difference in losses and gradients of all steps, weights and buffers after ten AdamW steps on gloo processes, "
+                "from one process that runs the same micro-batches, float32.",
                 f"{len(numbers)} pipelines, worst {worst:.1e} (asked for: {TOLERANCE:.0e}); {len(found) - len(numbers)} are refused.",
                 "",
                 *table(found, asked.models, asked.processes),

@@ -58,7 +58,7 @@ def step(made: PipelinedModule, x: torch.Tensor, target: torch.Tensor, seed: int
 
 
 def ten_steps(rank: int, kind: str, world: int, options: PipelineOptions) -> dict[str, float]:
-    """How far losses, gradients of the first step and weights after ten are from those of one process."""
+    """How far losses and gradients of ten steps, and what they end in, are from those of one process."""
     model, x, target, made = build(kind, world, options)
     other = model_of(kind)[0]
     made.ownership.give_up()
