@@ -202,17 +202,7 @@ def pipelined(
     chain = _agreed(profile.chain, group)
     speeds = gathered_speeds(profile.chain, group, replicas)
     devices = [replace(each, speed=speed) for each, speed in zip(devices, speeds, strict=True)]
-    answer: Partition | RotorError | None = None
-    if rank == 0:
-        try:
-            answer = _partition(chain, devices, options, state_bytes(profile.stages))
-        except RotorError as error:
-            answer = error
-    made: Partition = _first(answer, group)
-    if replicas is not None:
-        made = _first(made, replicas)  # each has measured for itself, but gradients are averaged layer by layer
-    if isinstance(made, RotorError):
-        raise made
+    made = _partition(chain, devices, options, state_bytes(profile.stages), group, replicas)
     pieces = [profile.stages[choice.first : choice.last + 1] for choice in made.choices]
     ownership = Ownership(model, pieces, group)
     evaluation, plain = evaluation_cut(module, call, training, profile, made, ownership)
@@ -229,16 +219,7 @@ def pipelined(
             parts, len(plans), schedule=options.schedule, device=device, group=group, context=context, batch_norms=norms
         )
 
-    plans = [
-        PartPlan(
-            choice.first,
-            choice.last,
-            made.plan(number),
-            made.plan(number, last_micro_batch=True) if choice.last_plan is not None else None,
-        )
-        for number, choice in enumerate(made.choices)
-    ]
-    trained = runner(profile.stages, profile.states, plans, chain)
+    trained = runner(profile.stages, profile.states, _plans(made), chain)
     reads = len(wiring_of(profile.stages).wire.reads)
     evaluated = trained if plain is None else runner(evaluation.stages, (), plain)
     _log.info("%s: %s", type(module).__name__, made.summary())
@@ -288,15 +269,45 @@ def _first(value: Any, group: dist.ProcessGroup | None) -> Any:
 
 
 def _partition(
-    chain: Chain, devices: Sequence[PipelineDevice], options: PipelineOptions, state_bytes: Sequence[int]
+    chain: Chain,
+    devices: Sequence[PipelineDevice],
+    options: PipelineOptions,
+    state_bytes: Sequence[int],
+    group: dist.ProcessGroup | None,
+    replicas: dist.ProcessGroup | None,
 ) -> Partition:
-    return partition(
-        chain,
-        devices,
-        micro_batches=options.micro_batches,
-        balance=options.balance,
-        schedule=options.schedule,
-        stages_per_device=options.stages_per_device,
-        recompute=options.recompute,
-        state_bytes=state_bytes,
-    )
+    """The first process's partition, or its error on every process."""
+    answer: Partition | RotorError | None = None
+    if dist.get_rank(group) == 0:
+        try:
+            answer = partition(
+                chain,
+                devices,
+                micro_batches=options.micro_batches,
+                balance=options.balance,
+                schedule=options.schedule,
+                stages_per_device=options.stages_per_device,
+                recompute=options.recompute,
+                state_bytes=state_bytes,
+            )
+        except RotorError as error:
+            answer = error
+    made: Partition | RotorError = _first(answer, group)
+    if replicas is not None:
+        made = _first(made, replicas)  # each has measured for itself, but gradients are averaged layer by layer
+    if isinstance(made, RotorError):
+        raise made
+    return made
+
+
+def _plans(made: Partition) -> list[PartPlan]:
+    """How each part runs."""
+    return [
+        PartPlan(
+            choice.first,
+            choice.last,
+            made.plan(number),
+            made.plan(number, last_micro_batch=True) if choice.last_plan is not None else None,
+        )
+        for number, choice in enumerate(made.choices)
+    ]
