@@ -3,7 +3,8 @@
 Two passes over the stages. The first looks at behaviour: a stage whose output is a view of its input, or that changes its input in place,
 cannot be cut from its neighbour and is merged with it; random numbers and updated buffers are noted. The second measures. A stage is measured
 with a gradient of its output that fills its memory; if the next one turns out to leave a slice of a larger gradient or an expanded one (as
-``torch.cat`` and ``sum`` do), which backward kernels copy first, the stage is measured again with such a gradient.
+``torch.cat`` and ``sum`` do), which backward kernels copy first, the stage is measured again with such a gradient; so are those before it that
+turn out to hand it on (:mod:`.settling`).
 
 Nothing is changed: generators are set back, buffers are lent (the stages write to copies), gradients are computed without touching
 ``.grad``, and no module changes its mode. :func:`lightning_rotor.recomputation.is_recomputing` is true meanwhile, for users' own counters.
@@ -26,19 +27,17 @@ from lightning_rotor.chain import Chain, Skip, StageCost
 from lightning_rotor.compiled import CompiledModules
 from lightning_rotor.errors import RotorWarning
 from lightning_rotor.generators import GeneratorStates
-from lightning_rotor.inversion import Way
 from lightning_rotor.invertible.trial import Objections, try_inverse
 from lightning_rotor.options import autocast_enabled, run_stage, way_of
 from lightning_rotor.profiling.boundary import Boundary
 from lightning_rotor.profiling.ends import StageEnds
-from lightning_rotor.profiling.gradients import Layouts, SkipGradient
-from lightning_rotor.profiling.inverted import with_inversion
+from lightning_rotor.profiling.gradients import SkipGradient
 from lightning_rotor.profiling.meters import Meter, meter_for
+from lightning_rotor.profiling.settling import Bench, Measurable, Measured, outputs_of, settle, unexpected
 from lightning_rotor.profiling.sharded import with_units
 from lightning_rotor.profiling.stages import WORTH_MENTIONING_BYTES, StageMeasurement, StageProfiler
 from lightning_rotor.profiling.storages import UnmeasuredSkip, merged, scout
 from lightning_rotor.profiling.ties import waiting_gradient_bytes
-from lightning_rotor.profiling.variants import VariantsMeasurement, measure
 from lightning_rotor.recomputation import recomputed
 from lightning_rotor.sequential import HOOKS, Stage, is_plain_stock, wiring_of
 from lightning_rotor.sharding import UnitSizes, gathered, units_in
@@ -122,11 +121,10 @@ def profile_chain(
         traits: list[dict[str, Any]] = []
         states: list[SegmentState] = []
         scratch: dict[tuple[torch.nn.Module, str], Statistic] = {}
-        known: dict[Any, VariantsMeasurement] = {}
-        variants: list[VariantsMeasurement] = []
-        all_ends: list[StageEnds] = []
+        bench = Bench(compiled)
+        measured: list[Measured] = []
         messages: list[tuple[UnitSizes, float]] = []
-        before: _Measurable | None = None
+        before: Boundary | None = None
         values = dict(inputs)
         for number, (stage, group) in enumerate(zip(together, seen.groups, strict=True)):
             last = number == len(together) - 1
@@ -145,28 +143,28 @@ def profile_chain(
                 remembered = states[-1].remembered
                 generators = GeneratorStates(device) if draws_random else None
                 profiler = StageProfiler(
-                    stage, boundary, ends, meter, last, repeats, remembered, generators, in_lockstep=in_lockstep
+                    stage, Boundary.of(()), ends, meter, last, repeats, remembered, generators, in_lockstep=in_lockstep
                 )
                 tried = _objections(number, stage, boundary)
                 way = None
                 if stage.inverse is not None and not tried.inverse:
                     way = way_of(stage, draws_random=draws_random, state=states[-1])
-                measurable = _Measurable(profiler, recomputable, _identity(stage, compiled), way, tried.fused)
-                variants.append(measurable.measured(known, compiled))
+                identity = _identity(stage, compiled), boundary.signature
+                measurable = Measurable(profiler, recomputable, identity, way, tried.fused)
+                measured.append(Measured(measurable, bench.measured(measurable, boundary)))
                 sizes = sum((unit.sizes for unit in units), UnitSizes())
-            layouts = variants[-1].stage.link_layouts
-            if before is not None and layouts:
-                assumed, variants[-2] = variants[-2], before.measured(known, compiled, layouts)
-                _hand_on(variants, number - 1, assumed, traits)
-            before = measurable
-            all_ends.append(ends)
+            if before is not None:
+                measured[-2].expected_bytes = measured[-1].link_bytes
+                if not measured[-2].is_settled(measured[-1]):
+                    measured[-2].settle(measured[-1], bench, before)
+            before = boundary
             messages.append((sizes, gathering_seconds))
             traits.append(
                 {
                     "draws_random": draws_random,
                     "state_bytes": states[-1].remembered_bytes,
                     "takes": boundary.tensors,
-                    "not_inverted": variants[-1].not_inverted or tried.inverse,
+                    "not_inverted": measured[-1].found.not_inverted or tried.inverse,
                 }
             )
             values.update(zip(stage.writes, passed.outputs, strict=True))
@@ -174,14 +172,19 @@ def profile_chain(
                 del values[dead]
             if progress is not None:
                 progress(number + 1, len(together))
-        measured = [
-            (ends, with_units(each.stage, *message))
-            for ends, each, message in zip(all_ends, variants, messages, strict=True)
+        settle(measured, inputs, bench)
+        for number, expected_bytes in unexpected(measured).items():
+            traits[number]["output_gradient_bytes"] = expected_bytes
+        sized = [
+            (each.measurable.profiler.ends, with_units(each.found.stage, *message))
+            for each, message in zip(measured, messages, strict=True)
         ]
-        running = [compiled.with_variants(stage, each.names) for stage, each in zip(together, variants, strict=True)]
-        skips = _measured((skip for _, skip in numbered.values()), measured)
+        running = [
+            compiled.with_variants(stage, each.found.names) for stage, each in zip(together, measured, strict=True)
+        ]
+        skips = _measured((skip for _, skip in numbered.values()), sized)
         costs = [
-            replace(_cost(number, measured, skips), name=stage.name, waiting_gradient_bytes=waiting, **traits[number])
+            replace(_cost(number, sized, skips), name=stage.name, waiting_gradient_bytes=waiting, **traits[number])
             for number, (stage, waiting) in enumerate(zip(together, waiting_gradient_bytes(together), strict=True))
         ]
         _warn(costs)
@@ -195,21 +198,6 @@ def profile_chain(
             skips=skips,
         )
     return Profile(chain, tuple(running), tuple(states))
-
-
-def _hand_on(
-    variants: Sequence[VariantsMeasurement], number: int, assumed: VariantsMeasurement, traits: Sequence[dict[str, Any]]
-) -> None:
-    """Note what the stages before one were measured with, if it turned out to leave larger gradients: slices keep alive what they are slices of.
-
-    The inputs of those stages are gone, so they cannot be measured again.
-    """
-    more = variants[number].stage.cost.keep.input_gradient_bytes > assumed.stage.cost.keep.input_gradient_bytes
-    expected_bytes = assumed.stage.cost.keep.input_gradient_bytes
-    while more and number > 0:
-        number -= 1
-        traits[number]["output_gradient_bytes"] = expected_bytes
-        expected_bytes, more = variants[number].stage.cost.keep.input_gradient_bytes, variants[number].stage.passes_on
 
 
 def _objections(number: int, stage: Stage, boundary: Boundary) -> Objections:
@@ -255,39 +243,6 @@ def _cost(number: int, measured: Sequence[tuple[StageEnds, StageMeasurement]], s
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Measurable:
-    """A stage at its boundary; what looks the same is measured once."""
-
-    profiler: StageProfiler
-    recomputable: bool
-    identity: tuple[Any, ...]
-    way: Way | None
-    not_fused: str
-
-    def measured(
-        self, known: dict[Any, VariantsMeasurement], compiled: CompiledModules, layouts: Layouts = ()
-    ) -> VariantsMeasurement:
-        """What is known of such a stage whose output's gradient lies like this."""
-        profiler = self.profiler
-        stage, boundary, ends = profiler.stage, profiler.boundary, profiler.ends
-        about = profiler.last, self.recomputable, len(profiler.remembered), layouts, self.way is None, self.not_fused
-        key = self.identity, boundary.signature, ends.signature, *about
-        if key not in known:
-            units = units_in(stage.modules)
-            with gathered(units), kept_attributes(stage), lent_buffers(stage):
-                profiler = replace(profiler, layouts=layouts)
-                if units:  # a variant would be compiled together with what gathers the parameters
-                    found = VariantsMeasurement(profiler.measure(recomputable=self.recomputable))
-                else:
-                    found = measure(profiler, compiled, recomputable=self.recomputable)
-                if self.way is not None:
-                    inverted, reason = with_inversion(profiler, self.way, found.stage, not_fused=self.not_fused)
-                    found = replace(found, stage=inverted, not_inverted=reason)
-                known[key] = found
-        return known[key]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class _Passed:
     """What one forward of a merged stage showed."""
 
@@ -309,8 +264,7 @@ def _pass(stage: Stage, boundary: Boundary, device: torch.device) -> _Passed:
         with kept_attributes(stage), lent_buffers(stage):
             again = tensors_in(run_stage(stage, boundary.fresh()))
         repeatable = len(again) == len(outputs) and all(map(same_bits, outputs, again))
-    parts = unpacked(output, len(stage.writes))
-    return _Passed(tuple(Boundary.of(part, whole_storages=True) for part in parts), repeatable, updating)
+    return _Passed(outputs_of(stage, output), repeatable, updating)
 
 
 # -------------------------------------------------------------------- what stages show about themselves

@@ -32,7 +32,9 @@ class SkipGradient:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a gradient lies in its memory, where it does not fill it alone: a slice of something larger, or an expanded tensor.
+    """How a gradient lies in its memory, where it lies otherwise than its tensor in memory of its own.
+
+    It may be a slice of something larger, an expanded tensor, or have its entries in another order, as from convolutions that Inductor compiled.
 
     Attributes:
         memory: Number of the memory; gradients of the same link with the same number share it.
@@ -53,24 +55,30 @@ class Layout:
 
 
 Layouts: TypeAlias = tuple[Layout | None, ...]
-"""One for each tensor of a link that gets a gradient; None for a gradient that fills memory of its own."""
+"""One for each tensor of a link that gets a gradient; None for a gradient that lies like the tensor, in memory of its own."""
 
 
-def layouts_of(gradients: Sequence[torch.Tensor | None]) -> Layouts:
-    """How the gradients of a link lie; empty if each of them fills memory of its own."""
+def layouts_of(gradients: Sequence[torch.Tensor | None], strides: Sequence[tuple[int, ...]]) -> Layouts:
+    """How the gradients of a link lie; empty if each of them has memory of its own, and lies there like its tensor, whose strides are given."""
     addresses = [0 if gradient is None else address_of(gradient) for gradient in gradients]
 
-    def layout(gradient: torch.Tensor | None, address: int) -> Layout | None:
+    def layout(gradient: torch.Tensor | None, address: int, stride: tuple[int, ...]) -> Layout | None:
         if gradient is None:
             return None
         storage_bytes = gradient.untyped_storage().nbytes()
-        if storage_bytes == gradient.nbytes and (not address or addresses.count(address) == 1):
+        is_alone = storage_bytes == gradient.nbytes and (not address or addresses.count(address) == 1)
+        if is_alone and _same_order(gradient.shape, gradient.stride(), stride):
             return None
         offset, memory = int(gradient.storage_offset()), addresses.index(address)
         return Layout(gradient.shape, gradient.stride(), offset, storage_bytes, memory)
 
-    found = tuple(map(layout, gradients, addresses))
+    found = tuple(map(layout, gradients, addresses, strides))
     return found if any(found) else ()
+
+
+def _same_order(shape: torch.Size, one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Whether the entries of two dense tensors of a shape lie in the same order; what a dimension of size 1 has for a stride says nothing."""
+    return all(size == 1 or mine == theirs for size, mine, theirs in zip(shape, one, other, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +87,7 @@ class Gradients:
 
     Attributes:
         link_bytes: For its link.
-        link_layouts: How the gradients of its link lie, if not each of them fills memory of its own.
+        link_layouts: How the gradients of its link lie, if not each of them lies like its tensor in memory of its own.
         of_skips: For skips by place.
         parameter_bytes: For parameters, once they are accumulated.
         passes_on: Memory that it was given is under what it leaves for its link.
@@ -99,6 +107,7 @@ class StageBackward:
         self,
         root: torch.Tensor | None,
         inputs: list[GradientEdge],
+        strides: list[tuple[int, ...]],
         places: list[int | None],
         parameters: list[torch.nn.Parameter],
         *,
@@ -108,6 +117,7 @@ class StageBackward:
         self._root = root
         self._given = given
         self._inputs = inputs
+        self._strides = strides
         self._places = places
         self._parameters = parameters
         self._given_up = parameters if gradients_exist else []
@@ -133,7 +143,7 @@ class StageBackward:
             output: Its output.
             apart: Gradients that later readers of its skips leave are slices.
             gradients_exist: Each parameter's gradient is added to one that is there and freed at once, rather than staying.
-            layouts: How the gradients of its link lie; by default like the link itself, each filling memory of its own.
+            layouts: How the gradients of its link lie; by default like the link itself, each in memory of its own.
         """
         leaves = tree_flatten(value)[0]
         # Later readers of a skip have left its gradient; what the stage hands on itself gets it as an output.
@@ -161,7 +171,13 @@ class StageBackward:
         inputs = [get_gradient_edge(leaf) for leaf, _ in learning]
         parameters = [parameter for parameter in stage.parameters() if parameter.requires_grad]
         return cls(
-            root, inputs, [place for _, place in learning], parameters, given=given, gradients_exist=gradients_exist
+            root,
+            inputs,
+            [leaf.stride() for leaf, _ in learning],
+            [place for _, place in learning],
+            parameters,
+            given=given,
+            gradients_exist=gradients_exist,
         )
 
     def gradients(self) -> Gradients:
@@ -196,6 +212,7 @@ class StageBackward:
             for place, gradient in zip(self._places, gradients, strict=False)
             if place is None
         ]
+        strides = [stride for place, stride in zip(self._places, self._strides, strict=True) if place is None]
         parameter_bytes = sum(
             # Accumulation copies a gradient that is no dense tensor of its own (an expanded one, say).
             parameter.nbytes
@@ -210,7 +227,7 @@ class StageBackward:
         )
         return Gradients(
             requested_bytes(each for each in link if each is not None),
-            layouts_of(link),
+            layouts_of(link, strides),
             of_skips,
             parameter_bytes,
             passes_on,

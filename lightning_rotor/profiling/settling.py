@@ -1,0 +1,194 @@
+"""Measuring a stage again once it shows how the stages behind it leave its gradient.
+
+A chain is measured from its first stage to its last, but how a gradient lies in memory comes from behind: as a slice, which ``torch.cat``
+leaves, or with its entries in another order, as from convolutions that Inductor compiled. Some stages copy it, others hand the order on::
+
+    stage      1 ◄── 2 ◄── 3      3 leaves its gradient in another order: 2 is measured again, and turns out to hand that order on,
+                                  so 1 should be measured again, whose input is gone by then
+
+What equal stages have shown is known. For the others the chain runs forward once more, which settles one more stage of every such row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning_rotor.compiled import CompiledModules
+from lightning_rotor.inversion import Way
+from lightning_rotor.options import run_stage
+from lightning_rotor.profiling.boundary import Boundary
+from lightning_rotor.profiling.gradients import Layouts
+from lightning_rotor.profiling.inverted import with_inversion
+from lightning_rotor.profiling.stages import StageProfiler
+from lightning_rotor.profiling.variants import VariantsMeasurement, measure
+from lightning_rotor.sequential import Stage, wiring_of
+from lightning_rotor.sharding import gathered, units_in
+from lightning_rotor.undisturbed import kept_attributes, lent_buffers
+from lightning_rotor.wiring import unpacked
+
+# Each takes a forward of the chain; longer rows of unlike stages that hand on an order are rare.
+_MOST_FORWARDS = 4
+
+
+class Bench:
+    """Where stages are measured, those that look the same once.
+
+    Args:
+        compiled: Makes variants of stages that the user compiled.
+    """
+
+    def __init__(self, compiled: CompiledModules) -> None:
+        self._compiled = compiled
+        self._known: dict[Any, VariantsMeasurement] = {}
+
+    def knows(self, stage: Measurable, layouts: Layouts) -> VariantsMeasurement | None:
+        """What such a stage showed whose output's gradient lay like this; None if there was none."""
+        return self._known.get(stage.key(layouts))
+
+    def measured(self, stage: Measurable, boundary: Boundary, layouts: Layouts = ()) -> VariantsMeasurement:
+        """What is known of such a stage, which is measured if it is the first."""
+        key = stage.key(layouts)
+        if key not in self._known:
+            self._known[key] = stage.measured(
+                replace(stage.profiler, boundary=boundary, layouts=layouts), self._compiled
+            )
+        return self._known[key]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Measurable:
+    """A stage that can be measured wherever there is an input for it.
+
+    Attributes:
+        profiler: Measures it. Its boundary has no tensors.
+        recomputable: Whether it may be in a segment.
+        identity: Of the stage and its input: equal for those that cost the same.
+        way: To invert it, if there is one.
+        not_fused: Why its own backward must not rebuild its input; empty if nothing speaks against it.
+    """
+
+    profiler: StageProfiler
+    recomputable: bool
+    identity: tuple[Any, ...]
+    way: Way | None
+    not_fused: str
+
+    def key(self, layouts: Layouts) -> tuple[Any, ...]:
+        """All that its measurement depends on."""
+        profiler = self.profiler
+        about = profiler.last, self.recomputable, len(profiler.remembered), layouts, self.way is None, self.not_fused
+        return self.identity, profiler.ends.signature, *about
+
+    def measured(self, profiler: StageProfiler, compiled: CompiledModules) -> VariantsMeasurement:
+        """Costs of the stage with its variants and its inverse."""
+        stage = profiler.stage
+        units = units_in(stage.modules)
+        with gathered(units), kept_attributes(stage), lent_buffers(stage):
+            if units:  # a variant would be compiled together with what gathers the parameters
+                found = VariantsMeasurement(profiler.measure(recomputable=self.recomputable))
+            else:
+                found = measure(profiler, compiled, recomputable=self.recomputable)
+            if self.way is None:
+                return found
+            inverted, reason = with_inversion(profiler, self.way, found.stage, not_fused=self.not_fused)
+            return replace(found, stage=inverted, not_inverted=reason)
+
+
+@dataclass(slots=True, eq=False)
+class Measured:
+    """A stage in its chain.
+
+    Attributes:
+        measurable: The stage.
+        found: What it showed.
+        layouts: How the gradient of its output lay meanwhile.
+        expected_bytes: What the stage behind it left for it then.
+    """
+
+    measurable: Measurable
+    found: VariantsMeasurement
+    layouts: Layouts = ()
+    expected_bytes: int = 0
+
+    @property
+    def link_bytes(self) -> int:
+        """Gradient that it leaves for the stage before."""
+        return self.found.stage.cost.keep.input_gradient_bytes
+
+    def is_settled(self, behind: Measured) -> bool:
+        """Whether it was measured with what the stage behind leaves."""
+        return self.layouts == behind.found.stage.link_layouts
+
+    def settle(self, behind: Measured, bench: Bench, boundary: Boundary | None = None) -> bool:
+        """Take over what is measured with what the stage behind leaves; whether that is known, or there is a boundary to measure it."""
+        layouts = behind.found.stage.link_layouts
+        if boundary is not None:
+            found: VariantsMeasurement | None = bench.measured(self.measurable, boundary, layouts)
+        else:
+            found = bench.knows(self.measurable, layouts)
+        if found is None:
+            return False
+        self.found, self.layouts, self.expected_bytes = found, layouts, behind.link_bytes
+        return True
+
+
+def settle(chain: Sequence[Measured], inputs: Mapping[int, Boundary], bench: Bench) -> None:
+    """Measure stages again whose gradient turned out to lie otherwise.
+
+    Args:
+        chain: All stages; they change.
+        inputs: Of the first one, by the numbers of the values.
+        bench: Knows what was measured.
+    """
+    for _ in range(_MOST_FORWARDS):
+        stale = _stale(chain, bench)
+        if not stale:
+            return
+        _measure_again(chain, stale, inputs, bench)
+    _stale(chain, bench)
+
+
+def unexpected(chain: Sequence[Measured]) -> dict[int, int]:
+    """Stages that are given larger gradients than they were measured with, and the size of those: slices keep alive what they are slices of."""
+    found: dict[int, int] = {}
+    more = False
+    for number in reversed(range(len(chain) - 1)):
+        behind = chain[number + 1]
+        more = behind.link_bytes > chain[number].expected_bytes or (more and behind.found.stage.passes_on)
+        if more:
+            found[number] = chain[number].expected_bytes
+    return found
+
+
+def _stale(chain: Sequence[Measured], bench: Bench) -> list[int]:
+    """Numbers of the stages that should be measured again, now that whatever is known is taken over."""
+    return [
+        number
+        for number in reversed(range(len(chain) - 1))
+        if not chain[number].is_settled(chain[number + 1]) and not chain[number].settle(chain[number + 1], bench)
+    ]
+
+
+def _measure_again(
+    chain: Sequence[Measured], stale: Collection[int], inputs: Mapping[int, Boundary], bench: Bench
+) -> None:
+    stages = [each.measurable.profiler.stage for each in chain]
+    dead = wiring_of(stages).dead
+    values = dict(inputs)
+    for number, stage in enumerate(stages[: max(stale) + 1]):
+        boundary = Boundary.packed([values[read] for read in stage.reads])
+        if number in stale:
+            chain[number].settle(chain[number + 1], bench, boundary)
+        if number < max(stale):
+            with gathered(units_in(stage.modules)), kept_attributes(stage), lent_buffers(stage):
+                output = run_stage(stage, boundary.fresh())
+            values.update(zip(stage.writes, outputs_of(stage, output), strict=True))
+            for value in dead[number]:
+                del values[value]
+
+
+def outputs_of(stage: Stage, output: Any) -> tuple[Boundary, ...]:
+    """What a stage made, value by value."""
+    return tuple(Boundary.of(part, whole_storages=True) for part in unpacked(output, len(stage.writes)))
