@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +14,14 @@ from torch import nn
 from lightning_rotor.allowance import Allowance
 from lightning_rotor.attaching import attached
 from lightning_rotor.chain import Chain
-from lightning_rotor.compiled import Variants
+from lightning_rotor.compiled import Variants, is_compiled, taken_apart
 from lightning_rotor.devices import resolve_limit
-from lightning_rotor.errors import ModelError, ProfilingError
+from lightning_rotor.errors import ModelError, ProfilingError, RotorWarning
 from lightning_rotor.planned import PlannedForward
 from lightning_rotor.planning import Frontier, Plan, frontier
 from lightning_rotor.profiling import Profile
 from lightning_rotor.schedule import Schedule
+from lightning_rotor.sequential import is_compiler_wrapper
 from lightning_rotor.sharding import units_below
 from lightning_rotor.units import MemoryLimit, parse_limit
 
@@ -35,7 +38,8 @@ class Checkpointable(nn.Module):
     training casts it once; its gradient then differs in the last bits.
 
     Args:
-        module: An ``nn.Sequential``, nested ones are flattened; or any module whose forward ``torch.fx`` can trace.
+        module: An ``nn.Sequential``, nested ones are flattened; or any module whose forward ``torch.fx`` can trace. What ``torch.compile(net)``
+            returns stays compiled as one stage, which takes one argument and chooses among activation memory budgets.
         sample: An input as in training. If given, the module is measured at once. An ``nn.Sequential`` takes one input, which may be a
             tuple; for other modules a tuple holds positional arguments and a dict keyword arguments, as in Lightning's
             ``example_input_array`` (so a single argument that is a tuple is ``((a, b),)``).
@@ -55,6 +59,9 @@ class Checkpointable(nn.Module):
         >>> net = Checkpointable(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), mem_limit="1MiB")
         >>> net(torch.randn(4, 8)).sum().backward()
     """
+
+    _root: nn.Module
+    _planned: PlannedForward
 
     def __init__(
         self,
@@ -77,8 +84,12 @@ class Checkpointable(nn.Module):
                 f"{type(module).__name__} holds {len(units)} FSDP unit{'s' * (len(units) > 1)} (the first is {units[0]!r}), which only all "
                 "processes together can measure: expected RotorCallback, under which they agree, or a module without units"
             )
-        self._planned = self._plan_forward(module)
         self.module = module
+        self._prepare()
+        if is_compiled(module) and not is_compiler_wrapper(module):
+            message = taken_apart(f"this {type(module).__name__}")
+            remedy = f"{message}; or Checkpointable(torch.compile(net)), which stays compiled as one stage"
+            warnings.warn(remedy, RotorWarning, stacklevel=2)
         self.register_state_dict_post_hook(_without_prefix)
         self.register_load_state_dict_pre_hook(_with_prefix)
         if sample is not None:
@@ -98,6 +109,8 @@ class Checkpointable(nn.Module):
             SampleError: The sample is missing, holds no tensor, or values that are not finite.
             ProfilingError: There is no meter for its device.
         """
+        if self._root is not self.module and isinstance(sample, tuple) and len(sample) == 1:
+            (sample,) = sample  # positional arguments, as of other modules
         return self._planned.measure(sample).chain
 
     def compute_sequence(self, mem_limit: int | float | str | None = None) -> Plan:
@@ -166,9 +179,21 @@ class Checkpointable(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Output of the module; in training, under the plan for this input's signature."""
+        if self._root is not self.module and (len(args) != 1 or kwargs):
+            return self._whole(args, kwargs)
         # Through the module's own call, so that its hooks fire as they would without this wrapper.
-        with attached(self.module, self._planned):
-            return self.module(*args, **kwargs)
+        with attached(self._root, self._planned):
+            return self._root(*args, **kwargs)
+
+    def _whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call that no stage can stand for of a module that was compiled as a whole."""
+        if self.training and torch.is_grad_enabled():
+            raise ModelError(
+                f"a module that was compiled as a whole can be planned if it is called with one positional argument, but this call has "
+                f"{len(args)}{f' and the keywords {list(kwargs)}' if kwargs else ''}: expected a tuple of tensors as the only argument, or the "
+                "module's blocks compiled instead (for block in net.blocks: block.compile())"
+            )
+        return self.module(*args, **kwargs)
 
     # ---------------------------------------------------------------- looking like the module
 
@@ -198,20 +223,30 @@ class Checkpointable(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Plans speak of this very module's stages; a copy measures for itself.
-        return {key: value for key, value in self.__dict__.items() if key != "_planned"}
+        return {key: value for key, value in self.__dict__.items() if key not in ("_planned", "_root")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.__dict__["_planned"] = self._plan_forward(self.module)
+        self._prepare()
 
-    def _plan_forward(self, module: nn.Module) -> PlannedForward:
+    def _prepare(self) -> None:
+        # One stage, as a layer in an nn.Sequential is, keeps compiled code whole. Not registered: nothing of the module may be renamed.
+        root = _in_a_row(self.module) if is_compiler_wrapper(self.module) else self.module
+        self.__dict__["_root"], self.__dict__["_planned"] = root, self._plan_forward(root)
+
+    def _plan_forward(self, root: nn.Module) -> PlannedForward:
         return PlannedForward(
-            module,
+            root,
             self._limit,
             slots=self._slots,
             compiled_variants=self._compiled_variants,
             show_progress=self._show_progress,
         )
+
+
+def _in_a_row(wrapper: nn.Module) -> nn.Sequential:
+    """What ``torch.compile`` has made of a module, under the module's name."""
+    return nn.Sequential(OrderedDict({type(wrapper._modules["_orig_mod"]).__name__: wrapper}))
 
 
 @dataclass(slots=True)

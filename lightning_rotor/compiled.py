@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_rotor.errors import UnitError
-from lightning_rotor.sequential import HOOKS, Stage
+from lightning_rotor.sequential import HOOKS, Stage, is_compiler_wrapper
 from lightning_rotor.tracing import GraphSlice
 
 Variants: TypeAlias = Literal["exact", "close", "off"]
@@ -57,7 +57,15 @@ class _Settings:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether the user compiled this very module, by ``module.compile()`` or ``torch.compile(module)``."""
-    return _is_wrapper(module) or getattr(module, "_compiled_call_impl", None) is not None
+    return is_compiler_wrapper(module) or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def taken_apart(name: str) -> str:
+    """A warning about a module of this name that was compiled as a whole, and is to run under plans that take it apart."""
+    return (
+        f"{name} was compiled as a whole, but a plan takes it apart, so it runs uncompiled from now on: expected its blocks to be compiled "
+        "(for block in net.blocks: block.compile()), which stay compiled under every plan"
+    )
 
 
 def check_variants(choice: Variants) -> Variants:
@@ -121,7 +129,7 @@ class CompiledModules:
             number = self._number(_settings_of(module))
         except CannotRepeatError:
             return None, frozenset()
-        return number, _WRAPPER if _is_wrapper(module) else frozenset(("_compiled_call_impl",))
+        return number, _WRAPPER if is_compiler_wrapper(module) else frozenset(("_compiled_call_impl",))
 
     def _number(self, settings: _Settings) -> int:
         """Backends can be compared, but not hashed."""
@@ -131,7 +139,7 @@ class CompiledModules:
 
     def _under(self, budget: float, module: nn.Module, *, one_graph: bool) -> Callable[..., Any]:
         settings = _settings_of(module)
-        inner = module._modules["_orig_mod"] if _is_wrapper(module) else module
+        inner = module._modules["_orig_mod"] if is_compiler_wrapper(module) else module
         assert inner is not None
         # One function for each code that the user's own compiled code is kept with: the compiler gives up when one has too many variants.
         key = self._number(settings), budget, type(inner).forward
@@ -205,22 +213,18 @@ def _may_draw(graph: fx.GraphModule) -> bool:
 # -------------------------------------------------------------------- what the user asked for
 
 
-def _is_wrapper(module: nn.Module) -> bool:
-    return type(module).__name__ == "OptimizedModule" and "_orig_mod" in module._modules
-
-
 def _settings_of(module: nn.Module) -> _Settings:
     """How a module was compiled.
 
     torch has no public way to ask. What it keeps is behind ``get_compiler_config``, which all compiled callables have.
     """
-    ask = getattr(module if _is_wrapper(module) else module._compiled_call_impl, "get_compiler_config", None)
+    ask = getattr(module if is_compiler_wrapper(module) else module._compiled_call_impl, "get_compiler_config", None)
     context = getclosurevars(ask).nonlocals.get("self") if isinstance(ask, FunctionType) else None
     try:
         settings = _Settings(_innermost(context.callback), context.fullgraph, context._dynamic)  # type: ignore[union-attr]
     except AttributeError:
         raise CannotRepeatError("this version of torch does not tell how it was compiled") from None
-    if _is_wrapper(module) and any(getattr(module, hooks) for hooks in HOOKS):
+    if is_compiler_wrapper(module) and any(getattr(module, hooks) for hooks in HOOKS):
         raise CannotRepeatError("there are hooks on what torch.compile returned: register them on the module itself")
     if getattr(getattr(context, "_hooks", None), "guard_filter_fn", None) or getattr(context, "_dynamic_shapes", None):
         raise CannotRepeatError("it was compiled with guard_filter_fn or dynamic_shapes")

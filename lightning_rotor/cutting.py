@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol
 from torch import nn
 
 from lightning_rotor.errors import ModelError
-from lightning_rotor.sequential import Rows, Stage, sequential_members, sequential_stages
+from lightning_rotor.sequential import Rows, Stage, is_compiler_wrapper, sequential_members, sequential_stages
 from lightning_rotor.sharding import Unit, units_below, wrapped_by_fsdp1
 from lightning_rotor.tracing import GraphCut, cut_graph, cut_recording
 
@@ -156,7 +156,7 @@ def check_module(module: nn.Module) -> None:
 
     Raises:
         ModelError: It is a single layer of torch, a container without a forward, an empty ``nn.Sequential``, or holds modules that FSDP has
-            wrapped, or taken together.
+            wrapped, or taken together, or is what ``torch.compile`` returns.
     """
     name = type(module).__name__
     wrapped = wrapped_by_fsdp1(module)
@@ -174,6 +174,12 @@ def check_module(module: nn.Module) -> None:
         )
     if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
         sequential_stages(module)
+    if is_compiler_wrapper(module):
+        raise ModelError(
+            f"{type(module._modules['_orig_mod']).__name__} was compiled as a whole, which leaves nothing to cut: expected its blocks to be "
+            "compiled instead (for block in net.blocks: block.compile()), Checkpointable(torch.compile(net)), which chooses among compiled code "
+            "for the whole, or the module inside, ._orig_mod, which runs uncompiled under a plan"
+        )
     if type(module).forward is nn.Module.forward:
         raise ModelError(
             f"{name} has no forward, so it is no chain of layers: expected an nn.Sequential, or a module that calls its layers"

@@ -178,6 +178,11 @@ def any_module_hooks() -> bool:
     return any(_HOOKS_OF_ALL)
 
 
+def is_compiler_wrapper(module: nn.Module) -> bool:
+    """Whether a module is what ``torch.compile(module)`` returns."""
+    return type(module).__name__ == "OptimizedModule" and "_orig_mod" in module._modules
+
+
 def has_own_call(module: nn.Module) -> bool:
     """Whether calling a module does more than its class's forward: hooks, its own or those for all modules, or compiled code."""
     return (

@@ -15,6 +15,7 @@ from lightning_rotor.attaching import attach, detach
 from lightning_rotor.callbacks.dry_step import best_by_compute
 from lightning_rotor.callbacks.ranks import same_target
 from lightning_rotor.callbacks.saved_plans import SavedPlans
+from lightning_rotor.compiled import is_compiled, taken_apart
 from lightning_rotor.errors import ModelError, RotorWarning
 from lightning_rotor.planned import PlannedForward
 from lightning_rotor.target import Target, TargetSearch, named_target
@@ -46,7 +47,8 @@ class Attachment:
         self._model = model
         self._make = make
         self._search: TargetSearch | None = None
-        self._choice_due = self._left_out_due = False
+        self._choice_due = self._left_out_due = self._taken_apart_due = False
+        self._is_compiled = model._compiler_ctx is not None
         self.target: Target
         self.planned: PlannedForward | None = None
 
@@ -55,8 +57,9 @@ class Attachment:
         if module_name is not None:
             self._attach_to(named_target(self._model, module_name))
             return saved is not None and saved.are_for(self.target)
-        compiled = self._model._compiler_ctx is not None  # as a whole, which leaves its forward to torch.compile
-        self._search = TargetSearch(self._model, may_be_whole=is_overridden("forward", self._model) and not compiled)
+        # Compiled as a whole, it leaves its forward to torch.compile.
+        may_be_whole = is_overridden("forward", self._model) and not self._is_compiled
+        self._search = TargetSearch(self._model, may_be_whole=may_be_whole)
         known = None if saved is None else saved.target_in(self._model)
         if known is None:
             self._choice_due = self._left_out_due = True
@@ -77,6 +80,13 @@ class Attachment:
         self._choice_due = False
         found = best_by_compute(self._search, self._trainer, self._model, batch, batch_idx)
         self._attach_to(same_target(self._trainer, self._model, found))
+
+    def tell_what_is_taken_apart(self) -> None:
+        """Warn, once, if the target was compiled and does not stay so."""
+        if self._taken_apart_due and not self._choice_due:
+            self._taken_apart_due = False
+            compiled = "the LightningModule" if self._is_compiled else self.target.place
+            rank_zero_warn(f"RotorCallback: {taken_apart(compiled)}", category=RotorWarning)
 
     def tell_what_is_left_out(self) -> None:
         """Warn, once, of other modules with a notable share of the compute."""
@@ -115,6 +125,7 @@ class Attachment:
             planned = self._make(target.module, self._descend if self._search is not None else None)
             attach(target.module, planned)
             self.planned = planned
+            self._taken_apart_due = is_compiled(target.module) or target.name.endswith("_orig_mod") or self._is_compiled
         self.target = target
         if not self._trainer.global_rank:
             level = logging.DEBUG if self._choice_due else logging.INFO

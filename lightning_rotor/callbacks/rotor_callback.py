@@ -353,6 +353,7 @@ class RotorCallback(pl.Callback):
         self._watch.renew()
         self._report_due = True
         self._attachment.tell_what_is_left_out()
+        self._attachment.tell_what_is_taken_apart()
         if self._in_step and not self._watch.running:
             assert self._trainer is not None
             assert self._model is not None

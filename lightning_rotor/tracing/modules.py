@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_rotor.invertible.protocol import is_invertible
-from lightning_rotor.sequential import has_own_call, runs_members_in_a_row
+from lightning_rotor.sequential import has_own_call, is_compiler_wrapper, runs_members_in_a_row
 
 BLOCKS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 """Modules of torch that are several layers, so that one wants to choose between these."""
@@ -99,7 +99,7 @@ def hides_code(module: nn.Module) -> bool:
         has_own_call(module)
         or "parametrizations" in module._modules
         or isinstance(module, torch.jit.ScriptModule)
-        or type(module).__name__ == "OptimizedModule"
+        or is_compiler_wrapper(module)
     )
 
 
