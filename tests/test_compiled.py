@@ -15,7 +15,16 @@ from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch._functorch import config as functorch_config
 
-from lightning_rotor import BudgetError, Checkpointable, RotorCallback, UnitError, plan, sequentialize
+from lightning_rotor import (
+    BudgetError,
+    Checkpointable,
+    ModelError,
+    RotorCallback,
+    RotorWarning,
+    UnitError,
+    plan,
+    sequentialize,
+)
 from lightning_rotor.chain import Chain
 from lightning_rotor.compiled import CompiledModules, Variants
 from lightning_rotor.execution import Executor
@@ -472,6 +481,41 @@ def test_a_planned_model_trains_as_the_compiled_one_within_its_limit() -> None:
     for batch in (batches[0], batches[2]):
         case = Case(planned.module, batch)
         assert training_step(case, planned, state_of(planned.module)).peak_bytes <= limit + LOSS_BYTES
+
+
+def test_what_torch_compile_returns_stays_compiled_as_one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_rotor.compiled.BUDGETS", (0.3,))
+    batch, backend = torch.randn(4, 16, 8), Backend()
+    wrapper = compiled(Net([Block()]), "wrapper", backend=backend)
+    planned = Checkpointable(wrapper, (batch,))
+    assert planned.chain is not None
+    assert planned.chain.names == ("Net",)
+    assert backend.budgets == [1.0, 0.3]
+    assert list(planned.state_dict()) == list(wrapper.state_dict())
+    case, state = Case(wrapper, batch), state_of(wrapper)
+    expected = training_step(case, wrapper, state)
+    sizes = [simulate(planned.chain, Schedule.parse(f"0:{option}")).peak_bytes for option in range(2)]
+    assert planned.compute_sequence(min(sizes)).peak_bytes == min(sizes) < sizes[0]
+    for option, size in enumerate(sizes):
+        planned.use(Schedule.parse(f"0:{option}"))
+        received = training_step(case, planned, state)
+        assert_same_bits(expected.tensors, received.tensors)
+        assert 0 <= received.peak_bytes - size <= LOSS_BYTES
+    with pytest.raises(BudgetError, match=r"minimum .* \(set by 'Net'\)"):
+        planned.compute_sequence(min(sizes) // 2)
+    with pytest.raises(ModelError, match=r"one positional argument, but this call has 0 and the keywords \['input'\]"):
+        planned(input=batch)
+    assert torch.equal(planned.eval()(input=batch), wrapper(batch))
+
+
+def test_a_module_that_compiles_itself_is_taken_apart_with_a_warning() -> None:
+    net = compiled(Net([Statistics()]))
+    with pytest.warns(
+        RotorWarning, match=r"this Net was compiled as a whole, .* or Checkpointable\(torch\.compile\(net\)\)"
+    ):
+        planned = Checkpointable(net, (torch.randn(4, 16, 8),))
+    assert planned.chain is not None
+    assert len(planned.chain) > 3
 
 
 def test_an_option_runs_its_variant() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
 
@@ -68,6 +71,35 @@ def test_slices_of_one_gradient_keep_all_of_it_alive() -> None:
             assert 0.99 * simulated <= peak <= simulated + LOSS_BYTES, text
     peak, simulated = peaks(case, profile, "0 ((1 2) 3) 4-6", gradients_exist=False)
     assert 0.95 * simulated <= peak <= simulated + LOSS_BYTES
+
+
+class _OtherOrder(torch.autograd.Function):
+    """Leaves its gradient with the channels last, as convolutions that Inductor compiled do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0].contiguous(memory_format=torch.channels_last)
+
+
+class OtherOrder(nn.Conv2d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(_OtherOrder.apply(x))
+
+
+@pytest.mark.parametrize("between", [(), (nn.Tanh(), nn.Sigmoid(), nn.Tanh())], ids=["next to it", "behind others"])
+def test_a_gradient_in_another_order_is_copied_by_who_wants_its_own(between: tuple[nn.Module, ...]) -> None:
+    torch.manual_seed(0)
+    layers = nn.Conv2d(4, 8, 1), nn.MaxPool2d(2, 1), *between, OtherOrder(8, 8, 1), nn.Conv2d(8, 1, 1)
+    case = Case(nn.Sequential(*layers), torch.randn(2, 4, 24, 24))
+    profile, last = profile_chain(sequential_stages(case.net), case.batch, repeats=1), len(layers) - 1
+    for text in (f"0-{last}", f"(0-{last - 1}) {last}", f"0 (1) 2-{last}", f"(0-1) (2) 3-{last}"):
+        for gradients_exist in (False, True):
+            peak, simulated = peaks(case, profile, text, gradients_exist=gradients_exist)
+            assert 0 <= peak - simulated <= LOSS_BYTES, text
 
 
 def test_the_gradient_of_a_tied_parameter_waits_for_its_first_use() -> None:

@@ -513,7 +513,10 @@ def _fresh_dynamo() -> None:
 )  # fmt: skip
 def test_compiled_models_train_under_a_plan(tmp_path: Path, part: str) -> None:
     rotor = RotorCallback(LIMIT, show_table=False)
-    planned = fit(tmp_path, [rotor], lambda: compiled(part))[1]
+    name = "the LightningModule" if part == "whole" else "'body"
+    with pytest.warns(RotorWarning, match=f"{name}.* was compiled as a whole, but a plan takes it apart") as caught:
+        planned = fit(tmp_path, [rotor], lambda: compiled(part))[1]
+    assert len(caught) == 1
     assert rotor.plan is not None
     assert rotor.plan.recomputed
     plain = fit(tmp_path, [])[1]
@@ -527,6 +530,14 @@ def test_one_graph_is_refused(tmp_path: Path, part: str) -> None:
     message = r"lightning-rotor runs this module under a recomputation plan, which cannot be one graph"
     with pytest.raises(torch._dynamo.exc.Unsupported, match=message):
         fit(tmp_path, [RotorCallback(LIMIT, show_table=False)], lambda: compiled(part, fullgraph=True))
+
+
+@pytest.mark.usefixtures("_fresh_dynamo")
+def test_what_the_compiler_returned_cannot_be_the_target(tmp_path: Path) -> None:
+    with pytest.raises(
+        ModelError, match=r"was compiled as a whole, which leaves nothing to cut: expected its blocks to be compiled"
+    ):
+        fit(tmp_path, [RotorCallback(LIMIT, "body", show_table=False)], lambda: compiled("target"))
 
 
 @pytest.mark.usefixtures("_fresh_dynamo")

@@ -234,6 +234,30 @@ def test_parameters_that_stages_share_under_autocast() -> None:
         profile_of(nn.Sequential(layer, nn.Tanh(), layer), torch.randn(4, 8))
 
 
+class Spoilt(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.sigmoid(x)
+        return x.mul_(2)
+
+
+class Double(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mul_(2)
+
+
+@pytest.mark.parametrize(
+    ("layers", "stage"), [((Spoilt(),), "1"), ((nn.Sigmoid(), Double()), "1 … 2")], ids=["in a stage", "merged"]
+)
+def test_a_saved_tensor_that_is_changed_in_place_is_refused(layers: tuple[nn.Module, ...], stage: str) -> None:
+    net, batch = nn.Sequential(nn.Linear(8, 8), *layers, nn.Linear(8, 8)), torch.randn(4, 8)
+    with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+        net(batch).sum().backward()
+    # A recomputation would not notice, and compute other gradients.
+    told = rf"stage '{stage}' changes a tensor in place .* \(shape \(4, 8\), made by Sigmoid, changed by Mul\): plain training fails here"
+    with pytest.raises(ModelError, match=told):
+        profile_chain(sequential_stages(net), batch, repeats=1)
+
+
 def test_a_stage_without_tensor_is_refused() -> None:
     class Name(nn.Module):
         def forward(self, input: torch.Tensor) -> str:

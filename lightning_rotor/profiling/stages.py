@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_rotor.chain import Option, StageCost
 from lightning_rotor.compiled import is_compiled
+from lightning_rotor.errors import ModelError
 from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.options import run_stage
 from lightning_rotor.profiling.boundary import Boundary
@@ -205,18 +206,21 @@ class StageProfiler:
         self.rewind()
         with self.meter.recording() as recording:
 
-            def pack(tensor: torch.Tensor) -> torch.Tensor:
+            def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, int, str]:
                 nonlocal saves
                 saves += 1
                 saved[address_of(tensor)] += 1
                 recording.mark("save")
-                return tensor
+                return tensor, tensor._version, _maker(tensor)
 
-            def unpack(tensor: torch.Tensor) -> torch.Tensor:
+            def unpack(packed: tuple[torch.Tensor, int, str]) -> torch.Tensor:
                 nonlocal unpacks
+                tensor, version, maker = packed
                 unpacks += in_backward
                 if in_backward and unpacks == 1:
                     recording.mark("unpack")
+                if tensor._version != version:
+                    raise self._spoilt(tensor, maker)
                 return tensor
 
             value = self.boundary.fresh()
@@ -267,6 +271,15 @@ class StageProfiler:
             link_layouts=gradients.link_layouts,
             passes_on=gradients.passes_on,
             needs_exact_output=needs_exact_output and saved_output > 0,
+        )
+
+    def _spoilt(self, tensor: torch.Tensor, maker: str) -> ModelError:
+        """Autograd compares versions of what it saved, but not of what a hook has packed, as that of a checkpoint: gradients would be wrong."""
+        changer = _maker(tensor)
+        return ModelError(
+            f"stage {self.stage.name!r} changes a tensor in place that its backward needs as it was (shape {tuple(tensor.shape)}"
+            f"{f', made by {maker}' * bool(maker)}{f', changed by {changer}' * (changer != maker)}): plain training fails here, too, but a "
+            "recomputation would give wrong gradients. Expected an operation that is not in place"
         )
 
     def _run(self, value: Any) -> Any:
@@ -381,6 +394,11 @@ def _needs_exact_output(output: Any, saved: Counter[int]) -> bool:
         saved[address_of(tensor)] > (tensor.grad_fn is not None and tensor.grad_fn.name() in _SMOOTH)
         for tensor in tensors_in(output)
     )
+
+
+def _maker(tensor: torch.Tensor) -> str:
+    """The operation that made a tensor, or changed it last, as autograd calls it; empty for a leaf."""
+    return "" if tensor.grad_fn is None else tensor.grad_fn.name().removesuffix("Backward0")
 
 
 def _never_a_segment(sizes: _KeepRun) -> _SegmentRun:
