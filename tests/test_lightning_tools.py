@@ -516,7 +516,7 @@ def test_compiled_models_train_under_a_plan(tmp_path: Path, part: str) -> None:
     name = "the LightningModule" if part == "whole" else "'body"
     with pytest.warns(RotorWarning, match=f"{name}.* was compiled as a whole, but a plan takes it apart") as caught:
         planned = fit(tmp_path, [rotor], lambda: compiled(part))[1]
-    assert len(caught) == 1
+    assert [warning.category for warning in caught].count(RotorWarning) == 1
     assert rotor.plan is not None
     assert rotor.plan.recomputed
     plain = fit(tmp_path, [])[1]
