@@ -16,6 +16,7 @@ from pipelines import Failure, Processes, good, processes
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_pipeline_strategy import Model, fit, loader
 from torch import nn
+from torchmetrics import MeanSquaredError, SumMetric
 
 from lightning_rotor.strategies import RotorPipelineStrategy
 
@@ -80,6 +81,7 @@ class Talks(Model):
     def __init__(self, frozen: int = 0) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.BatchNorm1d(16), *self.net)
+        self.error, self.count = MeanSquaredError(), SumMetric()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         values = self.stem(batch[0])
@@ -87,6 +89,10 @@ class Talks(Model):
         self.log("most", values.max(), reduce_fx="max")
         self.log("least", values.min(), reduce_fx="min")
         self.log_dict({"mean": values.mean(), "size": values.abs().mean()}, on_step=True, on_epoch=True, prog_bar=True)
+        self.error(values, torch.ones_like(values))
+        self.log("error", self.error, on_step=True, on_epoch=True)
+        self.count.update(len(values))
+        self.log("count", self.count, on_step=False, on_epoch=True)
         return {"loss": self.head(self.net(values)).square().mean(), "rows": batch[1]}
 
     def configure_optimizers(self) -> Any:

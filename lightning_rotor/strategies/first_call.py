@@ -19,6 +19,7 @@ from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.pipeline.splitting import rows_in
 from lightning_rotor.pipeline.suspended import SuspendedCall, suspended_call
 from lightning_rotor.pipeline_schedule import PipelineError
+from lightning_rotor.strategies.metrics_in_common import kept_metrics
 from lightning_rotor.strategies.micro_batch_logs import MicroBatchLogs
 from lightning_rotor.target import Target, TargetSearch, named_target
 
@@ -102,7 +103,8 @@ def first_call(trainer: pl.Trainer, module: nn.Module, part: Any, *, optimizers:
         if is_param_in_hook_signature(run, other, min_args=number):
             arguments.append(0)
     step = SuspendedCall(lambda: run(*arguments), seed=0, device=device, what=name)
-    with _untouched(model, optimizers), attached(module, _Stop()), MicroBatchLogs(model, [rows_in(part)]).caught():
+    logs = MicroBatchLogs(model, [rows_in(part)])
+    with _untouched(model, optimizers), kept_metrics(model), attached(module, _Stop()), logs.caught():
         try:
             return step.start()
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,8 +12,19 @@ import torch
 from torchmetrics import Metric
 
 
+@dataclass(frozen=True, slots=True)
+class _OfMicroBatch:
+    """A metric that was logged, and what it was for one micro-batch; None if it was only updated."""
+
+    metric: Metric
+    value: Any
+
+
 class MicroBatchLogs:
     """Collects what micro-batches log, and logs their mean (or sum, or extreme, as ``reduce_fx`` says) once.
+
+    A metric of torchmetrics has seen all micro-batches by then, so its value for an epoch is that of whole batches. Its value for a step is the
+    mean over the rows.
 
     Args:
         model: Whose ``log`` to catch.
@@ -54,21 +66,40 @@ class MicroBatchLogs:
     def _note(self, name: str, value: Any, prog_bar: bool = False, logger: bool | None = None, **options: Any) -> None:
         if isinstance(value, torch.Tensor):
             value = value.detach()
+        elif isinstance(value, Metric):
+            value = _OfMicroBatch(value, value._forward_cache)
         self._seen.setdefault(name, []).append(
             (self._number, value, {"prog_bar": prog_bar, "logger": logger, **options})
         )
 
     def _together(self, entries: Sequence[tuple[int, Any, Any]], how: Any) -> Any:
         values = [entry[1] for entry in entries]
-        if isinstance(values[0], (Metric, dict)):
+        if isinstance(values[0], _OfMicroBatch):
+            return self._metric([entry[0] for entry in entries], values)
+        if isinstance(values[0], dict):
             return values[0]
-        column = torch.stack([torch.as_tensor(value, dtype=torch.float32).mean() for value in values])
+        column = _column(values)
         match how:
             case "mean" | "avg":
-                weights = torch.tensor([float(self._sizes[entry[0]]) for entry in entries], device=column.device)
-                return (column * weights).sum() / weights.sum()
+                return self._mean([entry[0] for entry in entries], column)
             case "sum":
                 return column.sum()
             case "max" | "min":
                 return getattr(column, how)()
         return how(column)
+
+    def _metric(self, numbers: Sequence[int], values: Sequence[_OfMicroBatch]) -> Any:
+        """The metric; what Lightning logs for the step is what its last forward returned, and becomes that of the batch."""
+        metric: Any = values[0].metric  # whose cache torchmetrics types as None
+        if all(each.value is not None for each in values):
+            metric._forward_cache = self._mean(numbers, _column([each.value for each in values]))
+        return metric
+
+    def _mean(self, numbers: Sequence[int], column: torch.Tensor) -> torch.Tensor:
+        """Over rows."""
+        weights = torch.tensor([float(self._sizes[number]) for number in numbers], device=column.device)
+        return (column * weights).sum() / weights.sum()
+
+
+def _column(values: Sequence[Any]) -> torch.Tensor:
+    return torch.stack([torch.as_tensor(value, dtype=torch.float32).mean() for value in values])

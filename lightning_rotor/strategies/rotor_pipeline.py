@@ -22,6 +22,7 @@ from lightning_rotor.pipeline.pipelined import PipelinedModule
 from lightning_rotor.pipeline_schedule import PipelineError, PipelineScheduleName
 from lightning_rotor.planning.partition import Partition, RecomputeMode
 from lightning_rotor.strategies import pipeline_checks as checks
+from lightning_rotor.strategies.metrics_in_common import MetricsInCommon
 from lightning_rotor.strategies.pipeline_building import PipelineBuilder, PipelineSettings
 from lightning_rotor.strategies.pipeline_steps import PipelineSteps
 from lightning_rotor.target import Target
@@ -84,6 +85,8 @@ class RotorPipelineStrategy(DDPStrategy):
             sample=sample,
         )
         self._pipelined: PipelinedModule | None = None
+        self._partition: Partition | None = None
+        self._metrics: MetricsInCommon | None = None
         self._steps: PipelineSteps | None = None
         self._target: Target | None = None
         self._group: dist.ProcessGroup | None = None
@@ -93,8 +96,8 @@ class RotorPipelineStrategy(DDPStrategy):
 
     @property
     def partition(self) -> Partition | None:
-        """How the model is cut; known once training has been set up."""
-        return None if self._pipelined is None else self._pipelined.partition
+        """How the model is cut, or was by the last run; None before it has been set up."""
+        return self._partition
 
     @property
     def module_name(self) -> str | None:
@@ -141,6 +144,8 @@ class RotorPipelineStrategy(DDPStrategy):
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         self._make_groups()
+        if self._devices_per_pipeline > 1:
+            self._metrics = MetricsInCommon(trainer.lightning_module, self._replicas)
         self._build(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -185,6 +190,7 @@ class RotorPipelineStrategy(DDPStrategy):
         if built is None:
             return
         self._target, self._pipelined = built
+        self._partition = self._pipelined.partition
         self._pipelined.ownership.give_up()
         self._steps = PipelineSteps(
             trainer.lightning_module,
@@ -290,6 +296,9 @@ class RotorPipelineStrategy(DDPStrategy):
             self._pipelined.runner.release()
             self._pipelined.ownership.restore(values=not self._failing)
             self._pipelined = self._steps = None
+        if self._metrics is not None:
+            self._metrics.release()
+            self._metrics = None
         super().teardown()
         if self._lifeline is not None:
             self._lifeline.close()
