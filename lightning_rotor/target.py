@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 from torch import nn
 
@@ -48,12 +49,27 @@ def named_target(model: nn.Module, name: str) -> Target:
     try:
         module = model.get_submodule(name)
     except AttributeError:
-        listed = ", ".join(repr(part) for part, _ in _outermost(model, "")) or "none"
         raise ModelError(
-            f"{type(model).__name__} has no submodule {name!r}: expected a dotted name. Submodules that can be planned: {listed}"
+            f"{type(model).__name__} has no submodule {name!r}: expected a dotted name{_closest(model, name)}. "
+            f"Submodules that can be planned: {_listed(model)}"
         ) from None
     check_module(module)
     return Target(name, module, "as named")
+
+
+def _closest(model: nn.Module, name: str) -> str:
+    plannable = [path for path, module in model.named_modules() if path and _computes(module)]
+    close = get_close_matches(name, plannable, n=1)
+    return f", such as {close[0]!r}" if close else ""
+
+
+def _listed(model: nn.Module) -> str:
+    return ", ".join(repr(path) for path, module in _outermost(model, "") if _computes(module)) or "none"
+
+
+def _computes(module: nn.Module) -> bool:
+    """Whether it can be planned, and has a parameter, which metrics have not."""
+    return next(module.parameters(), None) is not None and may_be_planned(module)
 
 
 class TargetSearch:

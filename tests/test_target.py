@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_rotor import ModelError, RotorCallback, RotorWarning
+from lightning_rotor.target import named_target
 from tests.test_callback import Recorder, assert_equal_runs, fit, least_limit, seeded
 
 
@@ -208,6 +209,21 @@ def test_if_the_step_cannot_run_dry_parameters_decide_and_the_log_says_why(
     (message,) = {r.getMessage() for r in caplog.records if "dry run" in r.getMessage()}
     assert "plans 'table' (Sequential): 600,024 trainable parameters" in message
     assert "DynamicOutputShapeException: aten._unique2" in message
+
+
+def test_a_wrong_name_is_answered_with_the_closest_one_and_those_that_compute() -> None:
+    class Nested(Restless):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = convolutions()
+            self.model.blocks = convolutions()
+
+    with pytest.raises(
+        ModelError, match=r"no submodule 'model.blok': .*, such as 'model.blocks'\. .*: 'table', 'trunk', 'model'$"
+    ):
+        named_target(Nested(), "model.blok")
+    with pytest.raises(ModelError, match=r"no submodule 'x': expected a dotted name\. .*: 'table', 'trunk'$"):
+        named_target(Restless(), "x")
 
 
 def test_what_can_be_no_chain_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

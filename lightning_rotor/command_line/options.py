@@ -166,10 +166,19 @@ def _add_device(group: argparse._ArgumentGroup) -> None:
         help="cpu or cuda: measure there; meta: allocate nothing, and estimate from shapes for --gpu (default: %(default)s)",
     )
     group.add_argument(
-        "--gpu", choices=tuple(GPUS), default="A100-80GB", help="which one to estimate for (default: %(default)s)"
+        "--gpu",
+        choices=tuple(GPUS),
+        type=_as_listed,
+        default="A100-80GB",
+        help="which one to estimate for (default: %(default)s)",
     )
     group.add_argument("--flops", type=float, metavar="N", help="its floating-point operations per second, instead")
     group.add_argument("--bandwidth", type=float, metavar="N", help="its bytes per second, instead")
+
+
+def _as_listed(gpu: str) -> str:
+    """A name as data sheets write it, or as it is if there is none."""
+    return next((name for name in GPUS if name.lower() == gpu.lower()), gpu)
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:

@@ -155,9 +155,7 @@ def draw(found: Found, options: Options) -> Iterator[Path]:
     Raises:
         PlotError: matplotlib is missing, or the file cannot be written.
     """
-    title = (
-        f"{found.model.rpartition('.')[2].rpartition(':')[2]}, {' and '.join(_shape(spec) for spec in options.inputs)}"
-    )
+    title = f"{_name(options)}, {' and '.join(_shape(spec) for spec in options.inputs)}"
     if options.plot is not None:
         yield _save(options.plot, plot_timeline(found.plan, reserved_bytes=found.reserved_bytes, title=title))
     if options.plot_curve is not None and found.frontier is not None:
@@ -197,3 +195,10 @@ def _save(path: Path, figure: Any) -> Path:
             f"the picture cannot be written: {error}. Expected a name that ends in .png, .svg or .pdf"
         ) from error
     return path
+
+
+def _name(options: Options) -> str:
+    """What makes the model, with its arguments: all models of timm come from ``create_model``."""
+    made_by = options.model.rpartition(".")[2].rpartition(":")[2]
+    arguments = ", ".join(str(value) for value in options.model_arguments.values())
+    return f"{made_by}({arguments})" if arguments else made_by
