@@ -185,13 +185,13 @@ def test_the_curve_in_json_holds_for_the_whole_process(nets: str, capsys: pytest
 
 def test_it_saves_pictures(nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = {"--plot": tmp_path / "step.png", "--plot-curve": tmp_path / "curve.svg", "--draw": tmp_path / "net.svg"}
-    asked = ["plan", "--model", f"{nets}:deep", "--input", "512x64", "--budget", "1200KiB", "--device", "meta"]
-    assert main([*asked, *(str(word) for pair in files.items() for word in pair)]) == 0
+    asked = ["plan", "--model", f"{nets}:deep", "--model-arg", "depth=6", "--input", "512x64", "--budget", "1200KiB"]
+    assert main([*asked, "--device", "meta", *(str(word) for pair in files.items() for word in pair)]) == 0
     assert capsys.readouterr().err.splitlines() == [f"wrote {path}" for path in files.values()]
     assert files["--plot"].read_bytes().startswith(b"\x89PNG")
     assert "<svg" in files["--plot-curve"].read_text()
     drawn = files["--draw"].read_text()
-    assert "deep, 512×64" in drawn
+    assert "deep(6), 512×64" in drawn
     assert "orange: recomputed" in drawn  # the plan's schedule, not the chain alone
 
 
