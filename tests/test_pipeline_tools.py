@@ -86,6 +86,8 @@ class Talks(Model):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         values = self.stem(batch[0])
         self.log("rows", float(len(values)), reduce_fx="sum", on_step=True, on_epoch=True)
+        self.log("rows of all", float(len(values)), reduce_fx="sum", sync_dist=True, on_step=True, on_epoch=True)
+        self.log("mean of all", values.mean(), sync_dist=True, on_step=True, on_epoch=True)
         self.log("most", values.max(), reduce_fx="max")
         self.log("least", values.min(), reduce_fx="min")
         self.log_dict({"mean": values.mean(), "size": values.abs().mean()}, on_step=True, on_epoch=True, prog_bar=True)

@@ -231,6 +231,19 @@ class RotorPipelineStrategy(DDPStrategy):
         self._steps.backward(backward)
         return found
 
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Processes of one pipeline hold the same, which counts once in a sum that ``self.log`` asks for by name."""
+        reduced = super().reduce(tensor, group, reduce_op)
+        if (
+            group is None
+            and isinstance(reduced, torch.Tensor)
+            and isinstance(reduce_op, str)
+            and reduce_op.lower() == "sum"
+        ):
+            return reduced / self._devices_per_pipeline
+        return reduced
+
     def _clip_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: int | float) -> None:
         assert self._pipelined is not None
         self._pipelined.ownership.clip_by_norm(self.precision_plugin.main_params(optimizer), float(clip_val))
