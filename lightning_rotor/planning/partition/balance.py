@@ -109,6 +109,11 @@ def even_balance(stages: int, parts: int) -> list[int]:
     return [stages // parts + (place < stages % parts) for place in range(parts)] if parts <= stages else [1] * stages
 
 
+def simple_balances(chain: Chain, parts: int) -> list[list[int]]:
+    """What one would cut by hand; whoever searches must not end with less."""
+    return [even_balance(len(chain), parts), balance_by_time(chain, parts), balance_by_size(chain, parts)]
+
+
 def _corrected(given: list[int], stages: int) -> list[int]:
     """The same proportions with the right sum."""
     if stages < len(given):

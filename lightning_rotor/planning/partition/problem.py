@@ -12,19 +12,16 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_rotor.chain import Chain, StageCost
-from lightning_rotor.pipeline_lingering import lingering
 from lightning_rotor.pipeline_schedule import (
     Actions,
     PipelineError,
     PipelineScheduleName,
-    actions,
     check_numbers,
-    most_in_flight,
 )
 from lightning_rotor.pipeline_simulator import MicroBatchLoad, PipelineStageLoad, step_seconds
-from lightning_rotor.pipeline_waves import Waves
 from lightning_rotor.planning.partition.in_flight import InFlightPlanner, StagePlan, checkpoint_all, keep_all
 from lightning_rotor.planning.partition.moments import Moments
+from lightning_rotor.planning.partition.orders import Order, order_of
 from lightning_rotor.planning.partition.sub_chains import boundary_bytes, sub_chain
 
 RecomputeMode: TypeAlias = Literal["rotor", "always", "except_last", "never"]
@@ -134,44 +131,43 @@ class Problem:
         """Where a pipeline stage runs."""
         return self.devices[stage % len(self.devices)]
 
-    @cached_property
+    @property
     def order(self) -> tuple[Actions, ...]:
         """What every device does."""
-        return actions(
-            self.schedule,
-            len(self.devices),
-            micro_batches=self.micro_batches,
-            stages_per_device=self.stages_per_device,
+        return self._order.actions
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """By pipeline stage, the most micro-batches at once."""
+        return self._order.in_flight
+
+    @property
+    def lingering(self) -> tuple[tuple[int, ...], ...]:
+        """By device, how long what its actions make stays; empty where each goes as soon as it can."""
+        return self._order.lingering
+
+    @cached_property
+    def _order(self) -> Order:
+        return order_of(
+            Order(
+                self.schedule,
+                len(self.devices),
+                self.micro_batches,
+                self.stages_per_device,
+                lingers=self.receive_buffers == "micro_batches",
+                gradients_exist=self.gradients_exist,
+            )
         )
 
     def step_seconds(self, loads: Sequence[PipelineStageLoad]) -> float:
         """How long a step takes with such pipeline stages."""
         if len(self.devices) < _MANY_DEVICES:
             return step_seconds(self.order, loads, micro_batches=self.micro_batches)
-        return self._waves.step_seconds(loads)
+        return self._order.waves.step_seconds(loads)
 
-    @cached_property
-    def _waves(self) -> Waves:
-        return Waves(self.order, stages=self.stages, micro_batches=self.micro_batches)
-
-    @cached_property
-    def in_flight(self) -> tuple[int, ...]:
-        """By pipeline stage, the most micro-batches at once."""
-        if self.schedule == "gpipe":
-            return (self.micro_batches,) * self.stages
-        if self.schedule == "1f1b":
-            return tuple(min(self.micro_batches, self.stages - stage) for stage in range(self.stages))
-        found: dict[int, int] = {}
-        for device in self.order:
-            found |= most_in_flight(device)
-        return tuple(found[stage] for stage in range(self.stages))
-
-    @cached_property
-    def lingering(self) -> tuple[tuple[int, ...], ...]:
-        """By device, how long what its actions make stays; empty where each goes as soon as it can."""
-        if self.receive_buffers == "in_flight":
-            return ()
-        return tuple(lingering(self.schedule, order, stages=self.stages) for order in self.order)
+    def simulated_at_once(self, seconds: Reals) -> list[float]:
+        """The same for many partitions on three devices or more, see :meth:`.Waves.simulated`."""
+        return self._order.waves.simulated(seconds)
 
     @cached_property
     def results_bytes(self) -> int:
@@ -187,20 +183,7 @@ class Problem:
 
     def moments(self, stage: int) -> Moments:
         """When a pipeline stage, alone on its device, may hold most."""
-        if stage not in self._moments:
-            device = stage % len(self.devices)
-            alone = self.stages_per_device == 1
-            self._moments[stage] = Moments(
-                [action for action in self.order[device] if action.stage == stage],
-                self.lingering[device] if self.lingering and alone else (),
-                micro_batches=self.micro_batches,
-                gradients_exist=self.gradients_exist,
-            )
-        return self._moments[stage]
-
-    @cached_property
-    def _moments(self) -> dict[int, Moments]:
-        return {}
+        return self._order.moments(stage)
 
     @property
     def gradients_are_apart(self) -> bool:

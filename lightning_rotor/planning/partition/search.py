@@ -38,7 +38,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from lightning_rotor.planning.partition.balance import balance_by_size, balance_by_time, cuts_of, runs_of
+from lightning_rotor.planning.partition.balance import cuts_of, runs_of, simple_balances
 from lightning_rotor.planning.partition.bounds import LeastSeconds
 from lightning_rotor.planning.partition.labels import Labels, Runs
 from lightning_rotor.planning.partition.problem import Costs, Problem, Reals, StageChoice
@@ -129,8 +129,7 @@ class Search:
         return Found(cuts, self._choices(cuts), seconds, min(bound, seconds))
 
     def _judge_simple(self) -> None:
-        for simple in (balance_by_time, balance_by_size):
-            balance = simple(self._problem.chain, self._stages)
+        for balance in simple_balances(self._problem.chain, self._stages):
             if max(balance) <= self._bounds.longest:
                 self.judge(cuts_of(balance))
 

@@ -13,8 +13,6 @@ import numpy as np
 from lightning_rotor.chain import Chain
 from lightning_rotor.pipeline_schedule import PipelineError, PipelineScheduleName
 from lightning_rotor.planning.partition.balance import (
-    balance_by_size,
-    balance_by_time,
     check_balance,
     cuts_of,
     even_balance,
@@ -129,11 +127,7 @@ def partition(
 def _automatic(problem: Problem, costs: Costs) -> Found | None:
     if problem.stages_per_device == 1:
         return Search(problem, costs).run()
-    search = InterleavedSearch(problem, costs)
-    # What the simple ways to cut propose is worth a look, and better than nothing.
-    for simple in (balance_by_time, balance_by_size):
-        search.judge(cuts_of(simple(problem.chain, problem.stages)))
-    return search.run()
+    return InterleavedSearch(problem, costs).run()
 
 
 def _by_hand(problem: Problem, costs: Costs, cuts: Cuts) -> Found | None:
