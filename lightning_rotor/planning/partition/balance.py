@@ -133,7 +133,7 @@ def _corrected(given: list[int], stages: int) -> list[int]:
 
 
 def _least_largest(values: Sequence[float], partitions: int, call: str) -> list[int]:
-    """Contiguous parts whose largest sum is least, in O(partitions · n²); of those, the one whose sums are nearest to equal."""
+    """Contiguous parts whose largest sum is least, in O(partitions · n · longest part); of those, the one whose sums are nearest to equal."""
     n = len(values)
     parts: object = partitions
     if not isinstance(parts, int) or isinstance(parts, bool) or not 1 <= parts <= n:
@@ -141,20 +141,27 @@ def _least_largest(values: Sequence[float], partitions: int, call: str) -> list[
             f"partitions is {partitions!r}, but the chain has {n} stages: expected an integer from 1 to {n}, such as {call.format(n)}"
         )
     before = np.concatenate(([0.0], np.cumsum(np.asarray(values, float))))
-    sums = before[None, :] - before[:, None]  # from stage i up to but not including j
-    sums[np.tril_indices(n + 1)] = math.inf
+    # No part needs to be larger than all in equal parts and one more, which bounds how many ends it may have.
+    most = (before[-1] / parts + max(values)) * (1 + 1e-9)
+    ends = np.arange(n + 1)[:, None] + np.arange(
+        1, int((np.searchsorted(before, before + most, "right") - np.arange(n + 1)).max())
+    )
+    inside = ends <= n
+    ends = np.minimum(ends, n)
+    sums = np.where(inside, before[ends] - before[:, None], math.inf)
+    sums[sums > most] = math.inf
     largest, squares = np.full(n + 1, math.inf), np.full(n + 1, math.inf)
     largest[n] = squares[n] = 0.0
     chosen: list[Reals] = []
     for _ in range(partitions):
-        slowest = np.maximum(sums, largest)
+        slowest = np.maximum(sums, largest[ends])
         least = slowest.min(axis=1)
         with np.errstate(invalid="ignore", over="ignore"):
-            spread = np.where((slowest <= least[:, None]) & np.isfinite(slowest), sums**2 + squares, math.inf)
+            spread = np.where((slowest <= least[:, None]) & np.isfinite(slowest), sums**2 + squares[ends], math.inf)
         chosen.append(np.argmin(spread, axis=1))
         largest, squares = least, spread.min(axis=1)
     balance, at = [], 0
-    for ends in reversed(chosen):
-        balance.append(int(ends[at]) - at)
-        at = int(ends[at])
+    for lengths in reversed(chosen):
+        balance.append(int(lengths[at]) + 1)
+        at += balance[-1]
     return balance

@@ -148,8 +148,10 @@ class InterleavedBounds:
         return tuple(cuts)
 
     def of_any_cuts(self) -> float:
-        """What no cuts beat. Each device does its part of the work, each link carries its part of the messages, a micro-batch passes through
-        everything and back, and every stage of the chain works on all of them between its way there and home.
+        """What no cuts beat.
+
+        Each device does its part of the work, each link carries its part of the messages, a micro-batch passes through everything and back, and
+        every stage of the chain works on all of them between the first one's way there and the last one's way home.
         """
         m, before = self._problem.micro_batches, self._forward_before + self._backward_before
         total, fastest = before[-1], float(self._speeds.max())

@@ -60,7 +60,9 @@ class Moments:
         levels = np.column_stack(
             (np.full(count, _NOTHING), after, with_gradients | (np.arange(count) == first_backward))
         )
-        table = np.unique(np.concatenate((rows, levels)).astype(np.int64), axis=0)
+        table = np.concatenate((rows, levels)).astype(np.int64)
+        table = table[np.lexsort(table.T)]
+        table = table[np.concatenate(([True], (np.diff(table, axis=0) != 0).any(axis=1)))]
         self._own, self._counts = table[:, 0], table[:, 1:]
 
     def peak_bytes(self, load: PipelineStageLoad) -> int:
