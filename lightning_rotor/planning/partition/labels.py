@@ -80,6 +80,7 @@ class Labels:
         self._m, self._ahead = problem.micro_batches, np.array(problem.in_flight) - 1
         self._gpipe = problem.schedule == "gpipe"
         self._n, self._travel = len(problem.chain), np.array(travel_seconds)
+        self._turns = np.ceil(self._m / np.array(problem.in_flight))
 
     def at_the_end(self) -> Reals:
         """By boundary of the chain, the labels of nothing behind its end; padded with infinite ones."""
@@ -129,7 +130,8 @@ class Labels:
         behind = labels[..., 0] + 2 * travel
         waits = self._waits(self._ahead[stage], runs.forward[:, None], runs.backward[:, None], behind)
         new[..., 0] = behind + seconds
-        new[..., 1] = np.maximum(labels[..., 1] + seconds + 2 * travel, runs.work_seconds[:, None] + waits)
+        own = np.maximum(runs.work_seconds[:, None] + waits, self.returns(stage, seconds, behind, travel))
+        new[..., 1] = np.maximum(labels[..., 1] + seconds + 2 * travel, own)
         return new
 
     def values_behind(self, decided: Runs, labels: Reals) -> Reals:
@@ -155,9 +157,27 @@ class Labels:
         total = steps.sum()
         behind = labels[:, :1] + (total - before - steps + 2 * travel)
         waits = self._waits(self._ahead[: len(decided)], decided.forward, decided.backward, behind)
-        largest = np.max(before + decided.work_seconds + waits, axis=1, initial=0.0)
+        own = np.maximum(
+            decided.work_seconds + waits, self.returns(slice(len(decided)), decided.seconds, behind, travel)
+        )
+        largest = np.max(before + own, axis=1, initial=0.0)
         values[finite] = np.maximum(labels[:, 1] + total, largest)
         return values
+
+    def returns(self, stage: int | slice, seconds: Reals, behind: Reals, travel: Reals) -> Reals:
+        """How long 1F1B stages are busy at least because of what is behind them.
+
+        A stage takes in a new micro-batch when the one that came ``in_flight`` before has returned; and the last micro-batch leaves it on the way
+        back when all have left it one after the other on the way there.
+
+        Args:
+            stage: Number of the pipeline stage, or of several.
+            seconds: Forward and backward of a micro-batch there.
+            behind: Once through everything behind and back, travel included.
+            travel: Of one message to the stage behind.
+        """
+        longest: Reals = np.maximum(self._turns[stage] * (seconds + behind), seconds + behind + (self._m - 1) * travel)
+        return longest
 
     def _waits(self, ahead: Integers, forward: Reals, backward: Reals, behind: Reals) -> Reals:
         """How long a stage waits for what is behind it, in which ``ahead`` forwards and backwards hide."""

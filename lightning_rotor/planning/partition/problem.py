@@ -32,6 +32,8 @@ _MANY_DEVICES = 12
 _TRIES = 4
 Reals: TypeAlias = npt.NDArray[np.float64]
 Integers: TypeAlias = npt.NDArray[np.int64]
+Cuts: TypeAlias = tuple[int, ...]
+"""First stage of the chain in each pipeline stage."""
 
 
 @dataclass(frozen=True, slots=True)

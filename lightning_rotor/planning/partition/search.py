@@ -34,17 +34,15 @@ from __future__ import annotations
 import heapq
 import math
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 
 from lightning_rotor.planning.partition.balance import cuts_of, runs_of, simple_balances
 from lightning_rotor.planning.partition.bounds import LeastSeconds
+from lightning_rotor.planning.partition.climbing import Climb, Judgement
 from lightning_rotor.planning.partition.labels import Labels, Runs
-from lightning_rotor.planning.partition.problem import Costs, Problem, Reals, StageChoice
-
-Cuts: TypeAlias = tuple[int, ...]
-"""First stage of the chain in each pipeline stage."""
+from lightning_rotor.planning.partition.problem import Costs, Cuts, Problem, Reals, StageChoice
+from lightning_rotor.planning.partition.step_bounds import StepBounds
 
 # Runs that are looked at for labels, at once and in all, actions that are simulated, and stages that steps of one search and of all of them
 # extend, before there is a bound instead of a proof. They count work, not seconds: the answer is the same on every machine.
@@ -125,6 +123,8 @@ class Search:
             longest = min(2 * longest, self._n)
         self._judge_simple()
         bound = self._prove()
+        if bound < self._best[0] * (1 - _SAME) and not self._is_gpipe:
+            self._climb(self._best[1])
         seconds, cuts = self._best
         return Found(cuts, self._choices(cuts), seconds, min(bound, seconds))
 
@@ -132,6 +132,18 @@ class Search:
         for balance in simple_balances(self._problem.chain, self._stages):
             if max(balance) <= self._bounds.longest:
                 self.judge(cuts_of(balance))
+
+    def _climb(self, cuts: Cuts) -> None:
+        """From the best cuts that were found, and from the simple ones."""
+        simple = [cuts_of(balance) for balance in simple_balances(self._problem.chain, self._stages)]
+        bounds = StepBounds(self._problem, self._costs)
+        climb = Climb(self._problem, self._costs, bounds, self._judgement)
+        climb.run([cuts, *simple])
+        self.judge(min(climb.judged, key=climb.judged.__getitem__))
+
+    def _judgement(self, cuts: Cuts) -> Judgement:
+        seconds = self.judge(cuts)
+        return int(seconds == math.inf), seconds
 
     def judge(self, cuts: Cuts) -> float:
         """Seconds of a step with these cuts; infinite if the memory does not suffice."""
@@ -158,6 +170,8 @@ class Search:
     def _put_bounds(self, stage: int, first: int, last: int) -> None:
         """What is known of a run, in the place of its bounds."""
         at, run = (stage, first, last - first), self._known[stage, first, last]
+        if last - first >= self._bounds.longest:
+            return
         if run is None:
             self._bounds.seconds[at] = math.inf
             return
@@ -285,7 +299,8 @@ class Search:
                 waits = [np.maximum(behind - ahead * bounds.most_forward[stage], 0)]
                 if not self._has_odd_one:
                     waits.append(np.maximum(behind - ahead * bounds.most_backward[stage], 0))
-                through[stage] = before + work + (sum(waits) if m > ahead + 1 else np.max(waits, axis=0))
+                own = work + (sum(waits) if m > ahead + 1 else np.max(waits, axis=0))
+                through[stage] = before + np.maximum(own, self._labels.returns(stage, least[stage], behind, travel / 2))
         through[~np.isfinite(through)] = math.inf
         return through
 

@@ -19,9 +19,17 @@ from lightning_rotor.planning.partition.balance import (
     runs_of,
 )
 from lightning_rotor.planning.partition.interleaved import InterleavedSearch
-from lightning_rotor.planning.partition.problem import Costs, Link, PipelineDevice, Problem, RecomputeMode, devices_of
+from lightning_rotor.planning.partition.problem import (
+    Costs,
+    Cuts,
+    Link,
+    PipelineDevice,
+    Problem,
+    RecomputeMode,
+    devices_of,
+)
 from lightning_rotor.planning.partition.result import Partition
-from lightning_rotor.planning.partition.search import Cuts, Found, Search, least_bottleneck
+from lightning_rotor.planning.partition.search import Found, Search, least_bottleneck
 from lightning_rotor.units import format_bytes
 
 # Runs of stages whose least memory is asked for, for an error.

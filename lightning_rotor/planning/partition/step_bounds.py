@@ -1,4 +1,4 @@
-r"""What no interleaved step can beat, for many ways to cut at once.
+r"""What no step can beat, for many ways to cut at once, if nothing is recomputed.
 
 With ``f_s`` and ``b_s`` the seconds of a micro-batch in pipeline stage ``s``, ``t_s = f_s + b_s``, ``c_s`` how long a message travels from ``s``
 to ``s + 1`` and back together, ``A_s = Σ_{u<s} (t_u + c_u)`` once through everything before and back, ``R_s = c_s + Σ_{u>s} (t_u + c_u)``
@@ -53,15 +53,15 @@ class CutSeconds:
         return np.stack((forward, forward, self.travel, backward, backward, self.home_travel), axis=-1)
 
 
-class InterleavedBounds:
+class StepBounds:
     """Bounds for one problem.
 
     Args:
-        problem: With the interleaved schedule.
+        problem: With 1F1B, plain or interleaved.
         costs: Of the problem.
 
     Attributes:
-        exact: The seconds are those of the stages themselves: nothing is ever recomputed.
+        exact: Nothing ever is.
     """
 
     def __init__(self, problem: Problem, costs: Costs) -> None:
@@ -71,12 +71,16 @@ class InterleavedBounds:
             problem.recompute == "rotor" and all(device.memory_bytes is None for device in problem.devices)
         )
         fastest = [min(stage.options, key=lambda each: each.forward_seconds + each.backward_seconds) for stage in chain]
-        forward = [each.forward_seconds for each in fastest]
-        backward = [each.backward_seconds for each in fastest]
-        if not self.exact:
-            forward = [min(stage.discard_seconds, *(each.forward_seconds for each in stage.options)) for stage in chain]
-            backward = [min(each.backward_seconds for each in stage.options) for stage in chain]
-        self._forward_before, self._backward_before = _before(forward), _before(backward)
+        self._forward_before = _before([each.forward_seconds for each in fastest])
+        self._backward_before = _before([each.backward_seconds for each in fastest])
+        # Forward of one micro-batch and backward of another, with which options ever.
+        self._least_before = _before(
+            [
+                min(stage.discard_seconds, *(each.forward_seconds for each in stage.options))
+                + min(each.backward_seconds for each in stage.options)
+                for stage in chain
+            ]
+        )
         self._travel = np.array(costs.travel_seconds)
         self._speeds = np.array([problem.device_of(stage).speed for stage in range(self._stages)])
         self._read_order()
@@ -97,7 +101,7 @@ class InterleavedBounds:
         self._in_turns = np.ceil(self._problem.micro_batches / np.array(self._problem.in_flight))
 
     def seconds(self, cuts: Integers) -> CutSeconds:
-        """What stages take at least.
+        """What stages take.
 
         Args:
             cuts: ``(ways, stages)``, where pipeline stages begin.
@@ -111,7 +115,7 @@ class InterleavedBounds:
         )
 
     def step_seconds(self, seconds: CutSeconds) -> Reals:
-        """What no step beats: ``(ways,)``."""
+        """What no step beats that has such seconds: ``(ways,)``."""
         m, devices, forward, backward = self._problem.micro_batches, self._devices, seconds.forward, seconds.backward
         both, travel = forward + backward, seconds.travel
         steps = both + 2 * travel
@@ -148,7 +152,7 @@ class InterleavedBounds:
         return tuple(cuts)
 
     def of_any_cuts(self) -> float:
-        """What no cuts beat.
+        """What no cuts beat, recomputation or not.
 
         Each device does its part of the work, each link carries its part of the messages, a micro-batch passes through everything and back, and
         every stage of the chain works on all of them between the first one's way there and the last one's way home.
@@ -156,7 +160,7 @@ class InterleavedBounds:
         m, before = self._problem.micro_batches, self._forward_before + self._backward_before
         total, fastest = before[-1], float(self._speeds.max())
         sent = np.sort(self._travel[1:-1])[: self._stages - 1].sum()  # at least, by any cuts
-        alone = (before[:-1] + m * np.diff(before)).max() / fastest
+        alone = (self._least_before[:-1] + m * np.diff(before)).max() / fastest
         work = m * total / self._speeds[: self._devices].sum()
         return float(max(work, alone, total / fastest + 2 * sent, m * sent / self._devices))
 
