@@ -64,7 +64,7 @@ class Waves:
 
     def step_seconds(self, loads: Sequence[PipelineStageLoad]) -> float:
         """The same as :func:`lightning_rotor.pipeline_simulator.step_seconds`."""
-        return self.simulated(np.array([[_seconds_of(load, self._m) for load in loads]]))[0]
+        return self.simulated(np.array([[seconds_of(load, self._m) for load in loads]]))[0]
 
     def simulated(self, seconds: Reals) -> list[float]:
         """Steps of many partitions.
@@ -124,7 +124,7 @@ class Waves:
             yield _Round(now, 2 * works + (numbers == m - 1), needs, makes, 2 * now + works // stages, works)
 
 
-def _seconds_of(load: PipelineStageLoad, micro_batches: int) -> tuple[float, ...]:
+def seconds_of(load: PipelineStageLoad, micro_batches: int) -> tuple[float, ...]:
     """A row of what :meth:`Waves.simulated` reads."""
     usual, last = load_of(load, micro_batches - 2, micro_batches), load_of(load, micro_batches - 1, micro_batches)
     return (

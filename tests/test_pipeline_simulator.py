@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from lightning_rotor.pipeline_schedule import Action, PipelineError, actions
@@ -14,7 +15,7 @@ from lightning_rotor.pipeline_simulator import (
     simulate_pipeline,
     step_seconds,
 )
-from lightning_rotor.pipeline_waves import Waves
+from lightning_rotor.pipeline_waves import Waves, seconds_of
 
 
 def stage(forward, backward, *, again=0.0, travel=(0.0, 0.0), **sizes):
@@ -192,14 +193,22 @@ def test_many_devices_at_once_take_as_long_as_one_after_the_other(seed):
     devices, rounds = rng.randint(3, 7), 2 if schedule == "interleaved" else 1
     m = devices * rng.randint(1, 3)
     order = actions(schedule, devices, micro_batches=m, stages_per_device=rounds)
-    micro_batches = [
-        [MicroBatchLoad(rng.randint(1, 9), rng.randint(1, 9)) for _ in range(2)] for _ in range(devices * rounds)
-    ]
-    loads = [
-        PipelineStageLoad(
-            usual, rng.choice((None, last)), send_forward_seconds=rng.choice((0, 5)), send_backward_seconds=3
-        )
-        for usual, last in micro_batches
-    ]
-    waves = Waves(order, stages=len(loads), micro_batches=m)
-    assert waves.step_seconds(loads) == step_seconds(order, loads, micro_batches=m)
+    stages = devices * rounds
+    partitions = [[random_stage(rng) for _ in range(stages)] for _ in range(3)]
+    waves = Waves(order, stages=stages, micro_batches=m)
+    one_by_one = [step_seconds(order, loads, micro_batches=m) for loads in partitions]
+    assert [waves.step_seconds(loads) for loads in partitions] == one_by_one
+    assert waves.simulated(np.array([[seconds_of(load, m) for load in loads] for loads in partitions])) == one_by_one
+
+
+def random_stage(rng):
+    usual, last = (MicroBatchLoad(rng.randint(1, 9), rng.randint(1, 9)) for _ in range(2))
+    return PipelineStageLoad(
+        usual, rng.choice((None, last)), send_forward_seconds=rng.choice((0, 5)), send_backward_seconds=3
+    )
+
+
+def test_devices_that_wait_for_one_another_are_refused_at_once_too():
+    turned = [tuple(reversed(device)) for device in actions("1f1b", 3, micro_batches=2)]
+    with pytest.raises(PipelineError, match="for ever"):
+        Waves(turned, stages=3, micro_batches=2)
