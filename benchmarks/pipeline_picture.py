@@ -62,7 +62,7 @@ def _lines(axes: Axes, rows: Sequence[Mapping[str, Any]], value: Any) -> None:
             found.sort(key=lambda row: row["devices"])
             axes.plot(
                 [row["devices"] for row in found], [value(row) for row in found], style, color=colour, marker=marker,
-                markersize=4.5, linewidth=1.3, markerfacecolor=colour if schedule == "1f1b" else "white",
+                markersize=4.5, linewidth=1.3, zorder=3 if way == "rotor" else 2, markerfacecolor=colour if schedule == "1f1b" else "white",
                 label=f"{'cuts ' if way != 'rotor' else ''}{way}, {name}",
             )  # fmt: skip
 
