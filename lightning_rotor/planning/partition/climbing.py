@@ -15,8 +15,10 @@ import numpy as np
 from lightning_rotor.planning.partition.problem import Costs, Cuts, Integers, Problem, Reals
 from lightning_rotor.planning.partition.step_bounds import StepBounds
 
-# Actions of simulated partitions, and runs of stages that are planned, before the cuts stay where they are.
-_MOST_ACTIONS, _MOST_PLANS = 100_000_000, 400
+# Actions of simulated partitions, and runs of stages that are planned, before the cuts stay where they are. Long runs take long to plan: fewer
+# of them, in proportion to the square of their usual length.
+_MOST_ACTIONS = 100_000_000
+_MOST_PLANS, _MOST_SQUARES = 400, 10_000
 # How many partitions are simulated at once.
 _AT_ONCE = 32
 _SAME = 1e-9
@@ -41,6 +43,7 @@ class Climb:
         self._problem, self._costs, self._bounds, self._judge_one = problem, costs, bounds, judge
         self._n, self._stages = len(problem.chain), problem.stages
         self._actions = sum(map(len, problem.order))
+        self._plans_in_all = min(_MOST_PLANS, int(_MOST_SQUARES * (self._stages / self._n) ** 2))
         # Between two devices a link serves both directions, for which only the plain simulator is right.
         self._at_once = len(problem.devices) > 2
         self._is_simulation_enough = bounds.exact and self._at_once
@@ -67,7 +70,7 @@ class Climb:
             # Half of what is left, and all of it in the end.
             share = 1 if number == len(starts) - 1 else 2
             self._most_simulated = self._simulated + (_MOST_ACTIONS // self._actions - self._simulated) // share
-            self._most_plans = self._costs.plans + (_MOST_PLANS - (self._costs.plans - plans)) // share
+            self._most_plans = self._costs.plans + (self._plans_in_all - (self._costs.plans - plans)) // share
             self._climb(cuts)
 
     def _climb(self, cuts: Cuts) -> None:
