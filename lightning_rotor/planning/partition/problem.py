@@ -30,6 +30,8 @@ RECOMPUTE_MODES: tuple[RecomputeMode, ...] = get_args(RecomputeMode)
 _MANY_DEVICES = 12
 # How often a plan is made with less memory because of what lingers.
 _TRIES = 4
+# How many plans it takes about to find the one with the least memory.
+_PLANS_FOR_LEAST = 10
 Reals: TypeAlias = npt.NDArray[np.float64]
 Integers: TypeAlias = npt.NDArray[np.int64]
 Cuts: TypeAlias = tuple[int, ...]
@@ -398,6 +400,7 @@ class Costs:
     def _least(self, first: int, last: int, in_flight: int) -> StagePlan:
         key = self._key(first, last), in_flight
         if key not in self._least_plans:
+            self.plans += _PLANS_FOR_LEAST
             self._least_plans[key] = self._planner(first, last).least(in_flight)
         return self._least_plans[key]
 
