@@ -232,15 +232,12 @@ class RotorPipelineStrategy(DDPStrategy):
         return found
 
     @override
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+    def reduce(
+        self, tensor: torch.Tensor, group: Any = None, reduce_op: dist.ReduceOp | str | None = "mean"
+    ) -> torch.Tensor:
         """Processes of one pipeline hold the same, which counts once in a sum that ``self.log`` asks for by name."""
         reduced = super().reduce(tensor, group, reduce_op)
-        if (
-            group is None
-            and isinstance(reduced, torch.Tensor)
-            and isinstance(reduce_op, str)
-            and reduce_op.lower() == "sum"
-        ):
+        if group is None and isinstance(reduce_op, str) and reduce_op.lower() == "sum":
             return reduced / self._devices_per_pipeline
         return reduced
 
