@@ -12,7 +12,7 @@ turns: every method once, then again; a method's ratio is the median over the ro
 is asked for the peak that each other method has reached, and for a few in between.
 
 The fastest of many noisy figures is too fast. So who is compared with whom is decided by a few rounds, and what the comparison says by as many
-final ones as are asked for, of eager, of all others, and of our point that was the fastest at each of their peaks.
+final ones as are asked for, of eager, of all others, and of our points that were the fastest or take the most memory at each of their peaks.
 
 =================  ============================================================================================
 method             what it is

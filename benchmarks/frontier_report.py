@@ -53,8 +53,8 @@ def table(rows: dict[str, Any]) -> str:
         f"{first['device']}, {first['machine']}; torch {first['torch']}; `python benchmarks/frontier.py`.",
         "Peak and time are ratios to plain eager. *Ours*: the fastest of our points whose peak is at most that of the row, and with eager's bits",
         f"if the row has them; **slower** where it takes more than {NOISE:.0%} more of eager's time than the row does. Bits: gradients equal",
-        "eager's to the bit; else the largest difference by the largest gradient. Rounds: interleaved, and final ones, in which only the others",
-        "ran and what was the fastest of ours at their peaks; then these count.",
+        "eager's to the bit; else the largest difference by the largest gradient. Rounds: interleaved, and final ones of the others and of ours that",
+        "were the fastest, or take the most memory that fits, at their peaks; then these count.",
         "",
         *_summary(rows),
     ]
@@ -117,9 +117,17 @@ def _judged(point: dict[str, Any], points: list[dict[str, Any]]) -> tuple[str, f
 
 
 def finalists(points: list[dict[str, Any]]) -> list[bool]:
-    """For each point, whether it is timed in the final rounds: all that are not ours, and the fastest of ours at the peak of each of them."""
+    """For each point, whether it is timed in the final rounds.
+
+    All that are not ours are; and of ours, for each of their peaks, the fastest so far and those of each kind that take most memory.
+    """
     working = [point for point in points if "failed" not in point]
-    chosen = [_fastest_of_ours(point, working) for point in working if _is_others(point)]
+    chosen = []
+    for point in filter(_is_others, working):
+        chosen.append(_fastest_of_ours(point, working))
+        for method in OURS:
+            fitting = [each for each in _ours_at(point, working) if each["method"] == method]
+            chosen.append(max(fitting, key=lambda each: each["peak"], default=None))
     return ["failed" not in point and (point["method"] not in OURS or point in chosen) for point in points]
 
 
@@ -127,12 +135,14 @@ def _is_others(point: dict[str, Any]) -> bool:
     return point["method"] not in (*OURS, "eager")
 
 
-def _fastest_of_ours(point: dict[str, Any], points: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Among those that take no more memory, and have eager's bits if this one has them. Plain eager execution is a plan of ours, too."""
+def _ours_at(point: dict[str, Any], points: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those that take no more memory, and have eager's bits if this one has them. Plain eager execution is a plan of ours, too."""
     mine = [each for each in points if not _is_others(each) and each["peak"] <= point["peak"] + 5e-4]
-    if point["same_bits"]:
-        mine = [each for each in mine if each["same_bits"]]
-    return min(mine, key=lambda each: each["time"], default=None)
+    return [each for each in mine if each["same_bits"]] if point["same_bits"] else mine
+
+
+def _fastest_of_ours(point: dict[str, Any], points: list[dict[str, Any]]) -> dict[str, Any] | None:
+    return min(_ours_at(point, points), key=lambda each: each["time"], default=None)
 
 
 def picture(rows: dict[str, Any], path: Path) -> None:

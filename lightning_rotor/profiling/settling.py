@@ -118,8 +118,13 @@ class Measured:
         return self.found.stage.cost.keep.input_gradient_bytes
 
     def is_settled(self, behind: Measured) -> bool:
-        """Whether it was measured with what the stage behind leaves."""
-        return self.layouts == behind.found.stage.link_layouts
+        """Whether it was measured with what the stage behind leaves, as far as that is one thing.
+
+        A stage that may rebuild its input in a backward of its own leaves other gradients then. For both ways to be right it counts how many
+        bytes they are, see :func:`unexpected`, and not how they lie.
+        """
+        leaves = behind.found.stage
+        return self.layouts == leaves.link_layouts or any(option.fused for option in leaves.cost.options)
 
     def settle(self, behind: Measured, bench: Bench, boundary: Boundary | None = None) -> bool:
         """Take over what is measured with what the stage behind leaves; whether that is known, or there is a boundary to measure it."""
