@@ -180,7 +180,6 @@ def step(
     for tensor in inputs:
         tensor.grad = None
     torch.manual_seed(3)
-    gc.collect()
     gc.disable()  # the release of older garbage would count as this step's
     meter = StepMeter(torch.device("cpu"))
     meter.start()
