@@ -399,8 +399,8 @@ def compiled_under(budget: float) -> Callable[..., Any]:
     return torch.compile(FunctionType(_call.__code__.replace(), globals()), backend=backend)
 
 
-def _call(module: Any, *args: Any) -> Any:
-    return type(module).forward(module, *args)
+def _call(module: Any, *args: Any, **kwargs: Any) -> Any:
+    return type(module).forward(module, *args, **kwargs)
 
 
 def _compiled_block(compiled: Callable[..., Any], block: Any, _: Any) -> Callable[..., Any]:
@@ -451,12 +451,12 @@ def segmented(blocks: Sequence[Any], count: int) -> Iterator[None]:
     size = len(blocks) // count
     last = size * (count - 1)
 
-    def run(forwards: Sequence[Any], value: Any) -> Any:
+    def run(forwards: Sequence[Any], value: Any, *args: Any, **kwargs: Any) -> Any:
         for forward in forwards:
-            value = forward(value)
+            value = forward(value, *args, **kwargs)
         return value
 
-    def through(value: Any) -> Any:
+    def through(value: Any, *args: Any, **kwargs: Any) -> Any:
         return value
 
     forwards = [block.forward for block in blocks]
