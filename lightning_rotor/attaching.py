@@ -71,6 +71,12 @@ def detach(module: nn.Module) -> None:
         module.__dict__.pop("forward", None)
 
 
+def is_attached(module: nn.Module) -> bool:
+    """Whether a module runs through a planned forward."""
+    planned: ForwardInPlace | None = module.__dict__.get(_KEY)
+    return planned is not None and planned.active
+
+
 @contextmanager
 def attached(module: nn.Module, planned: ForwardInPlace) -> Iterator[None]:
     """:func:`attach` for one call."""

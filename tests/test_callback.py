@@ -365,6 +365,19 @@ def test_modules_by_name(tmp_path: Path) -> None:
     assert whole.plan.chain.names[-1] == "head.2"
 
 
+@pytest.mark.parametrize("names", [("body", "body.0"), ("body.0", "body"), ("", "body"), ("body", None)])
+def test_callbacks_on_overlapping_modules_are_refused(names: tuple[str | None, ...], tmp_path: Path) -> None:
+    class Nested(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Sequential(nn.Flatten(), nn.Linear(12, 12), nn.ReLU()), nn.Linear(12, 10))
+
+    model = Nested()
+    with pytest.raises(ModelError, match=r"two plans would work on the same layers|has been replaced already"):
+        fit([RotorCallback(module=name, show_table=False) for name in names], tmp_path, model=model)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
 def test_a_model_without_anything_to_plan_says_what_is_supported(tmp_path: Path) -> None:
     class Flat(Net):
         def __init__(self) -> None:

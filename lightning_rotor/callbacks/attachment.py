@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
-from lightning_rotor.attaching import attach, detach
+from lightning_rotor.attaching import attach, detach, is_attached
 from lightning_rotor.callbacks.dry_step import best_by_compute
 from lightning_rotor.callbacks.ranks import same_target
 from lightning_rotor.callbacks.saved_plans import SavedPlans
@@ -103,6 +103,20 @@ class Attachment:
         if self.planned is not None:
             detach(self.target.module)
 
+    def _check_apart(self, target: Target) -> None:
+        """No module is planned inside of another one."""
+        inside = set(target.module.modules())
+        for name, module in self._model.named_modules():
+            if (
+                module is not target.module
+                and is_attached(module)
+                and (module in inside or target.module in module.modules())
+            ):
+                raise ModelError(
+                    f"two plans would work on the same layers: one on {target.place}, the other on {name!r}. Expected modules apart from each "
+                    "other, or one RotorCallback on the larger one, which plans what is inside of it, too"
+                )
+
     def _descend(self, error: ModelError) -> None:
         """From inside the first forward: the target turned out to be no chain, so try the next."""
         assert self._search is not None
@@ -122,6 +136,7 @@ class Attachment:
         if self.planned is None or self.target.module is not target.module:
             self.end()
             self.planned = None
+            self._check_apart(target)
             planned = self._make(target.module, self._descend if self._search is not None else None)
             attach(target.module, planned)
             self.planned = planned
