@@ -55,8 +55,7 @@ def attach(module: nn.Module, planned: ForwardInPlace) -> None:
     Raises:
         ModelError: Somebody has already replaced the module's ``forward``.
     """
-    leftover = module.__dict__.get(_KEY)
-    if "forward" in module.__dict__ and (leftover is None or leftover.active):
+    if "forward" in module.__dict__ and (_KEY not in module.__dict__ or is_attached(module)):
         raise ModelError(
             f"the forward of this {type(module).__name__} has been replaced already: expected a module that only one callback or patch works "
             "on. torch.compile of a whole LightningModule replaces its forward too: name one of its submodules"

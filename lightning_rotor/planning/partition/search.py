@@ -102,6 +102,7 @@ class Search:
     def __init__(self, problem: Problem, costs: Costs) -> None:
         self._problem, self._costs = problem, costs
         self._n, self._stages = len(problem.chain), problem.stages
+        self._simple = [cuts_of(balance) for balance in simple_balances(problem.chain, self._stages)]
         self._simulated: dict[Cuts, float] = {}
         self._known: dict[tuple[int, int, int], _Run | None] = {}
         self._best: tuple[float, Cuts] | None = None
@@ -135,16 +136,15 @@ class Search:
         return Found(cuts, self._choices(cuts), seconds, min(bound, seconds))
 
     def _judge_simple(self) -> None:
-        for balance in simple_balances(self._problem.chain, self._stages):
-            if max(balance) <= self._bounds.longest:
-                self.judge(cuts_of(balance))
+        for cuts in self._simple:
+            if max(last - first for first, last in runs_of(cuts, self._n)) < self._bounds.longest:
+                self.judge(cuts)
 
     def _climb(self, cuts: Cuts) -> None:
         """From the best cuts that were found, and from the simple ones."""
-        simple = [cuts_of(balance) for balance in simple_balances(self._problem.chain, self._stages)]
         bounds = StepBounds(self._problem, self._costs)
         climb = Climb(self._problem, self._costs, bounds, self._judgement)
-        climb.run([cuts, *simple])
+        climb.run([cuts, *self._simple])
         self.judge(min(climb.judged, key=climb.judged.__getitem__))
 
     def _judgement(self, cuts: Cuts) -> Judgement:
