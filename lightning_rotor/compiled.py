@@ -259,4 +259,4 @@ def _calling(stage: Stage, replacements: dict[nn.Module, Callable[..., Any]]) ->
     ]
     if len(modules) == 1:
         return modules[0]
-    return partial(stage.wiring.run, call=lambda index, value: modules[index](value))
+    return partial(stage.wiring.run, functions=modules)

@@ -48,10 +48,7 @@ class Stage:
         """
         if len(self.modules) == 1:
             return self.modules[0](value)
-        return self.wiring.run(value, self._call)
-
-    def _call(self, index: int, value: Any) -> Any:
-        return self.modules[index](value)
+        return self.wiring.run(value, self.modules)
 
     @property
     def inverse(self) -> Callable[[Any], Any] | None:

@@ -57,21 +57,21 @@ class Wiring:
                 dead[last[number]].append(number)
         return cls(Wire(tuple(sorted(taken)), tuple(given)), steps, tuple(map(tuple, dead)))
 
-    def run_all(self, value: Any, steps: Sequence[Callable[[Any], Any]]) -> Any:
+    def run(self, value: Any, functions: Sequence[Callable[[Any], Any]]) -> Any:
         """Run the steps, one function for each."""
-        if not self._is_row:
-            return self.run(value, lambda index, value: steps[index](value))
-        for step in steps:
-            value = step(value)
-        return value
-
-    def run(self, value: Any, call: Callable[[int, Any], Any]) -> Any:
-        """Run the steps; ``call`` runs one of them, by its place."""
+        if self._is_row:
+            for function in functions:
+                value = function(value)
+            return value
         values = dict(zip(self.wire.reads, unpacked(value, len(self.wire.reads)), strict=True))
         del value
-        for index, (step, dead) in enumerate(zip(self.steps, self.dead, strict=True)):
-            made = call(index, packed([values[number] for number in step.reads]))
-            values.update(zip(step.writes, unpacked(made, len(step.writes)), strict=True))
+        for function, step, dead in zip(functions, self.steps, self.dead, strict=True):
+            reads, writes = step.reads, step.writes
+            made = function(values[reads[0]] if len(reads) == 1 else tuple([values[number] for number in reads]))
+            if len(writes) == 1:
+                values[writes[0]] = made
+            else:
+                values.update(zip(writes, made, strict=True))
             del made
             for number in dead:
                 del values[number]

@@ -147,8 +147,9 @@ class _Row:
     def run(self, value: Any) -> Any:
         """Run the items."""
         if any(self.inversions):
-            return self.wiring.run(value, _InvertingRun(self).run_item)
-        return self.wiring.run_all(value, self.steps)
+            run_item = _InvertingRun(self).run_item
+            return self.wiring.run(value, [partial(run_item, index) for index in range(len(self.steps))])
+        return self.wiring.run(value, self.steps)
 
     def run_flat(self, spec: TreeSpec, *flat: Any) -> Any:
         """Run the items on a nesting that was flattened."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -164,6 +165,7 @@ class Part:
         self._stages, self._states = tuple(stages[own]), tuple(states[own])
         self._running = self._stages if chain is None else with_seeds(stages, chain)[own]
         self._plainly = Wiring.of((stage.wiring.wire for stage in self._stages), self._made)
+        self._plain_steps = [partial(run_stage, stage) for stage in self._running]
         self._usual = None if plan.plan is None else self._executor(plan.plan)
         self._last = self._usual if plan.last_plan is None else self._executor(plan.last_plan)
 
@@ -194,7 +196,7 @@ class Part:
         del values
         if not torch.is_grad_enabled():
             wire = self._plainly.wire
-            made = self._plainly.run(packed([known[number] for number in wire.reads]), self._run_plainly)
+            made = self._plainly.run(packed([known[number] for number in wire.reads]), self._plain_steps)
             known.update(zip(wire.writes, unpacked(made, len(wire.writes)), strict=True))
             return [known[number] for number in self.gives]
         executor = self._last if last else self._usual
@@ -206,9 +208,6 @@ class Part:
         by_number = dict(zip(order, unpacked(made, len(order)), strict=True))
         known.update(zip(self._made, [by_number[number] for number in wanted], strict=True))
         return [known[number] for number in self.gives]
-
-    def _run_plainly(self, place: int, value: Any) -> Any:
-        return run_stage(self._running[place], value)
 
 
 class PartModule(nn.Module):

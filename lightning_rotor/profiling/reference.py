@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ def require_same(module: nn.Module, cut: GraphCut, args: Sequence[Any], kwargs: 
         return type(module).forward(module, *args, **kwargs)
 
     def staged() -> Any:
-        return wiring_of(cut.stages).run(cut.take(*fresh()), lambda index, value: run_stage(cut.stages[index], value))
+        return wiring_of(cut.stages).run(cut.take(*fresh()), [partial(run_stage, stage) for stage in cut.stages])
 
     device = tensors_in((args, kwargs))[0].device
     whole = Stage(type(module).__name__, (module,))

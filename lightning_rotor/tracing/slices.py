@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -14,26 +14,8 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from lightning_rotor.tracing.proxies import IN_PLACE
+from lightning_rotor.tracing.slice_code import Ref, Step, encoded, function_of
 from lightning_rotor.tracing.tracer import CONSTANT
-from lightning_rotor.wiring import unpacked
-
-
-@dataclass(frozen=True, slots=True)
-class _Ref:
-    """A value that an operation reads, by its place in the slice."""
-
-    index: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Step:
-    """An operation: what to call, with which values, and which values nobody needs afterwards."""
-
-    kind: str
-    target: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    frees: tuple[int, ...]
 
 
 class GraphSlice(nn.Module):
@@ -65,7 +47,8 @@ class GraphSlice(nn.Module):
         self._reads: list[tuple[nn.Module, str]] = []
         self._constants: list[torch.Tensor] = []
         self._targets: dict[int, nn.Module] = {}
-        self._steps: list[_Step] = []
+        self._steps: list[Step] = []
+        self._function: Callable[[Any], Any] | None = None  # made at the first call
         known_functions = True
         places = {node: index for index, node in enumerate(inputs)}
         uses = {node: index for index, step in enumerate(nodes) for node in step.all_input_nodes}
@@ -88,17 +71,16 @@ class GraphSlice(nn.Module):
             if node not in uses and node not in kept:
                 dying.append(node)
             self._steps.append(
-                _Step(
+                Step(
                     node.op,
                     self._target(node, root),
-                    _encode(node.args, places),
-                    _encode(node.kwargs, places),
+                    encoded(node.args, places),
+                    encoded(node.kwargs, places),
                     tuple(places[n] for n in dying),
                 )
             )
             known_functions = known_functions and (node.op == "call_module" or _is_known(node))
-        self._output = _encode(outputs, places)
-        self._size = len(places)
+        self._output = encoded(outputs, places)
         self.known_functions = known_functions
         """Whether all functions that it calls are torch's, draw nothing and give the same bits each time."""
 
@@ -108,13 +90,13 @@ class GraphSlice(nn.Module):
         owners: Mapping[str, tuple[nn.Module, str]],
         constants: Sequence[torch.Tensor],
         frees: tuple[int, ...],
-    ) -> _Step:
+    ) -> Step:
         name = str(node.target)
         if name.startswith(CONSTANT):
             self._constants.append(constants[int(name[len(CONSTANT) :])])
-            return _Step("constant", self._constants[-1], (), {}, frees)
+            return Step("constant", self._constants[-1], (), {}, frees)
         self._reads.append(owners[name])
-        return _Step("read", owners[name], (), {}, frees)
+        return Step("read", owners[name], (), {}, frees)
 
     def _target(self, node: fx.Node, root: nn.Module) -> Any:
         if node.op != "call_module":
@@ -128,31 +110,16 @@ class GraphSlice(nn.Module):
     # Not nn.Module's: hooks for all modules are the business of the user's modules.
     def __call__(self, value: Any) -> Any:
         """Run the operations."""
-        values: list[Any] = [None] * self._size
-        values[: self._inputs] = unpacked(value, self._inputs)
-        for place, step in enumerate(self._steps, self._inputs):
-            match step.kind:
-                case "call_module" | "call_function":
-                    values[place] = step.target(*_decode(step.args, values), **_decode(step.kwargs, values))
-                case "call_method":
-                    this, *rest = _decode(step.args, values)
-                    values[place] = getattr(this, step.target)(*rest, **_decode(step.kwargs, values))
-                    del this, rest
-                case "read":
-                    owner, name = step.target
-                    values[place] = getattr(owner, name)
-                case _:
-                    values[place] = step.target
-            for dead in step.frees:
-                values[dead] = None
-        return _decode(self._output, values)
+        if self._function is None:
+            self._function = function_of(self._inputs, self._steps, self._output)
+        return self._function(value)
 
     @property
     def only_module(self) -> nn.Module | None:
         """The module that it calls, if calling it is all that is done."""
         match self._steps:
-            case [_Step(kind="call_module", target=module, args=(_Ref(0),), kwargs={}) as step] if (
-                self._inputs == 1 and not step.kwargs and self._output == _Ref(1)
+            case [Step(kind="call_module", target=module, args=(Ref(0),), kwargs={}) as step] if (
+                self._inputs == 1 and not step.kwargs and self._output == Ref(1)
             ):
                 return module if isinstance(module, nn.Module) else None
             case _:
@@ -161,6 +128,7 @@ class GraphSlice(nn.Module):
     def calling(self, replacements: Mapping[nn.Module, Callable[..., Any]]) -> GraphSlice:
         """The same operations, with other callables in the place of some modules."""
         other = copy(self)
+        other._function = None
         other._steps = [
             replace(step, target=replacements.get(step.target, step.target)) if step.kind == "call_module" else step
             for step in self._steps
@@ -232,7 +200,7 @@ class GraphSlice(nn.Module):
         """Equal for slices that do the same with modules and tensors of their own; what those look like is not in it."""
         places = {id(module): place for place, module in enumerate(self._targets.values())}
 
-        def spell(step: _Step) -> Any:
+        def spell(step: Step) -> Any:
             target = step.target
             if step.kind == "call_module":
                 target = places[id(target)]
@@ -262,39 +230,9 @@ def _nodes_in(*values: Any) -> list[fx.Node]:
     return found
 
 
-def _encode(value: Any, places: Mapping[fx.Node, int]) -> Any:
-    """Arguments with references in the place of nodes, and fx's immutable containers as plain ones."""
-    if isinstance(value, fx.Node):
-        return _Ref(places[value])
-    if isinstance(value, tuple) and not isinstance(value, torch.Size):
-        return tuple(_encode(entry, places) for entry in value)
-    if isinstance(value, list):
-        return [_encode(entry, places) for entry in value]
-    if isinstance(value, dict):
-        return {key: _encode(entry, places) for key, entry in value.items()}
-    if isinstance(value, slice):
-        return slice(*(_encode(entry, places) for entry in (value.start, value.stop, value.step)))
-    return value
-
-
-def _decode(value: Any, values: Sequence[Any]) -> Any:
-    kind = type(value)
-    if kind is _Ref:
-        return values[value.index]
-    if kind is tuple:
-        return tuple([_decode(entry, values) for entry in value])
-    if kind is list:
-        return [_decode(entry, values) for entry in value]
-    if kind is dict:
-        return {key: _decode(entry, values) for key, entry in value.items()}
-    if kind is slice:
-        return slice(_decode(value.start, values), _decode(value.stop, values), _decode(value.step, values))
-    return value
-
-
 def _spell(value: Any) -> Any:
     """Something hashable that is equal for equal arguments."""
-    if isinstance(value, _Ref):
+    if isinstance(value, Ref):
         return "%", value.index
     if isinstance(value, (tuple, list)):
         return type(value).__name__, tuple(map(_spell, value))
@@ -312,14 +250,15 @@ def _spell(value: Any) -> Any:
 _KNOWN_METHODS = frozenset(
     name
     for line in (
-        "abs add addcmul adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool2d avg_pool2d batch_norm bmm cat",
-        "celu chunk clamp concat contiguous conv1d conv2d conv3d div elu exp expand flatten gelu getattr glu group_norm hardsigmoid",
-        "hardswish hardtanh interpolate layer_norm leaky_relu linear log log_softmax matmul max_pool2d mean mish mul narrow normalize pad",
-        "permute pixel_shuffle relu relu6 relu_ repeat reshape roll rms_norm rsqrt selu sigmoid silu size softmax softplus split sqrt",
-        "squeeze stack sub sum tanh transpose unbind unflatten unsqueeze view",
+        "abs add addcmul addmm adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool2d arange avg_pool2d baddbmm",
+        "batch_norm bmm cat celu chunk clamp concat contiguous conv1d conv2d conv3d dim div elu exp expand flatten gelu getattr glu",
+        "group_norm hardsigmoid hardswish hardtanh interpolate layer_norm leaky_relu linear log log_softmax masked_fill matmul max_pool2d",
+        "mean mish mul narrow normalize pad permute pixel_shuffle pow relu relu6 relu_ repeat reshape roll rms_norm rsqrt selu sigmoid silu",
+        "size softmax softplus split sqrt squeeze stack sub sum tanh to transpose unbind unflatten unsqueeze view where",
     )
     for name in line.split()
 )
+_DROPOUT_PLACE = 4  # among the arguments of torch's attention
 _KNOWN_OPERATORS = "getitem setitem add sub mul truediv floordiv mod matmul neg eq ne lt le gt ge"  # and those in place
 _KNOWN_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
     [
@@ -340,6 +279,9 @@ _KNOWN_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
 def _is_known(node: fx.Node) -> bool:
     if node.op == "call_method":
         return node.target in _KNOWN_METHODS
+    if node.target is F.scaled_dot_product_attention:
+        dropout = node.args[_DROPOUT_PLACE] if len(node.args) > _DROPOUT_PLACE else node.kwargs.get("dropout_p", 0)
+        return isinstance(dropout, (int, float)) and dropout == 0
     try:
         return node.target in _KNOWN_FUNCTIONS
     except TypeError:  # a callable without a hash
