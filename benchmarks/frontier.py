@@ -8,8 +8,10 @@
 
 Both axes are ratios to plain eager PyTorch. The peak is the allocator's in one step that makes all gradients anew, above what is allocated
 before it (weights and inputs); the output is held, as by the variable of a training loop. Times, on the CPU the processor's, are taken in
-turns: every method once, then again; a method's ratio is the median over the rounds of its time by eager's in the same round. This package
-is asked for the peak that each other method has reached, and for a few in between.
+turns: every method once, then again. How slow the machine was in a round is the median over the methods of their times by their usual ones; a
+method's time is the median over the rounds of what is left when that is divided out. The C library keeps freed memory (``MALLOC_*``): else every
+now and then a step, whichever it is, has its memory taken away and faulted in again, a tenth of its time. This package is asked for the peak that
+each other method has reached, and for a few in between.
 
 The fastest of many noisy figures is too fast. So who is compared with whom is decided by a few rounds, and what the comparison says by as many
 final ones as are asked for, of eager, of all others, and of our points that were the fastest or take the most memory at each of their peaks.
@@ -40,7 +42,6 @@ import gc
 import json
 import os
 import platform
-import statistics
 import subprocess
 import sys
 import time
@@ -51,10 +52,13 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
+import numpy as np
+
 RESULTS = Path(__file__).parent / "results"
 BUDGETS = (1.0, 0.7, 0.5, 0.3, 0.1, 0.0)
 METHODS = ("block", "sequential", "selective", "compile-block", "compile", "ours", "ours-compiled", "ours-whole")
 OURS = ("ours", "ours-compiled", "ours-whole")
+KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34), "MALLOC_TOP_PAD_": str(2**26)}  # of glibc
 LOSS_BYTES = 64  # of the loss, outside of the module
 BETWEEN = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)  # peaks that ours is asked for in any case
 
@@ -69,7 +73,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
     parser.add_argument("--rounds", type=int, default=4, help="timed rounds of all points")
-    parser.add_argument("--final-rounds", type=int, default=10, help="timed rounds of those that are compared")
+    parser.add_argument("--final-rounds", type=int, default=40, help="timed rounds of those that are compared")
     parser.add_argument("--limit", type=float, default=3600, help="seconds for one workload")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -88,7 +92,7 @@ def main() -> None:
         command = [sys.executable, __file__, "--one", name, "--device", options.device]
         command += ["--rounds", str(options.rounds), "--final-rounds", str(options.final_rounds)]
         command += ["--methods", *options.methods]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        environment = {**os.environ, **KEEP_MEMORY, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         done = subprocess.run(
             command, env=environment, stdout=subprocess.PIPE, text=True, timeout=options.limit, check=True
         )
@@ -157,14 +161,15 @@ def measure(name: str, device: str, methods: Sequence[str], rounds: int, final_r
 
 def time_in_turns(points: Sequence[Point], workload: Any, rounds: int) -> float:
     """Set the times of points by the first one's; returns its seconds."""
-    seconds: dict[Point, list[float]] = {point: [] for point in points}
-    for _ in range(rounds):
-        for point in points:
-            seconds[point].append(point.time(workload))
-    eager = seconds[points[0]]
-    for point in points:
-        point.time_ratio = statistics.median(one / other for one, other in zip(seconds[point], eager, strict=True))
-    return statistics.median(eager)
+    gc.collect()
+    gc.freeze()  # the collections before each step look at what came later only
+    seconds = np.array([[point.time(workload) for point in points] for _ in range(rounds)])
+    gc.unfreeze()
+    pace = np.median(seconds / np.median(seconds, axis=0), axis=1, keepdims=True)
+    typical = np.median(seconds / pace, axis=0)
+    for point, ratio in zip(points, typical / typical[0], strict=True):
+        point.time_ratio = float(ratio)
+    return float(typical[0])
 
 
 class Point:
