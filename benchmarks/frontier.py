@@ -59,6 +59,7 @@ BUDGETS = (1.0, 0.7, 0.5, 0.3, 0.1, 0.0)
 METHODS = ("block", "sequential", "selective", "compile-block", "compile", "ours", "ours-compiled", "ours-whole")
 OURS = ("ours", "ours-compiled", "ours-whole")
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34), "MALLOC_TOP_PAD_": str(2**26)}  # of glibc
+LEAST_ROUNDS = 8
 LOSS_BYTES = 64  # of the loss, outside of the module
 BETWEEN = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)  # peaks that ours is asked for in any case
 
@@ -74,13 +75,26 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
     parser.add_argument("--rounds", type=int, default=4, help="timed rounds of all points")
     parser.add_argument("--final-rounds", type=int, default=40, help="timed rounds of those that are compared")
+    parser.add_argument(
+        "--final-seconds",
+        type=float,
+        default=400,
+        help="for them, roughly: fewer rounds of long steps, but not below 8",
+    )
     parser.add_argument("--limit", type=float, default=3600, help="seconds for one workload")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         print(
             json.dumps(
-                measure(options.workloads[0], options.device, options.methods, options.rounds, options.final_rounds)
+                measure(
+                    options.workloads[0],
+                    options.device,
+                    options.methods,
+                    options.rounds,
+                    options.final_rounds,
+                    options.final_seconds,
+                )
             )
         )
         return
@@ -91,6 +105,7 @@ def main() -> None:
             continue
         command = [sys.executable, __file__, "--one", name, "--device", options.device]
         command += ["--rounds", str(options.rounds), "--final-rounds", str(options.final_rounds)]
+        command += ["--final-seconds", str(options.final_seconds)]
         command += ["--methods", *options.methods]
         environment = {**os.environ, **KEEP_MEMORY, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         done = subprocess.run(
@@ -104,7 +119,9 @@ def main() -> None:
 # -------------------------------------------------------------------- measuring
 
 
-def measure(name: str, device: str, methods: Sequence[str], rounds: int, final_rounds: int) -> dict[str, Any]:
+def measure(
+    name: str, device: str, methods: Sequence[str], rounds: int, final_rounds: int, final_seconds: float
+) -> dict[str, Any]:
     """All methods on one workload."""
     import torch
     from frontier_report import finalists
@@ -134,8 +151,8 @@ def measure(name: str, device: str, methods: Sequence[str], rounds: int, final_r
     if "ours-compiled" in methods:
         context = compiled_blocks(workload.blocks)
         points += ours(workload, workload.net, wanted, expected, "ours-compiled", context)
-    if "ours-whole" in methods and len(workload.inputs) == 1:
-        whole = torch.nn.Sequential(torch.compile(workload.net))
+    if "ours-whole" in methods:
+        whole = torch.compile(workload.net if len(workload.inputs) == 1 else together(workload.net))
         points += ours(workload, whole, wanted, expected, "ours-whole", _nothing)
     again = Point("eager", "again", plain)  # what differs from 1 is noise
     again.measure(workload, expected)
@@ -143,6 +160,7 @@ def measure(name: str, device: str, methods: Sequence[str], rounds: int, final_r
     eager_seconds = time_in_turns([point for point in points if not point.failed], workload, rounds)
     chosen = finalists([point.row(base) for point in points])
     final = [point for point, is_final in zip(points, chosen, strict=True) if is_final]
+    final_rounds = max(min(final_rounds, int(final_seconds / (eager_seconds * len(final)))), LEAST_ROUNDS)
     time_in_turns(final, workload, final_rounds)
     for point in final:
         point.is_final = True
@@ -311,12 +329,14 @@ def ours(
     """
     from lightning_rotor import BudgetError, Checkpointable
 
-    sample = workload.inputs if module is workload.net else workload.inputs[0]
+    inputs = workload.inputs
+    if module is not workload.net and len(inputs) > 1:
+        inputs = (inputs,)  # a compiled whole takes one argument
     try:
         with context():
-            net = Checkpointable(module, sample, compiled_variants="close", show_progress=False)
+            net = Checkpointable(module, inputs, compiled_variants="close", show_progress=False)
     except Exception as error:  # the compiler's
-        point = Point(method, "", partial(module, *workload.inputs))
+        point = Point(method, "", partial(module, *inputs))
         point.fail(error)
         return [point]
     points: dict[str, Point] = {}
@@ -329,12 +349,27 @@ def ours(
         if str(plan.schedule) in points:
             continue
         inside = partial(_planned, net, plan, context)
-        point = Point(method, f"{peak / 1e6:.1f} MB", partial(net, *workload.inputs), inside)
+        point = Point(method, f"{peak / 1e6:.1f} MB", partial(net, *inputs), inside)
         print(f"{workload.device} {method} {peak:,}", file=sys.stderr, flush=True)
         point.measure(workload, expected)
         point.predicted_bytes = plan.peak_bytes
         points[str(plan.schedule)] = point
     return list(points.values())
+
+
+def together(net: Any) -> Any:
+    """A model that takes its arguments as one tuple."""
+    import torch
+
+    class Together(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, inputs: Sequence[Any]) -> Any:
+            return self.net(*inputs)
+
+    return Together()
 
 
 @contextmanager

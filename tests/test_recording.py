@@ -7,6 +7,7 @@ import gc
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -80,7 +81,7 @@ def staged(cut: GraphCut) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         value = cut.bind(args, kwargs)
         assert value is not None
-        return wiring_of(cut.stages).run(value, lambda index, value: run_stage(cut.stages[index], value))
+        return wiring_of(cut.stages).run(value, [partial(run_stage, stage) for stage in cut.stages])
 
     return forward
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import statistics
+import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -32,6 +33,7 @@ from lightning_rotor.options import autocast_enabled, run_stage, way_of
 from lightning_rotor.profiling.boundary import Boundary
 from lightning_rotor.profiling.ends import StageEnds
 from lightning_rotor.profiling.gradients import SkipGradient
+from lightning_rotor.profiling.interlude import Interlude
 from lightning_rotor.profiling.meters import Meter, meter_for
 from lightning_rotor.profiling.settling import Bench, Measurable, Measured, outputs_of, settle, unexpected
 from lightning_rotor.profiling.sharded import with_units
@@ -50,7 +52,7 @@ from lightning_rotor.wiring import unpacked
 _log = logging.getLogger(__name__)
 
 # Of a measurement of a fraction of a millisecond.
-_SEGMENT_ROUNDS = 9
+_SEGMENT_ROUNDS, _SEGMENT_RUNS = 9, 2
 
 Progress: TypeAlias = Callable[[int, int], None]
 
@@ -114,7 +116,10 @@ def profile_chain(
     with undisturbed(device):
         reads = wiring_of(stages).wire.reads
         inputs = {number: Boundary.of(value) for number, value in zip(reads, unpacked(sample, len(reads)), strict=True)}
+        began = time.perf_counter()
         seen = scout(stages, inputs, device)
+        stage_seconds = (time.perf_counter() - began) / len(stages) / 2  # without what else was done with them
+        interlude = Interlude(device, 0.0 if is_fake(tensors_in(sample)[0]) else stage_seconds)
         together = merged(stages, seen.groups)
         numbered = {storage: (number, skip) for number, (storage, skip) in enumerate(seen.skips().items())}
         wiring = wiring_of(together)
@@ -143,7 +148,16 @@ def profile_chain(
                 remembered = states[-1].remembered
                 generators = GeneratorStates(device) if draws_random else None
                 profiler = StageProfiler(
-                    stage, Boundary.of(()), ends, meter, last, repeats, remembered, generators, in_lockstep=in_lockstep
+                    stage,
+                    Boundary.of(()),
+                    ends,
+                    meter,
+                    last,
+                    repeats,
+                    remembered,
+                    generators,
+                    interlude=interlude,
+                    in_lockstep=in_lockstep,
                 )
                 tried = _objections(number, stage, boundary)
                 way = None
@@ -193,7 +207,7 @@ def profile_chain(
             tuple(costs),
             input_bytes=sum(value.size_bytes for value in inputs.values()),
             rng_state_bytes=torch.get_rng_state().nbytes if device.type == "cpu" else 0,
-            segment_seconds=_segment_seconds(device, meter),
+            segment_seconds=_segment_seconds(device, meter, interlude),
             device=str(device),
             skips=skips,
         )
@@ -367,20 +381,28 @@ _STRUCTURE = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_se
 }
 
 
-def _segment_seconds(device: torch.device, meter: Meter) -> float:
+def _segment_seconds(device: torch.device, meter: Meter, interlude: Interlude) -> float:
     """Host time of one segment around next to nothing, forward and backward, beyond what it runs."""
     tensor = torch.zeros(1, device=device, requires_grad=True)
 
+    def inside(value: torch.Tensor) -> torch.Tensor:
+        return value.tanh().tanh().tanh().tanh()
+
     def plain() -> torch.Tensor:
-        return torch.tanh(torch.tanh(tensor))
+        with torch.no_grad():
+            inside(tensor)
+        return torch.tanh(inside(tensor))
 
     def run(forward: Callable[[], torch.Tensor]) -> float:
         start = meter.now()
-        for _ in range(4):
-            torch.autograd.grad(forward(), tensor)
-        return meter.seconds_between(start, meter.now()) / 4
+        for _ in range(_SEGMENT_RUNS):
+            interlude()
+            output = forward()
+            interlude()
+            torch.autograd.grad(output, tensor)
+        return meter.seconds_between(start, meter.now()) / _SEGMENT_RUNS
 
-    segmented = partial(recomputed, torch.tanh, draws_random=False)
+    segmented = partial(recomputed, inside, draws_random=False)
 
     def with_segment() -> torch.Tensor:
         return torch.tanh(segmented(tensor))

@@ -252,6 +252,7 @@ class _Inverted:
         _, output = self._forward(value)
         run = self._backward(value, output)
         del value, output
+        self.profiler.interlude()
         start = meter.now()
         run.gradients()
         return meter.seconds_between(start, meter.now())

@@ -8,7 +8,7 @@ saved tensor that needs it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -112,6 +112,7 @@ class StageProfiler:
         gradients_exist: Parameters' gradients are given up as soon as they are there, as where autograd adds them to existing ones.
         option: Which of the stage's options runs.
         layouts: How the next stage leaves the gradients of the link between them, if not each of them fills memory of its own.
+        interlude: Runs before everything that is timed.
         in_lockstep: Other processes measure the same stage and may be waited for in it, so that neither times nor sizes of batches may
             decide how often it runs.
     """
@@ -128,6 +129,7 @@ class StageProfiler:
     gradients_exist: bool = False
     option: int = 0
     layouts: Layouts = ()
+    interlude: Callable[[], None] = lambda: None
     in_lockstep: bool = False
 
     def measure(self, *, recomputable: bool) -> StageMeasurement:
@@ -353,11 +355,13 @@ class StageProfiler:
         backward: list[float] = []
         while not self.is_timed([sum(run) for run in zip(forward, backward, strict=True)]):
             value = self.boundary.fresh()
+            self.interlude()
             start = self.meter.now()
             output = self._run(value)
             forward.append(self.meter.seconds_between(start, self.meter.now()))
             run = StageBackward.of(self.stage, self.ends, value, output, apart=self.gradients_apart)
             del value, output
+            self.interlude()
             start = self.meter.now()
             run.gradients()
             backward.append(self.meter.seconds_between(start, self.meter.now()))
