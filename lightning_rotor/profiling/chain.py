@@ -394,13 +394,17 @@ def _segment_seconds(device: torch.device, meter: Meter, interlude: Interlude) -
         return torch.tanh(inside(tensor))
 
     def run(forward: Callable[[], torch.Tensor]) -> float:
-        start = meter.now()
+        seconds = 0.0
         for _ in range(_SEGMENT_RUNS):
             interlude()
+            start = meter.now()
             output = forward()
+            seconds += meter.seconds_between(start, meter.now())
             interlude()
+            start = meter.now()
             torch.autograd.grad(output, tensor)
-        return meter.seconds_between(start, meter.now()) / _SEGMENT_RUNS
+            seconds += meter.seconds_between(start, meter.now())
+        return seconds / _SEGMENT_RUNS
 
     segmented = partial(recomputed, inside, draws_random=False)
 

@@ -354,19 +354,24 @@ class StageProfiler:
         forward: list[float] = []
         backward: list[float] = []
         while not self.is_timed([sum(run) for run in zip(forward, backward, strict=True)]):
-            value = self.boundary.fresh()
-            self.interlude()
-            start = self.meter.now()
-            output = self._run(value)
-            forward.append(self.meter.seconds_between(start, self.meter.now()))
-            run = StageBackward.of(self.stage, self.ends, value, output, apart=self.gradients_apart)
-            del value, output
-            self.interlude()
-            start = self.meter.now()
-            run.gradients()
-            backward.append(self.meter.seconds_between(start, self.meter.now()))
+            for seconds, each in zip((forward, backward), self.timed_run(), strict=True):
+                seconds.append(each)
         forward_seconds = typical(forward)
         return _Seconds(forward_seconds, forward_seconds * self._replayed_part(), typical(backward))
+
+    def timed_run(self) -> tuple[float, float]:
+        """Seconds of a forward and its backward."""
+        value = self.boundary.fresh()
+        self.interlude()
+        start = self.meter.now()
+        output = self._run(value)
+        forward = self.meter.seconds_between(start, self.meter.now())
+        run = StageBackward.of(self.stage, self.ends, value, output, apart=self.gradients_apart)
+        del value, output
+        self.interlude()
+        start = self.meter.now()
+        run.gradients()
+        return forward, self.meter.seconds_between(start, self.meter.now())
 
     def is_timed(self, seconds: Sequence[float]) -> bool:
         """Whether runs that took so long are enough. Where other processes run along, only their number counts."""

@@ -20,10 +20,13 @@ from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.options import run_stage
 from lightning_rotor.profiling.inverted import lost_inverse
 from lightning_rotor.profiling.stages import StageMeasurement, StageProfiler
+from lightning_rotor.profiling.timing import typical
 from lightning_rotor.tensors import is_fake, same_bits, tensors_in
 from lightning_rotor.undisturbed import kept_attributes, lent_buffers
 
 _log = logging.getLogger(__name__)
+
+_ROUNDS = 3  # as many times the runs of other stages
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,7 +85,12 @@ def measure(profiler: StageProfiler, compiled: CompiledModules, *, recomputable:
         ", ".join(names) or "no other activation memory budget that takes less memory",
         "".join(f"; not under {variant}: {reason}" for variant, reason in withheld.items()),
     )
-    chosen = {variant: found[variant] for variant in names}
+    profilers = [
+        replace(profiler, stage=stage, option=option)
+        for option in (0, *(1 + list(variants).index(name) for name in names))
+    ]
+    alone, *others = _timed_in_turns(profilers, [alone, *(found[variant] for variant in names)])
+    chosen = dict(zip(names, others, strict=True))
     return VariantsMeasurement(
         replace(
             alone,
@@ -111,6 +119,32 @@ def _measured(
     if measurement.skip_gradients != alone.skip_gradients or measurement.cost.pinned_bytes != alone.cost.pinned_bytes:
         return "it leaves other gradients of skips, or other memory that no checkpoint can free"
     return measurement
+
+
+def _timed_in_turns(
+    profilers: Sequence[StageProfiler], measurements: Sequence[StageMeasurement]
+) -> list[StageMeasurement]:
+    """Measurements of one stage's options with times that can be compared: a plan takes the fastest of many, so it must not be so by chance."""
+    if len(profilers) == 1:
+        return list(measurements)
+    runs: list[list[tuple[float, float]]] = [[] for _ in profilers]
+    patient = replace(profilers[0], repeats=_ROUNDS * profilers[0].repeats)
+    while not all(patient.is_timed(list(map(sum, each))) for each in runs):
+        for profiler, each in zip(profilers, runs, strict=True):
+            with lent_buffers(profiler.stage):
+                each.append(profiler.timed_run())
+    timed = []
+    for found, each in zip(measurements, runs, strict=True):
+        seconds = [typical(part) for part in zip(*each, strict=True)]
+        timed.append(replace(found, cost=_taking(found.cost, *seconds), cost_apart=_taking(found.cost_apart, *seconds)))
+    return timed
+
+
+def _taking(cost: StageCost, forward_seconds: float, backward_seconds: float) -> StageCost:
+    keep = cost.keep
+    replay = keep.replay_seconds * forward_seconds / keep.forward_seconds if keep.forward_seconds else 0.0
+    keep = replace(keep, forward_seconds=forward_seconds, replay_seconds=replay, backward_seconds=backward_seconds)
+    return replace(cost, options=(keep,), discard_seconds=forward_seconds)
 
 
 # -------------------------------------------------------------------- the same results
