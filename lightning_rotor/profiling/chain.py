@@ -13,7 +13,6 @@ Nothing is changed: generators are set back, buffers are lent (the stages write 
 from __future__ import annotations
 
 import logging
-import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -40,6 +39,7 @@ from lightning_rotor.profiling.sharded import with_units
 from lightning_rotor.profiling.stages import WORTH_MENTIONING_BYTES, StageMeasurement, StageProfiler
 from lightning_rotor.profiling.storages import UnmeasuredSkip, merged, scout
 from lightning_rotor.profiling.ties import waiting_gradient_bytes
+from lightning_rotor.profiling.timing import typical
 from lightning_rotor.recomputation import recomputed
 from lightning_rotor.sequential import HOOKS, Stage, is_plain_stock, wiring_of
 from lightning_rotor.sharding import UnitSizes, gathered, units_in
@@ -412,8 +412,10 @@ def _segment_seconds(device: torch.device, meter: Meter, interlude: Interlude) -
         return torch.tanh(segmented(tensor))
 
     run(plain), run(with_segment)
-    # Each time shortly one after the other: what disturbs the machine disturbs both.
-    return max(statistics.median(run(with_segment) - run(plain) for _ in range(_SEGMENT_ROUNDS)), 0.0)
+    # In turns: what disturbs the machine disturbs both.
+    runs = [(run(with_segment), run(plain)) for _ in range(_SEGMENT_ROUNDS)]
+    with_it, without = map(typical, zip(*runs, strict=True))
+    return max(with_it - without, 0.0)
 
 
 def _warn(costs: Sequence[StageCost]) -> None:
