@@ -22,7 +22,9 @@ and these operations change it, with the bytes and seconds of :mod:`lightning_ro
     finish l          begun, set of l           gradients                 ``backward…_peak_bytes`` by who holds l
     ================  ========================  ========================  =====================================
 
-A boundary that nobody holds takes what the sets of the stages before and behind it save of it. Every schedule tree is such an
+A boundary that nobody holds takes what the sets of the stages before and behind it save of it; nothing beside the set of an option that inverts
+the stage behind it, whose backward rebuilds it. That what the stage before saved is lost if that set is dropped, and that it may need its exact
+bits, is not looked at: the optimum is too low rather than too high. Every schedule tree is such an
 execution, of the same seconds and no more memory. Segments remember nothing here and take no host time, and chains have no skips.
 
 For each state the least seconds to the end, found from the end of the step to its start: one array per progress, an axis per set and
@@ -146,6 +148,8 @@ class _Space:
             if boundary < self._stages:
                 saved = saved + self._by_set(boundary, "saved_input_bytes")
             live = np.minimum(size, saved)
+            if boundary < self._stages:
+                live = np.where(self._by_set(boundary, "inverts") > 0, 0, live)
             if boundary <= self._boundaries:
                 live = np.maximum(live, self._along(self._axis(boundary), [0, size]))
             total += live

@@ -53,8 +53,9 @@ counts; stages from ``t`` on then take ``both`` at least. The largest of all the
 states that they remember, and that a gap needs the skips which its stages read, so the bound of chains with many skips is loose. Saved
 skips count, divided among the stages that may save them.
 
-**Stages that can be inverted** get their input from their output, which is none of these operations. The bound takes them as stages that
-need no memory, with boundaries that need none, so nothing is ever gained by inverting them; it is loose where most of a chain can be inverted.
+**Stages that are inverted** are kept ones whose backward takes longer and beside whose set boundary ``i``, their input, takes nothing, though the
+stage before saved it. They rebuild it in their backward, and after that only the set of the stage before reads it: what runs from boundary
+``i`` is stage ``i`` alone. So no inverse gives a boundary that a gap or a rerun needs, and the five points hold as they stand.
 
 ``n`` stages and ``S`` slots: O(n³ S) time, O(n² S) memory. Long gaps are cut in two and the costs of the parts added, which is less.
 
@@ -74,7 +75,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_rotor.chain import Chain
-from lightning_rotor.planning.least_costs import LeastStage, LeastWay, least_stages, without_inverted
+from lightning_rotor.planning.least_costs import LeastStage, LeastWay, least_stages
 
 Seconds: TypeAlias = npt.NDArray[np.float64]
 _Key: TypeAlias = tuple[int, Literal["no", "kept", "gap"]]
@@ -109,7 +110,6 @@ def lower_bound_seconds(
 
 @lru_cache(maxsize=32)
 def _lower_bound_seconds(chain: Chain, budget_bytes: int, gradients_exist: bool, lingering_bytes: int) -> float:
-    chain = without_inverted(chain)
     stages = least_stages(chain, budget_bytes, gradients_exist=gradients_exist, lingering_bytes=lingering_bytes)
     n = len(stages)
     reach = min(n, max(int(math.sqrt(2 * _SUMS / (_LEAST_SLOTS * n))), 2))
@@ -251,7 +251,7 @@ class _Knapsacks:
             made = after.setdefault((way.output_bytes, "kept"), self._nothing())
             both = [(True, held, 0)]
             for (saved, again), before in states.items():
-                both.append((again != "no", before, min(stage.input_bytes, saved + way.input_bytes)))
+                both.append((again != "no", before, way.saved_input_bytes(stage.input_bytes, saved)))
             for available, before, input_bytes in both:
                 size = way.set_bytes + input_bytes
                 self._put(lost, before, rows, size, way.kept_seconds)

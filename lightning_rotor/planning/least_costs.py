@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass
 
-from lightning_rotor.chain import BackwardPeaks, Chain, Option, StageCost
+from lightning_rotor.chain import BackwardPeaks, Chain, Option
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,7 @@ class LeastWay:
         kept_seconds: Set and backward, beyond a run that gives the output.
         last_seconds: Set and backward alone.
         backward_seconds: Backward alone.
+        drops_input: While the set is there, the input takes nothing, whoever saved it, unless it is held: the backward rebuilds it.
     """
 
     saves: bool
@@ -32,11 +33,16 @@ class LeastWay:
     kept_seconds: float
     last_seconds: float
     backward_seconds: float
+    drops_input: bool = False
+
+    def saved_input_bytes(self, input_bytes: int, saved_before: int) -> int:
+        """What the input takes beside the set if nobody holds it, of which the stage before saves ``saved_before``."""
+        return 0 if self.drops_input else min(input_bytes, saved_before + self.input_bytes)
 
     def moment_bytes(self, input_bytes: int, saved_before: int) -> int:
         """What the stage takes when its backward finishes, the gradients included."""
         peak = self.held_peak_bytes if saved_before else self.peak_bytes
-        return self.set_bytes + self.output_bytes + min(input_bytes, saved_before + self.input_bytes) + peak
+        return self.set_bytes + self.output_bytes + self.saved_input_bytes(input_bytes, saved_before) + peak
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,62 +111,6 @@ def least_stages(
     return stages
 
 
-def without_inverted(chain: Chain) -> Chain:
-    """A chain that is no slower within any budget, in which nothing is inverted.
-
-    Where a stage can be inverted, it and the boundaries around it take no memory: whoever inverts it could as well keep it there.
-    """
-    free = [any(option.inverts for option in stage.options) for stage in chain]
-    if not any(free):
-        return chain
-    last = len(chain) - 1
-    stages = []
-    for index, stage in enumerate(chain):
-        behind = index < last and free[index + 1]
-        options = (_without_memory(stage),) if free[index] else stage.options
-        options = tuple(
-            replace(
-                option,
-                saved_output_bytes=0 if behind else option.saved_output_bytes,
-                needs_exact_output=False,
-                saved_input_bytes=0 if index and free[index - 1] else option.saved_input_bytes,
-            )
-            for option in options
-        )
-        output = 0 if behind or (free[index] and index < last) else stage.output_bytes
-        peak = min(map(stage.discard_peak_of, stage.options)) if free[index] else stage.discard_peak_bytes
-        stages.append(replace(stage, options=options, output_bytes=output, discard_peak_bytes=peak))
-    return replace(chain, stages=tuple(stages))
-
-
-def _without_memory(stage: StageCost) -> Option:
-    """The least of all its options, none of which takes memory beyond its moment."""
-    options = stage.options
-    new, existing = (
-        [astuple(option.backward_peaks(gradients_exist=exist)) for option in options] for exist in (False, True)
-    )
-    plain, segment, held = map(min, zip(*new, strict=True))
-    return replace(
-        stage.keep,
-        saved_bytes=0,
-        saved_input_bytes=0,
-        saved_output_bytes=0,
-        needs_exact_output=False,
-        forward_peak_bytes=min(option.forward_peak_bytes for option in options),
-        replay_peak_bytes=min(option.replay_peak_bytes for option in options),
-        unpack_peak_bytes=min(option.unpack_peak_bytes for option in options),
-        unpack_bytes=min(option.unpack_bytes for option in options),
-        backward_peak_bytes=plain,
-        backward_segment_peak_bytes=segment,
-        backward_held_peak_bytes=held,
-        accumulating=BackwardPeaks(*map(min, zip(*existing, strict=True))),
-        forward_seconds=min(option.forward_seconds for option in options),
-        replay_seconds=min(option.replay_seconds for option in options),
-        backward_seconds=min(option.backward_seconds for option in options),
-        discard_peak_bytes=None,
-    )
-
-
 def _way(
     chain: Chain, index: int, option: Option, peaks: BackwardPeaks, first_seconds: float, shares: list[int]
 ) -> LeastWay:
@@ -181,6 +131,7 @@ def _way(
         kept_seconds=again - first_seconds + option.backward_seconds,
         last_seconds=replay + option.backward_seconds,
         backward_seconds=option.backward_seconds,
+        drops_input=option.inverts,
     )
 
 
