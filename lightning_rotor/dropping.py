@@ -202,6 +202,7 @@ class Output:
     def __init__(self, name: str) -> None:
         self.name = name
         self._source: list[_Kept] | Boundary | None = None
+        self._is_given_up = False
 
     def refer(self, boundary: Boundary, outputs: Sequence[torch.Tensor]) -> None:
         """The stage behind rebuilds it."""
@@ -227,8 +228,17 @@ class Output:
                 raise second_backward(self.name)
             case kept:
                 if for_good:
-                    self._source = None
+                    self._source, self._is_given_up = None, True
                 return [each.get() for each in kept]
+
+    def require_there(self, *_: Any) -> None:
+        """Check that no backward has given it up.
+
+        Raises:
+            ExecutionError: One has.
+        """
+        if self._is_given_up:
+            raise second_backward(self.name)
 
 
 def second_backward(name: str) -> ExecutionError:

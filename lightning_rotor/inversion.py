@@ -105,7 +105,11 @@ class Inversion:
 
     def _first_run(self, leaves: Sequence[torch.Tensor]) -> Any:
         way = self._way
-        return recomputed(self._run, self._like, name=repr(way.name), draws_random=way.draws_random, state=way.state)
+        output = recomputed(self._run, self._like, name=repr(way.name), draws_random=way.draws_random, state=way.state)
+        # Before autograd, which does not know the stage, finds its own tensors gone.
+        for node in {leaf.grad_fn for leaf in tree_flatten(output)[0] if leaf.grad_fn is not None}:
+            node.register_prehook(self.output.require_there)
+        return output
 
     def _run(self, _: torch.Tensor) -> Any:
         """Called in the forward, and again in the backward. The argument says on which device."""
@@ -134,7 +138,7 @@ class Inversion:
     def _accepted(self, value: Any, *, what: str) -> list[torch.Tensor]:
         """What was rebuilt, checked, laid out as it was, and there for those who refer to it."""
         leaves = require_like(value, self._shapes, name=self._way.name, what=what)
-        self._guard.check(leaves)
+        self._guard.check(leaves, draws_random=self._way.draws_random)
         placed = [_placed(leaf, stride) for leaf, stride in zip(leaves, self._strides, strict=True)]
         self.boundary.fill(placed)
         return [leaf.detach() for leaf in placed]
@@ -198,10 +202,10 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        _ = ctx.saved_tensors  # a segment around is recomputed here
         run, for_good = ctx.run, not keeps_graph()
         if run is None:
             raise second_backward(ctx.name)
+        _ = ctx.saved_tensors  # a segment around is recomputed here
         if for_good:
             ctx.run = None  # nodes live as long as their graph, which the loss holds
         return (None, *run.backward(gradients, for_good=for_good))

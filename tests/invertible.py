@@ -53,6 +53,20 @@ def batch(dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return torch.randn(4, CHANNELS, 5, dtype=dtype)
 
 
+def of_few_bits(shape: tuple[int, ...], *, steps: int) -> torch.Tensor:
+    """Numbers between -2 and 2 of which sums and products are exact."""
+    return torch.randint(-2 * steps, 2 * steps + 1, shape) / steps
+
+
+def exact_coupling() -> AdditiveCoupling:
+    """Numbers of few bits are rebuilt to the bit, under bf16 autocast too: what differs in its gradients is no rounding error of the input."""
+    half = CHANNELS // 2
+    block = AdditiveCoupling(*(nn.Sequential(nn.Linear(half, half, bias=False), nn.ReLU()) for _ in "fg"))
+    for parameter in block.parameters():
+        parameter.data = of_few_bits((half, half), steps=8)
+    return block
+
+
 def step(net: nn.Module, forward: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> dict[str, torch.Tensor]:
     """One forward and backward; buffers start anew, so that a step can be repeated."""
     for module in net.modules():

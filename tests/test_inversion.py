@@ -27,7 +27,8 @@ from lightning_rotor.profiling import Profile, inverted, profile_chain
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.sequential import sequential_stages
 from lightning_rotor.simulator import first_inverted, simulate
-from tests.invertible import Unfused, assert_same_step
+from tests.invertible import CHANNELS, Unfused, assert_same_step, exact_coupling, of_few_bits
+from tests.invertible import step as invertible_step
 from tests.models import Case, training_step
 from tests.strategies import random_schedule
 
@@ -72,6 +73,7 @@ def mixed_cases(draw: st.DrawFn) -> Case:
         "ReLU": nn.ReLU,
         "Tanh": nn.Tanh,
         "Sigmoid": nn.Sigmoid,
+        "Softmax": lambda: nn.Softmax(-1),
         "Dropout": lambda: nn.Dropout(0.2),
         "LayerNorm": lambda: nn.LayerNorm(WIDTH),
     }
@@ -110,7 +112,7 @@ def normalizing_case() -> Case:
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @example(normalizing_case(), random.Random(3), False)
 @given(mixed_cases(), st.randoms(use_true_random=False), st.booleans())
-def test_any_schedule_gives_the_gradients_of_plain_autograd_and_the_simulated_peak(
+def test_plans_and_any_schedule_give_the_gradients_of_plain_autograd_and_the_simulated_peak(
     case: Case, rng: random.Random, gradients_exist: bool
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -125,9 +127,10 @@ def test_any_schedule_gives_the_gradients_of_plain_autograd_and_the_simulated_pe
     weights = torch.linspace(-1, 1, case.batch.numel(), dtype=case.batch.dtype).view_as(case.batch)
     step = partial(training_step, case, state=state, gradients_exist=gradients_exist, weights=weights)
     plain = step(case.net)
-    for _ in range(3):
-        schedule = random_schedule(rng, profile.chain)
+    tightest = minimum_budget(profile.chain, gradients_exist=gradients_exist).schedule
+    for schedule in (tightest, *(random_schedule(rng, profile.chain) for _ in range(2))):
         if first_inverted(profile.chain, schedule) is not None:
+            assert schedule is not tightest
             continue
         planned = step(executor(profile, schedule))
         assert_close(plain.tensors, planned.tensors)
@@ -200,6 +203,17 @@ def test_input_with_another_use_is_right_and_bfloat16_autocast_too(case: Case) -
         torch.testing.assert_close(expected, found, rtol=0.02, atol=0.02 * scale)
 
 
+class Scale(nn.Module):
+    """Exact, and in float32 under autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
 # ---------------------------------------------------------------------------------------------------- refused, by name
 
 
@@ -235,6 +249,32 @@ def test_the_callers_input_is_not_dropped_and_the_chain_says_so() -> None:
     assert chain.stages[0].not_inverted == "the chain's input belongs to the caller"
 
 
+class Shortcut(nn.Module):
+    """A coupling whose input is read once more, around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block, self.last = nn.Linear(WIDTH, WIDTH), coupling(), nn.Linear(WIDTH, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        return self.last(x + self.block(x))
+
+
+def test_a_stage_whose_input_is_read_elsewhere_or_that_nothing_learns_before_keeps_it_and_the_chain_says_why() -> None:
+    net, batch = Shortcut(), torch.randn(16, WIDTH)
+    planned = Checkpointable(net)
+    stage = next(each for each in planned.measure(batch) if each.name == "block")
+    assert not can_be_inverted(stage)
+    assert "is read elsewhere, too" in stage.not_inverted
+    state = {key: value.clone() for key, value in net.state_dict().items()}
+    tight = Checkpointable(net, batch, minimum_budget(planned.measure(batch)).peak_bytes)
+    plain, found = (training_step(Case(net, batch), run, state) for run in (net, tight))  # type: ignore[arg-type]
+    assert_close(plain.tensors, found.tensors)
+    frozen = nn.Sequential(nn.Linear(WIDTH, WIDTH).requires_grad_(False), coupling(), nn.Tanh())
+    assert profile_of(frozen, batch).chain.stages[1].not_inverted == "nothing before it learns"
+
+
 def test_an_inverse_that_drifts_later_is_an_error_with_the_stages_name() -> None:
     wrong = coupling()
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), wrong, nn.Tanh())
@@ -247,11 +287,42 @@ def test_an_inverse_that_drifts_later_is_an_error_with_the_stages_name() -> None
     executor(profile, "0 1:1 2")(torch.randn(8, WIDTH)).sum().backward()
 
 
-def test_a_second_backward_is_refused_with_the_remedy(case: Case) -> None:
-    loss = executor(profile_of(case.net, case.batch), "0-1 2-3:1 4 5:1")(case.batch).sum()
-    loss.backward()
-    with pytest.raises((ExecutionError, RuntimeError), match="retain_graph=True"):
+@pytest.mark.parametrize("option", [1, 2], ids=["invert", "invert, fused"])
+def test_a_second_backward_is_refused_with_the_stages_name_and_the_remedy(
+    case: Case, option: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inverted, "_replaces", lambda *_: False)
+    profile = profile_of(case.net, case.batch)
+    for schedule in (f"0-1 2-3:{option} 4 5:{option}", f"0 (1 2-3:{option} 4) 5:{option}"):
+        loss = executor(profile, schedule)(case.batch).sum()
+        loss.backward(retain_graph=True)
         loss.backward()
+        with pytest.raises(ExecutionError, match=r"'5' is rebuilt again .*retain_graph=True"):
+            loss.backward()
+    # A kept stage that comes before it in the backward is autograd's own, and so is the error.
+    loss = executor(profile, f"0-1 2-3:{option} 4-5")(case.batch).sum()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("option", [1, 2], ids=["invert", "invert, fused"])
+def test_autocast_is_that_of_the_forward_and_requires_grad_is_truthful(
+    option: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the input is rebuilt to the bit, so are the casts of a plain step, and the gradients."""
+    monkeypatch.setattr(inverted, "_replaces", lambda *_: False)
+    torch.manual_seed(0)
+    net, batch = nn.Sequential(Scale(), exact_coupling(), exact_coupling()), of_few_bits((64, CHANNELS), steps=4)
+    autocast = torch.autocast("cpu", torch.bfloat16)
+    with autocast:
+        run = executor(profile_of(net, batch), f"0 1-2:{option}")
+    assert_same_step(invertible_step(net, autocast(net), batch), invertible_step(net, autocast(run), batch), 1e-5)
+    with torch.no_grad():
+        assert not run(batch).requires_grad
+    net.requires_grad_(False)
+    assert not run(batch).requires_grad
+    assert run(batch.clone().requires_grad_()).requires_grad
 
 
 # ---------------------------------------------------------------------------------------------------- from a model to a plan

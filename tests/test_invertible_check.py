@@ -136,6 +136,12 @@ def test_an_inverse_that_draws_other_numbers_is_told_so():
     assert check_inverse(Odd(noise, lambda y: y - torch.randn_like(y)), batch()).draws_random
     with pytest.raises(InverseError, match=r"'Odd' is off by .*\(RNG\)"):
         check_inverse(Odd(noise, noise_taken), batch())
+    output = invertible_checkpoint(Odd(noise, noise_taken), batch().requires_grad_(), name="4")
+    with pytest.raises(InverseError, match=r"'4 \(Odd\)' .* is off by .*\(RNG\)"):
+        output.sum().backward()
+    output = invertible_checkpoint(Odd(twice, lambda y: y), batch().requires_grad_(), name="4")
+    with pytest.raises(InverseError, match=r"'4 \(Odd\)' .* is off by (?!.*\(RNG\))"):
+        output.sum().backward()
 
 
 def test_a_forward_that_does_not_repeat_itself():
@@ -163,6 +169,10 @@ def test_values_that_are_not_finite(where: str):
     inverse = (lambda y: y * torch.nan) if where == "inverse" else half
     with pytest.raises(InverseError, match=f"the {where} of 'Odd' holds values that are not finite"):
         check_inverse(Odd(forward, inverse), x)
+    if where != "input":  # that of a step whose loss overflows is not the inverse's fault
+        loss = invertible_checkpoint(Odd(forward, inverse), x.requires_grad_(), name="5").sum()
+        with pytest.raises(InverseError, match=r"the input of '5 \(Odd\)' as rebuilt by its inverse is not finite"):
+            loss.backward()
 
 
 def test_an_odd_dimension_to_split():

@@ -13,7 +13,17 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_rotor.errors import ExecutionError, InverseError, RotorWarning
 from lightning_rotor.invertible import AdditiveCoupling, InvertibleSequential, invertible_checkpoint
-from tests.invertible import CHANNELS, MAKERS, Unfused, assert_same_step, batch, network, step
+from tests.invertible import (
+    CHANNELS,
+    MAKERS,
+    Unfused,
+    assert_same_step,
+    batch,
+    exact_coupling,
+    network,
+    of_few_bits,
+    step,
+)
 
 
 @settings(max_examples=12)
@@ -94,6 +104,31 @@ def test_bfloat16_autocast():
     plain = step(net, under_autocast(net), x)
     # A rebuilt input differs in its last bit, which now and then rounds to another bfloat16.
     assert_same_step(plain, step(net, under_autocast(lambda x: invertible_checkpoint(net, x)), x), 1e-2)
+
+
+@pytest.mark.parametrize("wrap", [Unfused, lambda block: block], ids=["unfused", "fused"])
+def test_bfloat16_autocast_is_that_of_the_forward(wrap: Any):
+    """Where the input is rebuilt to the bit, so are the casts of a plain step, and the gradients."""
+    torch.manual_seed(0)
+    net = InvertibleSequential(*(wrap(exact_coupling()) for _ in range(2)))
+    x = of_few_bits((16, CHANNELS), steps=4).requires_grad_()
+    steps = []
+    for forward in (net, lambda x: invertible_checkpoint(net, x)):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(net.inverse(net(x)), x)
+        steps.append(step(net, torch.autocast("cpu", torch.bfloat16)(forward), x))  # the backward is outside of it
+    assert_same_step(*steps, 1e-5)
+
+
+@pytest.mark.parametrize(("wrap", "evaluations"), [(Unfused, 3), (lambda block: block, 2)], ids=["unfused", "fused"])
+def test_a_fused_backward_evaluates_each_branch_once(wrap: Any, evaluations: int):
+    net = InvertibleSequential(*(wrap(MAKERS["dropout"]()) for _ in range(3)))
+    calls: list[str] = []
+    for name, module in net.named_modules():
+        if name.endswith((".f", ".g")):
+            module.register_forward_hook(lambda *_, name=name: calls.append(name))
+    invertible_checkpoint(net, batch(torch.float32).requires_grad_()).sum().backward()
+    assert len(calls) == evaluations * len(set(calls)) == evaluations * 6
 
 
 def test_accumulated_gradients_and_hooks():

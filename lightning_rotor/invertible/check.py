@@ -17,6 +17,7 @@ from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.invertible.gradients import Roots, learning, stand_ins
 from lightning_rotor.invertible.moment import Moment
 from lightning_rotor.invertible.protocol import (
+    DRAWS,
     has_fused_backward,
     require_invertible,
     require_like,
@@ -24,10 +25,6 @@ from lightning_rotor.invertible.protocol import (
     require_tensors,
 )
 
-_RANDOM = (
-    "The module draws random numbers (RNG): forward and inverse start from the same state of the generators, and each part must draw the "
-    "same numbers in both, though the inverse may run the parts in another order"
-)
 _INEXACT = "Correct the inverse; bound what it divides by; keep activations in float32 or float64; or allow more"
 
 
@@ -153,7 +150,7 @@ class _Trial:
         ]
         error, tolerance = max(pairs, key=lambda pair: pair[0] - pair[1])
         if error > tolerance:
-            why = _RANDOM if self.moment.draws_random else _INEXACT
+            why = DRAWS if self.moment.draws_random else _INEXACT
             raise InverseError(
                 f"the inverse of {self.name!r} is off by {error:.2g}: expected at most {tolerance:.2g} (rtol {rtol:g}, atol {atol:g}). {why}",
                 stage=self.name,

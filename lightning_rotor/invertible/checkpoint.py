@@ -145,7 +145,7 @@ class _Call:
         with torch.no_grad(), self._moment.again():
             rebuilt = self._module.inverse(tree_unflatten(_drained(outputs), self.made))
         inputs = require_like(rebuilt, self._shapes, name=self._name)
-        self._guard.check(inputs)
+        self._guard.check(inputs, draws_random=self._moment.draws_random)
         return inputs
 
     def begin_backward(self, *, keep_graph: bool) -> None:
@@ -179,7 +179,7 @@ class _Call:
                     tree_unflatten(_drained(outputs), self.made), tree_unflatten(gradients, self.made)
                 )
             inputs = require_like(rebuilt, self._shapes, name=self._name, what="fused backward")
-            self._guard.check(inputs)
+            self._guard.check(inputs, draws_random=self._moment.draws_random)
             for_inputs = require_like(for_input, self._shapes, name=self._name, what="fused backward")
             needed = [gradient if want else None for gradient, want in zip(for_inputs, wanted, strict=True)]
             return inputs, [*needed, *(substitute.grad for substitute in substitutes)]

@@ -29,6 +29,7 @@ from functools import lru_cache
 import torch
 
 from lightning_rotor.errors import InverseError, RotorWarning
+from lightning_rotor.invertible.protocol import DRAWS
 
 SAMPLES = 8
 """Elements of each tensor that are compared."""
@@ -65,11 +66,12 @@ class Guard:
         coarsest = max((precision_of(tensor) for tensor in floating), key=tolerance_of, default=torch.float64)
         return cls(name, tuple(_sample(tensor) if tensor.is_floating_point() else None for tensor in tensors), coarsest)
 
-    def check(self, rebuilt: Sequence[torch.Tensor]) -> float:
+    def check(self, rebuilt: Sequence[torch.Tensor], *, draws_random: bool = False) -> float:
         """Compare what the inverse rebuilt.
 
         Args:
             rebuilt: As many tensors as were sampled, with their shapes.
+            draws_random: The module draws random numbers, which the message then names as a possible reason.
         Returns:
             The largest error in the samples.
         Raises:
@@ -85,12 +87,14 @@ class Guard:
         for error, scale in errors:
             tolerance = tolerance_of(self.precision) * max(scale, 1.0)
             if not math.isfinite(error) or (error > tolerance and self.precision not in _LOW_PRECISION):
-                raise InverseError(self._message(error, tolerance), stage=self.name, error=error, tolerance=tolerance)
+                message = self._message(error, tolerance, draws_random=draws_random)
+                raise InverseError(message, stage=self.name, error=error, tolerance=tolerance)
             if error > tolerance:
-                warnings.warn(self._message(error, tolerance), RotorWarning, stacklevel=2)
+                message = self._message(error, tolerance, draws_random=draws_random)
+                warnings.warn(message, RotorWarning, stacklevel=2)
         return max((error for error, _ in errors), default=0.0)
 
-    def _message(self, error: float, tolerance: float) -> str:
+    def _message(self, error: float, tolerance: float, *, draws_random: bool) -> str:
         found = "is not finite" if not math.isfinite(error) else f"is off by {error:.2g}"
         remedy = (
             "Keep activations in float32 (autocast does), or run fewer modules in a row without their inputs"
@@ -99,7 +103,7 @@ class Guard:
         )
         return (
             f"the input of {self.name!r} as rebuilt by its inverse {found}: expected at most {tolerance:.2g} in {_short(self.precision)}, "
-            f"judged by {SAMPLES} elements that were noted before it was dropped. {remedy}"
+            f"judged by {SAMPLES} elements that were noted before it was dropped. {remedy}{f'. {DRAWS}' * draws_random}"
         )
 
 

@@ -16,6 +16,12 @@ from torch.utils._pytree import tree_leaves
 from lightning_rotor.errors import InverseError
 from lightning_rotor.tensors import address_of
 
+DRAWS = (
+    "The module draws random numbers (RNG): forward and inverse start from the same state of the generators, and each part must draw the "
+    "same numbers in both, though the inverse may run the parts in another order"
+)
+"""Part of the message where an inverse is off."""
+
 
 @runtime_checkable
 class Invertible(Protocol):

@@ -118,7 +118,8 @@ def _way(
     held = peaks.held_bytes
     least = min(peaks.plain_bytes, peaks.segment_bytes, held) if index else held  # the caller holds the chain's input
     if not option.saved_tensors:
-        return LeastWay(False, 0, 0, 0, least, held, *[option.backward_seconds] * 3)
+        seconds = option.backward_seconds
+        return LeastWay(False, 0, 0, 0, least, held, seconds, seconds, seconds)
     replay = min(option.replay_seconds, option.forward_seconds)
     again = min(option.forward_seconds, first_seconds + replay) if stage.recomputable else option.forward_seconds
     return LeastWay(
