@@ -130,6 +130,10 @@ class _Saved:
         """Whether it is the same memory, read as the same numbers."""
         return self.storage.cdata == tensor.untyped_storage()._cdata and self.dtype == tensor.dtype and is_whole(tensor)
 
+    def stand_in(self) -> torch.Tensor:
+        """A tensor of one element that looks like it to the segment around, which compares what its two passes save."""
+        return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
+
     def get(self) -> torch.Tensor:
         if self.shown is not None:
             boundary, index = self.shown
@@ -158,8 +162,8 @@ class SavedOutput:
             int(tensor.storage_offset()),
             tensor.dtype,
             tensor.device,
-            # The first pass of a segment keeps nothing.
-            None if is_checkpointing() else tensor,
+            # The first pass of a segment keeps nothing. Detached: an output would hold the node that holds it until a backward comes.
+            None if is_checkpointing() else tensor.detach(),
         )
         self._saved.append(saved)
         return saved
@@ -173,7 +177,7 @@ class SavedOutput:
                 saved.tensor, saved.shown = None, (boundary, index)
                 boundary.refer(index)
             elif _has_hooks():
-                saved.kept = _Kept(torch.empty(0, device=saved.device) if saved.tensor is None else saved.tensor)
+                saved.kept = _Kept(saved.stand_in() if saved.tensor is None else saved.tensor)
                 saved.tensor = None
 
 

@@ -23,7 +23,8 @@ def undisturbed(device: torch.device) -> Iterator[None]:
     """
     devices = [device] if device.type == "cuda" else []
     host = HostGenerators()
-    kept_plainly = saved_tensors_hooks(_same, _same)
+    # Detached: a node that saves its own output would hold the tensor that holds the node, and nobody would ever free the two.
+    kept_plainly = saved_tensors_hooks(torch.Tensor.detach, _same)
     with torch.random.fork_rng(devices=devices, device_type="cuda"), torch.enable_grad(), repeating(), kept_plainly:
         try:
             yield

@@ -51,6 +51,17 @@ def can_be_inverted(stage: StageCost) -> bool:
     return any(option.inverts for option in stage.options)
 
 
+class Block(nn.Module):
+    """One stage that saves its output, and outputs inside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(torch.tanh(self.linear(x).relu()))
+
+
 class Wrong(AdditiveCoupling):
     """Its inverse can be made wrong."""
 
@@ -76,6 +87,7 @@ def mixed_cases(draw: st.DrawFn) -> Case:
         "Softmax": lambda: nn.Softmax(-1),
         "Dropout": lambda: nn.Dropout(0.2),
         "LayerNorm": lambda: nn.LayerNorm(WIDTH),
+        "Block": Block,
     }
     weights = [*kinds, "coupling", "coupling", "dropping coupling"]
     layers = [

@@ -81,7 +81,7 @@ def check_inverse(
     trial = _Trial(module, tree_map(torch.Tensor.detach, x), name, Moment(module, device, keep_buffers=True))
     generators = GeneratorStates(device)
     try:
-        with torch.no_grad(), saved_tensors_hooks(_same, _same):  # whatever hooks are set around the call
+        with torch.no_grad(), saved_tensors_hooks(torch.Tensor.detach, _same):  # whatever hooks are set around the call
             return trial.run(rtol, atol)
     finally:
         generators.restore()

@@ -196,7 +196,9 @@ class _Inverted:
 
             value = profiler.boundary.fresh()
             recording.mark("forward")
-            with saved_tensors_hooks(_same, unpack):  # a segment around is recomputed at the first of them
+            with saved_tensors_hooks(
+                torch.Tensor.detach, unpack
+            ):  # a segment around is recomputed at the first of them
                 inversion, output = self._forward(value)
             recording.mark("root")
             backward = self._backward(value, output)
@@ -265,10 +267,6 @@ def _backward_seconds(ways: Sequence[_Inverted]) -> list[float]:
         for way, runs in zip(ways, seconds, strict=True):
             runs.append(way.backward_seconds())
     return [typical(runs) for runs in seconds]
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _joined(cost: StageCost, more: Sequence[Option]) -> StageCost:

@@ -384,7 +384,7 @@ class StageProfiler:
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             times.append(self.meter.now())
-            return tensor
+            return tensor.detach()  # an output would hold the node that holds it, and no backward frees this one
 
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             self._run(value)
