@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_rotor import Checkpointable
 from lightning_rotor.chain import StageCost
-from lightning_rotor.errors import ExecutionError, InverseError
+from lightning_rotor.errors import ExecutionError, InverseError, RotorWarning
 from lightning_rotor.execution import Executor
 from lightning_rotor.invertible import AdditiveCoupling
 from lightning_rotor.planning import minimum_budget
@@ -198,3 +198,16 @@ def test_what_turns_bad_after_planning_is_refused_with_the_stages_name(
         step(net, run, batch)
     bad.in_place = False
     torch.testing.assert_close(expected, step(net, run, batch), rtol=1e-4, atol=1e-5)
+
+
+def test_drift_in_pure_bfloat16_is_a_warning_with_numbers() -> None:
+    """A user who chose that precision may have chosen what it loses: training goes on, and says so."""
+    bad = Spoiled()
+    net, batch = network(bad).bfloat16(), torch.randn(16, WIDTH, dtype=torch.bfloat16)
+    profile = profile_chain(sequential_stages(net), batch, repeats=1)
+    kind = len(options_of(profile.chain.stages[2])) - 1
+    assert kind, profile.chain.stages[2].not_inverted
+    run = Executor(profile.stages, profile.chain, Schedule.parse(f"0-1 2:{kind} 3-5"), profile.states)
+    bad.spoil = lambda x: x + 1
+    with pytest.warns(RotorWarning, match=r"the input of '2' as rebuilt .* is off by .*: expected .* in bfloat16"):
+        step(net, run, batch)
