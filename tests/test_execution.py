@@ -35,6 +35,7 @@ def profile_of(net: nn.Sequential, sample: object) -> Profile:
     return profile_chain(sequential_stages(net), sample, repeats=1)
 
 
+@pytest.mark.filterwarnings("ignore:all .* layers were merged into one stage")  # of a small model that was drawn
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_any_schedule_gives_the_bits_of_plain_autograd_and_the_simulated_peak(data: st.DataObject) -> None:
