@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -34,18 +34,21 @@ def coupling() -> AdditiveCoupling:
     return AdditiveCoupling(Block(WIDTH // 2), Block(WIDTH // 2))
 
 
+@pytest.fixture(autouse=True)
+def only_new_objects() -> Iterator[None]:
+    """What is there already need not be looked at again and again."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def more_tensors_after(run: Callable[[], object]) -> int:
     """How many tensors a third run adds to those that two of them left: caches are full then."""
     counts = []
-    gc.collect()
-    gc.freeze()  # what is there already need not be looked at again
-    try:
-        for _ in range(3):
-            run()
-            gc.collect()
-            counts.append(sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects()))
-    finally:
-        gc.unfreeze()
+    for _ in range(3):
+        run()
+        gc.collect()
+        counts.append(sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects()))
     return counts[2] - counts[1]
 
 

@@ -55,7 +55,8 @@ skips count, divided among the stages that may save them.
 
 **Stages that are inverted** are kept ones whose backward takes longer and beside whose set boundary ``i``, their input, takes nothing, though the
 stage before saved it. They rebuild it in their backward, and after that only the set of the stage before reads it: what runs from boundary
-``i`` is stage ``i`` alone. So no inverse gives a boundary that a gap or a rerun needs, and the five points hold as they stand.
+``i`` is stage ``i`` alone. So no inverse gives a boundary that a gap or a rerun needs, and the five points hold as they stand. Left out is that
+the stage before may need every bit of what it saved.
 
 ``n`` stages and ``S`` slots: O(n³ S) time, O(n² S) memory. Long gaps are cut in two and the costs of the parts added, which is less.
 
