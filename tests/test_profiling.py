@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar
@@ -14,6 +15,7 @@ from torch import nn
 from lightning_rotor.chain import StageCost
 from lightning_rotor.errors import ModelError, ProfilingError, RotorWarning
 from lightning_rotor.profiling import Profile, StepMeter, profile_chain
+from lightning_rotor.profiling.interlude import Interlude
 from lightning_rotor.profiling.meters import CpuMeter, MeteredPhase
 from lightning_rotor.sequential import sequential_stages
 from tests.models import CPU
@@ -99,6 +101,47 @@ def test_measuring_needs_no_more_than_the_largest_stage_and_three_boundaries() -
     peak = meter.stop().peak_bytes
     generator_states_and_scalars = 8 * torch.get_rng_state().nbytes
     assert peak <= max(map(stage_bytes, chain)) + 3 * sample.nbytes + generator_states_and_scalars
+
+
+class _Ticking(CpuMeter):
+    """A clock that goes on when somebody looks at it, or waits."""
+
+    time = waits = 0.0
+
+    def now(self) -> float:
+        self.time += 1.0
+        return self.time
+
+    def wait(self) -> None:
+        self.waits += 1
+        self.time += 1e6
+
+
+def test_the_rest_of_a_step_runs_between_what_is_timed_and_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    meter = _Ticking()
+    monkeypatch.setattr(Interlude, "__call__", lambda _: meter.wait())
+    chain = profile_chain(
+        sequential_stages(nn.Sequential(nn.Linear(4, 4), nn.Tanh())), torch.ones(2, 4), meter=meter
+    ).chain
+    assert [(option.forward_seconds, option.backward_seconds) for stage in chain for option in stage.options] == [
+        (1.0, 1.0)
+    ] * 2
+    assert meter.waits >= 2 * 3 * len(chain)  # at least three times each way
+    assert chain.segment_seconds == 0.0
+
+
+def test_the_rest_of_a_step_takes_as_long_as_a_stage_and_no_memory_that_counts() -> None:
+    def seconds(interlude: Interlude) -> float:
+        start = time.perf_counter()
+        interlude()
+        return time.perf_counter() - start
+
+    meter = StepMeter(CPU)
+    meter.start()
+    short, usual, long = (Interlude(CPU, of) for of in (1e-5, 2e-3, 1.0))
+    shortest = [min(seconds(each) for _ in range(5)) for each in (short, usual, long)]
+    assert meter.stop().peak_bytes == 0
+    assert shortest[0] < 1e-5 < 1e-4 < shortest[1] <= 2 * shortest[2] < 0.2
 
 
 def test_views_and_operations_in_place_are_merged_with_their_neighbours() -> None:

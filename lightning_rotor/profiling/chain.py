@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
@@ -32,15 +32,13 @@ from lightning_rotor.options import autocast_enabled, run_stage, way_of
 from lightning_rotor.profiling.boundary import Boundary
 from lightning_rotor.profiling.ends import StageEnds
 from lightning_rotor.profiling.gradients import SkipGradient
-from lightning_rotor.profiling.interlude import Interlude
+from lightning_rotor.profiling.interlude import Interlude, segment_seconds
 from lightning_rotor.profiling.meters import Meter, meter_for
 from lightning_rotor.profiling.settling import Bench, Measurable, Measured, outputs_of, settle, unexpected
 from lightning_rotor.profiling.sharded import with_units
 from lightning_rotor.profiling.stages import WORTH_MENTIONING_BYTES, StageMeasurement, StageProfiler
 from lightning_rotor.profiling.storages import UnmeasuredSkip, merged, scout
 from lightning_rotor.profiling.ties import waiting_gradient_bytes
-from lightning_rotor.profiling.timing import typical
-from lightning_rotor.recomputation import recomputed
 from lightning_rotor.sequential import HOOKS, Stage, is_plain_stock, wiring_of
 from lightning_rotor.sharding import UnitSizes, gathered, units_in
 from lightning_rotor.state import SegmentState, Statistic, state_of
@@ -51,8 +49,6 @@ from lightning_rotor.wiring import unpacked
 
 _log = logging.getLogger(__name__)
 
-# Of a measurement of a fraction of a millisecond.
-_SEGMENT_ROUNDS, _SEGMENT_RUNS = 9, 2
 
 Progress: TypeAlias = Callable[[int, int], None]
 
@@ -207,7 +203,7 @@ def profile_chain(
             tuple(costs),
             input_bytes=sum(value.size_bytes for value in inputs.values()),
             rng_state_bytes=torch.get_rng_state().nbytes if device.type == "cpu" else 0,
-            segment_seconds=_segment_seconds(device, meter, interlude),
+            segment_seconds=segment_seconds(device, meter, interlude),
             device=str(device),
             skips=skips,
         )
@@ -379,43 +375,6 @@ def _numbers(stage: Stage) -> list[int]:
 _STRUCTURE = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *HOOKS} | {
     key for key in torch.nn.Module().__dict__ if key.endswith("hooks") or "hooks_" in key or key.startswith("_backward")
 }
-
-
-def _segment_seconds(device: torch.device, meter: Meter, interlude: Interlude) -> float:
-    """Host time of one segment around next to nothing, forward and backward, beyond what it runs."""
-    tensor = torch.zeros(1, device=device, requires_grad=True)
-
-    def inside(value: torch.Tensor) -> torch.Tensor:
-        return value.tanh().tanh().tanh().tanh()
-
-    def plain() -> torch.Tensor:
-        with torch.no_grad():
-            inside(tensor)
-        return torch.tanh(inside(tensor))
-
-    def run(forward: Callable[[], torch.Tensor]) -> float:
-        seconds = 0.0
-        for _ in range(_SEGMENT_RUNS):
-            interlude()
-            start = meter.now()
-            output = forward()
-            seconds += meter.seconds_between(start, meter.now())
-            interlude()
-            start = meter.now()
-            torch.autograd.grad(output, tensor)
-            seconds += meter.seconds_between(start, meter.now())
-        return seconds / _SEGMENT_RUNS
-
-    segmented = partial(recomputed, inside, draws_random=False)
-
-    def with_segment() -> torch.Tensor:
-        return torch.tanh(segmented(tensor))
-
-    run(plain), run(with_segment)
-    # In turns: what disturbs the machine disturbs both.
-    runs = [(run(with_segment), run(plain)) for _ in range(_SEGMENT_ROUNDS)]
-    with_it, without = map(typical, zip(*runs, strict=True))
-    return max(with_it - without, 0.0)
 
 
 def _warn(costs: Sequence[StageCost]) -> None:
