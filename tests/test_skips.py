@@ -135,6 +135,21 @@ class Llama(nn.Module):
         return self.inner(input_ids=ids, attention_mask=mask).logits
 
 
+class Scaled(nn.Module):
+    """Shortcuts around blocks that begin with what saves nothing of its input, so that nobody but a segment needs it in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 64)) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block((0.5 * x).cos())
+        return self.last(x)
+
+
 class Encoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -157,6 +172,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[torch.Tensor
     "dense": (Dense, lambda: (torch.randn(2, 3, 16, 16),)),
     "auxiliary": (Auxiliary, lambda: (torch.randn(2, 3, 16, 16),)),
     "biased": (Biased, lambda: (torch.randn(4, 8, 32), torch.randn(8, 32, requires_grad=True))),
+    "scaled": (Scaled, lambda: (torch.randn(512, 64),)),
     "llama": (Llama, lambda: (torch.randint(0, 50, (3, 16)), torch.ones(3, 16, dtype=torch.long).triu(-9))),
     "vision_transformer": (vision_transformer, lambda: (torch.randn(4, 3, 64, 64),)),
     "encoder": (Encoder, lambda: (torch.randn(3, 16, 32), nn.Transformer.generate_square_subsequent_mask(16))),
