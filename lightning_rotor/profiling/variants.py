@@ -78,6 +78,10 @@ def measure(profiler: StageProfiler, compiled: CompiledModules, *, recomputable:
             withheld[variant] = outcome
         else:
             found[variant] = outcome
+    options = [0, *(option for option, variant in enumerate(variants, 1) if variant in found)]
+    profilers = [replace(profiler, stage=stage, option=option) for option in options]
+    alone, *others = _timed_in_turns(profilers, [alone, *found.values()])
+    found = dict(zip(found, others, strict=True))
     names = _worthwhile({"keep": alone.cost, **{variant: each.cost for variant, each in found.items()}})[1:]
     _log.info(
         "%r can run under %s%s",
@@ -85,12 +89,7 @@ def measure(profiler: StageProfiler, compiled: CompiledModules, *, recomputable:
         ", ".join(names) or "no other activation memory budget that takes less memory",
         "".join(f"; not under {variant}: {reason}" for variant, reason in withheld.items()),
     )
-    profilers = [
-        replace(profiler, stage=stage, option=option)
-        for option in (0, *(1 + list(variants).index(name) for name in names))
-    ]
-    alone, *others = _timed_in_turns(profilers, [alone, *(found[variant] for variant in names)])
-    chosen = dict(zip(names, others, strict=True))
+    chosen = {variant: found[variant] for variant in names}
     return VariantsMeasurement(
         replace(
             alone,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from types import CodeType
 from typing import Any
 
@@ -69,7 +69,7 @@ def function_of(inputs: int, steps: Sequence[Step], output: Any) -> Callable[[An
     return run
 
 
-@cache
+@lru_cache(maxsize=4096)  # recordings for other lengths have other numbers in them
 def _code(source: str) -> CodeType:
     return compile(source, "<stage of lightning_rotor>", "exec")
 
