@@ -71,6 +71,8 @@ def table(rows: dict[str, Any]) -> str:
         ]
         for point in points:
             verdict, best = _judged(point, points)
+            if not point.get("final", True):
+                verdict = f"{row['rounds']} rounds only"
             same = "yes" if point["same_bits"] else f"off by {point['off']:.0e}"
             ours = "" if best is None else f"{best:.3f}"
             method = NAMES.get(point["method"], point["method"])
@@ -146,7 +148,7 @@ def _fastest_of_ours(point: dict[str, Any], points: list[dict[str, Any]]) -> dic
 
 
 def picture(rows: dict[str, Any], path: Path) -> None:
-    """Peak against time, a panel for each workload."""
+    """Peak against time, a panel for each workload; without what was timed in the first few rounds only."""
     import matplotlib.pyplot as plt
 
     count = len(rows)
@@ -159,7 +161,7 @@ def picture(rows: dict[str, Any], path: Path) -> None:
             points = sorted(
                 (point["peak"], point["time"])
                 for point in row["points"]
-                if point["method"] == method and "failed" not in point
+                if point["method"] == method and "failed" not in point and point.get("final", True)
             )
             if points:
                 panel.plot(
