@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 from torch import nn
@@ -16,6 +18,7 @@ from lightning_rotor.errors import ModelError
 from lightning_rotor.sequential import Rows, Stage, is_compiler_wrapper, sequential_members, sequential_stages
 from lightning_rotor.sharding import Unit, units_below, wrapped_by_fsdp1
 from lightning_rotor.tracing import GraphCut, cut_graph, cut_recording
+from lightning_rotor.tracing.lessons import Lessons
 
 WAYS = {
     "sequential": "as an nn.Sequential",
@@ -81,7 +84,11 @@ class SequentialCut:
 
 
 def sequentialize(
-    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    lessons: Lessons | None = None,
 ) -> SequentialCut | GraphCut:
     """Turn a module into a chain of stages.
 
@@ -89,6 +96,7 @@ def sequentialize(
         module: Nothing about it changes.
         args: Positional arguments of a call as in training. An ``nn.Sequential`` takes one, which may be a tuple.
         kwargs: Keyword arguments of that call.
+        lessons: Of a recording of the same module for other sizes.
     Returns:
         The stages, what they take as input for a given call, and in ``way`` how they were found.
     Raises:
@@ -110,11 +118,15 @@ def sequentialize(
         reasons["sequential"] = f"there are several layers in {blocks[0]!r}, between which a graph can be cut"
     except ModelError as error:
         reasons["sequential"] = str(error)
-    for way, find in (("graph", cut_graph), ("recording", cut_recording)):
+    impossible = {} if lessons is None else dict(lessons.impossible)
+    for way, find in (("graph", cut_graph), ("recording", partial(cut_recording, lessons=lessons))):
         try:
-            cut = find(module, args, kwargs)
+            cut = find(module, args, kwargs) if way not in impossible else None
         except ModelError as error:
-            reasons[way] = str(error)
+            impossible[way] = str(error)
+            cut = None
+        if cut is None:
+            reasons[way] = impossible[way]
             continue
         if best is None or len(cut.stages) > len(best.stages):
             best = cut
@@ -125,6 +137,8 @@ def sequentialize(
     if best is None or (len(best.stages) < 2 and isinstance(best, GraphCut)):
         tried = ". ".join(f"{WAYS[way][0].upper()}{WAYS[way][1:]}: {reason}" for way, reason in reasons.items())
         raise ModelError(f"{type(module).__name__} cannot be planned. {tried}")
+    if isinstance(best, GraphCut) and best.lessons is not None:
+        best.lessons = replace(best.lessons, impossible=impossible)
     best.reasons = {way: reason for way, reason in reasons.items() if way != best.way}
     return best
 

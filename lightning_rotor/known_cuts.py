@@ -20,6 +20,7 @@ from lightning_rotor.sequential import is_plain_stock
 from lightning_rotor.sharding import unrecorded
 from lightning_rotor.tensors import require_tensors, tensors_in
 from lightning_rotor.tracing import GraphCut
+from lightning_rotor.tracing.lessons import Lessons
 
 _log = logging.getLogger(__name__)
 
@@ -147,7 +148,8 @@ class KnownCuts:
         self._require_initialized()
         self._on_cut()
         with unrecorded(self._module):
-            cut = self._renewed(sequentialize(self._module, args, kwargs))
+            lessons = self._lessons_for(args, kwargs)
+            cut = self._renewed(sequentialize(self._module, args, kwargs, lessons=lessons))
             if cut not in self._cuts and isinstance(cut, GraphCut):
                 require_same(self._module, cut, args, kwargs)
         if cut not in self._cuts:
@@ -166,6 +168,11 @@ class KnownCuts:
                 "same from call to call"
             )
         return cut, value
+
+    def _lessons_for(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Lessons | None:
+        """What the newest recording teaches that was made of a call like this one, but for sizes."""
+        recordings = (cut for cut in reversed(self._cuts) if isinstance(cut, GraphCut))
+        return next((lessons for cut in recordings if (lessons := cut.lessons_for(args, kwargs))), None)
 
     def signature(self, cut: SequentialCut | GraphCut, value: Any) -> Signature:
         """Of a call that was bound."""

@@ -20,9 +20,10 @@ from lightning_rotor.tracing.boundaries import stages_of
 from lightning_rotor.tracing.call import Call
 from lightning_rotor.tracing.footprints import Footprint, footprints_of
 from lightning_rotor.tracing.guards import Guards
+from lightning_rotor.tracing.heap import Heap
 from lightning_rotor.tracing.insight import has_composites, samples_of
 from lightning_rotor.tracing.inverses import has_inverses, unusable_inverses
-from lightning_rotor.tracing.places import Closures
+from lightning_rotor.tracing.lessons import Lessons
 from lightning_rotor.tracing.recorder import Recorder
 from lightning_rotor.tracing.repeats import first_difference
 from lightning_rotor.tracing.samples import Samples
@@ -47,6 +48,7 @@ class GraphCut:
         opaque: Modules that had to become one operation, by name, and why.
         way: ``"graph"`` if the forward ran on symbols, ``"recording"`` if it ran on the call's tensors.
         reasons: For each other way that was tried, why it was not taken.
+        lessons: What it teaches about calls that differ in sizes alone; None unless it is a recording.
     """
 
     stages: tuple[Stage, ...]
@@ -57,6 +59,7 @@ class GraphCut:
     _watch: Watch
     _guards: Guards | None = None
     reasons: Mapping[str, str] = field(default_factory=dict)
+    lessons: Lessons | None = None
     _reads: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -72,6 +75,13 @@ class GraphCut:
         if _key(call, self.way) != self._key or not self._watch.holds():
             return None
         return self._take(call) if self._guards is None or self._guards.hold(call.tensors) else None
+
+    def lessons_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Lessons | None:
+        """What it teaches about another call; None if that differs in more than sizes, or if the module has changed."""
+        if self.lessons is None:
+            return None
+        call = Call.of(self._module, args, kwargs)
+        return self.lessons if _key(call, "graph") == self._key[:-1] and self._watch.holds() else None
 
     def take(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The chain's input for a call for which the trace is known to hold: the tensors that it reads."""
@@ -124,7 +134,13 @@ def cut_graph(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] 
     return _cut(module, Call.of(module, args, kwargs or {}), Tracer)
 
 
-def cut_recording(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> GraphCut:
+def cut_recording(
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    lessons: Lessons | None = None,
+) -> GraphCut:
     """Record one call of a module, and cut it as :func:`cut_graph` does.
 
     The forward runs for real, on copies of the call's tensors and buffers, and more than once if submodules have to become one operation.
@@ -135,17 +151,18 @@ def cut_recording(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
         module: Nothing about it changes, whether or not this succeeds.
         args: Positional arguments of the call.
         kwargs: Keyword arguments.
+        lessons: Of a recording for other sizes, which make this one faster.
     Raises:
         ModelError: The module's own forward cannot be recorded; says where.
     """
-    return _cut(module, Call.of(module, args, kwargs or {}), Recorder)
+    return _cut(module, Call.of(module, args, kwargs or {}), Recorder, lessons)
 
 
-def _cut(module: nn.Module, call: Call, make: type[Tracer | Recorder]) -> GraphCut:
+def _cut(module: nn.Module, call: Call, make: type[Tracer | Recorder], lessons: Lessons | None = None) -> GraphCut:
     not_whole: frozenset[nn.Module] = frozenset()
     if has_inverses(module):
         not_whole = _tried(module, call, lambda tensors: unusable_inverses(module, call, tensors)) or not_whole
-    graph, tracer, opaque = _trace(module, call, make, not_whole)
+    graph, tracer, opaque, learnt = _trace(module, call, make, not_whole, lessons)
     if isinstance(tracer, Tracer):
         graph, tracer = _looked_inside(module, call, graph, tracer)
     names = dict(module.named_modules())
@@ -163,6 +180,7 @@ def _cut(module: nn.Module, call: Call, make: type[Tracer | Recorder]) -> GraphC
         _key(call, way),
         Watch(module, watched, outside=tracer.surroundings.notes.holds),
         guards,
+        lessons=learnt if isinstance(tracer, Recorder) else None,
     )
 
 
@@ -210,35 +228,47 @@ def _key(call: Call, way: str) -> Any:
     # Code may ask whether autocast is on. Hooks on saved tensors are nobody's business but autograd's.
     # What a graph computes with is as long as it is, but code inside of it has asked for the types and the dimensions.
     kinds = tuple((tensor.dim(), tensor.dtype, tensor.device) for tensor in call.tensors)
-    return call.key, call.firsts, ambient()[:-1], call.signature if way == "recording" else kinds
+    key = call.key, call.firsts, ambient()[:-1], kinds
+    return (*key, call.signature) if way == "recording" else key
 
 
 # -------------------------------------------------------------------- tracing
 
 
 def _trace(
-    module: nn.Module, call: Call, make: type[Tracer | Recorder], not_whole: frozenset[nn.Module]
-) -> tuple[fx.Graph, Tracer | Recorder, dict[str, str]]:
+    module: nn.Module,
+    call: Call,
+    make: type[Tracer | Recorder],
+    not_whole: frozenset[nn.Module],
+    lessons: Lessons | None,
+) -> tuple[fx.Graph, Tracer | Recorder, dict[str, str], Lessons]:
     """Trace or record, making opaque whatever cannot be traced, from the inside out."""
     paths = {submodule: path for path, submodule in module.named_modules()}
-    opaque: dict[nn.Module, str] = {}
-    failures: Counter[type] = Counter()
+    opaque = {} if lessons is None else {module.get_submodule(path): why for path, why in lessons.opaque.items()}
+    failures = Counter(map(type, opaque))
     settings, unsettled = Settings(module.modules()), None
-    closures = Closures(is_users)
+    heap = Heap(is_users, lessons)
     while True:
         types = {
             kind
             for kind, count in failures.items()
             if count >= _OPAQUE_INSTANCES and kind.__module__.partition(".")[0] != "torch"
         }
-        tracer = make(module, call, set(opaque), types, closures=closures, not_whole=not_whole)
+        tracer = make(module, call, set(opaque), types, heap=heap, not_whole=not_whole)
         attempt = _attempt(module, call, tracer)
         if isinstance(tracer, Recorder) and attempt.graph is not None:
-            second = Recorder(module, call, set(opaque), types, closures=closures, not_whole=not_whole)
+            second = Recorder(module, call, set(opaque), types, heap=heap, not_whole=not_whole)
             attempt = _repeated(module, call, attempt, tracer, second)
+        if heap.misled:
+            tracer.surroundings.notes.restore()
+            if unsettled is not None:
+                unsettled.restore()
+            settings.restore()
+            return _trace(module, call, make, not_whole, None)
         if attempt.graph is not None:
-            closures.forget()
-            return attempt.graph, tracer, {paths[submodule]: why for submodule, why in opaque.items()}
+            heap.closures.forget()
+            named = {paths[submodule]: why for submodule, why in opaque.items()}
+            return attempt.graph, tracer, named, heap.lessons(named)
         culprit = attempt.culprit
         if attempt.may_settle and unsettled is None:
             # Models of transformers note in their configuration which loss they compute, once. Others fill a global cache.

@@ -166,21 +166,36 @@ class Closures:
 
     Args:
         wanted: Says of a file whether functions in it count.
+        expected: No other code will be asked for; None if that is not known.
+
+    Attributes:
+        asked: The code that was asked for, by address: equal code may be another function's.
+        misled: Whether other code was asked for than expected.
     """
 
-    def __init__(self, wanted: Callable[[str], bool]) -> None:
+    def __init__(self, wanted: Callable[[str], bool], expected: Sequence[CodeType] | None = None) -> None:
+        self.asked: dict[int, CodeType] = {}
+        self.misled = False
         self._wanted = wanted
-        self._found: dict[CodeType, list[tuple[Place, ...]]] | None = None
+        self._expected = None if expected is None else {id(code): code for code in expected}
+        self._found: dict[int, list[tuple[Place, ...]]] | None = None
 
     def of(self, code: CodeType) -> Sequence[tuple[Place, ...]]:
         """For each function that has this code, its variables."""
+        self.asked[id(code)] = code
+        self.misled = self.misled or (self._expected is not None and id(code) not in self._expected)
         if self._found is None:
             self._found = defaultdict(list)
-            for function in [thing for thing in gc.get_objects() if type(thing) is FunctionType]:
+            for function in self._functions():
                 if function.__closure__ and self._wanted(function.__code__.co_filename):
                     cells = zip(function.__closure__, function.__code__.co_freevars, strict=True)
-                    self._found[function.__code__].append(tuple(Place(cell, name) for cell, name in cells))
-        return self._found.get(code, ())
+                    self._found[id(function.__code__)].append(tuple(Place(cell, name) for cell, name in cells))
+        return self._found.get(id(code), ())
+
+    def _functions(self) -> list[FunctionType]:
+        # Who refers to a few objects is found in half the time that it takes to list all.
+        some = gc.get_objects() if self._expected is None else gc.get_referrers(*self._expected.values())
+        return [thing for thing in some if type(thing) is FunctionType]
 
     def forget(self) -> None:
         """Keep no function's variables alive."""

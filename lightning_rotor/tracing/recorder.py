@@ -34,9 +34,9 @@ from lightning_rotor.tensors import tensors_in
 from lightning_rotor.tracing.call import Call
 from lightning_rotor.tracing.composites import FUNCTIONS, body_of, is_attention
 from lightning_rotor.tracing.guards import Guards, ancestors, appearance_of, require_as_recorded
+from lightning_rotor.tracing.heap import Heap
 from lightning_rotor.tracing.modules import BLOCKS, ModuleCalls, UntraceableError, hides_code, is_torchs_module
 from lightning_rotor.tracing.operations import METADATA, REFUSED, is_assignment, is_torchs, name_of, spell
-from lightning_rotor.tracing.places import Closures
 from lightning_rotor.tracing.surroundings import Surroundings
 from lightning_rotor.tracing.tracer import ambient
 from lightning_rotor.tracing.values import version_of
@@ -63,18 +63,18 @@ class Recorder:
         opaque: set[nn.Module],
         opaque_types: set[type],
         *,
-        closures: Closures,
+        heap: Heap,
         not_whole: Set[nn.Module] = frozenset(),
     ) -> None:
         self.calls = ModuleCalls(root, opaque, opaque_types, not_whole)
         self.guards: Guards | None = None
         self._root, self._call = root, call
         self._seen: list[tuple[fx.Node, Any]] = []
-        self._witness = Witness()
+        self._witness = Witness(heap)
         self._writer = GraphWriter(self.calls, self._witness)
         self._mode = _Mode(self)
         self._thread = threading.get_ident()
-        self.surroundings = Surroundings(lambda: None if self._witness.inside else self.calls.path, closures)
+        self.surroundings = Surroundings(lambda: None if self._witness.inside else self.calls.path, heap.closures)
 
     @property
     def constants(self) -> list[torch.Tensor]:
@@ -89,6 +89,7 @@ class Recorder:
     def record(self, root: nn.Module) -> fx.Graph:
         """Run the root's forward on copies of the call's tensors, and return what it did."""
         copies = _copies(self._call.tensors)
+        self._witness.trust((*copies, *root.buffers()))
         inputs = self._writer.begin(root, copies)
         args, kwargs = self._call.with_tensors(copies)
         del copies
@@ -113,7 +114,7 @@ class Recorder:
     @contextmanager
     def _aside(self) -> Iterator[None]:
         """Context of code that is one operation. The mode steps aside, for torch's fast paths ask whether there is one."""
-        with self._witness.aside(), ExitStack() as stack:
+        with self._witness.aside(), self.surroundings.paused(), ExitStack() as stack:
             if torch.overrides._get_current_function_mode() is self._mode:
                 stack.enter_context(torch.overrides._pop_mode_temporarily())
             yield
@@ -124,7 +125,7 @@ class Recorder:
     def _shown_modules(self) -> Iterator[None]:
         """Show calls of modules and of autograd functions, which no mode sees."""
         call_module, function = nn.Module.__call__, torch.autograd.Function
-        apply = function.__dict__["apply"]
+        apply, init = function.__dict__["apply"], nn.Module.__init__
 
         def listens() -> bool:
             return not self._witness.inside and threading.get_ident() == self._thread
@@ -141,12 +142,18 @@ class Recorder:
             # A reference that was kept from before (``f = Function.apply``) is not seen. There the operations inside are, under no_grad.
             return self._operate("call_function", target, args, kwargs, target, own_code=f"{cls.__name__}.apply")
 
+        def shown_init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            self._witness.note_module(module)
+            init(module, *args, **kwargs)
+
         nn.Module.__call__ = shown_call  # type: ignore[method-assign]
+        nn.Module.__init__ = shown_init  # type: ignore[assignment,method-assign]
         function.apply = classmethod(shown_apply)
         try:
             yield
         finally:
             nn.Module.__call__ = call_module  # type: ignore[method-assign]
+            nn.Module.__init__ = init  # type: ignore[method-assign]
             function.apply = apply
 
     def _call_module(
@@ -187,26 +194,20 @@ class Recorder:
 
     def operate(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation that the mode has seen, and record it."""
-        name = name_of(function)
-        if self._witness.inside or name in METADATA or (name == "type" and len(args) == 1):
-            with self._witness.aside():
-                return function(*args, **kwargs)
-        if is_assignment(function):
-            raise UntraceableError(f"it assigns to the attribute {name!r} of a tensor")
-        if name in REFUSED:
-            raise UntraceableError(f"{REFUSED[name]} ({name})")
-        if any(isinstance(leaf, torch.Generator) for leaf in tree_leaves((args, kwargs))):
-            raise UntraceableError(f"it draws random numbers from a torch.Generator of its own ({name})")
-        if kwargs.get("out") is not None:
-            raise UntraceableError(f"it gives {name} a tensor to write to (out=)")
-        if function in FUNCTIONS:
-            with self._mode:
-                return body_of(function)(*args, **kwargs)
-        kind, target, positional = spell(function, args)
-        own_code = "" if is_torchs(function) else f"{name}, which is not torch's own"
-        return self._operate(
-            kind, target, positional, kwargs, lambda *_, **__: function(*args, **kwargs), own_code=own_code, known=True
-        )
+        with self.surroundings.paused():
+            name = name_of(function)
+            if self._witness.inside or name in METADATA or (name == "type" and len(args) == 1):
+                with self._witness.aside():
+                    return function(*args, **kwargs)
+            _require_recordable(function, args, kwargs)
+            if function not in FUNCTIONS:
+                kind, target, positional = spell(function, args)
+                own_code = "" if is_torchs(function) else f"{name}, which is not torch's own"
+                return self._operate(
+                    kind, target, positional, kwargs, lambda *_, **__: function(*args, **kwargs), own_code=own_code
+                )
+        with self._mode:
+            return body_of(function)(*args, **kwargs)
 
     def _operate(
         self,
@@ -324,6 +325,18 @@ class _Mode(TorchFunctionMode):
 
 
 # -------------------------------------------------------------------- small things
+
+
+def _require_recordable(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    name = name_of(function)
+    if is_assignment(function):
+        raise UntraceableError(f"it assigns to the attribute {name!r} of a tensor")
+    if name in REFUSED:
+        raise UntraceableError(f"{REFUSED[name]} ({name})")
+    if any(isinstance(leaf, torch.Generator) for leaf in tree_leaves((args, kwargs))):
+        raise UntraceableError(f"it draws random numbers from a torch.Generator of its own ({name})")
+    if kwargs.get("out") is not None:
+        raise UntraceableError(f"it gives {name} a tensor to write to (out=)")
 
 
 def _label(node: fx.Node) -> str:

@@ -48,6 +48,10 @@ _TORCHS_AND_OURS = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__)
 _PYTHONS = (f"{Path(os.__file__).parent}{os.sep}", "<frozen ")
 
 
+# From then on, code that is profiled is rewritten when profiling starts or stops.
+_COSTLY_TO_PAUSE = sys.version_info >= (3, 12)
+
+
 class Surroundings:
     """Watches what code could read outside of modules.
 
@@ -86,6 +90,18 @@ class Surroundings:
                 profiler.enable()
             else:
                 sys.setprofile(profiler)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context of code that is not the module's. It runs several times as fast."""
+        if _COSTLY_TO_PAUSE or sys.getprofile() != self._listen:
+            yield
+            return
+        sys.setprofile(None)
+        try:
+            yield
+        finally:
+            sys.setprofile(self._listen)
 
     # ---------------------------------------------------------------- while the code runs
 

@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_map_only
 from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.tracing.call import Call
 from lightning_rotor.tracing.composites import body_of, is_attention, is_composite
+from lightning_rotor.tracing.heap import Heap
 from lightning_rotor.tracing.kinds import IS_TENSOR, is_tensor, truthful_isinstance
 from lightning_rotor.tracing.modules import BLOCKS, ModuleCalls, UntraceableError, tensor_slots
 from lightning_rotor.tracing.patches import patched
-from lightning_rotor.tracing.places import Closures
 from lightning_rotor.tracing.proxies import Sampled, Value
 from lightning_rotor.tracing.samples import Known, Samples
 from lightning_rotor.tracing.surroundings import Surroundings
@@ -57,7 +57,7 @@ class Tracer(fx.Tracer):
         opaque_types: set[type],
         samples: Samples | None = None,
         *,
-        closures: Closures,
+        heap: Heap,
         not_whole: Set[nn.Module] = frozenset(),
     ) -> None:
         super().__init__()
@@ -66,11 +66,11 @@ class Tracer(fx.Tracer):
         self._samples = samples
         self._known: Known | None = None
         self._call = call
-        self._closures = closures
+        self._heap = heap
         self.owners, named = tensor_slots(root)
         self._tensor_names = {address: name for address, (_, name) in named.items()}
         self._examples = {name: tensor for tensor, name in named.values()}
-        self.surroundings = Surroundings(lambda: self.calls.path, closures)
+        self.surroundings = Surroundings(lambda: self.calls.path, heap.closures)
         self._ambient = ambient()
 
     def record(self, root: nn.Module) -> fx.Graph:
@@ -157,9 +157,7 @@ class Tracer(fx.Tracer):
     def again(self, samples: Samples) -> Tracer:
         """A tracer for the same call that goes through the code of composite operations."""
         calls = self.calls
-        return Tracer(
-            calls.root, self._call, *calls.opaque, samples, closures=self._closures, not_whole=calls.not_whole
-        )
+        return Tracer(calls.root, self._call, *calls.opaque, samples, heap=self._heap, not_whole=calls.not_whole)
 
     @property
     def failed(self) -> int | None:

@@ -6,24 +6,27 @@ so an operation that arrives while no recorded one runs is one that the recordin
 
 from __future__ import annotations
 
-import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import compress
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from lightning_rotor.tensors import address_of
+from lightning_rotor.tensors import tensors_in
+from lightning_rotor.tracing.heap import Heap, Inventory, memory_of
 from lightning_rotor.tracing.modules import UntraceableError
 
 
 class Witness(TorchDispatchMode):
     """Sees every operation that torch computes.
+
+    Args:
+        heap: Knows what is there before the recording.
 
     Attributes:
         inside: How many recorded operations, or modules that are one, are running.
@@ -31,15 +34,15 @@ class Witness(TorchDispatchMode):
         reads_values: Some operation has read values that decide over sizes since this was last set to False.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, heap: Heap) -> None:
         super().__init__()
         self.inside = 0
         self.random = False
         self.reads_values = False
-        found = _live(torch.Tensor, nn.Module)
-        self._known = {id(thing): thing for thing in found if torch.Tensor in type(thing).__mro__}
-        self._modules = {id(thing): thing for thing in found if nn.Module in type(thing).__mro__}
-        self._protected = {address for tensor in self._known.values() if (address := _address(tensor))}
+        self._heap = heap
+        self._there = heap.inventory()
+        self._modules: dict[int, weakref.ref[nn.Module]] = {}
+        self._memory: set[StorageWeakRef] = set()
         self._from_host: dict[int, weakref.ref[torch.Tensor]] = {}
 
     @contextmanager
@@ -54,11 +57,31 @@ class Witness(TorchDispatchMode):
     def is_constant(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor was there before, or was made of nothing but numbers of the host's."""
         made = self._from_host.get(id(tensor))
-        return self._known.get(id(tensor)) is tensor or (made is not None and made() is tensor)
+        return (made is not None and made() is tensor) or self._before().has(tensor)
 
     def was_there(self, module: nn.Module) -> bool:
         """Whether a module is older than the recording."""
-        return self._modules.get(id(module)) is module
+        made = self._modules.get(id(module))
+        return (made is None or made() is not module) and self._before().has(module)
+
+    def note_module(self, module: nn.Module) -> None:
+        """A module is being made."""
+        self._modules[id(module)] = weakref.ref(module)
+
+    def trust(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These tensors were made for the recording, which may change them in place."""
+        self._memory.update(_memories(tensors))
+
+    def _before(self) -> Inventory:
+        """What was there before the recording.
+
+        Raises:
+            UntraceableError: Nobody has looked, so that this recording is of no use.
+        """
+        self._heap.note_question()
+        if self._there is None:
+            raise UntraceableError("it does something else than it did for inputs of another size")
+        return self._there
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -71,7 +94,10 @@ class Witness(TorchDispatchMode):
         self.reads_values = self.reads_values or _reads_values(func, args)
         if func._schema.is_mutable:
             self._protect(func, args, kwargs)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if _makes_memory(func):  # or says so: aten::_unsafe_view does not
+            self._memory |= _memories(tensors_in(result)) - _memories(tensors_in((args, kwargs)))
+        return result
 
     def _unrecorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is not torch.ops.aten.lift_fresh.default:
@@ -85,21 +111,27 @@ class Witness(TorchDispatchMode):
         for index, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[index] if index < len(args) else kwargs.get(argument.name)
-                if any(_address(leaf) in self._protected for leaf in tree_leaves(value)):
+                if any(self._was_there(tensor) for tensor in tensors_in(value)):
                     raise UntraceableError(
                         "it changes a parameter, or another tensor that is no buffer and was there before, in place"
                     )
 
+    def _was_there(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in memory that is older than the recording."""
+        return (
+            memory_of(tensor) != 0 and not _memories([tensor]) <= self._memory and self._before().has_memory_of(tensor)
+        )
 
-def _live(*bases: type) -> list[Any]:
-    """All objects of some classes and their subclasses.
 
-    There are a million objects, of few types. ``isinstance`` would ask each for its class, at which a lazy import loads its module.
-    """
-    everything = gc.get_objects()
-    kinds = list(map(type, everything))
-    wanted = {kind for kind in set(kinds) if not set(bases).isdisjoint(kind.__mro__)}
-    return list(compress(everything, map(wanted.__contains__, kinds)))
+@lru_cache(maxsize=4096)
+def _makes_memory(func: Any) -> bool:
+    """Whether an operation returns nothing that it was given."""
+    return not func._schema.is_mutable and all(value.alias_info is None for value in func._schema.returns)
+
+
+def _memories(tensors: Iterable[torch.Tensor]) -> set[StorageWeakRef]:
+    """The memory under tensors, as something that no other memory is equal to while it exists, and that keeps none alive."""
+    return {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors if memory_of(tensor)}
 
 
 def _reads_values(func: Any, args: tuple[Any, ...]) -> bool:
@@ -110,13 +142,3 @@ def _reads_values(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 _INDEXING = (torch.ops.aten.index.Tensor, torch.ops.aten._unsafe_index.Tensor)
-
-
-def _address(value: Any) -> int:
-    """Where a tensor's bytes are; 0 if there are none."""
-    if not isinstance(value, torch.Tensor):
-        return 0
-    try:
-        return address_of(value)
-    except (NotImplementedError, RuntimeError):  # sparse tensors
-        return 0
