@@ -95,8 +95,9 @@ class Witness(TorchDispatchMode):
         if func._schema.is_mutable:
             self._protect(func, args, kwargs)
         result = func(*args, **kwargs)
-        if _makes_memory(func):  # or says so: aten::_unsafe_view does not
-            self._memory |= _memories(tensors_in(result)) - _memories(tensors_in((args, kwargs)))
+        if _makes_memory(func):
+            read = {memory_of(tensor) for tensor in tensors_in((args, kwargs))}  # aten::_unsafe_view says it makes some
+            self.trust(tensor for tensor in tensors_in(result) if memory_of(tensor) not in read)
         return result
 
     def _unrecorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
