@@ -122,10 +122,10 @@ def normalizing_case() -> Case:
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@example(normalizing_case(), random.Random(3), False)
-@given(mixed_cases(), st.randoms(use_true_random=False), st.booleans())
+@example(normalizing_case(), 3, False)
+@given(mixed_cases(), st.integers(0, 2**32 - 1), st.booleans())
 def test_plans_and_any_schedule_give_the_gradients_of_plain_autograd_and_the_simulated_peak(
-    case: Case, rng: random.Random, gradients_exist: bool
+    case: Case, seed: int, gradients_exist: bool
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         # Both ways, whichever is faster today: a schedule is drawn from the options that there are, and hypothesis draws it again.
@@ -140,6 +140,7 @@ def test_plans_and_any_schedule_give_the_gradients_of_plain_autograd_and_the_sim
     step = partial(training_step, case, state=state, gradients_exist=gradients_exist, weights=weights)
     plain = step(case.net)
     tightest = minimum_budget(profile.chain, gradients_exist=gradients_exist).schedule
+    rng = random.Random(seed)  # not hypothesis' own: which options there are, and so what is drawn, may depend on times
     for schedule in (tightest, *(random_schedule(rng, profile.chain) for _ in range(2))):
         if first_inverted(profile.chain, schedule) is not None:
             assert schedule is not tightest
