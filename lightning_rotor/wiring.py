@@ -66,12 +66,8 @@ class Wiring:
         values = dict(zip(self.wire.reads, unpacked(value, len(self.wire.reads)), strict=True))
         del value
         for function, step, dead in zip(functions, self.steps, self.dead, strict=True):
-            reads, writes = step.reads, step.writes
-            made = function(values[reads[0]] if len(reads) == 1 else tuple([values[number] for number in reads]))
-            if len(writes) == 1:
-                values[writes[0]] = made
-            else:
-                values.update(zip(writes, made, strict=True))
+            made = function(packed([values[number] for number in step.reads]))
+            values.update(zip(step.writes, unpacked(made, len(step.writes)), strict=True))
             del made
             for number in dead:
                 del values[number]

@@ -49,7 +49,6 @@ from lightning_rotor.wiring import unpacked
 
 _log = logging.getLogger(__name__)
 
-
 Progress: TypeAlias = Callable[[int, int], None]
 
 

@@ -196,9 +196,8 @@ class _Inverted:
 
             value = profiler.boundary.fresh()
             recording.mark("forward")
-            with saved_tensors_hooks(
-                torch.Tensor.detach, unpack
-            ):  # a segment around is recomputed at the first of them
+            # A segment around is recomputed at the first of them.
+            with saved_tensors_hooks(torch.Tensor.detach, unpack):
                 inversion, output = self._forward(value)
             recording.mark("root")
             backward = self._backward(value, output)

@@ -351,13 +351,11 @@ class StageProfiler:
         )
 
     def _seconds(self) -> _Seconds:
-        forward: list[float] = []
-        backward: list[float] = []
-        while not self.is_timed([sum(run) for run in zip(forward, backward, strict=True)]):
-            for seconds, each in zip((forward, backward), self.timed_run(), strict=True):
-                seconds.append(each)
-        forward_seconds = typical(forward)
-        return _Seconds(forward_seconds, forward_seconds * self._replayed_part(), typical(backward))
+        runs: list[tuple[float, float]] = []
+        while not self.is_timed(list(map(sum, runs))):
+            runs.append(self.timed_run())
+        forward, backward = map(typical, zip(*runs, strict=True))
+        return _Seconds(forward, forward * self._replayed_part(), backward)
 
     def timed_run(self) -> tuple[float, float]:
         """Seconds of a forward and its backward."""
