@@ -206,6 +206,8 @@ class StageCost:
             in autograd's engine for those of the earlier stage, even where parameters have gradients that all are added to.
         output_gradient_bytes: Gradient of the link that the peaks of the backward count; the stage behind may leave more, which is alive beside
             them, and on in the gradient that the stage leaves if this is known of the stage before as well. None if it leaves just that.
+        skip_gradient_bytes: Gradients of skips that the peaks of the backward count, of those that later readers leave. None if they are as
+            large as the skips.
     """
 
     name: str
@@ -221,6 +223,7 @@ class StageCost:
     not_inverted: str = ""
     waiting_gradient_bytes: int = 0
     output_gradient_bytes: int | None = None
+    skip_gradient_bytes: int | None = None
 
     def __post_init__(self) -> None:
         _check_costs(self)

@@ -74,6 +74,7 @@ class Skips:
         self._all = chain.skips
         self._holders = [0] * len(self._all)
         self._gradient_bytes = [0] * len(self._all)
+        self._counted_bytes = [stage.skip_gradient_bytes for stage in chain]
         self._slices_bytes = 0
         self.made: list[list[int]] = [[] for _ in chain]
         self._read: list[list[int]] = [[] for _ in chain]
@@ -114,8 +115,10 @@ class Skips:
             self._slices_bytes = 0
             return 0
         alive = sum(self._gradient_bytes[skip] for skip in ending)
-        # Those that are slices hold more than themselves until the stage has read or replaced them.
-        own = sum(self._all[skip].size_bytes or self._gradient_bytes[skip] for skip in ending)
+        own = self._counted_bytes[stage]
+        if own is None:
+            own = sum(self._all[skip].size_bytes or self._gradient_bytes[skip] for skip in ending)
+        # Those that are slices may hold more than themselves until the stage has read or replaced them.
         counted = min(alive, own)
         self._slices_bytes = alive - counted
         for skip in ending:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import timm
 import torch
 import torchvision
 import transformers
@@ -22,6 +23,7 @@ from lightning_rotor.execution import Executor
 from lightning_rotor.planning import minimum_budget, plan
 from lightning_rotor.planning.solver import Solver
 from lightning_rotor.profiling import Profile, StepMeter, profile_chain
+from lightning_rotor.profiling.gradients import Layout, Layouts
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
 from tests.reference import best_by_budget, judge_all
@@ -167,6 +169,43 @@ def vision_transformer() -> nn.Module:
     )
 
 
+class Joined(nn.Module):
+    """A skip that only a concatenation reads: the convolution that made it copies the slice that it gets for a gradient."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.first, self.left = nn.Conv2d(3, width, 3, padding=1), nn.Conv2d(width, width, 3, padding=1)
+        self.right = nn.Sequential(conv(width, width), nn.Conv2d(width, width, 3, padding=1))
+        self.last = nn.Conv2d(2 * width, 8, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.last(torch.cat([self.left(x), self.right(x)], 1))
+
+
+class Branches(nn.Module):
+    """Slices of one gradient for several skips, which all of them keep alive."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, width, 1), nn.Conv2d(4 * width, 8, 1)
+        self.branches = nn.ModuleList(
+            nn.Sequential(conv(width, width), nn.Conv2d(width, width, 1), nn.Tanh()) for _ in range(4)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.last(torch.cat([branch(x) for branch in self.branches], 1))
+
+
+def mixer() -> nn.Module:
+    """Its shortcuts, and so their gradients, have their entries in another order."""
+    made: nn.Module = timm.models.mlp_mixer.MlpMixer(
+        num_classes=10, img_size=32, patch_size=4, num_blocks=3, embed_dim=16
+    )
+    return made
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[torch.Tensor, ...]]]] = {
     "unet": (UNet, lambda: (torch.randn(2, 3, 32, 32),)),
     "dense": (Dense, lambda: (torch.randn(2, 3, 16, 16),)),
@@ -174,6 +213,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[torch.Tensor
     "biased": (Biased, lambda: (torch.randn(4, 8, 32), torch.randn(8, 32, requires_grad=True))),
     "scaled": (Scaled, lambda: (torch.randn(512, 64),)),
     "llama": (Llama, lambda: (torch.randint(0, 50, (3, 16)), torch.ones(3, 16, dtype=torch.long).triu(-9))),
+    "joined": (Joined, lambda: (torch.randn(2, 3, 32, 32),)),
+    "branches": (Branches, lambda: (torch.randn(2, 3, 32, 32),)),
+    "mixer": (mixer, lambda: (torch.randn(4, 3, 32, 32),)),
     "vision_transformer": (vision_transformer, lambda: (torch.randn(4, 3, 64, 64),)),
     "encoder": (Encoder, lambda: (torch.randn(3, 16, 32), nn.Transformer.generate_square_subsequent_mask(16))),
 }
@@ -223,13 +265,15 @@ def test_any_schedule_has_the_bits_and_the_simulated_peak(name: str) -> None:
     net.train()
     rng = random.Random(5)
     schedules = [random_schedule(rng, chain) for _ in range(12)]
+    # Of a sum that broadcasts, the simulator holds an addend a moment too long where segments are nested four deep.
+    least = 0.93 if name == "biased" else 0.999
     for schedule in (Schedule.keep_all(len(chain)), minimum_budget(chain).schedule, *schedules):
         executor = Executor(profile.stages, chain, schedule, profile.states)
         peak, received = step(net, lambda run=executor: run(value), args)  # type: ignore[misc]
         assert len(expected) == len(received), schedule
         assert all(map(torch.equal, expected, received)), schedule
         simulated = simulate(chain, schedule).peak_bytes
-        assert 0.93 * simulated <= peak <= simulated + 16 * losses, schedule
+        assert least * simulated <= peak <= simulated + 16 * losses, schedule
 
 
 def test_dense_blocks_are_cut_between_their_layers() -> None:
@@ -249,6 +293,34 @@ def test_what_several_stages_read_is_measured_once() -> None:
     bias = profile.chain.skips[sizes.index(4 * 8 * 32 * 4)]
     assert len(bias.uses) == 5
     assert set(bias.gradient_bytes) == {4 * 8 * 32 * 4}
+
+
+def test_slices_of_one_gradient_count_once_and_for_the_skip_that_is_needed_longest() -> None:
+    _, _, profile = measured("branches")
+    chain = profile.chain
+    joining = max(skip.last_use for skip in chain.skips)
+    branches = [skip for skip in chain.skips if skip.uses[-1] == joining]
+    size = 2 * 16 * 32 * 32 * 4
+    assert [skip.gradient_bytes[-1] for skip in branches] == [4 * size, 0, 0]
+    # The first branch is given all of it, the others what is counted there already; the last one ends in the stage that joins them.
+    assert [chain.stages[skip.born].skip_gradient_bytes for skip in branches] == [4 * size, 0, 0]
+
+
+def test_layouts_of_several_readers_share_memory_if_it_is_one_reader_that_leaves_it() -> None:
+    lying = Layout(torch.Size([2, 4]), (8, 1), 0, 64, torch.float32, torch.device("cpu"))
+    plain = replace(lying, stride=(4, 1), storage_bytes=32, is_plain=True)
+    beside = replace(lying, offset=4, counts_elsewhere=True)
+    both = Layouts.of((beside,), 7, {0: (7, lying)})
+    assert both.link[0] == replace(beside, counts_elsewhere=False)
+    assert both.skips == ((0, lying),)
+    assert not both.memories_elsewhere()
+    assert Layouts.of((beside,), 7, {0: (8, lying)}).link == (beside,)
+    assert [memory.nbytes for memory in Layouts.of((beside,), 7, {}).memories_elsewhere().values()] == [64]
+    assert Layouts.of((), 7, {0: (7, plain), 1: (8, plain)}) == Layouts()
+    assert [place for place, _ in Layouts.of((), 7, {0: (7, plain), 1: (7, plain)}).skips] == [
+        0,
+        1,
+    ]  # as those of a sum
 
 
 # ---------------------------------------------------------------------------------------------------- planning
@@ -304,6 +376,18 @@ def test_gradient_of_a_skip_waits_for_the_stage_that_made_it() -> None:
     plain = levels("0-3")
     both = [more - less for more, less in zip(levels("0-3", Skip(0, (3,), 7, (7,))), plain, strict=True)]
     assert both == [7, 7, 7, 7, 7, 7, 7, 0]  # backward of 3, 2, 1: the gradient is alive; that of 0 consumes it
+
+
+def test_gradient_that_the_peaks_of_a_backward_count_is_not_counted_twice() -> None:
+    def last_peak(counted: int | None) -> int:
+        stages = replace(STAGE, name="0", skip_gradient_bytes=counted), STAGE, STAGE
+        chain = Chain(stages, skips=(Skip(0, (2,), 10, (40,)),))
+        return simulate(chain, Schedule.keep_all(3)).events[-1].peak_bytes
+
+    # A slice of 40 bytes for a skip of 10: what the peaks do not count is alive beside them.
+    assert last_peak(None) == last_peak(10)
+    assert last_peak(10) - last_peak(30) == 20
+    assert last_peak(10) - last_peak(99) == 30
 
 
 def test_segment_that_reads_a_skip_holds_it_until_it_is_recomputed() -> None:

@@ -31,10 +31,9 @@ from lightning_rotor.invertible.trial import Objections, try_inverse
 from lightning_rotor.options import autocast_enabled, run_stage, way_of
 from lightning_rotor.profiling.boundary import Boundary
 from lightning_rotor.profiling.ends import StageEnds
-from lightning_rotor.profiling.gradients import SkipGradient
 from lightning_rotor.profiling.interlude import Interlude, segment_seconds
 from lightning_rotor.profiling.meters import Meter, meter_for
-from lightning_rotor.profiling.settling import Bench, Measurable, Measured, outputs_of, settle, unexpected
+from lightning_rotor.profiling.settling import Bench, Measurable, Measured, given, outputs_of, settle, unexpected
 from lightning_rotor.profiling.sharded import with_units
 from lightning_rotor.profiling.stages import WORTH_MENTIONING_BYTES, StageMeasurement, StageProfiler
 from lightning_rotor.profiling.storages import UnmeasuredSkip, merged, scout
@@ -117,6 +116,7 @@ def profile_chain(
         interlude = Interlude(device, 0.0 if is_fake(tensors_in(sample)[0]) else stage_seconds)
         together = merged(stages, seen.groups)
         numbered = {storage: (number, skip) for number, (storage, skip) in enumerate(seen.skips().items())}
+        unmeasured = [skip for _, skip in numbered.values()]
         wiring = wiring_of(together)
         traits: list[dict[str, Any]] = []
         states: list[SegmentState] = []
@@ -160,12 +160,13 @@ def profile_chain(
                     way = way_of(stage, draws_random=draws_random, state=states[-1])
                 identity = _identity(stage, compiled), boundary.signature
                 measurable = Measurable(profiler, recomputable, identity, way, tried.fused)
-                measured.append(Measured(measurable, bench.measured(measurable, boundary)))
+                measured.append(Measured.of(number, measurable, bench.measured(measurable, boundary), unmeasured))
                 sizes = sum((unit.sizes for unit in units), UnitSizes())
             if before is not None:
                 measured[-2].expected_bytes = measured[-1].link_bytes
-                if not measured[-2].is_settled(measured[-1]):
-                    measured[-2].settle(measured[-1], bench, before)
+                layouts = given(measured, number - 1)
+                if layouts != measured[-2].layouts:
+                    measured[-2].settle(layouts, measured[-1], bench, before)
             before = boundary
             messages.append((sizes, gathering_seconds))
             traits.append(
@@ -191,9 +192,9 @@ def profile_chain(
         running = [
             compiled.with_variants(stage, each.found.names) for stage, each in zip(together, measured, strict=True)
         ]
-        skips = _measured((skip for _, skip in numbered.values()), sized)
+        skips = _measured(unmeasured, sized)
         costs = [
-            replace(_cost(number, sized, skips), name=stage.name, waiting_gradient_bytes=waiting, **traits[number])
+            replace(_cost(*sized[number]), name=stage.name, waiting_gradient_bytes=waiting, **traits[number])
             for number, (stage, waiting) in enumerate(zip(together, waiting_gradient_bytes(together), strict=True))
         ]
         _warn(costs)
@@ -226,29 +227,24 @@ def _measured(
 ) -> tuple[Skip, ...]:
     """Skips with the gradients that their readers leave."""
     return tuple(
-        skip.measured(_gradient(number, measured[use]).size_bytes for use in skip.uses)
-        for number, skip in enumerate(skips)
+        skip.measured(_gradient_bytes(number, measured[use]) for use in skip.uses) for number, skip in enumerate(skips)
     )
 
 
-def _gradient(skip: int, reader: tuple[StageEnds, StageMeasurement]) -> SkipGradient:
+def _gradient_bytes(skip: int, reader: tuple[StageEnds, StageMeasurement]) -> int:
     ends, measurement = reader
-    return measurement.skip_gradients.get(ends.skips.index(skip), SkipGradient(0, is_dense=True))
+    gradient = measurement.skip_gradients.get(ends.skips.index(skip))
+    return 0 if gradient is None else gradient.size_bytes
 
 
-def _cost(number: int, measured: Sequence[tuple[StageEnds, StageMeasurement]], skips: Sequence[Skip]) -> StageCost:
-    """The costs of a stage among these later readers, with skips by their numbers in the chain."""
-    ends, measurement = measured[number]
-    read = [skip for skip in ends.skips if number in skips[skip].uses]
-    # The reader whose gradients the stage finds and adds to is the next one.
-    later = [(skip, next((use for use in skips[skip].uses if use > number), None)) for skip in read]
-    dense = all(use is None or _gradient(skip, measured[use]).is_dense for skip, use in later)
-    cost = measurement.cost if dense else measurement.cost_apart
+def _cost(ends: StageEnds, measurement: StageMeasurement) -> StageCost:
+    """The costs of a stage with skips by their numbers in the chain."""
     options = tuple(
         replace(option, saved_skips=tuple(sorted(ends.skips[place] for place in option.saved_skips)))
-        for option in cost.options
+        for option in measurement.cost.options
     )
-    return replace(cost, options=options)
+    given_bytes = measurement.given_bytes if ends.skips else None
+    return replace(measurement.cost, options=options, skip_gradient_bytes=given_bytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -16,64 +17,151 @@ from lightning_rotor.profiling.ends import StageEnds
 from lightning_rotor.sequential import Stage
 from lightning_rotor.tensors import address_of, requested_bytes, tensors_in
 
-
-@dataclass(frozen=True, slots=True)
-class SkipGradient:
-    """What a reader of a skip leaves of its gradient.
-
-    Attributes:
-        size_bytes: Memory that it keeps alive, which may be more than its own: a slice of a larger gradient.
-        is_dense: It has its memory for itself, so that earlier readers can add to it in place.
-    """
-
-    size_bytes: int
-    is_dense: bool
+Memories: TypeAlias = dict[int, torch.Tensor]
+"""Storages, as flat tensors, by their numbers in some :class:`Layouts`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a gradient lies in its memory, where it lies otherwise than its tensor in memory of its own.
+    """How a gradient lies in its memory.
 
     It may be a slice of something larger, an expanded tensor, or have its entries in another order, as from convolutions that Inductor compiled.
 
     Attributes:
-        memory: Number of the memory; gradients of the same link with the same number share it.
+        memory: Number of the memory; gradients with the same number share it.
+        is_plain: Its entries lie as the tensor's do, and nothing lies around them.
+        counts_elsewhere: The memory is counted for the gradient of a skip that an earlier stage has made, which keeps it alive.
     """
 
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
     storage_bytes: int
+    dtype: torch.dtype
+    device: torch.device
     memory: int = 0
+    is_plain: bool = False
+    counts_elsewhere: bool = False
 
-    def ones(self, dtype: torch.dtype, device: torch.device, memories: dict[Any, torch.Tensor]) -> torch.Tensor:
-        """A tensor that lies like this, in one of the memories or in a new one."""
-        key = self.memory, dtype
-        if key not in memories:
-            memories[key] = torch.ones(self.storage_bytes // dtype.itemsize, dtype=dtype, device=device)
-        return memories[key].as_strided(self.shape, self.stride, self.offset)
+    def new_memory(self) -> torch.Tensor:
+        """What it lies in. Ones, not empty: uninitialized memory may hold denormals, whose arithmetic is slow."""
+        return torch.ones(self.storage_bytes // self.dtype.itemsize, dtype=self.dtype, device=self.device)
+
+    def ones(self, memories: Memories) -> torch.Tensor:
+        """A tensor that lies like this, in its memory among these; that is made if it is missing."""
+        if self.memory not in memories:
+            memories[self.memory] = self.new_memory()
+        return memories[self.memory].view(self.dtype).as_strided(self.shape, self.stride, self.offset)
 
 
-Layouts: TypeAlias = tuple[Layout | None, ...]
+LinkLayouts: TypeAlias = tuple[Layout | None, ...]
 """One for each tensor of a link that gets a gradient; None for a gradient that lies like the tensor, in memory of its own."""
 
 
-def layouts_of(gradients: Sequence[torch.Tensor | None], strides: Sequence[tuple[int, ...]]) -> Layouts:
-    """How the gradients of a link lie; empty if each of them has memory of its own, and lies there like its tensor, whose strides are given."""
-    addresses = [0 if gradient is None else address_of(gradient) for gradient in gradients]
+@dataclass(frozen=True, slots=True)
+class Layouts:
+    """How the gradients lie that the backward of a stage is given.
 
-    def layout(gradient: torch.Tensor | None, address: int, stride: tuple[int, ...]) -> Layout | None:
+    Attributes:
+        link: Of its link; empty if each of them lies like its tensor in memory of its own.
+        skips: By place, of skips that later stages read, where they lie otherwise.
+    """
+
+    link: LinkLayouts = ()
+    skips: tuple[tuple[int, Layout], ...] = ()
+
+    @classmethod
+    def of(cls, link: LinkLayouts, link_reader: int, skips: Mapping[int, tuple[int, Layout]]) -> Layouts:
+        """Put together what several readers leave.
+
+        Args:
+            link: Of the link.
+            link_reader: Number of the stage that leaves it.
+            skips: By place, the number of the stage that leaves the gradient of a skip, and how it lies.
+        """
+        every = [(link_reader, layout) for layout in link if layout is not None] + [*skips.values()]
+        owned = {(reader, layout.memory) for reader, layout in every if not layout.counts_elsewhere}
+        shared = {
+            memory
+            for memory, count in Counter((reader, layout.memory) for reader, layout in every).items()
+            if count > 1
+        }
+        numbers: dict[tuple[int, int], int] = {}
+
+        def among_these(reader: int, layout: Layout) -> Layout:
+            memory = reader, layout.memory
+            elsewhere = layout.counts_elsewhere and memory not in owned
+            return replace(layout, memory=numbers.setdefault(memory, len(numbers)), counts_elsewhere=elsewhere)
+
+        return cls(
+            tuple(None if layout is None else among_these(link_reader, layout) for layout in link),
+            tuple(
+                (place, among_these(reader, layout))
+                for place, (reader, layout) in sorted(skips.items())
+                if layout.counts_elsewhere or not layout.is_plain or (reader, layout.memory) in shared
+            ),
+        )
+
+    def memories_elsewhere(self) -> Memories:
+        """Memory that is there anyway, so that it must not be counted: newly made."""
+        every = (*self.link, *(layout for _, layout in self.skips))
+        return {each.memory: each.new_memory() for each in every if each is not None and each.counts_elsewhere}
+
+
+@dataclass(frozen=True, slots=True)
+class SkipGradient:
+    """What a reader of a skip leaves of its gradient.
+
+    Attributes:
+        size_bytes: Memory that it keeps alive, which may be more than its own (a slice of a larger gradient), or 0 if that is counted for the
+            gradient of another skip.
+        layout: How it lies; None if the skip is several tensors, which are then taken to be given gradients in memory of their own.
+    """
+
+    size_bytes: int
+    layout: Layout | None = None
+
+
+NO_LAYOUTS = Layouts()
+
+
+def layouts_of(
+    gradients: Sequence[torch.Tensor | None], strides: Sequence[tuple[int, ...]], places: Sequence[int | None]
+) -> tuple[Layout | None, ...]:
+    """How the gradients of a stage's inputs lie; None for those that are missing.
+
+    Args:
+        gradients: What its backward leaves.
+        strides: Of the tensors that they belong to.
+        places: Of those that are skips; None for those of the link.
+    """
+    addresses = [0 if gradient is None else address_of(gradient) for gradient in gradients]
+    # What several share counts for the skip that was made first, whose gradient is needed longest.
+    owners: dict[int, int] = {}
+    for address, place in zip(addresses, places, strict=True):
+        if address and place is not None:
+            owners[address] = min(place, owners.get(address, place))
+
+    def layout(
+        gradient: torch.Tensor | None, address: int, stride: tuple[int, ...], place: int | None
+    ) -> Layout | None:
         if gradient is None:
             return None
         storage_bytes = gradient.untyped_storage().nbytes()
-        is_alone = storage_bytes == gradient.nbytes and (not address or addresses.count(address) == 1)
-        if is_alone and _same_order(gradient.shape, gradient.stride(), stride):
-            return None
-        offset, memory = int(gradient.storage_offset()), addresses.index(address)
-        return Layout(gradient.shape, gradient.stride(), offset, storage_bytes, memory)
+        fills = storage_bytes == gradient.nbytes
+        return Layout(
+            gradient.shape,
+            gradient.stride(),
+            int(gradient.storage_offset()),
+            storage_bytes,
+            gradient.dtype,
+            gradient.device,
+            addresses.index(address) if address else -1,
+            fills and _same_order(gradient.shape, gradient.stride(), stride),
+            owners.get(address, place) != place,
+        )
 
-    found = tuple(map(layout, gradients, addresses, strides))
-    return found if any(found) else ()
+    return tuple(map(layout, gradients, addresses, strides, places))
 
 
 def _same_order(shape: torch.Size, one: tuple[int, ...], other: tuple[int, ...]) -> bool:
@@ -94,14 +182,18 @@ class Gradients:
     """
 
     link_bytes: int
-    link_layouts: Layouts
+    link_layouts: LinkLayouts
     of_skips: Mapping[int, SkipGradient]
     parameter_bytes: int
     passes_on: bool = False
 
 
 class StageBackward:
-    """The backward of one run of a stage: where it starts and what it computes, without holding the tensors in between."""
+    """The backward of one run of a stage: where it starts and what it computes, without holding the tensors in between.
+
+    Attributes:
+        skip_bytes: Gradients of skips that it is given, in memory that is not counted elsewhere.
+    """
 
     def __init__(
         self,
@@ -111,9 +203,11 @@ class StageBackward:
         places: list[int | None],
         parameters: list[torch.nn.Parameter],
         *,
+        skip_bytes: int,
         given: Set[StorageWeakRef],
         gradients_exist: bool,
     ) -> None:
+        self.skip_bytes = skip_bytes
         self._root = root
         self._given = given
         self._inputs = inputs
@@ -130,9 +224,9 @@ class StageBackward:
         value: Any,
         output: Any,
         *,
-        apart: bool,
         gradients_exist: bool = False,
-        layouts: Layouts = (),
+        layouts: Layouts = NO_LAYOUTS,
+        elsewhere: Memories | None = None,
     ) -> StageBackward:
         """Prepare the backward of a stage that has just run.
 
@@ -141,16 +235,16 @@ class StageBackward:
             ends: Storages that it takes and leaves behind.
             value: Its input.
             output: Its output.
-            apart: Gradients that later readers of its skips leave are slices.
             gradients_exist: Each parameter's gradient is added to one that is there and freed at once, rather than staying.
-            layouts: How the gradients of its link lie; by default like the link itself, each in memory of its own.
+            layouts: How the gradients of its link and of skips lie; by default like these tensors, each in memory of its own.
+            elsewhere: Memory for those that are counted elsewhere.
         """
         leaves = tree_flatten(value)[0]
         # Later readers of a skip have left its gradient; what the stage hands on itself gets it as an output.
         handed_on = {id(tensor) for tensor in tensors_in(output)}
         passed = [
-            leaf
-            for leaf, later in zip(leaves, ends.passed, strict=True)
+            (leaf, place)
+            for leaf, place, later in zip(leaves, ends.inputs, ends.passed, strict=True)
             if later and leaf.requires_grad and id(leaf) not in handed_on
         ]
         made = [
@@ -159,10 +253,18 @@ class StageBackward:
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad
         ]
         outputs = [*(leaf for leaf, _ in made), *passed]
-        link = iter(_fitting(layouts, [leaf for leaf, place in made if place is None]))
-        lying = [next(link) if place is None else None for _, place in made]
+        link = iter(_fitting(layouts.link, [leaf for leaf, place in made if place is None]))
+        skips = dict(layouts.skips)
+
+        def lying(leaf: torch.Tensor, place: int | None) -> Layout | None:
+            layout = next(link) if place is None else skips.get(place)
+            return layout if layout is not None and layout.shape == leaf.shape else None
+
+        ending = [*made, *passed]
+        lie = [lying(leaf, place) for leaf, place in ending]
+        outputs = [leaf for leaf, _ in ending]
         given: set[StorageWeakRef] = set()
-        root = _GradientSource.apply(lying, len(passed) if apart else 0, given, *outputs) if outputs else None
+        root = _GradientSource.apply(lie, elsewhere or {}, given, *outputs) if outputs else None
         learning = [
             (leaf, place)
             for leaf, place in zip(leaves, ends.inputs, strict=True)
@@ -176,6 +278,9 @@ class StageBackward:
             [leaf.stride() for leaf, _ in learning],
             [place for _, place in learning],
             parameters,
+            skip_bytes=_skip_bytes(
+                (leaf, layout) for (leaf, place), layout in zip(ending, lie, strict=True) if place is not None
+            ),
             given=given,
             gradients_exist=gradients_exist,
         )
@@ -195,24 +300,21 @@ class StageBackward:
         finally:
             for hook in hooks:
                 hook.remove()
-        by_storage: dict[int, int] = {}
-        of_skips: dict[int, SkipGradient] = {}
-        # What several share counts for the skip that was made first, whose gradient is needed longest.
-        pairs = [
-            (place, gradient) for place, gradient in zip(self._places, gradients, strict=False) if gradient is not None
-        ]
-        for place, gradient in sorted(
-            ((place, gradient) for place, gradient in pairs if place is not None), key=lambda pair: pair[0]
-        ):
-            size = gradient.untyped_storage().nbytes()
-            is_new = by_storage.setdefault(address_of(gradient), place) == place
-            of_skips[place] = SkipGradient(size if is_new else 0, size == gradient.nbytes)
-        link = [
-            None if gradient is None or address_of(gradient) in by_storage else gradient
-            for place, gradient in zip(self._places, gradients, strict=False)
+        of_inputs = gradients[: len(self._inputs)]
+        layouts = layouts_of(of_inputs, self._strides, self._places)
+        sharing = Counter(layout.memory for layout in layouts if layout is not None)
+        link_layouts = tuple(
+            None
+            if layout is None or (layout.is_plain and not layout.counts_elsewhere and sharing[layout.memory] == 1)
+            else layout
+            for layout, place in zip(layouts, self._places, strict=True)
             if place is None
+        )
+        link = [
+            gradient
+            for gradient, layout, place in zip(of_inputs, layouts, self._places, strict=True)
+            if place is None and gradient is not None and layout is not None and not layout.counts_elsewhere
         ]
-        strides = [stride for place, stride in zip(self._places, self._strides, strict=True) if place is None]
         parameter_bytes = sum(
             # Accumulation copies a gradient that is no dense tensor of its own (an expanded one, say).
             parameter.nbytes
@@ -222,19 +324,47 @@ class StageBackward:
             if gradient is not None
         )
         # Addresses would not do: that of what was given and then freed may be something new's.
-        passes_on = any(
-            StorageWeakRef(gradient.untyped_storage()) in self._given for gradient in link if gradient is not None
-        )
+        passes_on = any(StorageWeakRef(gradient.untyped_storage()) in self._given for gradient in link)
         return Gradients(
-            requested_bytes(each for each in link if each is not None),
-            layouts_of(link, strides),
-            of_skips,
+            requested_bytes(link),
+            link_layouts if any(link_layouts) else (),
+            _of_skips(zip(self._places, layouts, strict=True)),
             parameter_bytes,
             passes_on,
         )
 
 
-def _fitting(layouts: Layouts, leaves: Sequence[torch.Tensor]) -> Layouts:
+def _of_skips(placed: Iterable[tuple[int | None, Layout | None]]) -> dict[int, SkipGradient]:
+    """Gradients of skips by place."""
+    by_place: dict[int, list[Layout]] = {}
+    for place, layout in placed:
+        if place is not None and layout is not None:
+            by_place.setdefault(place, []).append(layout)
+    return {
+        place: SkipGradient(
+            sum({each.memory: each.storage_bytes for each in layouts if not each.counts_elsewhere}.values()),
+            layouts[0] if len(layouts) == 1 else None,
+        )
+        for place, layouts in by_place.items()
+    }
+
+
+def _skip_bytes(given: Iterable[tuple[torch.Tensor, Layout | None]]) -> int:
+    """Memory of gradients that lie like this, or else like their tensors."""
+    plain_bytes, memories = 0, dict[int, int]()
+    for leaf, layout in given:
+        if layout is None:
+            plain_bytes += (
+                torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+                .untyped_storage()
+                .nbytes()
+            )
+        elif not layout.counts_elsewhere:
+            memories[layout.memory] = layout.storage_bytes
+    return plain_bytes + sum(memories.values())
+
+
+def _fitting(layouts: LinkLayouts, leaves: Sequence[torch.Tensor]) -> LinkLayouts:
     """The layouts if they are those of gradients of these tensors, and otherwise none."""
     shapes = [each.shape if each else leaf.shape for each, leaf in zip(layouts, leaves, strict=False)]
     same = len(layouts) == len(leaves) and shapes == [leaf.shape for leaf in leaves]
@@ -242,44 +372,40 @@ def _fitting(layouts: Layouts, leaves: Sequence[torch.Tensor]) -> Layouts:
 
 
 class _GradientSource(torch.autograd.Function):
-    """An empty tensor whose backward allocates the gradient of each input, as the backward of the stage behind would.
+    """An empty tensor whose backward allocates the gradient of each output, as the backwards of later stages would.
 
-    The first ones lie as ``layouts`` say, or else like the outputs; the last ``apart`` are slices of something larger. Their memories are
-    added to ``given``.
+    They lie as ``layouts`` say, or else like the outputs. What is counted elsewhere lies in memory that is there; the other memories are added to
+    ``given``.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, layouts: list[Layout | None], apart: int, given: set[StorageWeakRef], *outputs: torch.Tensor
+        ctx: Any,
+        layouts: list[Layout | None],
+        elsewhere: Memories,
+        given: set[StorageWeakRef],
+        *outputs: torch.Tensor,
     ) -> torch.Tensor:
         ctx.given = given
         ctx.likes = [(tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in outputs]
-        ctx.layouts = [*layouts, *[None] * (len(outputs) - len(layouts))]
-        ctx.apart = apart
+        ctx.layouts = layouts
+        ctx.elsewhere = elsewhere
         return torch.empty(0, device=outputs[0].device)  # nothing to count
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        # Ones, not empty: uninitialized memory may hold denormals, whose arithmetic is slow.
-        whole = len(ctx.likes) - ctx.apart
-        memories: dict[Any, torch.Tensor] = {}
-        dense = [
-            layout.ones(dtype, device, memories)
+        memories: Memories = {**ctx.elsewhere}
+        gradients = [
+            layout.ones(memories)
             if layout is not None
             else torch.empty_strided(shape, stride, dtype=dtype, device=device).fill_(1)
-            for layout, (shape, stride, dtype, device) in zip(ctx.layouts, ctx.likes[:whole], strict=False)
+            for layout, (shape, stride, dtype, device) in zip(ctx.layouts, ctx.likes, strict=True)
         ]
-        slices = [_slice_like(shape, dtype, device) for shape, _, dtype, device in ctx.likes[whole:]]
-        ctx.given.update(StorageWeakRef(gradient.untyped_storage()) for gradient in dense)
-        return None, None, None, *dense, *slices
-
-
-def _slice_like(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Ones that do not lie densely in their memory, though it is hardly larger."""
-    if not shape:
-        return torch.ones((), dtype=dtype, device=device)
-    rows = torch.ones(shape[0], shape[1:].numel() + 1, dtype=dtype, device=device)
-    return rows[:, :-1].unflatten(1, shape[1:]) if len(shape) > 1 else rows[:, 0]
+        old = {address_of(memory) for memory in ctx.elsewhere.values()}
+        ctx.given.update(
+            StorageWeakRef(gradient.untyped_storage()) for gradient in gradients if address_of(gradient) not in old
+        )
+        return None, None, None, *gradients
 
 
 def _instead(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:

@@ -15,7 +15,7 @@ from lightning_rotor.chain import BackwardPeaks, Option, StageCost
 from lightning_rotor.dropping import is_whole
 from lightning_rotor.inversion import FusedInversion, Inversion, Way
 from lightning_rotor.invertible.protocol import has_fused_backward, is_invertible
-from lightning_rotor.profiling.gradients import Gradients, StageBackward
+from lightning_rotor.profiling.gradients import Gradients
 from lightning_rotor.profiling.phases import Phases, peak_bytes_of
 from lightning_rotor.profiling.stages import WORTH_MENTIONING_BYTES, StageMeasurement, StageProfiler
 from lightning_rotor.profiling.timing import typical
@@ -77,8 +77,7 @@ def with_inversion(
     if len(options) == 2 and _replaces(options[1], options[0]):
         del options[0]
     if options:
-        cost, apart = (_joined(each, options) for each in (measurement.cost, measurement.cost_apart))
-        measurement = replace(measurement, cost=cost, cost_apart=apart)
+        measurement = replace(measurement, cost=_joined(measurement.cost, options))
     return measurement, next((reason for reason in found if isinstance(reason, str)), not_fused)
 
 
@@ -185,6 +184,7 @@ class _Inverted:
     def _run(self, *, hold_input: bool) -> _Run:
         profiler, unpacks = self.profiler, 0
         profiler.rewind()
+        elsewhere = profiler.layouts.memories_elsewhere()
         with profiler.meter.recording() as recording:
 
             def unpack(tensor: torch.Tensor) -> torch.Tensor:
@@ -200,7 +200,7 @@ class _Inverted:
             with saved_tensors_hooks(torch.Tensor.detach, unpack):
                 inversion, output = self._forward(value)
             recording.mark("root")
-            backward = self._backward(value, output)
+            backward = profiler.backward(value, output, elsewhere)
             recording.mark("drop input")
             boundary = inversion.boundary
             if hold_input:
@@ -235,23 +235,11 @@ class _Inverted:
         inversion.output.keep(tree_leaves(output))
         return inversion, output
 
-    def _backward(self, value: Any, output: Any) -> StageBackward:
-        profiler = self.profiler
-        return StageBackward.of(
-            profiler.stage,
-            profiler.ends,
-            value,
-            output,
-            apart=False,
-            gradients_exist=profiler.gradients_exist,
-            layouts=profiler.layouts,
-        )
-
     def backward_seconds(self) -> float:
         """Of one backward."""
         meter, value = self.profiler.meter, self.profiler.boundary.fresh()
         _, output = self._forward(value)
-        run = self._backward(value, output)
+        run = self.profiler.backward(value, output, self.profiler.layouts.memories_elsewhere())
         del value, output
         self.profiler.interlude()
         start = meter.now()

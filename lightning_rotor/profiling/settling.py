@@ -19,9 +19,10 @@ from lightning_rotor.compiled import CompiledModules
 from lightning_rotor.inversion import Way
 from lightning_rotor.options import run_stage
 from lightning_rotor.profiling.boundary import Boundary
-from lightning_rotor.profiling.gradients import Layouts
+from lightning_rotor.profiling.gradients import NO_LAYOUTS, Layout, Layouts
 from lightning_rotor.profiling.inverted import with_inversion
 from lightning_rotor.profiling.stages import StageProfiler
+from lightning_rotor.profiling.storages import UnmeasuredSkip
 from lightning_rotor.profiling.variants import VariantsMeasurement, measure
 from lightning_rotor.sequential import Stage, wiring_of
 from lightning_rotor.sharding import gathered, units_in
@@ -47,7 +48,7 @@ class Bench:
         """What such a stage showed whose output's gradient lay like this; None if there was none."""
         return self._known.get(stage.key(layouts))
 
-    def measured(self, stage: Measurable, boundary: Boundary, layouts: Layouts = ()) -> VariantsMeasurement:
+    def measured(self, stage: Measurable, boundary: Boundary, layouts: Layouts = NO_LAYOUTS) -> VariantsMeasurement:
         """What is known of such a stage, which is measured if it is the first."""
         key = stage.key(layouts)
         if key not in self._known:
@@ -103,32 +104,41 @@ class Measured:
     Attributes:
         measurable: The stage.
         found: What it showed.
-        layouts: How the gradient of its output lay meanwhile.
+        readers: By the place of each skip that it makes or passes on, the number of the next stage that reads it.
+        layouts: How the gradients lay that it was given meanwhile.
         expected_bytes: What the stage behind it left for it then.
     """
 
     measurable: Measurable
     found: VariantsMeasurement
-    layouts: Layouts = ()
+    readers: Mapping[int, int]
+    layouts: Layouts = NO_LAYOUTS
     expected_bytes: int = 0
+
+    @classmethod
+    def of(
+        cls, number: int, measurable: Measurable, found: VariantsMeasurement, skips: Sequence[UnmeasuredSkip]
+    ) -> Measured:
+        """The stage with this number among these skips of the chain."""
+        readers = {
+            place: next(use for use in skips[skip].uses if use > number)
+            for place, skip in enumerate(measurable.profiler.ends.skips)
+            if skips[skip].uses[-1] > number
+        }
+        return cls(measurable, found, readers)
 
     @property
     def link_bytes(self) -> int:
         """Gradient that it leaves for the stage before."""
         return self.found.stage.cost.keep.input_gradient_bytes
 
-    def is_settled(self, behind: Measured) -> bool:
-        """Whether it was measured with what the stage behind leaves, as far as that is one thing.
+    def gradient_of(self, skip: int) -> Layout | None:
+        """How it leaves that of a skip with this number, if it is one tensor and gets any."""
+        gradient = self.found.stage.skip_gradients.get(self.measurable.profiler.ends.skips.index(skip))
+        return None if gradient is None else gradient.layout
 
-        A stage that may rebuild its input in a backward of its own leaves other gradients then. For both ways to be right it counts how many
-        bytes they are, see :func:`unexpected`, and not how they lie.
-        """
-        leaves = behind.found.stage
-        return self.layouts == leaves.link_layouts or any(option.fused for option in leaves.cost.options)
-
-    def settle(self, behind: Measured, bench: Bench, boundary: Boundary | None = None) -> bool:
-        """Take over what is measured with what the stage behind leaves; whether that is known, or there is a boundary to measure it."""
-        layouts = behind.found.stage.link_layouts
+    def settle(self, layouts: Layouts, behind: Measured, bench: Bench, boundary: Boundary | None = None) -> bool:
+        """Take over what is measured with such gradients; whether that is known, or there is a boundary to measure it."""
         if boundary is not None:
             found: VariantsMeasurement | None = bench.measured(self.measurable, boundary, layouts)
         else:
@@ -137,6 +147,23 @@ class Measured:
             return False
         self.found, self.layouts, self.expected_bytes = found, layouts, behind.link_bytes
         return True
+
+
+def given(chain: Sequence[Measured], number: int) -> Layouts:
+    """What the stages behind leave for one of a chain, as far as that is one thing and they are there already.
+
+    A stage that may rebuild its input in a backward of its own leaves other gradients then. For both ways to be right it counts how many bytes
+    they are, see :func:`unexpected`, and not how they lie.
+    """
+    behind, stage = chain[number + 1].found.stage, chain[number]
+    is_one = not any(option.fused for option in behind.cost.options)
+    skips = stage.measurable.profiler.ends.skips
+    found = {
+        place: (reader, layout)
+        for place, reader in stage.readers.items()
+        if reader < len(chain) and (layout := chain[reader].gradient_of(skips[place])) is not None
+    }
+    return Layouts.of(behind.link_layouts if is_one else (), number + 1, found)
 
 
 def settle(chain: Sequence[Measured], inputs: Mapping[int, Boundary], bench: Bench) -> None:
@@ -169,11 +196,12 @@ def unexpected(chain: Sequence[Measured]) -> dict[int, int]:
 
 def _stale(chain: Sequence[Measured], bench: Bench) -> list[int]:
     """Numbers of the stages that should be measured again, now that whatever is known is taken over."""
-    return [
-        number
-        for number in reversed(range(len(chain) - 1))
-        if not chain[number].is_settled(chain[number + 1]) and not chain[number].settle(chain[number + 1], bench)
-    ]
+    stale = []
+    for number in reversed(range(len(chain) - 1)):
+        layouts = given(chain, number)
+        if layouts != chain[number].layouts and not chain[number].settle(layouts, chain[number + 1], bench):
+            stale.append(number)
+    return stale
 
 
 def _measure_again(
@@ -185,7 +213,7 @@ def _measure_again(
     for number, stage in enumerate(stages[: max(stale) + 1]):
         boundary = Boundary.packed([values[read] for read in stage.reads])
         if number in stale:
-            chain[number].settle(chain[number + 1], bench, boundary)
+            chain[number].settle(given(chain, number), chain[number + 1], bench, boundary)
         if number < max(stale):
             with gathered(units_in(stage.modules)), kept_attributes(stage), lent_buffers(stage):
                 output = run_stage(stage, boundary.fresh())

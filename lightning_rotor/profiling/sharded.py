@@ -27,7 +27,6 @@ def with_units(measurement: StageMeasurement, sizes: UnitSizes, gathering_second
     return replace(
         measurement,
         cost=_with_units(measurement.cost, sizes, gathering_seconds),
-        cost_apart=_with_units(measurement.cost_apart, sizes, gathering_seconds),
     )
 
 

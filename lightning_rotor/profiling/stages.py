@@ -23,7 +23,7 @@ from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.options import run_stage
 from lightning_rotor.profiling.boundary import Boundary
 from lightning_rotor.profiling.ends import StageEnds
-from lightning_rotor.profiling.gradients import Layouts, SkipGradient, StageBackward
+from lightning_rotor.profiling.gradients import NO_LAYOUTS, Layouts, LinkLayouts, Memories, SkipGradient, StageBackward
 from lightning_rotor.profiling.meters import Meter
 from lightning_rotor.profiling.phases import Phases, peak_bytes_of
 from lightning_rotor.profiling.timing import is_enough, typical
@@ -42,18 +42,18 @@ class StageMeasurement:
     """Costs of a stage, and what it does to gradients of skips.
 
     Attributes:
-        cost: Where later readers leave dense gradients.
-        cost_apart: Where they leave slices, so that the stage's own gradients cannot be added in place.
+        cost: Of the stage.
         skip_gradients: By the place of the skip, see :class:`StageEnds`.
         link_layouts: How it leaves the gradients of its link, if not each of them fills memory of its own.
         passes_on: It leaves its link's gradient in memory that it was given.
+        given_bytes: Gradients of skips that it was given, as far as its peaks count them.
     """
 
     cost: StageCost
-    cost_apart: StageCost
     skip_gradients: Mapping[int, SkipGradient]
-    link_layouts: Layouts
+    link_layouts: LinkLayouts
     passes_on: bool
+    given_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,9 @@ class _KeepRun:
     saved_skips: tuple[int, ...]
     saved_state_bytes: int
     skip_gradients: Mapping[int, SkipGradient]
-    link_layouts: Layouts
+    link_layouts: LinkLayouts
     passes_on: bool
+    given_bytes: int
     needs_exact_output: bool
 
 
@@ -108,10 +109,9 @@ class StageProfiler:
         repeats: Timed runs, see :mod:`lightning_rotor.profiling.timing`.
         remembered: Modules whose buffers a recomputation works on copies of.
         generators: If the stage may draw random numbers: where every run starts, so that all runs take the same course.
-        gradients_apart: Gradients that later readers of a skip leave are slices, to which nothing can be added in place.
         gradients_exist: Parameters' gradients are given up as soon as they are there, as where autograd adds them to existing ones.
         option: Which of the stage's options runs.
-        layouts: How the next stage leaves the gradients of the link between them, if not each of them fills memory of its own.
+        layouts: How later stages leave the gradients that it is given, if not each of them fills memory of its own.
         interlude: Runs before everything that is timed.
         in_lockstep: Other processes measure the same stage and may be waited for in it, so that neither times nor sizes of batches may
             decide how often it runs.
@@ -125,10 +125,9 @@ class StageProfiler:
     repeats: int
     remembered: tuple[torch.nn.Module, ...] = ()
     generators: GeneratorStates | None = None
-    gradients_apart: bool = False
     gradients_exist: bool = False
     option: int = 0
-    layouts: Layouts = ()
+    layouts: Layouts = NO_LAYOUTS
     interlude: Callable[[], None] = lambda: None
     in_lockstep: bool = False
 
@@ -143,10 +142,7 @@ class StageProfiler:
             self._keep_run(hold_input=False, hold_output=False)
         seconds = self._seconds()
         cost, run = self._both_costs(seconds, recomputable=recomputable)
-        apart = cost
-        if any(self.ends.passed) and run.skip_gradients:
-            apart = replace(self, gradients_apart=True)._both_costs(seconds, recomputable=recomputable)[0]
-        return StageMeasurement(cost, apart, run.skip_gradients, run.link_layouts, run.passes_on)
+        return StageMeasurement(cost, run.skip_gradients, run.link_layouts, run.passes_on, run.given_bytes)
 
     def _both_costs(self, seconds: _Seconds, *, recomputable: bool) -> tuple[StageCost, _KeepRun]:
         """Costs where parameters have no gradients yet, with the peaks of a backward where they have."""
@@ -206,6 +202,7 @@ class StageProfiler:
         saved: Counter[int] = Counter()
         buffers = [buffer for module in self.remembered for buffer in module._buffers.values() if buffer is not None]
         self.rewind()
+        elsewhere = self.layouts.memories_elsewhere()
         with self.meter.recording() as recording:
 
             def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, int, str]:
@@ -233,7 +230,7 @@ class StageProfiler:
             saved_skips = self._saved_skips(value, output, saved.keys())
             needs_exact_output = _needs_exact_output(output, saved)
             recording.mark("root")
-            backward = self._backward(value, output)
+            backward = self.backward(value, output, elsewhere)
             recording.mark("drop input")
             if not hold_input:
                 del value
@@ -272,6 +269,7 @@ class StageProfiler:
             skip_gradients=gradients.of_skips,
             link_layouts=gradients.link_layouts,
             passes_on=gradients.passes_on,
+            given_bytes=backward.skip_bytes,
             needs_exact_output=needs_exact_output and saved_output > 0,
         )
 
@@ -294,15 +292,16 @@ class StageProfiler:
         pairs = ((leaf, place) for leaf, place in zip(leaves, places, strict=True) if place is not None)
         return tuple(sorted({place for leaf, place in pairs if address_of(leaf) in saved}))
 
-    def _backward(self, value: Any, output: Any) -> StageBackward:
+    def backward(self, value: Any, output: Any, elsewhere: Memories) -> StageBackward:
+        """That of a run, with gradients as later stages leave them, some of which lie in memory that is there."""
         return StageBackward.of(
             self.stage,
             self.ends,
             value,
             output,
-            apart=self.gradients_apart,
             gradients_exist=self.gradients_exist,
             layouts=self.layouts,
+            elsewhere=elsewhere,
         )
 
     def rewind(self) -> None:
@@ -312,6 +311,7 @@ class StageProfiler:
 
     def _segment_run(self) -> _SegmentRun:
         self.rewind()
+        elsewhere = self.layouts.memories_elsewhere()
         with self.meter.recording() as recording:
             calls = 0
 
@@ -332,7 +332,7 @@ class StageProfiler:
             recording.mark("forward")
             output = recomputed(function, *leaves, draws_random=False)
             recording.mark("root")
-            backward = self._backward(leaves, output)
+            backward = self.backward(leaves, output, elsewhere)
             del output
             recording.mark("drop input")
             leaves.clear()
@@ -364,7 +364,7 @@ class StageProfiler:
         start = self.meter.now()
         output = self._run(value)
         forward = self.meter.seconds_between(start, self.meter.now())
-        run = StageBackward.of(self.stage, self.ends, value, output, apart=self.gradients_apart)
+        run = self.backward(value, output, self.layouts.memories_elsewhere())
         del value, output
         self.interlude()
         start = self.meter.now()

@@ -91,11 +91,7 @@ def measure(profiler: StageProfiler, compiled: CompiledModules, *, recomputable:
     )
     chosen = {variant: found[variant] for variant in names}
     return VariantsMeasurement(
-        replace(
-            alone,
-            cost=_joined(alone.cost, {variant: each.cost for variant, each in chosen.items()}),
-            cost_apart=_joined(alone.cost_apart, {variant: each.cost_apart for variant, each in chosen.items()}),
-        ),
+        replace(alone, cost=_joined(alone.cost, {variant: each.cost for variant, each in chosen.items()})),
         names,
         lost,
     )
@@ -115,7 +111,10 @@ def _measured(
         raise
     except Exception as error:  # a compiler's are of any type
         return str(getattr(error, "inner_exception", error)).partition("\n")[0] or type(error).__name__
-    if measurement.skip_gradients != alone.skip_gradients or measurement.cost.pinned_bytes != alone.cost.pinned_bytes:
+    sizes, own_sizes = (
+        {place: gradient.size_bytes for place, gradient in each.skip_gradients.items()} for each in (measurement, alone)
+    )
+    if sizes != own_sizes or measurement.cost.pinned_bytes != alone.cost.pinned_bytes:
         return "it leaves other gradients of skips, or other memory that no checkpoint can free"
     return measurement
 
@@ -135,7 +134,7 @@ def _timed_in_turns(
     timed = []
     for found, each in zip(measurements, runs, strict=True):
         seconds = [typical(part) for part in zip(*each, strict=True)]
-        timed.append(replace(found, cost=_taking(found.cost, *seconds), cost_apart=_taking(found.cost_apart, *seconds)))
+        timed.append(replace(found, cost=_taking(found.cost, *seconds)))
     return timed
 
 
