@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -30,6 +30,8 @@ from lightning_rotor.compiled import CompiledModules, Variants
 from lightning_rotor.execution import Executor
 from lightning_rotor.options import run_stage
 from lightning_rotor.profiling import Profile, profile_chain
+from lightning_rotor.profiling.stages import StageProfiler, StageSeconds
+from lightning_rotor.profiling.variants import KnownSeconds
 from lightning_rotor.schedule import Schedule, leaves
 from lightning_rotor.simulator import simulate
 from tests.models import Case, assert_same_bits, training_step
@@ -332,6 +334,67 @@ def test_variants_can_be_switched_off() -> None:
     assert names_of_options(chain)[1] == ["keep"]
     planned = Checkpointable(net, (torch.randn(4, 16, 8),), compiled_variants="off")
     assert names_of_options(planned.chain)[1] == ["keep"]
+
+
+@dataclass(slots=True)
+class Timed:
+    """Stands in for a profiler whose runs take what the test says."""
+
+    seconds: float
+    stage: Any
+    repeats: int = 3
+    in_lockstep: bool = False
+    runs: int = 0
+
+    def timed_run(self) -> tuple[float, float]:
+        self.runs += 1
+        return self.seconds / 3, 2 * self.seconds / 3
+
+    def is_timed(self, seconds: Sequence[float]) -> bool:
+        return len(seconds) >= self.repeats
+
+    def seconds_of(self, runs: Sequence[tuple[float, float]]) -> StageSeconds:
+        return StageSeconds(runs[-1][0], 0.0, runs[-1][1])
+
+
+def test_stages_that_look_alike_take_the_same_time_unless_a_few_runs_tell_another() -> None:
+    net = Net([Block()])
+    stage = sequentialize(net, (torch.randn(2, 16, 8),)).stages[0]
+    known = KnownSeconds()
+    first = known.of("kin", [Timed(1.0, stage), Timed(2.0, stage)])  # type: ignore[list-item]
+    assert [each.forward for each in first] == [1 / 3, 2 / 3]
+    alike = [Timed(1.1, stage), Timed(2.2, stage)]
+    assert known.of("kin", alike) is first  # type: ignore[arg-type]
+    assert [each.runs for each in alike] == [2, 2]
+    other = known.of("kin", [Timed(1.4, stage), Timed(2.8, stage)])  # type: ignore[list-item]
+    assert [each.forward for each in other] == [1.4 / 3, 2.8 / 3]
+    together = [Timed(1.5, stage, in_lockstep=True), Timed(2.9, stage, in_lockstep=True)]
+    # With other processes all run as often, whatever the times.
+    assert known.of("kin", together)[0].forward == 0.5  # type: ignore[arg-type]
+
+
+class Numbered(Block):
+    """A block that knows which one it is, as those of Hugging Face do."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+        if number == 3:
+            self.mlp[1].bias = None
+
+
+def test_blocks_look_alike_whatever_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    kins = []
+
+    def of(self: KnownSeconds, kin: Any, profilers: Sequence[StageProfiler]) -> tuple[StageSeconds, ...]:
+        kins.append(kin)
+        return own(self, kin, profilers)
+
+    own = KnownSeconds.of
+    monkeypatch.setattr(KnownSeconds, "of", of)
+    profile_of(Net([compiled(Numbered(number)) for number in range(4)]), torch.randn(2, 16, 8))
+    assert len(kins) == 4
+    assert kins[0] == kins[1] == kins[2] != kins[3]
 
 
 @pytest.mark.parametrize(

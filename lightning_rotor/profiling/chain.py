@@ -158,8 +158,11 @@ def profile_chain(
                 way = None
                 if stage.inverse is not None and not tried.inverse:
                     way = way_of(stage, draws_random=draws_random, state=states[-1])
-                identity = _identity(stage, compiled), boundary.signature
-                measurable = Measurable(profiler, recomputable, identity, way, tried.fused)
+                identity, kin = (
+                    (_identity(stage, compiled, with_numbers=with_numbers), boundary.signature)
+                    for with_numbers in (True, False)
+                )
+                measurable = Measurable(profiler, recomputable, identity, kin, way, tried.fused)
                 measured.append(Measured.of(number, measurable, bench.measured(measurable, boundary), unmeasured))
                 sizes = sum((unit.sizes for unit in units), UnitSizes())
             if before is not None:
@@ -316,10 +319,11 @@ _DRAWING = (
 # -------------------------------------------------------------------- equal stages, overhead, warnings
 
 
-def _identity(stage: Stage, compiled: CompiledModules) -> tuple[Any, ...]:
+def _identity(stage: Stage, compiled: CompiledModules, *, with_numbers: bool = True) -> tuple[Any, ...]:
     """Equal for stages that cost the same: same classes, settings, parameter shapes and hooks.
 
-    Attributes that are no plain values (functions, objects) count by identity, so that unlike stages never look alike.
+    Attributes that are no plain values (functions, objects) count by identity, so that unlike stages never look alike. Without numbers, those
+    that are integers do not count: layers often know which one they are.
     """
 
     def plain(value: Any) -> Any:
@@ -342,7 +346,9 @@ def _identity(stage: Stage, compiled: CompiledModules) -> tuple[Any, ...]:
             continue
         compiler, told = compiled.identity(module)
         attributes = {
-            key: plain(value) for key, value in module.__dict__.items() if key not in _STRUCTURE and key not in told
+            key: plain(value)
+            for key, value in module.__dict__.items()
+            if key not in _STRUCTURE and key not in told and (with_numbers or type(value) is not int)
         }
         hooks = [tuple(map(id, getattr(module, key).values())) for key in HOOKS]
         tensors = [

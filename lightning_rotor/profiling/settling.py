@@ -23,7 +23,7 @@ from lightning_rotor.profiling.gradients import NO_LAYOUTS, Layout, Layouts
 from lightning_rotor.profiling.inverted import with_inversion
 from lightning_rotor.profiling.stages import StageProfiler
 from lightning_rotor.profiling.storages import UnmeasuredSkip
-from lightning_rotor.profiling.variants import VariantsMeasurement, measure
+from lightning_rotor.profiling.variants import KnownSeconds, VariantsMeasurement, measure
 from lightning_rotor.sequential import Stage, wiring_of
 from lightning_rotor.sharding import gathered, units_in
 from lightning_rotor.undisturbed import kept_attributes, lent_buffers
@@ -42,6 +42,7 @@ class Bench:
 
     def __init__(self, compiled: CompiledModules) -> None:
         self._compiled = compiled
+        self._seconds = KnownSeconds()
         self._known: dict[Any, VariantsMeasurement] = {}
 
     def knows(self, stage: Measurable, layouts: Layouts) -> VariantsMeasurement | None:
@@ -53,7 +54,7 @@ class Bench:
         key = stage.key(layouts)
         if key not in self._known:
             self._known[key] = stage.measured(
-                replace(stage.profiler, boundary=boundary, layouts=layouts), self._compiled
+                replace(stage.profiler, boundary=boundary, layouts=layouts), self._compiled, self._seconds
             )
         return self._known[key]
 
@@ -66,6 +67,7 @@ class Measurable:
         profiler: Measures it. Its boundary has no tensors.
         recomputable: Whether it may be in a segment.
         identity: Of the stage and its input: equal for those that cost the same.
+        kin: Likewise, equal for those that should take the same time, for all that can be told before they run.
         way: To invert it, if there is one.
         not_fused: Why its own backward must not rebuild its input; empty if nothing speaks against it.
     """
@@ -73,6 +75,7 @@ class Measurable:
     profiler: StageProfiler
     recomputable: bool
     identity: tuple[Any, ...]
+    kin: tuple[Any, ...]
     way: Way | None
     not_fused: str
 
@@ -82,7 +85,9 @@ class Measurable:
         about = profiler.last, self.recomputable, len(profiler.remembered), layouts, self.way is None, self.not_fused
         return self.identity, profiler.ends.signature, *about
 
-    def measured(self, profiler: StageProfiler, compiled: CompiledModules) -> VariantsMeasurement:
+    def measured(
+        self, profiler: StageProfiler, compiled: CompiledModules, seconds: KnownSeconds
+    ) -> VariantsMeasurement:
         """Costs of the stage with its variants and its inverse."""
         stage = profiler.stage
         units = units_in(stage.modules)
@@ -90,7 +95,7 @@ class Measurable:
             if units:  # a variant would be compiled together with what gathers the parameters
                 found = VariantsMeasurement(profiler.measure(recomputable=self.recomputable))
             else:
-                found = measure(profiler, compiled, recomputable=self.recomputable)
+                found = measure(profiler, compiled, recomputable=self.recomputable, kin=self.kin, seconds=seconds)
             if self.way is None:
                 return found
             inverted, reason = with_inversion(profiler, self.way, found.stage, not_fused=self.not_fused)

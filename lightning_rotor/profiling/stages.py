@@ -90,7 +90,9 @@ class _SegmentRun:
 
 
 @dataclass(frozen=True, slots=True)
-class _Seconds:
+class StageSeconds:
+    """Durations of a forward, of its part up to the last saved tensor, and of a backward."""
+
     forward: float
     replay: float
     backward: float
@@ -131,20 +133,21 @@ class StageProfiler:
     interlude: Callable[[], None] = lambda: None
     in_lockstep: bool = False
 
-    def measure(self, *, recomputable: bool) -> StageMeasurement:
+    def measure(self, *, recomputable: bool, seconds: StageSeconds | None = None) -> StageMeasurement:
         """Bytes and seconds of the stage.
 
         Args:
             recomputable: Whether it may be in a segment; otherwise it is never run as one.
+            seconds: What it takes, if that is known; by default it is timed.
         """
         # A compiler may put the backward off until it is asked for.
         if self.meter.needs_warm_up or any(is_compiled(module) for _, module in self.stage.submodules()):
             self._keep_run(hold_input=False, hold_output=False)
-        seconds = self._seconds()
+        seconds = self._seconds() if seconds is None else seconds
         cost, run = self._both_costs(seconds, recomputable=recomputable)
         return StageMeasurement(cost, run.skip_gradients, run.link_layouts, run.passes_on, run.given_bytes)
 
-    def _both_costs(self, seconds: _Seconds, *, recomputable: bool) -> tuple[StageCost, _KeepRun]:
+    def _both_costs(self, seconds: StageSeconds, *, recomputable: bool) -> tuple[StageCost, _KeepRun]:
         """Costs where parameters have no gradients yet, with the peaks of a backward where they have."""
         cost, run = self._cost(seconds, recomputable=recomputable)
         negligible = cost.keep.parameter_gradient_bytes <= _NEGLIGIBLE * cost.keep.backward_held_peak_bytes
@@ -154,7 +157,7 @@ class StageProfiler:
         keep = replace(cost.keep, accumulating=again.keep.backward_peaks(gradients_exist=False))
         return replace(cost, options=(keep,)), run
 
-    def _cost(self, seconds: _Seconds, *, recomputable: bool) -> tuple[StageCost, _KeepRun]:
+    def _cost(self, seconds: StageSeconds, *, recomputable: bool) -> tuple[StageCost, _KeepRun]:
         sizes = self._keep_run(hold_input=False, hold_output=False)
         alone = self._keep_run(hold_input=False, hold_output=True) if self.last else sizes
         # An input that the stage does not save is no business of its backward, whoever holds it.
@@ -350,12 +353,16 @@ class StageProfiler:
             recomputed_peak_bytes=max(peak_bytes_of(after) - level, 0) if after else 0,
         )
 
-    def _seconds(self) -> _Seconds:
+    def _seconds(self) -> StageSeconds:
         runs: list[tuple[float, float]] = []
         while not self.is_timed(list(map(sum, runs))):
             runs.append(self.timed_run())
+        return self.seconds_of(runs)
+
+    def seconds_of(self, runs: Sequence[tuple[float, float]]) -> StageSeconds:
+        """What is typical of timed runs."""
         forward, backward = map(typical, zip(*runs, strict=True))
-        return _Seconds(forward, forward * self._replayed_part(), backward)
+        return StageSeconds(forward, forward * self._replayed_part(), backward)
 
     def timed_run(self) -> tuple[float, float]:
         """Seconds of a forward and its backward."""

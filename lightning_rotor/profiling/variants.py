@@ -7,9 +7,10 @@ that is nowhere better than another is left out. A stage that draws random numbe
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
+from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -19,14 +20,14 @@ from lightning_rotor.compiled import CannotRepeatError, CompiledModules
 from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.options import run_stage
 from lightning_rotor.profiling.inverted import lost_inverse
-from lightning_rotor.profiling.stages import StageMeasurement, StageProfiler
-from lightning_rotor.profiling.timing import typical
+from lightning_rotor.profiling.stages import StageMeasurement, StageProfiler, StageSeconds
 from lightning_rotor.tensors import is_fake, same_bits, tensors_in
 from lightning_rotor.undisturbed import kept_attributes, lent_buffers
 
 _log = logging.getLogger(__name__)
 
 _ROUNDS = 3  # as many times the runs of other stages
+_CHECKS, _NOISE = 2, 1.25
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,13 +45,48 @@ class VariantsMeasurement:
     not_inverted: str = ""
 
 
-def measure(profiler: StageProfiler, compiled: CompiledModules, *, recomputable: bool) -> VariantsMeasurement:
+class KnownSeconds:
+    """What the options of stages take, by what makes stages look alike.
+
+    Equal stages that are timed one by one get unlike times by chance, and a plan mixes their options accordingly: it takes the fastest of many.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Any, tuple[StageSeconds, ...]] = {}
+
+    def of(self, kin: Any, profilers: Sequence[StageProfiler]) -> tuple[StageSeconds, ...]:
+        """Those of a stage that looked alike, unless a few runs tell another story, and otherwise newly timed ones.
+
+        Args:
+            kin: Equal for stages that look alike.
+            profilers: One for each option.
+        """
+        # Where other processes run along, times must not decide what is run.
+        if (known := self._known.get(kin)) and len(known) == len(profilers) and not profilers[0].in_lockstep:
+            short = _in_turns(profilers, lambda runs: len(runs[0]) >= _CHECKS)
+            ratio = sum(each.forward + each.backward for each in short) / sum(
+                each.forward + each.backward for each in known
+            )
+            if 1 / _NOISE <= ratio <= _NOISE:
+                return known
+        patient = replace(profilers[0], repeats=_ROUNDS * profilers[0].repeats)
+        self._known[kin] = _in_turns(
+            profilers, lambda runs: all(patient.is_timed(list(map(sum, each))) for each in runs)
+        )
+        return self._known[kin]
+
+
+def measure(
+    profiler: StageProfiler, compiled: CompiledModules, *, recomputable: bool, kin: Any, seconds: KnownSeconds
+) -> VariantsMeasurement:
     """Measure a stage, and its variants if the user compiled it.
 
     Args:
         profiler: Of the stage.
         compiled: Makes the variants.
         recomputable: As for :meth:`StageProfiler.measure`.
+        kin: Equal for stages that should take the same time.
+        seconds: What is known of these.
     """
     alone, name = profiler.measure(recomputable=recomputable), profiler.stage.name
     lost = lost_inverse(profiler.stage)
@@ -80,7 +116,8 @@ def measure(profiler: StageProfiler, compiled: CompiledModules, *, recomputable:
             found[variant] = outcome
     options = [0, *(option for option, variant in enumerate(variants, 1) if variant in found)]
     profilers = [replace(profiler, stage=stage, option=option) for option in options]
-    alone, *others = _timed_in_turns(profilers, [alone, *found.values()])
+    timed = zip([alone, *found.values()], seconds.of((kin, tuple(found)), profilers), strict=True)
+    alone, *others = [replace(each, cost=_taking(each.cost, taken)) for each, taken in timed]
     found = dict(zip(found, others, strict=True))
     names = _worthwhile({"keep": alone.cost, **{variant: each.cost for variant, each in found.items()}})[1:]
     _log.info(
@@ -106,7 +143,7 @@ def _measured(
         if not (outcome.same_as(expected) if exact else outcome.close_to(expected)):
             return f"outputs, gradients or buffers differ {'in bits' if exact else 'by more than rounding'}"
         with lent_buffers(profiler.stage):  # the next variant starts from the same ones
-            measurement = profiler.measure(recomputable=recomputable)
+            measurement = profiler.measure(recomputable=recomputable, seconds=_UNTIMED)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # a compiler's are of any type
@@ -119,30 +156,33 @@ def _measured(
     return measurement
 
 
-def _timed_in_turns(
-    profilers: Sequence[StageProfiler], measurements: Sequence[StageMeasurement]
-) -> list[StageMeasurement]:
-    """Measurements of one stage's options with times that can be compared: a plan takes the fastest of many, so it must not be so by chance."""
-    if len(profilers) == 1:
-        return list(measurements)
+def _in_turns(
+    profilers: Sequence[StageProfiler], enough: Callable[[list[list[tuple[float, float]]]], bool]
+) -> tuple[StageSeconds, ...]:
+    """Times of one stage's options that can be compared."""
     runs: list[list[tuple[float, float]]] = [[] for _ in profilers]
-    patient = replace(profilers[0], repeats=_ROUNDS * profilers[0].repeats)
-    while not all(patient.is_timed(list(map(sum, each))) for each in runs):
+    found = []
+    while not enough(runs):
         for profiler, each in zip(profilers, runs, strict=True):
             with lent_buffers(profiler.stage):
                 each.append(profiler.timed_run())
-    timed = []
-    for found, each in zip(measurements, runs, strict=True):
-        seconds = [typical(part) for part in zip(*each, strict=True)]
-        timed.append(replace(found, cost=_taking(found.cost, *seconds)))
-    return timed
+    for profiler, each in zip(profilers, runs, strict=True):
+        with lent_buffers(profiler.stage):
+            found.append(profiler.seconds_of(each))
+    return tuple(found)
 
 
-def _taking(cost: StageCost, forward_seconds: float, backward_seconds: float) -> StageCost:
-    keep = cost.keep
-    replay = keep.replay_seconds * forward_seconds / keep.forward_seconds if keep.forward_seconds else 0.0
-    keep = replace(keep, forward_seconds=forward_seconds, replay_seconds=replay, backward_seconds=backward_seconds)
-    return replace(cost, options=(keep,), discard_seconds=forward_seconds)
+_UNTIMED = StageSeconds(0.0, 0.0, 0.0)
+
+
+def _taking(cost: StageCost, seconds: StageSeconds) -> StageCost:
+    keep = replace(
+        cost.keep,
+        forward_seconds=seconds.forward,
+        replay_seconds=seconds.replay,
+        backward_seconds=seconds.backward,
+    )
+    return replace(cost, options=(keep,), discard_seconds=seconds.forward)
 
 
 # -------------------------------------------------------------------- the same results
