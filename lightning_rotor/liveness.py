@@ -103,10 +103,10 @@ class Skips:
         stages = range(segment.first, segment.last + 1)
         return {skip for stage in stages for skip in self._read[stage] if self._all[skip].born < segment.first}
 
-    def learn_at(self, stage: int) -> bool:
-        """Whether a stage leaves a gradient for something that it reads and an earlier stage has made."""
-        read = [self._all[number] for number in self._read[stage]]
-        return any(skip.born >= 0 and skip.gradient_bytes[skip.uses.index(stage)] > 0 for skip in read)
+    def learn_in(self, first: int, last: int) -> bool:
+        """Whether one of these stages leaves a gradient for something that it reads and a stage before them has made."""
+        read = ((self._all[number], stage) for stage in range(first, last + 1) for number in self._read[stage])
+        return any(0 <= skip.born < first and skip.gradient_bytes[skip.uses.index(stage)] > 0 for skip, stage in read)
 
     def take_gradients(self, stage: int) -> int:
         """Bytes of gradients that exist when the stage's backward begins, and that its own peaks count."""

@@ -302,9 +302,12 @@ class _Simulator:
 
         The others can tell that their input is not needed again only if the backward goes on to where it comes from.
         """
-        first = segment.first
-        has_gradient = self._chain.stages[first].keep.input_gradient_bytes > 0 or self._skips.learn_at(first)
-        return id(segment) not in self._outermost or has_gradient
+        first, last = segment.first, segment.last
+        return (
+            id(segment) not in self._outermost
+            or self._chain.stages[first].keep.input_gradient_bytes > 0
+            or self._skips.learn_in(first, last)
+        )
 
     def _backward_leaf(self, leaf: Leaf, pending: tuple[Segment, ...]) -> None:
         stage, option = leaf.stage, self._option(leaf)

@@ -265,15 +265,13 @@ def test_any_schedule_has_the_bits_and_the_simulated_peak(name: str) -> None:
     net.train()
     rng = random.Random(5)
     schedules = [random_schedule(rng, chain) for _ in range(12)]
-    # Of a sum that broadcasts, the simulator holds an addend a moment too long where segments are nested four deep.
-    least = 0.93 if name == "biased" else 0.999
     for schedule in (Schedule.keep_all(len(chain)), minimum_budget(chain).schedule, *schedules):
         executor = Executor(profile.stages, chain, schedule, profile.states)
         peak, received = step(net, lambda run=executor: run(value), args)  # type: ignore[misc]
         assert len(expected) == len(received), schedule
         assert all(map(torch.equal, expected, received)), schedule
         simulated = simulate(chain, schedule).peak_bytes
-        assert least * simulated <= peak <= simulated + 16 * losses, schedule
+        assert 0.98 * simulated <= peak <= simulated + 16 * losses, schedule
 
 
 def test_dense_blocks_are_cut_between_their_layers() -> None:

@@ -214,7 +214,7 @@ class _Skips:
 
     def __init__(self, chain: Chain, *, readers_pay: bool) -> None:
         n = len(chain)
-        self.learn_at = Skips(chain).learn_at
+        self.learn_in = Skips(chain).learn_in
         self.in_forward = np.zeros(n, np.int64)  # by stage: what the running forward holds
         self.held = np.zeros((n, n), np.int64)
         self.handed_on = np.zeros((n, n), np.int64)
@@ -310,7 +310,7 @@ def _stage_needs(
         endings=_endings(stage, index, leaves, ruler, base),
         discard_seconds=stage.discard_seconds,
         recomputable=stage.recomputable,
-        gives_up_input=stage.keep.input_gradient_bytes > 0 or skips.learn_at(index),
+        gives_up_input=stage.keep.input_gradient_bytes > 0 or skips.learn_in(index, index),
         leaves=leaves,
     )
 
