@@ -4,7 +4,7 @@ Two passes over the stages. The first looks at behaviour: a stage whose output i
 cannot be cut from its neighbour and is merged with it; random numbers and updated buffers are noted. The second measures. A stage is measured
 with a gradient of its output that fills its memory; if the next one turns out to leave a slice of a larger gradient or an expanded one (as
 ``torch.cat`` and ``sum`` do), which backward kernels copy first, the stage is measured again with such a gradient; so are those before it that
-turn out to hand it on (:mod:`.settling`).
+turn out to hand it on, and those that make or add to the gradient of a skip whose later readers leave such a one (:mod:`.settling`).
 
 Nothing is changed: generators are set back, buffers are lent (the stages write to copies), gradients are computed without touching
 ``.grad``, and no module changes its mode. :func:`lightning_rotor.recomputation.is_recomputing` is true meanwhile, for users' own counters.

@@ -6,7 +6,8 @@ leaves, or with its entries in another order, as from convolutions that Inductor
     stage      1 ◄── 2 ◄── 3      3 leaves its gradient in another order: 2 is measured again, and turns out to hand that order on,
                                   so 1 should be measured again, whose input is gone by then
 
-What equal stages have shown is known. For the others the chain runs forward once more, which settles one more stage of every such row.
+What equal stages have shown is known. For the others the chain runs forward once more, which settles one more stage of every such row. The same
+goes for skips: the stage that makes one, or reads it, gets the gradient that its later readers have added up.
 """
 
 from __future__ import annotations

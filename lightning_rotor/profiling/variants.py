@@ -27,7 +27,8 @@ from lightning_rotor.undisturbed import kept_attributes, lent_buffers
 _log = logging.getLogger(__name__)
 
 _ROUNDS = 3  # as many times the runs of other stages
-_CHECKS, _NOISE = 2, 1.25
+_CHECKS = 2
+_NOISE = 1.25  # of so few runs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,11 +64,8 @@ class KnownSeconds:
         """
         # Where other processes run along, times must not decide what is run.
         if (known := self._known.get(kin)) and len(known) == len(profilers) and not profilers[0].in_lockstep:
-            short = _in_turns(profilers, lambda runs: len(runs[0]) >= _CHECKS)
-            ratio = sum(each.forward + each.backward for each in short) / sum(
-                each.forward + each.backward for each in known
-            )
-            if 1 / _NOISE <= ratio <= _NOISE:
+            now = _total(_in_turns(profilers, lambda runs: len(runs[0]) >= _CHECKS))
+            if max(now, _total(known)) <= _NOISE * min(now, _total(known)):
                 return known
         patient = replace(profilers[0], repeats=_ROUNDS * profilers[0].repeats)
         self._known[kin] = _in_turns(
@@ -170,6 +168,10 @@ def _in_turns(
         with lent_buffers(profiler.stage):
             found.append(profiler.seconds_of(each))
     return tuple(found)
+
+
+def _total(seconds: Sequence[StageSeconds]) -> float:
+    return sum(each.forward + each.backward for each in seconds)
 
 
 _UNTIMED = StageSeconds(0.0, 0.0, 0.0)
