@@ -252,15 +252,15 @@ class StageBackward:
             for leaf, place in zip(tree_flatten(output)[0], ends.outputs, strict=True)
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad
         ]
-        outputs = [*(leaf for leaf, _ in made), *passed]
         link = iter(_fitting(layouts.link, [leaf for leaf, place in made if place is None]))
-        skips = dict(layouts.skips)
+        ending = [*made, *passed]
+        tensors = Counter(place for _, place in ending)
+        skips = {place: layout for place, layout in layouts.skips if tensors[place] == 1}
 
         def lying(leaf: torch.Tensor, place: int | None) -> Layout | None:
             layout = next(link) if place is None else skips.get(place)
             return layout if layout is not None and layout.shape == leaf.shape else None
 
-        ending = [*made, *passed]
         lie = [lying(leaf, place) for leaf, place in ending]
         outputs = [leaf for leaf, _ in ending]
         given: set[StorageWeakRef] = set()
