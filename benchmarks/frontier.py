@@ -472,9 +472,16 @@ def segment_counts(blocks: int) -> list[int]:
 
 @contextmanager
 def wrapped(blocks: Sequence[Any], wrap: Callable[[Any, Any], Any]) -> Iterator[None]:
-    """Context in which the forward of each block is another one."""
+    """Context in which the forward of each block is another one.
+
+    A list among its arguments is copied, as whoever wraps a layer of a DenseNet must: the model appends to it before the layer is recomputed.
+    """
+
+    def copying(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return forward(*([*arg] if isinstance(arg, list) else arg for arg in args), **kwargs)
+
     for block in blocks:
-        block.forward = wrap(block, block.forward)
+        block.forward = partial(copying, wrap(block, block.forward))
     try:
         yield
     finally:

@@ -50,7 +50,8 @@ def table(rows: dict[str, Any]) -> str:
     lines = [
         "# Memory against time",
         "",
-        f"{first['device']}, {first['machine']}; torch {first['torch']}; `python benchmarks/frontier.py`.",
+        f"{first['device']}, {first['machine'].partition(',')[0]}; torch {first['torch']}; `python benchmarks/frontier.py`. "
+        "Load: of the whole machine at the end of a run, which has one core.",
         "Peak and time are ratios to plain eager. *Ours*: the fastest of our points whose peak is at most that of the row, and with eager's bits",
         f"if the row has them; **slower** where it takes more than {NOISE:.0%} more of eager's time than the row does. Bits: gradients equal",
         "eager's to the bit; else the largest difference by the largest gradient. Rounds: interleaved, and final ones of the others and of ours that",
@@ -89,8 +90,9 @@ def table(rows: dict[str, Any]) -> str:
 def _summary(rows: dict[str, Any]) -> list[str]:
     """What all workloads show together."""
     lines = [
-        "| workload | rounds | points of others | ours slower | by at most | of these with eager's bits | eager again | real peak / predicted |",
-        "|---|---|--:|--:|--:|--:|--:|---|",
+        "| workload | load | rounds | points of others | ours slower | by at most | of these with eager's bits | eager again "
+        "| real peak / predicted |",
+        "|---|--:|---|--:|--:|--:|--:|--:|---|",
     ]
     for name, row in rows.items():
         points = [point for point in row["points"] if "failed" not in point]
@@ -101,9 +103,11 @@ def _summary(rows: dict[str, Any]) -> list[str]:
         noise = next(point["time"] for point in points if point["setting"] == "again")
         hits = [point["peak_bytes"] / point["predicted_bytes"] for point in points if point["predicted_bytes"]]
         spread = f"{min(hits):.4f} to {max(hits):.4f}" if hits else ""
+        load = row["machine"].rpartition(" ")[2]
         rounds = f"{row['rounds']} + {row['final_rounds']}" if "final_rounds" in row else row["rounds"]
         lines.append(
-            f"| {TITLES[name]} | {rounds} | {len(others)} | {len(slower)} | {most:.1%} | {exact} | {noise:.3f} | {spread} |"
+            f"| {TITLES[name]} | {load} | {rounds} | {len(others)} | {len(slower)} | {most:.1%} | {exact} | {noise:.3f} "
+            f"| {spread} |"
         )
     return lines
 
@@ -174,7 +178,7 @@ def picture(rows: dict[str, Any], path: Path) -> None:
                 )
         panel.plot(1, 1, "*", color="#222222", markersize=9, label="plain eager")
         panel.set_title(TITLES[name], fontsize=9)
-        panel.set_xlim(left=0)
+        panel.margins(0.08)
         panel.grid(alpha=0.25, linewidth=0.5)
         panel.tick_params(labelsize=7)
     for panel in axes[-1]:
