@@ -157,8 +157,8 @@ class TargetSearch:
         if self._compute is None:
             return f"{trainable_parameters(module):,} trainable parameters, the most that can be planned ({self._unknown_because})"
         guessed = ""
-        if self._compute.assumed_values:
-            guessed = f" ({self._compute.assumed_values} values that the step asks for were taken as 1)"
+        if assumed := self._compute.assumed_values:
+            guessed = f" ({assumed} value{'s' * (assumed > 1)} that the step asks for taken as 1)"
         return f"{100 * self._compute.share(name):.0f} % of the FLOPs of a training step's forward{guessed}"
 
 
