@@ -315,10 +315,8 @@ def test_layouts_of_several_readers_share_memory_if_it_is_one_reader_that_leaves
     assert Layouts.of((beside,), 7, {0: (8, lying)}).link == (beside,)
     assert [memory.nbytes for memory in Layouts.of((beside,), 7, {}).memories_elsewhere().values()] == [64]
     assert Layouts.of((), 7, {0: (7, plain), 1: (8, plain)}) == Layouts()
-    assert [place for place, _ in Layouts.of((), 7, {0: (7, plain), 1: (7, plain)}).skips] == [
-        0,
-        1,
-    ]  # as those of a sum
+    of_a_sum = Layouts.of((), 7, {0: (7, plain), 1: (7, plain)})
+    assert [place for place, _ in of_a_sum.skips] == [0, 1]
 
 
 # ---------------------------------------------------------------------------------------------------- planning
