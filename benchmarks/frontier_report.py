@@ -157,7 +157,7 @@ def picture(rows: dict[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     count = len(rows)
-    wide = min(count, 4)
+    wide = min(count, 4 if count <= 12 else 5)
     figure, axes = plt.subplots(-(-count // wide), wide, figsize=(3.1 * wide, 2.9 * -(-count // wide)), squeeze=False)
     for panel in axes.flat[count:]:
         panel.set_axis_off()
@@ -182,7 +182,7 @@ def picture(rows: dict[str, Any], path: Path) -> None:
         panel.margins(0.08)
         panel.grid(alpha=0.25, linewidth=0.5)
         panel.tick_params(labelsize=7)
-    for panel in axes[-1]:
+    for panel in axes.flat[max(count - wide, 0) : count]:
         panel.set_xlabel("peak / eager's peak", fontsize=8)
     for panel in axes[:, 0]:
         panel.set_ylabel("time / eager's time", fontsize=8)
