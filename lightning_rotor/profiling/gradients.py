@@ -224,9 +224,9 @@ class StageBackward:
         value: Any,
         output: Any,
         *,
-        gradients_exist: bool = False,
-        layouts: Layouts = NO_LAYOUTS,
-        elsewhere: Memories | None = None,
+        gradients_exist: bool,
+        layouts: Layouts,
+        elsewhere: Memories,
     ) -> StageBackward:
         """Prepare the backward of a stage that has just run.
 
@@ -236,7 +236,7 @@ class StageBackward:
             value: Its input.
             output: Its output.
             gradients_exist: Each parameter's gradient is added to one that is there and freed at once, rather than staying.
-            layouts: How the gradients of its link and of skips lie; by default like these tensors, each in memory of its own.
+            layouts: How the gradients of its link and of skips lie; those that it does not name like their tensors, each in memory of its own.
             elsewhere: Memory for those that are counted elsewhere.
         """
         leaves = tree_flatten(value)[0]
@@ -264,7 +264,7 @@ class StageBackward:
         lie = [lying(leaf, place) for leaf, place in ending]
         outputs = [leaf for leaf, _ in ending]
         given: set[StorageWeakRef] = set()
-        root = _GradientSource.apply(lie, elsewhere or {}, given, *outputs) if outputs else None
+        root = _GradientSource.apply(lie, elsewhere, given, *outputs) if outputs else None
         learning = [
             (leaf, place)
             for leaf, place in zip(leaves, ends.inputs, strict=True)

@@ -114,9 +114,10 @@ def measure(
             found[variant] = outcome
     options = [0, *(option for option, variant in enumerate(variants, 1) if variant in found)]
     profilers = [replace(profiler, stage=stage, option=option) for option in options]
-    timed = zip([alone, *found.values()], seconds.of((kin, tuple(found)), profilers), strict=True)
-    alone, *others = [replace(each, cost=_taking(each.cost, taken)) for each, taken in timed]
-    found = dict(zip(found, others, strict=True))
+    if found:
+        timed = zip([alone, *found.values()], seconds.of((kin, tuple(found)), profilers), strict=True)
+        alone, *others = [replace(each, cost=_taking(each.cost, taken)) for each, taken in timed]
+        found = dict(zip(found, others, strict=True))
     names = _worthwhile({"keep": alone.cost, **{variant: each.cost for variant, each in found.items()}})[1:]
     _log.info(
         "%r can run under %s%s",
