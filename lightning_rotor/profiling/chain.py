@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from lightning_rotor.chain import Chain, Skip, StageCost
+from lightning_rotor.chain import Chain, StageCost
 from lightning_rotor.compiled import CompiledModules
 from lightning_rotor.errors import RotorWarning
 from lightning_rotor.generators import GeneratorStates
@@ -36,7 +36,7 @@ from lightning_rotor.profiling.meters import Meter, meter_for
 from lightning_rotor.profiling.settling import Bench, Measurable, Measured, given, outputs_of, settle, unexpected
 from lightning_rotor.profiling.sharded import with_units
 from lightning_rotor.profiling.stages import WORTH_MENTIONING_BYTES, StageMeasurement, StageProfiler
-from lightning_rotor.profiling.storages import UnmeasuredSkip, merged, scout
+from lightning_rotor.profiling.storages import merged, scout
 from lightning_rotor.profiling.ties import waiting_gradient_bytes
 from lightning_rotor.sequential import HOOKS, Stage, is_plain_stock, wiring_of
 from lightning_rotor.sharding import UnitSizes, gathered, units_in
@@ -195,7 +195,10 @@ def profile_chain(
         running = [
             compiled.with_variants(stage, each.found.names) for stage, each in zip(together, measured, strict=True)
         ]
-        skips = _measured(unmeasured, sized)
+        skips = tuple(
+            skip.measured(measured[use].gradient_of(number).size_bytes for use in skip.uses)
+            for number, skip in enumerate(unmeasured)
+        )
         costs = [
             replace(_cost(*sized[number]), name=stage.name, waiting_gradient_bytes=waiting, **traits[number])
             for number, (stage, waiting) in enumerate(zip(together, waiting_gradient_bytes(together), strict=True))
@@ -223,21 +226,6 @@ def _objections(number: int, stage: Stage, boundary: Boundary) -> Objections:
     if not number:
         return Objections("the chain's input belongs to the caller")
     return try_inverse(module, boundary.fresh(), name=stage.name)
-
-
-def _measured(
-    skips: Iterable[UnmeasuredSkip], measured: Sequence[tuple[StageEnds, StageMeasurement]]
-) -> tuple[Skip, ...]:
-    """Skips with the gradients that their readers leave."""
-    return tuple(
-        skip.measured(_gradient_bytes(number, measured[use]) for use in skip.uses) for number, skip in enumerate(skips)
-    )
-
-
-def _gradient_bytes(skip: int, reader: tuple[StageEnds, StageMeasurement]) -> int:
-    ends, measurement = reader
-    gradient = measurement.skip_gradients.get(ends.skips.index(skip))
-    return 0 if gradient is None else gradient.size_bytes
 
 
 def _cost(ends: StageEnds, measurement: StageMeasurement) -> StageCost:

@@ -20,7 +20,7 @@ from lightning_rotor.compiled import CompiledModules
 from lightning_rotor.inversion import Way
 from lightning_rotor.options import run_stage
 from lightning_rotor.profiling.boundary import Boundary
-from lightning_rotor.profiling.gradients import NO_LAYOUTS, Layout, Layouts
+from lightning_rotor.profiling.gradients import NO_LAYOUTS, Layouts, SkipGradient
 from lightning_rotor.profiling.inverted import with_inversion
 from lightning_rotor.profiling.stages import StageProfiler
 from lightning_rotor.profiling.storages import UnmeasuredSkip
@@ -138,10 +138,10 @@ class Measured:
         """Gradient that it leaves for the stage before."""
         return self.found.stage.cost.keep.input_gradient_bytes
 
-    def gradient_of(self, skip: int) -> Layout | None:
-        """How it leaves that of a skip with this number, if it is one tensor and gets any."""
-        gradient = self.found.stage.skip_gradients.get(self.measurable.profiler.ends.skips.index(skip))
-        return None if gradient is None else gradient.layout
+    def gradient_of(self, skip: int) -> SkipGradient:
+        """What it leaves for a skip with this number, which it reads."""
+        place = self.measurable.profiler.ends.skips.index(skip)
+        return self.found.stage.skip_gradients.get(place, SkipGradient(0))
 
     def settle(self, layouts: Layouts, behind: Measured, bench: Bench, boundary: Boundary | None = None) -> bool:
         """Take over what is measured with such gradients; whether that is known, or there is a boundary to measure it."""
@@ -167,7 +167,7 @@ def given(chain: Sequence[Measured], number: int) -> Layouts:
     found = {
         place: (reader, layout)
         for place, reader in stage.readers.items()
-        if reader < len(chain) and (layout := chain[reader].gradient_of(skips[place])) is not None
+        if reader < len(chain) and (layout := chain[reader].gradient_of(skips[place]).layout) is not None
     }
     return Layouts.of(behind.link_layouts if is_one else (), number + 1, found)
 
