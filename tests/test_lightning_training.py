@@ -17,11 +17,13 @@ from torch import nn
 from lightning_rotor import RotorCallback
 from tests.training import Run, assert_same_training, tight_limit, train
 
-WIDTH, BATCH = 24, 64
+# Outputs outweigh whatever a processor's kernels take for the time of one stage, so that a tight limit asks for recomputation
+# on all of them: plain training takes nearly twice the limit (a batch of 64 did not, where half-precision kernels use AMX).
+WIDTH, BATCH, BLOCKS, ROOM = 24, 512, 4, 0.25
 
 
 def layers() -> nn.Sequential:
-    blocks = [[nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.GELU(), nn.Dropout(0.1)] for _ in range(4)]
+    blocks = [[nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.GELU(), nn.Dropout(0.1)] for _ in range(BLOCKS)]
     return nn.Sequential(*(layer for block in blocks for layer in block))
 
 
@@ -64,7 +66,7 @@ def assert_same_inside_a_limit(
     tensors = tensors or data()
     if limit is None:
         limit = tight_limit(
-            make, tensors, folder, batch_size=BATCH, module="backbone", callbacks=callbacks(), **options
+            make, tensors, folder, batch_size=BATCH, module="backbone", room=ROOM, callbacks=callbacks(), **options
         )
     plain = train(make, tensors, folder, batch_size=BATCH, callbacks=callbacks(), **options)
     rotor = RotorCallback(limit, "backbone", show_table=False)
@@ -99,7 +101,9 @@ def test_scaled_gradients(tmp_path: Path) -> None:
     def plugin() -> MixedPrecision:
         return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**30))  # type: ignore[arg-type]
 
-    limit = tight_limit(Classifier, data(8), tmp_path, batch_size=BATCH, module="backbone", plugins=[plugin()])
+    limit = tight_limit(
+        Classifier, data(8), tmp_path, batch_size=BATCH, module="backbone", room=ROOM, plugins=[plugin()]
+    )
     scaled = [plugin(), plugin()]
     plain = train(Classifier, data(8), tmp_path, batch_size=BATCH, plugins=[scaled[0]])
     rotor = RotorCallback(limit, "backbone", show_table=False)
@@ -197,7 +201,7 @@ class Adversaries(L.LightningModule):
 @pytest.mark.filterwarnings("ignore:the step took:lightning_rotor.errors.RotorWarning")
 @pytest.mark.feature("Optimization", "several optimizers: a GAN with `toggle_optimizer`")
 def test_adversaries(tmp_path: Path) -> None:
-    assert_same_inside_a_limit(Adversaries, tmp_path, tensors=data(5), limit="120KiB")
+    assert_same_inside_a_limit(Adversaries, tmp_path, tensors=data(5), limit="800KiB")
 
 
 # -------------------------------------------------------------------- callbacks that change weights

@@ -97,13 +97,14 @@ def tight_limit(
     *,
     batch_size: int = 8,
     module: str | None = None,
+    room: float = 0.1,
     **options: Any,
 ) -> int:
-    """A limit hardly above the least that works; the loss takes a little that nobody knows of before the first step."""
+    """A limit hardly above the least that works: the loss takes a little (``room``) that nobody knows of before the first step."""
     callback = RotorCallback("1KiB", module, show_table=False)
     with pytest.raises(BudgetError, match="Raise mem_limit") as caught:
         train(make, tensors, folder, callback=callback, batch_size=batch_size, **options)
-    return int(1.1 * caught.value.minimum_bytes)
+    return int((1 + room) * caught.value.minimum_bytes)
 
 
 def assert_same_training(plain: Run, planned: Run) -> None:
