@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from types import MethodType
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 
 from lightning_rotor.errors import ModelError
+from lightning_rotor.private.torch_names import is_captured
 
 _KEY = "_lightning_rotor"
 
@@ -35,18 +35,10 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     A bound method in the instance's ``__dict__``, and named like the one it replaces: ``copy`` and ``pickle`` then bind it to the copy,
     which a closure or a wrapper would not survive.
     """
-    if _is_captured():
+    # Whoever takes the computation down for another runtime wants the module as the user wrote it.
+    if is_captured():
         return type(self).forward(self, *args, **kwargs)
     return self.__dict__[_KEY](self, args, kwargs)
-
-
-def _is_captured() -> bool:
-    """Whether somebody takes the computation down for another runtime, which wants the module as the user wrote it."""
-    return bool(torch._C._get_tracing_state()) or _is_exporting()
-
-
-# torch has it since 2.7; before, it exports training without recomputation only if the module is in evaluation.
-_is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
 
 
 def attach(module: nn.Module, planned: ForwardInPlace) -> None:

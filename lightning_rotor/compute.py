@@ -35,6 +35,7 @@ from torch.utils.flop_counter import flop_registry
 from lightning_rotor.errors import ProfilingError
 from lightning_rotor.fake_copy import fake_copy
 from lightning_rotor.generators import GeneratorStates
+from lightning_rotor.private.torch_names import backward_number
 from lightning_rotor.recomputation import repeating
 
 _aten = torch.ops.aten
@@ -173,7 +174,7 @@ class _Count(TorchDispatchMode):
                 raise ProfilingError(f"it asks for values more than {_MOST_READS} times") from None
             self.assumed_values += 1
             return _without_values(func, args, kwargs)
-        if torch._C._current_graph_task_id() == -1:  # not in a backward
+        if backward_number() is None:  # not in a backward
             self._calls[-1].flops += _flops(func, args, kwargs, result)
         return result
 

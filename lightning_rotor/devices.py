@@ -125,15 +125,9 @@ def _accelerator(device: torch.device) -> _Memory:
         )
     driver_free, total = module.mem_get_info(device)
     allocated = module.memory_allocated(device)
-    allowed = int(_process_fraction(device) * total)
+    allowed = int(module.get_per_process_memory_fraction(device) * total)
     unused = driver_free + module.memory_reserved(device) - allocated
     return _Memory(total_bytes=allowed, free_bytes=max(0, min(unused, allowed - allocated)))
-
-
-def _process_fraction(device: torch.device) -> float:
-    # Added to torch after 2.6; before, the fraction could be set but not read.
-    read = getattr(torch.get_device_module(device), "get_per_process_memory_fraction", None)
-    return 1.0 if read is None else float(read(device))
 
 
 # -------------------------------------------------------------------- the machine

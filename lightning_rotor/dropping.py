@@ -24,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_rotor.errors import ExecutionError
+from lightning_rotor.private.torch_names import hooks_for_saved_tensors
 from lightning_rotor.recomputation import is_checkpointing
 
 
@@ -72,11 +73,12 @@ class _Kept:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         # Without its graph: it would hold the node that holds it.
-        self._node: Any = _Save.apply(_root(), tensor.detach()).grad_fn
+        # Its output stays, too: before torch 2.13 the node alone does not hold what it has saved.
+        self._held = _Save.apply(_root(), tensor.detach())
 
     def get(self) -> torch.Tensor:
         """The tensor. A recomputation around hands it out once for each backward."""
-        (tensor,) = self._node.saved_tensors
+        (tensor,) = self._held.grad_fn.saved_tensors
         return tensor  # type: ignore[no-any-return]
 
 
@@ -176,7 +178,7 @@ class SavedOutput:
             if index is not None:
                 saved.tensor, saved.shown = None, (boundary, index)
                 boundary.refer(index)
-            elif _has_hooks():
+            elif hooks_for_saved_tensors() is not None:
                 saved.kept = _Kept(saved.stand_in() if saved.tensor is None else saved.tensor)
                 saved.tensor = None
 
@@ -185,12 +187,6 @@ def is_whole(tensor: torch.Tensor) -> bool:
     """Whether a tensor is dense and all of its memory, so that a copy of its numbers can stand for it."""
     memory = tensor.untyped_storage().nbytes()
     return tensor.nbytes == memory and torch.empty_like(tensor, device="meta").stride() == tensor.stride()
-
-
-def _has_hooks() -> bool:
-    # Before torch 2.8 nobody can tell whether there are any.
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return top is None or top(True) is not None
 
 
 # -------------------------------------------------------------------- an inverted stage before

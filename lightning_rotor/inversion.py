@@ -33,7 +33,8 @@ from lightning_rotor.invertible.gradients import first_derivatives_only, stand_i
 from lightning_rotor.invertible.guard import Guard
 from lightning_rotor.invertible.moment import Moment
 from lightning_rotor.invertible.protocol import require_like
-from lightning_rotor.recomputation import is_last_backward_through, keeps_graph, recomputed
+from lightning_rotor.private.torch_names import backward_keeps_graph
+from lightning_rotor.recomputation import is_last_backward_through, recomputed
 from lightning_rotor.state import FirstPass, Replay, SegmentState
 
 _NO_STATE = SegmentState()
@@ -202,7 +203,7 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        run, for_good = ctx.run, not keeps_graph()
+        run, for_good = ctx.run, not backward_keeps_graph()
         if run is None:
             raise second_backward(ctx.name)
         _ = ctx.saved_tensors  # a segment around is recomputed here

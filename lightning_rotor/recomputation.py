@@ -19,14 +19,10 @@ from torch.autograd.graph import Node
 from torch.utils.checkpoint import checkpoint
 
 from lightning_rotor.errors import ExecutionError
+from lightning_rotor.private import torch_names as private
 from lightning_rotor.state import FirstPass, Replay, SegmentState
 
 _NO_STATE = SegmentState()
-_NO_TASK = -1  # torch's number for "no backward is running"
-# These are not public. A torch without them holds inputs until the graph is gone: a step then takes up to one boundary more than simulated.
-_ENGINE_ANSWERS = all(
-    hasattr(torch._C, name) for name in ("_current_graph_task_id", "_will_engine_execute_node")
-) and hasattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
 
 
 class _Flags(threading.local):
@@ -89,16 +85,11 @@ class _Again:
         self._replay.__exit__(kind, error, trace)
 
 
-def keeps_graph() -> bool:
-    """Whether the running backward leaves its graph for another one, as far as anybody can tell."""
-    return not _ENGINE_ANSWERS or bool(torch._C._autograd._get_current_graph_task_keep_graph())
-
-
 def is_last_backward_through(nodes: Collection[Node]) -> bool:
     """Whether a backward is running that goes on to all of some nodes and frees what is before them; False if there are none."""
-    if not _ENGINE_ANSWERS or torch._C._current_graph_task_id() == _NO_TASK:
+    if private.backward_number() is None:
         return False
-    return bool(nodes) and not keeps_graph() and all(map(torch._C._will_engine_execute_node, nodes))
+    return bool(nodes) and not private.backward_keeps_graph() and all(map(private.backward_reaches, nodes))
 
 
 class _Inputs:
@@ -111,7 +102,7 @@ class _Inputs:
     def __init__(self, name: str) -> None:
         self._name = name
         self._tensors: list[torch.Tensor | None] = []
-        self._last_task = _NO_TASK  # the backward that gives them up
+        self._last_backward: int | None = None  # the one that gives them up
 
     def save(self, tensor: torch.Tensor) -> int:
         self._tensors.append(tensor)
@@ -135,20 +126,18 @@ class _Inputs:
         nothing at all. If it does not go on to one of them, another backward may still come from there: two heads that read one input
         each, a gradient for some of the inputs, an input that nobody trains.
         """
-        task = torch._C._current_graph_task_id()
-        if task != _NO_TASK and task != self._last_task:
+        backward = private.backward_number()
+        if backward is not None and backward != self._last_backward:
             nodes = [tensor.grad_fn for tensor in self._tensors if tensor is not None and tensor.grad_fn is not None]
             if is_last_backward_through(nodes):
-                self._last_task = task
-        return task == self._last_task != _NO_TASK
+                self._last_backward = backward
+        return backward is not None and backward == self._last_backward
 
 
 def _giving_up_inputs(name: str) -> AbstractContextManager[Any]:
     """Context in which a segment saves its inputs so that it can give them up. A user's own hooks for saved tensors come first."""
     inside_another = _flags.checkpointing or _flags.recomputing
-    # Before torch 2.8 nobody can tell whether there are any.
-    users_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
-    if inside_another or not _ENGINE_ANSWERS or users_hooks(True) is not None:
+    if inside_another or private.hooks_for_saved_tensors() is not None:
         return nullcontext()
     inputs = _Inputs(name)
     return torch.autograd.graph.saved_tensors_hooks(inputs.save, inputs.hand_out)

@@ -20,8 +20,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
+
+from lightning_rotor.private.torch_names import backward_number
 
 
 def wrapped_by_fsdp1(module: nn.Module) -> list[str]:
@@ -149,7 +150,7 @@ def gathered(units: Iterable[Unit]) -> Iterator[None]:
 @contextmanager
 def left_as_found(units: Iterable[Unit]) -> Iterator[None]:
     """Spread again what a recomputation gathers, except where the backward stands: it needs the parameters next."""
-    in_backward = torch._C._current_graph_task_id() != -1
+    in_backward = backward_number() is not None
     spread = [unit for unit in units if not unit.is_whole] if in_backward else []
     yield  # a recomputation that stops early ends in an exception, in the very unit where the backward stands
     for unit in spread:

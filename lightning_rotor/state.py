@@ -12,6 +12,7 @@ modules that are not torch's own    are watched: the first update of a large buf
                                     earlier value is gone
 attributes of modules that are      are set to what the first pass saw, and back afterwards (the objects, not what is in
 not torch's own                     them: a list that grows is not followed); so are Python's and NumPy's generators
+torch's settings                    are those of the first pass: the default dtype, kernels that are allowed, and so on
 parameters                          are the very tensors of the first pass, though functional_call has put others in place;
                                     those of FSDP units come and go with the units' hooks
 ==================================  =====================================================================================
@@ -20,6 +21,7 @@ parameters                          are the very tensors of the first pass, thou
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -29,6 +31,7 @@ from torch import nn
 from lightning_rotor.errors import ExecutionError
 from lightning_rotor.generators import HostGenerators
 from lightning_rotor.sequential import Stage, is_plain_stock
+from lightning_rotor.settings import Settings
 from lightning_rotor.sharding import units_in
 
 # Below this, remembering costs less than thinking about it.
@@ -149,6 +152,7 @@ class FirstPass:
         self.values: list[tuple[nn.Module, str, torch.Tensor]] = []
         self.attributes = Attributes(())
         self.generators: HostGenerators | None = None
+        self.settings = Settings()
         self.parameters: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None]] = []
         self._watched: list[tuple[nn.Module, str, torch.Tensor, int]] = []
 
@@ -189,8 +193,11 @@ class Replay:
         self._parameters: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None]] = []
         self._attributes = Attributes(())
         self._generators: HostGenerators | None = None
+        self._settings: AbstractContextManager[None] = nullcontext()
 
     def __enter__(self) -> None:
+        self._settings = self._first_pass.settings.restored()
+        self._settings.__enter__()
         self._attributes = Attributes(self._first_pass.state.attributed)
         self._first_pass.attributes.restore()
         if self._first_pass.generators is not None:
@@ -226,6 +233,7 @@ class Replay:
         self._attributes = Attributes(())
         if self._generators is not None:
             self._generators.restore()
+        self._settings.__exit__(None, None, None)
 
 
 def _slots(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:

@@ -79,14 +79,6 @@ def assert_same(expected: Sequence[torch.Tensor | None], received: Sequence[torc
         assert left is None or right is None or torch.equal(left, right)
 
 
-def test_torch_without_the_engines_answers_holds_the_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    held_bytes, expected = step(giving_up=False)
-    monkeypatch.setattr("lightning_rotor.recomputation._ENGINE_ANSWERS", False)
-    peak_bytes, received = step()
-    assert peak_bytes == held_bytes
-    assert_same(expected, received)
-
-
 def test_step_after_one_that_failed_in_the_backward_is_clean() -> None:
     _, expected = step()
     modules = layers()

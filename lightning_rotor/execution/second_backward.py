@@ -9,6 +9,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from lightning_rotor.errors import ExecutionError
+from lightning_rotor.private.torch_names import backward_keeps_graph, backward_number
 
 
 def guard_second_backward(output: Any, value: Any) -> None:
@@ -21,16 +22,16 @@ def guard_second_backward(output: Any, value: Any) -> None:
 
 
 def _once_unless_retained() -> Callable[[Any], None]:
-    finished: list[int] = []
+    finished: list[int | None] = []
 
     def check(_: Any) -> None:
-        task = torch._C._current_graph_task_id()
-        if finished and finished[0] != task:
+        backward = backward_number()
+        if finished and finished[0] != backward:
             raise ExecutionError(
                 "backward ran a second time through a graph whose saved tensors are freed: expected one backward per forward. "
                 "Call backward(retain_graph=True) the first time, or run the forward again"
             )
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
-            finished[:] = [task]
+        if not backward_keeps_graph():
+            finished[:] = [backward]
 
     return check

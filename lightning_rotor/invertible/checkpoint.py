@@ -29,7 +29,7 @@ from lightning_rotor.invertible.protocol import (
     require_tensors,
 )
 from lightning_rotor.invertible.sequential import members
-from lightning_rotor.recomputation import keeps_graph
+from lightning_rotor.private.torch_names import backward_keeps_graph, hooks_for_saved_tensors
 
 
 def invertible_checkpoint(module: nn.Module | Sequence[nn.Module], x: Any, *, name: str | None = None) -> Any:
@@ -118,8 +118,7 @@ class _Call:
         self._finished = False
         self.output = Boundary(name)
         # Under hooks every tensor goes through them, or an enclosing checkpoint would not get rid of it.
-        top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
-        self.hooked = top(True) is not None
+        self.hooked = hooks_for_saved_tensors() is not None
         self.source = None if self.hooked else _boundary_of(inputs)
 
     @property
@@ -213,7 +212,7 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: _Call = ctx.call
-        keep_graph = keeps_graph()
+        keep_graph = backward_keeps_graph()
         call.begin_backward(keep_graph=keep_graph)
         saved = ctx.saved_tensors
         if call.hooked:

@@ -96,6 +96,7 @@ class Moment:
         replayed = FirstPass(dataclasses.replace(self._first_pass.state, statistics=self._state().statistics))
         replayed.values = self._first_pass.values
         replayed.attributes = self._first_pass.attributes
+        replayed.settings = self._first_pass.settings
         replayed.parameters = [
             (slots, name, parameter if parameters is None else parameters.get(id(parameter), parameter))  # type: ignore[misc]
             for slots, name, parameter in self._first_pass.parameters
