@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.lightning-rotor
 KEY := $(shell cat pyproject.toml constraints.txt | cksum) $(CURDIR)
 
-.PHONY: demo test lint types suite docs bench format clean
+.PHONY: demo test test-gpu lint types suite docs bench format clean
 .DEFAULT_GOAL := test
 
 # torch's profiler, which sees memory on the CPU, would warn of blocks that are older than the profile: there always are some.
@@ -32,6 +32,11 @@ types: $(STAMP)
 # Last, so that its summary closes the output.
 suite: $(STAMP) | lint types
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# On real devices; without any, `make test` runs these tests on simulated ones. One process: they measure memory.
+test-gpu: $(STAMP)
+	@$(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("no CUDA device here: make test runs these tests on simulated ones")'
+	$(BIN)/python -m pytest -n0 -m gpu $(PYTEST_ARGS)
 
 # The table of what works, from the tests that show it.
 docs: $(STAMP)

@@ -1,4 +1,4 @@
-"""What every test relies on: one thread, a fixed seed, no display, and GPU tests only where there is a GPU."""
+"""What every test relies on: one thread, a fixed seed, no display, and a GPU or a simulated one for tests that need it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests import cuda_device
+from tests.cuda_device.remote import SimulatedDevices
 from tests.features import FeatureResults, declared_features
 
 torch.set_num_threads(1)
@@ -38,6 +40,8 @@ def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--features")
     if path is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(FeatureResults(path.absolute()))
+    if not torch.cuda.is_available() and cuda_device.missing() is None:
+        config.pluginmanager.register(SimulatedDevices())
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -52,11 +56,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item.get_closest_marker("feature")]
     for item in items:  # reports from other processes carry properties, but no markers
         item.user_properties += [("feature", mark.args) for mark in item.iter_markers("feature")]
+    for item in items:
+        reason = _why_not(item.get_closest_marker("gpu"))
+        if reason is not None:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _why_not(mark: pytest.Mark | None) -> str | None:
+    """Why a test cannot run on a device here; None if it can, or needs none."""
+    if mark is None:
+        return None
     if not torch.cuda.is_available():
-        skip = pytest.mark.skip(reason="needs a CUDA device")
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(skip)
+        missing = cuda_device.missing()
+        return None if missing is None else f"needs a CUDA device; {missing}"
+    wanted = mark.kwargs.get("devices", 1)
+    return None if torch.cuda.device_count() >= wanted else f"needs {wanted} CUDA devices"
 
 
 @pytest.fixture(scope="session")

@@ -107,6 +107,8 @@ class FeatureResults:
         if report.when != "call" and outcome == "passed":  # type: ignore[attr-defined]
             return
         reason = str(report.longrepr[2]).removeprefix("Skipped: ") if outcome == "skipped" else outcome  # type: ignore[attr-defined]
+        if outcome == "passed" and ("simulated", True) in map(tuple, report.user_properties):  # type: ignore[attr-defined]
+            reason = "simulated"
         for key, value in report.user_properties:  # type: ignore[attr-defined]
             if key == "feature":
                 self._outcomes.setdefault(tuple(value), set()).add(reason)
@@ -124,5 +126,7 @@ class FeatureResults:
 def _verdict(outcomes: set[str]) -> str:
     if "failed" in outcomes:
         return "**no**"
-    skipped = sorted(outcomes - {"passed"})
-    return f"not run: {', '.join(skipped)}" if skipped else "yes"
+    skipped = sorted(outcomes - {"passed", "simulated"})
+    if skipped:
+        return f"not run: {', '.join(skipped)}"
+    return "on a simulated device" if "simulated" in outcomes else "yes"

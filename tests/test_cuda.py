@@ -44,7 +44,7 @@ def step(net: nn.Module, forward: Callable[[Any], Any], batch: torch.Tensor) -> 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_bits_and_peak_on_a_gpu(autocast: bool) -> None:
     torch.backends.cudnn.deterministic = True
-    net, batch = make_net(), torch.randn(64, 3, 64, 64, device="cuda")
+    net, batch = make_net(), torch.randn(8, 3, 32, 32, device="cuda")
     planned = Checkpointable(net)
 
     def under_autocast(forward: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -171,8 +171,8 @@ def test_a_plan_may_be_made_by_torch() -> None:
 
 @pytest.mark.gpu
 def test_an_accelerator_fills_the_same_table() -> None:
-    chain = with_skips(random.Random(1), random_chain(random.Random(2), 120, "options", grain=4099, most_options=60))
-    thresholds, slots = in_slots(chain, 500)
+    chain = with_skips(random.Random(1), random_chain(random.Random(2), 40, "options", grain=4099, most_options=60))
+    thresholds, slots = in_slots(chain, 150)
     table = Table(thresholds, slots=slots, refined=False, device="cuda")
     table.solve()
     np.testing.assert_array_equal(table.seconds, solved(thresholds, slots, refined=False).seconds)

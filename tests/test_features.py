@@ -49,10 +49,10 @@ def test_a_table_says_what_came_of_each_feature(tmp_path: Path) -> None:
 
 
 class _Report:
-    def __init__(self, outcome: str, reason: str = "") -> None:
+    def __init__(self, outcome: str, reason: str = "", *, simulated: bool = False) -> None:
         self.outcome, self.when = outcome, "call"
         self.longrepr = ("file", 1, f"Skipped: {reason}")
-        self.user_properties = [("feature", ["Tools", "a clock"])]
+        self.user_properties = [("feature", ["Tools", "a clock"]), *([("simulated", True)] if simulated else [])]
 
 
 def test_a_feature_works_if_all_its_tests_pass(tmp_path: Path) -> None:
@@ -64,4 +64,5 @@ def test_a_feature_works_if_all_its_tests_pass(tmp_path: Path) -> None:
 
     assert verdict(_Report("passed"), _Report("passed")) == "yes"
     assert verdict(_Report("passed"), _Report("failed")) == "**no**"
+    assert verdict(_Report("passed", simulated=True)) == "on a simulated device"
     assert verdict(_Report("skipped", "needs a CUDA device")) == "not run: needs a CUDA device"

@@ -116,10 +116,28 @@ def test_scaled_gradients(tmp_path: Path) -> None:
     assert first["scale"] < 2.0**30  # it overflowed and skipped steps
 
 
+class StepPeak(L.Callback):
+    """The caching allocator's peak of the last step."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        torch.cuda.reset_peak_memory_stats()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.bytes = torch.cuda.max_memory_allocated()
+
+
 @pytest.mark.gpu
 @pytest.mark.feature("Precision", "16-mixed with GradScaler on CUDA")
 def test_scaled_gradients_on_cuda(tmp_path: Path) -> None:
-    assert_same_inside_a_limit(Classifier, tmp_path, precision="16-mixed", accelerator="gpu")
+    tensors, peaks = [torch.cat([each] * 40) for each in data()], StepPeak()
+    options: dict[str, Any] = {"batch_size": 40 * BATCH, "precision": "16-mixed", "accelerator": "gpu"}
+    plain = train(Classifier, tensors, tmp_path, callbacks=[peaks], **options)
+    rotor = RotorCallback(peaks.bytes - 2**20, "backbone", show_table=False)
+    planned = train(Classifier, tensors, tmp_path, callback=rotor, callbacks=[peaks], **options)
+    assert rotor.plan is not None
+    assert rotor.plan.recomputed
+    assert peaks.bytes <= rotor.budget_bytes
+    assert_same_training(plain, planned)
 
 
 # -------------------------------------------------------------------- optimization

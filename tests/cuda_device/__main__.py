@@ -1,0 +1,17 @@
+"""Runs Python on simulated devices: ``python -m tests.cuda_device --devices 2 -m pytest -m gpu -n0``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from lightning_rotor.units import parse_bytes
+from tests.cuda_device import environment
+
+parser = argparse.ArgumentParser(prog="python -m tests.cuda_device", description=__doc__)
+parser.add_argument("--devices", type=int, default=1)
+parser.add_argument("--memory", type=parse_bytes, default=80 * 2**30, help="of each, such as 2GiB")
+parser.add_argument("--capability", default="8.0")
+options, command = parser.parse_known_args()
+os.execve(sys.executable, [sys.executable, *command], environment(**vars(options)))

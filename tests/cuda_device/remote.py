@@ -1,0 +1,84 @@
+"""Runs tests marked ``gpu`` on the simulated device, and reports them as if they had run here."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+
+import pytest
+
+from tests.cuda_device import environment
+
+
+class _Server:
+    """A process that sees some devices and has collected all tests that are marked ``gpu``."""
+
+    def __init__(self, session: pytest.Session, devices: int) -> None:
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115
+        here, there = socket.socketpair()
+        files = dict.fromkeys(str(item.path) for item in session.items if item.get_closest_marker("gpu"))
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", "-n0", "-p", "tests.cuda_device.server", "-p", "no:cacheprovider", "-m", "gpu", *files],
+            cwd=session.config.rootpath, env=environment(devices=devices) | {"SIMULATED_CHANNEL": str(there.fileno())},
+            stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.STDOUT, pass_fds=[there.fileno()],
+        )  # fmt: skip
+        there.close()
+        self._channel = here.makefile("rwb")
+        here.close()
+
+    def reports(self, name: str) -> list[pytest.TestReport]:
+        """What came of a test."""
+        try:
+            self._channel.write(f"{name}\n".encode())
+            self._channel.flush()
+            return [pytest.TestReport._from_json(each) for each in pickle.load(self._channel)]
+        except (EOFError, BrokenPipeError):
+            status = self._process.wait()
+            self._output.seek(0)
+            said = self._output.read().decode(errors="replace")[-5000:]
+            raise RuntimeError(f"the process with the simulated device ended with {status}: {said}") from None
+
+    def close(self) -> None:
+        """End it."""
+        with suppress(BrokenPipeError):
+            self._channel.close()
+        self._output.close()
+        self._process.wait(60)
+
+
+class SimulatedDevices:
+    """A plugin for pytest; registered where there is no real device."""
+
+    def __init__(self) -> None:
+        self._servers: dict[int, _Server] = {}
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+        """Instead of running it here."""
+        mark = item.get_closest_marker("gpu")
+        if mark is None:
+            return None
+        devices = mark.kwargs.get("devices", 1)
+        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        try:
+            if devices not in self._servers:
+                self._servers[devices] = _Server(item.session, devices)
+            reports = self._servers[devices].reports(item.nodeid)
+        except Exception as error:
+            if devices in self._servers:
+                self._servers.pop(devices).close()
+            reports = [pytest.TestReport(item.nodeid, item.location, {}, "failed", str(error), "call")]
+        for report in reports:
+            item.ihook.pytest_runtest_logreport(report=report)
+        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        item.session._setupstate.teardown_exact(nextitem)
+        return True
+
+    def pytest_sessionfinish(self) -> None:
+        """End the processes."""
+        for server in self._servers.values():
+            server.close()
