@@ -53,14 +53,17 @@ class BackwardPeaks:
         plain_bytes: Nobody but the stage.
         segment_bytes: The enclosing segment, until the stage's last saved tensor is gone.
         held_bytes: Somebody else throughout.
+        replayed_bytes: Nobody but the stage, whose saved tensors come from a recomputation: each is given up once it is read, before the
+            engine reduces gradients to the shapes of what they belong to.
     """
 
     plain_bytes: int
     segment_bytes: int
     held_bytes: int
+    replayed_bytes: int
 
     def __post_init__(self) -> None:
-        if min(self.plain_bytes, self.segment_bytes, self.held_bytes) < 0:
+        if min(self.plain_bytes, self.segment_bytes, self.held_bytes, self.replayed_bytes) < 0:
             raise ScheduleError(f"{self}: sizes count bytes and are never negative")
 
 
@@ -99,6 +102,8 @@ class Option:
         inverts: The stage drops its input when it has run, whoever saved it, and rebuilds it from the output in the backward. The peaks of
             its backward count the rebuilt input: plain is where it dies with the stage, held where the stage before has saved it.
         fused: The backward is the module's own ``reversible_backward``, which rebuilds the input at once.
+        backward_replayed_peak_bytes: ``backward_peak_bytes`` where the saved tensors come from a recomputation, which holds none of them longer
+            than until it is read. None if that makes no difference.
         needs_exact_output: Of the output that it saves the backward asks what a rounding error changes, such as where ReLU's is zero. So the
             next stage must not be inverted, which would give back an output with rounding errors.
     """
@@ -127,6 +132,7 @@ class Option:
     inverts: bool = False
     fused: bool = False
     needs_exact_output: bool = False
+    backward_replayed_peak_bytes: int | None = None
 
     def __post_init__(self) -> None:
         _check_costs(self)
@@ -143,7 +149,13 @@ class Option:
         """Peaks of the backward, where parameters have gradients already or where they do not."""
         if gradients_exist and self.accumulating is not None:
             return self.accumulating
-        return BackwardPeaks(self.backward_peak_bytes, self.backward_segment_peak_bytes, self.backward_held_peak_bytes)
+        plain, replayed = self.backward_peak_bytes, self.backward_replayed_peak_bytes
+        return BackwardPeaks(
+            plain,
+            self.backward_segment_peak_bytes,
+            self.backward_held_peak_bytes,
+            plain if replayed is None else replayed,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -281,16 +281,16 @@ class _Simulator:
 
     # ---------------------------------------------------------------- backward
 
-    def _backward(self, item: Item, pending: tuple[Segment, ...] = ()) -> None:
+    def _backward(self, item: Item, pending: tuple[Segment, ...] = (), *, replayed: bool = False) -> None:
         """Backward of one item. ``pending`` are the enclosing segments that have not been recomputed yet, outermost first."""
         match item:
             case Leaf():
-                self._backward_leaf(item, pending)
+                self._backward_leaf(item, pending, replayed=replayed)
             case Segment(items):
                 end = _last_saving(self._chain, items)
                 for index in reversed(range(len(items))):
                     # What comes after the last saved tensor needs no recomputation; the item that has it triggers it.
-                    self._backward(items[index], (*pending, item) if index == end else ())
+                    self._backward(items[index], (*pending, item) if index == end else (), replayed=True)
                 if end >= 0:
                     if not self._gives_up_input(item):
                         self._release(item.first)
@@ -309,7 +309,7 @@ class _Simulator:
             or self._skips.learn_in(first, last)
         )
 
-    def _backward_leaf(self, leaf: Leaf, pending: tuple[Segment, ...]) -> None:
+    def _backward_leaf(self, leaf: Leaf, pending: tuple[Segment, ...], *, replayed: bool) -> None:
         stage, option = leaf.stage, self._option(leaf)
         excess = self._excess_gradient_bytes(stage)
         self._add(excess - self._gradient_bytes - self._skips.take_gradients(stage))
@@ -329,7 +329,7 @@ class _Simulator:
         elif self._boundaries.is_held(stage):
             peak = peaks.segment_bytes
         else:
-            peak = peaks.plain_bytes
+            peak = peaks.replayed_bytes if replayed else peaks.plain_bytes
         if not pending:
             peak = max(peak, option.unpack_peak_bytes)
         level = self._touch(stage, peak)

@@ -33,6 +33,7 @@ from lightning_rotor.generators import HostGenerators
 from lightning_rotor.sequential import Stage, is_plain_stock
 from lightning_rotor.settings import Settings
 from lightning_rotor.sharding import units_in
+from lightning_rotor.units import in_blocks
 
 # Below this, remembering costs less than thinking about it.
 _SMALL_BYTES = 64 * 1024
@@ -71,10 +72,9 @@ class SegmentState:
     attributed: tuple[nn.Module, ...] = ()
     parametrized: tuple[nn.Module, ...] = ()
 
-    @property
-    def remembered_bytes(self) -> int:
-        """What one first pass takes to remember them."""
-        return sum(_size(module) for module in self.remembered)
+    def remembered_bytes(self, block_bytes: int) -> int:
+        """What one first pass takes to remember them, from an allocator with blocks of this size."""
+        return sum(_size(module, block_bytes) for module in self.remembered)
 
     def __add__(self, other: SegmentState) -> SegmentState:
         def both(left: Iterable[nn.Module], right: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
@@ -243,5 +243,6 @@ def _slots(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, torch
                 yield module, name, buffer
 
 
-def _size(module: nn.Module) -> int:
-    return sum({id(buffer): buffer.nbytes for buffer in module._buffers.values() if buffer is not None}.values())
+def _size(module: nn.Module, block_bytes: int = 1) -> int:
+    sizes = {id(buffer): buffer.nbytes for buffer in module._buffers.values() if buffer is not None}
+    return sum(in_blocks(size, block_bytes) for size in sizes.values())

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_rotor.errors import SampleError
+from lightning_rotor.units import in_blocks
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -33,12 +34,12 @@ def address_of(tensor: torch.Tensor) -> int:
     return storage.data_ptr()
 
 
-def requested_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the distinct storages under some dense tensors, before the allocator rounds them up.
+def bytes_in_blocks(tensors: Iterable[torch.Tensor], block_bytes: int) -> int:
+    """Bytes of the distinct storages under some dense tensors, as an allocator with blocks of that size counts them.
 
-    :func:`~lightning_rotor.training_state.storage_bytes` counts what the allocator hands out, and sparse tensors too.
+    :func:`~lightning_rotor.training_state.storage_bytes` knows sparse tensors, too, and several devices.
     """
-    return sum(sizes_by_address(tensors).values())
+    return sum(in_blocks(size, block_bytes) for size in sizes_by_address(tensors).values())
 
 
 def sizes_by_address(tensors: Iterable[torch.Tensor]) -> dict[int, int]:

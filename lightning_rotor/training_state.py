@@ -15,9 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_rotor.errors import ModelError
-
-# torch's caching allocators for GPUs hand out multiples of this.
-_BLOCK_BYTES = {"cuda": 512, "xpu": 512}
+from lightning_rotor.units import BLOCK_BYTES, in_blocks
 
 
 def parameter_bytes(module: nn.Module, device: torch.device | str | None = None) -> int:
@@ -108,8 +106,7 @@ def storage_bytes(tensors: Iterable[torch.Tensor], device: torch.device | str | 
 
 def block_bytes(size_bytes: int, device: torch.device) -> int:
     """What an allocation of ``size_bytes`` adds to the allocator's count on a device."""
-    block = _BLOCK_BYTES.get(device.type, 1)
-    return -(-size_bytes // block) * block
+    return in_blocks(size_bytes, BLOCK_BYTES.get(device.type, 1))
 
 
 def is_on(device: torch.device, wanted: torch.device | str | None) -> bool:

@@ -16,6 +16,8 @@ _FACTORS = {
     "g": 10**9, "gb": 10**9, "gib": 2**30,
     "t": 10**12, "tb": 10**12, "tib": 2**40,
 }  # fmt: skip
+BLOCK_BYTES = {"cuda": 512, "xpu": 512}
+"""By type of device: torch's caching allocators for GPUs hand out, and count, multiples of this. That of the CPU counts every byte."""
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z]*|%)\s*", re.IGNORECASE)
 _FORMS = (
     'bytes as an integer, "700MiB", "10GB", a fraction of the device such as 0.8 or "80%", or None for what is free'
@@ -96,6 +98,11 @@ def parse_bytes(value: int | str) -> int:
     if limit is None or limit.size_bytes is None:
         raise UnitError(f'size is {value!r}: expected bytes as an integer, or a size such as "700MiB" or "10GB"')
     return limit.size_bytes
+
+
+def in_blocks(size_bytes: int, block_bytes: int) -> int:
+    """What an allocator counts for ``size_bytes`` if all its blocks are multiples of ``block_bytes``."""
+    return -(-size_bytes // block_bytes) * block_bytes
 
 
 def format_bytes(size_bytes: float) -> str:

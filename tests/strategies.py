@@ -249,7 +249,10 @@ def _option(name: str, index: int, before: int, shape: dict[str, int], *, saves_
         replay_seconds=0.0 if saves_nothing else seconds * shape["replayed"] / 100,
         backward_seconds=seconds * 2,
         accumulating=BackwardPeaks(
-            accumulating, accumulating + min(saves_input, temporary) // 2, accumulating + min(saves_input, temporary)
+            accumulating,
+            accumulating + min(saves_input, temporary) // 2,
+            accumulating + min(saves_input, temporary),
+            accumulating,
         ),
     )
 

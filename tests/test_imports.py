@@ -45,7 +45,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "training_state": ("units",),
     "optimizer_prediction": ("training_state",),
     "generators": ("tensors",),
-    "tensors": ("errors",),
+    "tensors": ("units",),
     "dropping": ("errors", "recomputation"),
     "inversion": ("invertible", "dropping"),
     "options": ("sequential", "inversion"),

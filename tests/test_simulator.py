@@ -128,7 +128,7 @@ def test_backward_peak_depends_on_who_holds_the_input(text: str, saved_before: b
         backward_peak_bytes=120,
         backward_segment_peak_bytes=130,
         backward_held_peak_bytes=140,
-        accumulating=BackwardPeaks(plain_bytes=70, segment_bytes=80, held_bytes=90),
+        accumulating=BackwardPeaks(plain_bytes=70, segment_bytes=80, held_bytes=90, replayed_bytes=70),
     )
     schedule = Schedule.parse(text)
     chain = chain_of(first, probe, *[STAGE] * (len(schedule) - 2))

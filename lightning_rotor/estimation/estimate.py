@@ -23,8 +23,7 @@ from lightning_rotor.estimation.meter import EstimatingMeter
 from lightning_rotor.estimation.roofline import Accelerator
 from lightning_rotor.profiling import Profile, profile_chain
 from lightning_rotor.profiling.chain import Progress
-
-_BLOCK_BYTES = {"cpu": 1, "cuda": 512}
+from lightning_rotor.units import BLOCK_BYTES
 
 
 def estimate_profile(
@@ -56,7 +55,7 @@ def estimate_profile(
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     give_fake_tensors(model, mode)
-    meter = EstimatingMeter(accelerator, block_bytes=_BLOCK_BYTES[like])
+    meter = EstimatingMeter(accelerator, block_bytes=BLOCK_BYTES.get(like, 1))
     context: AbstractContextManager[Any] = (
         torch.autocast("cpu", dtype=autocast) if autocast is not None else nullcontext()
     )

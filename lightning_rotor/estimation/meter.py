@@ -19,6 +19,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from lightning_rotor.estimation.roofline import Accelerator
 from lightning_rotor.profiling.meters import MeteredPhase
+from lightning_rotor.units import in_blocks
 
 _aten = torch.ops.aten
 
@@ -36,7 +37,7 @@ class EstimatingMeter(TorchDispatchMode):
     def __init__(self, accelerator: Accelerator, *, block_bytes: int = 1) -> None:
         super().__init__()
         self._accelerator = accelerator
-        self._block_bytes = block_bytes
+        self.block_bytes = block_bytes
         self._seconds = 0.0
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._recordings: list[EstimatedRecording] = []
@@ -80,7 +81,7 @@ class EstimatingMeter(TorchDispatchMode):
         key = storage._cdata
         if key in self._known:
             return
-        size = -(-storage.nbytes() // self._block_bytes) * self._block_bytes
+        size = in_blocks(storage.nbytes(), self.block_bytes)
         recordings = list(self._recordings)
 
         def forget(_: weakref.ref[torch.UntypedStorage]) -> None:

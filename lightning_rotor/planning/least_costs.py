@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from lightning_rotor.chain import BackwardPeaks, Chain, Option
 
@@ -116,7 +116,7 @@ def _way(
 ) -> LeastWay:
     stage = chain.stages[index]
     held = peaks.held_bytes
-    least = min(peaks.plain_bytes, peaks.segment_bytes, held) if index else held  # the caller holds the chain's input
+    least = min(astuple(peaks)) if index else held  # the caller holds the chain's input
     if not option.saved_tensors:
         seconds = option.backward_seconds
         return LeastWay(False, 0, 0, 0, least, held, seconds, seconds, seconds)

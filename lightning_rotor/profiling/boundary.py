@@ -12,6 +12,7 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_rotor.tensors import address_of
+from lightning_rotor.units import in_blocks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,10 +73,9 @@ class Boundary:
             copies = list(map(copy, self.leaves, self.requires_grad, self.whole_storages))
         return tree_unflatten(copies, self.spec)
 
-    @property
-    def size_bytes(self) -> int:
-        """Elements of the tensors, counted without what they are slices of."""
-        return sum(leaf.nbytes for leaf in self.leaves if isinstance(leaf, torch.Tensor))
+    def size_bytes(self, block_bytes: int) -> int:
+        """Elements of the tensors in blocks of the allocator, counted without what they are slices of."""
+        return sum(in_blocks(leaf.nbytes, block_bytes) for leaf in self.leaves if isinstance(leaf, torch.Tensor))
 
     @property
     def tensors(self) -> tuple[str, ...]:

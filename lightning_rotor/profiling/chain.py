@@ -111,7 +111,7 @@ def profile_chain(
         reads = wiring_of(stages).wire.reads
         inputs = {number: Boundary.of(value) for number, value in zip(reads, unpacked(sample, len(reads)), strict=True)}
         began = time.perf_counter()
-        seen = scout(stages, inputs, device)
+        seen = scout(stages, inputs, device, block_bytes=meter.block_bytes)
         stage_seconds = (time.perf_counter() - began) / len(stages) / 2  # without what else was done with them
         interlude = Interlude(device, 0.0 if is_fake(tensors_in(sample)[0]) else stage_seconds)
         together = merged(stages, seen.groups)
@@ -175,7 +175,7 @@ def profile_chain(
             traits.append(
                 {
                     "draws_random": draws_random,
-                    "state_bytes": states[-1].remembered_bytes,
+                    "state_bytes": states[-1].remembered_bytes(meter.block_bytes),
                     "takes": boundary.tensors,
                     "not_inverted": measured[-1].found.not_inverted or tried.inverse,
                 }
@@ -199,15 +199,16 @@ def profile_chain(
             skip.measured(measured[use].gradient_of(number).size_bytes for use in skip.uses)
             for number, skip in enumerate(unmeasured)
         )
+        waiting = waiting_gradient_bytes(together, meter.block_bytes)
         costs = [
-            replace(_cost(*sized[number]), name=stage.name, waiting_gradient_bytes=waiting, **traits[number])
-            for number, (stage, waiting) in enumerate(zip(together, waiting_gradient_bytes(together), strict=True))
+            replace(_cost(*sized[number]), name=stage.name, waiting_gradient_bytes=size_bytes, **traits[number])
+            for number, (stage, size_bytes) in enumerate(zip(together, waiting, strict=True))
         ]
         _warn(costs)
         _warn_of_structure(len(stages), together)
         chain = Chain(
             tuple(costs),
-            input_bytes=sum(value.size_bytes for value in inputs.values()),
+            input_bytes=sum(value.size_bytes(meter.block_bytes) for value in inputs.values()),
             rng_state_bytes=torch.get_rng_state().nbytes if device.type == "cpu" else 0,
             segment_seconds=segment_seconds(device, meter, interlude),
             device=str(device),

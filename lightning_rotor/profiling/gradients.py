@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_flatten
 
 from lightning_rotor.profiling.ends import StageEnds
 from lightning_rotor.sequential import Stage
-from lightning_rotor.tensors import address_of, requested_bytes, tensors_in
+from lightning_rotor.tensors import address_of, bytes_in_blocks, tensors_in
+from lightning_rotor.units import in_blocks
 
 Memories: TypeAlias = dict[int, torch.Tensor]
 """Storages, as flat tensors, by their numbers in some :class:`Layouts`."""
@@ -42,6 +43,10 @@ class Layout:
     memory: int = 0
     is_plain: bool = False
     counts_elsewhere: bool = False
+
+    def counted_bytes(self, block_bytes: int) -> int:
+        """What the allocator counts for its memory, unless that is done elsewhere."""
+        return 0 if self.counts_elsewhere else in_blocks(self.storage_bytes, block_bytes)
 
     def new_memory(self) -> torch.Tensor:
         """What it lies in. Ones, not empty: uninitialized memory may hold denormals, whose arithmetic is slow."""
@@ -206,9 +211,11 @@ class StageBackward:
         skip_bytes: int,
         given: Set[StorageWeakRef],
         gradients_exist: bool,
+        block_bytes: int,
     ) -> None:
         self.skip_bytes = skip_bytes
         self._root = root
+        self._block_bytes = block_bytes
         self._given = given
         self._inputs = inputs
         self._strides = strides
@@ -227,6 +234,7 @@ class StageBackward:
         gradients_exist: bool,
         layouts: Layouts,
         elsewhere: Memories,
+        block_bytes: int,
     ) -> StageBackward:
         """Prepare the backward of a stage that has just run.
 
@@ -238,6 +246,7 @@ class StageBackward:
             gradients_exist: Each parameter's gradient is added to one that is there and freed at once, rather than staying.
             layouts: How the gradients of its link and of skips lie; those that it does not name like their tensors, each in memory of its own.
             elsewhere: Memory for those that are counted elsewhere.
+            block_bytes: Sizes are multiples of this.
         """
         leaves = tree_flatten(value)[0]
         # Later readers of a skip have left its gradient; what the stage hands on itself gets it as an output.
@@ -279,10 +288,12 @@ class StageBackward:
             [place for _, place in learning],
             parameters,
             skip_bytes=_skip_bytes(
-                (leaf, layout) for (leaf, place), layout in zip(ending, lie, strict=True) if place is not None
+                ((leaf, layout) for (leaf, place), layout in zip(ending, lie, strict=True) if place is not None),
+                block_bytes,
             ),
             given=given,
             gradients_exist=gradients_exist,
+            block_bytes=block_bytes,
         )
 
     def gradients(self) -> Gradients:
@@ -317,24 +328,24 @@ class StageBackward:
         ]
         parameter_bytes = sum(
             # Accumulation copies a gradient that is no dense tensor of its own (an expanded one, say).
-            parameter.nbytes
+            in_blocks(parameter.nbytes, self._block_bytes)
             if gradient.layout == torch.strided
-            else requested_bytes([gradient._indices(), gradient._values()])
+            else bytes_in_blocks([gradient._indices(), gradient._values()], self._block_bytes)
             for parameter, gradient in zip(self._parameters, gradients[len(self._inputs) :], strict=True)
             if gradient is not None
         )
         # Addresses would not do: that of what was given and then freed may be something new's.
         passes_on = any(StorageWeakRef(gradient.untyped_storage()) in self._given for gradient in link)
         return Gradients(
-            requested_bytes(link),
+            bytes_in_blocks(link, self._block_bytes),
             link_layouts if any(link_layouts) else (),
-            _of_skips(zip(self._places, layouts, strict=True)),
+            _of_skips(zip(self._places, layouts, strict=True), self._block_bytes),
             parameter_bytes,
             passes_on,
         )
 
 
-def _of_skips(placed: Iterable[tuple[int | None, Layout | None]]) -> dict[int, SkipGradient]:
+def _of_skips(placed: Iterable[tuple[int | None, Layout | None]], block_bytes: int) -> dict[int, SkipGradient]:
     """Gradients of skips by place."""
     by_place: dict[int, list[Layout]] = {}
     for place, layout in placed:
@@ -342,25 +353,22 @@ def _of_skips(placed: Iterable[tuple[int | None, Layout | None]]) -> dict[int, S
             by_place.setdefault(place, []).append(layout)
     return {
         place: SkipGradient(
-            sum({each.memory: each.storage_bytes for each in layouts if not each.counts_elsewhere}.values()),
+            sum({each.memory: each.counted_bytes(block_bytes) for each in layouts}.values()),
             layouts[0] if len(layouts) == 1 else None,
         )
         for place, layouts in by_place.items()
     }
 
 
-def _skip_bytes(given: Iterable[tuple[torch.Tensor, Layout | None]]) -> int:
+def _skip_bytes(given: Iterable[tuple[torch.Tensor, Layout | None]], block_bytes: int) -> int:
     """Memory of gradients that lie like this, or else like their tensors."""
     plain_bytes, memories = 0, dict[int, int]()
     for leaf, layout in given:
         if layout is None:
-            plain_bytes += (
-                torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
-                .untyped_storage()
-                .nbytes()
-            )
-        elif not layout.counts_elsewhere:
-            memories[layout.memory] = layout.storage_bytes
+            like = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+            plain_bytes += in_blocks(like.untyped_storage().nbytes(), block_bytes)
+        else:
+            memories[layout.memory] = layout.counted_bytes(block_bytes)
     return plain_bytes + sum(memories.values())
 
 

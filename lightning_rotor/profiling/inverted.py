@@ -179,7 +179,8 @@ class _Inverted:
 
     @staticmethod
     def _peaks(alone: _Run, held: _Run) -> BackwardPeaks:
-        return BackwardPeaks(alone.backward_peak_bytes, held.backward_peak_bytes, held.backward_peak_bytes)
+        plain, held_bytes = alone.backward_peak_bytes, held.backward_peak_bytes
+        return BackwardPeaks(plain, held_bytes, held_bytes, plain)
 
     def _run(self, *, hold_input: bool) -> _Run:
         profiler, unpacks = self.profiler, 0

@@ -22,6 +22,7 @@ from torch._C._autograd import _profiler_enabled
 from torch.autograd.profiler import profile, record_function
 
 from lightning_rotor.errors import ProfilerBusyError, ProfilingError
+from lightning_rotor.units import BLOCK_BYTES
 
 _MARK = "lightning_rotor::"
 
@@ -64,9 +65,11 @@ class Meter(Protocol):
 
     Attributes:
         needs_warm_up: The first run of an operator allocates what later ones do not, such as the workspaces of CUDA's libraries.
+        block_bytes: What it counts for any block is a multiple of this.
     """
 
     needs_warm_up: bool
+    block_bytes: int
 
     def recording(self) -> Any:
         """A context manager that yields a :class:`Recording`."""
@@ -172,6 +175,7 @@ class CpuMeter:
     """Bytes from the allocator's events, seconds from the performance counter."""
 
     needs_warm_up = False
+    block_bytes = 1
 
     @contextmanager
     def recording(self) -> Iterator[CpuRecording]:
@@ -230,6 +234,7 @@ class CudaMeter:
     """
 
     needs_warm_up = True
+    block_bytes = BLOCK_BYTES["cuda"]
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -262,6 +267,7 @@ class CudaRecording:
         self._device = device
         self._phases: list[MeteredPhase] = []
         self._label = ""
+        await_autograd(device)
         self._base = torch.cuda.memory_allocated(device)
         self._start = 0
         torch.cuda.reset_peak_memory_stats(device)
@@ -283,3 +289,10 @@ class CudaRecording:
     def phases(self) -> tuple[MeteredPhase, ...]:
         """All phases so far."""
         return tuple(self._phases)
+
+
+def await_autograd(device: torch.device) -> None:
+    """Wait until autograd's thread for a GPU has let go of the last backward, whose results it may hold when the caller has them already."""
+    with torch.enable_grad():
+        nothing = torch.empty(0, device=device, requires_grad=True)
+        torch.autograd.grad(nothing.view(0), nothing, nothing.detach())

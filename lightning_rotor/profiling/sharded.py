@@ -58,6 +58,7 @@ def _option(option: Option, sizes: UnitSizes, seconds: float) -> Option:
         backward_peak_bytes=backward(option.backward_peak_bytes),
         backward_segment_peak_bytes=backward(option.backward_segment_peak_bytes),
         backward_held_peak_bytes=backward(option.backward_held_peak_bytes),
+        backward_replayed_peak_bytes=None,
         accumulating=None,  # gradients pile up until they are sent, whatever is there from before
         parameter_gradient_bytes=left_bytes + sizes.shard_bytes,
         forward_seconds=option.forward_seconds + seconds,

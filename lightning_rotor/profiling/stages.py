@@ -29,7 +29,7 @@ from lightning_rotor.profiling.phases import Phases, peak_bytes_of
 from lightning_rotor.profiling.timing import is_enough, typical
 from lightning_rotor.recomputation import recomputed
 from lightning_rotor.sequential import Stage
-from lightning_rotor.tensors import address_of, requested_bytes, tensors_in
+from lightning_rotor.tensors import address_of, bytes_in_blocks, tensors_in
 
 WORTH_MENTIONING_BYTES = 1024
 """Python numbers in an expression (x * 2) become tensors of 8 bytes that stay with the graph; nobody needs to hear of them."""
@@ -163,6 +163,9 @@ class StageProfiler:
         # An input that the stage does not save is no business of its backward, whoever holds it.
         held = self._keep_run(hold_input=True, hold_output=self.last) if sizes.saved_input_bytes else alone
         segment = self._segment_run() if recomputable else _never_a_segment(sizes)
+        replayed = alone
+        if recomputable and sizes.saved_tensors:
+            replayed = self._keep_run(hold_input=False, hold_output=self.last, gives_up_saved=True)
         segment_peak = max(segment.recomputed_peak_bytes - sizes.saved_bytes - sizes.saved_output_bytes, 0)
         keep = Option(
             name="keep",
@@ -185,6 +188,7 @@ class StageProfiler:
             saved_skips=sizes.saved_skips,
             saved_state_bytes=sizes.saved_state_bytes,
             needs_exact_output=sizes.needs_exact_output,
+            backward_replayed_peak_bytes=min(replayed.backward_peak_bytes, alone.backward_peak_bytes),
         )
         cost = StageCost(
             name=self.stage.name,
@@ -199,7 +203,7 @@ class StageProfiler:
         )
         return cost, sizes
 
-    def _keep_run(self, *, hold_input: bool, hold_output: bool) -> _KeepRun:
+    def _keep_run(self, *, hold_input: bool, hold_output: bool, gives_up_saved: bool = False) -> _KeepRun:
         saves = unpacks = 0
         in_backward = False  # a stage may differentiate in its own forward
         saved: Counter[int] = Counter()
@@ -208,16 +212,19 @@ class StageProfiler:
         elsewhere = self.layouts.memories_elsewhere()
         with self.meter.recording() as recording:
 
-            def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, int, str]:
+            def pack(tensor: torch.Tensor) -> list[Any]:
                 nonlocal saves
                 saves += 1
                 saved[address_of(tensor)] += 1
                 recording.mark("save")
-                return tensor, tensor._version, _maker(tensor)
+                return [tensor, tensor._version, _maker(tensor)]
 
-            def unpack(packed: tuple[torch.Tensor, int, str]) -> torch.Tensor:
+            def unpack(packed: list[Any]) -> torch.Tensor:
                 nonlocal unpacks
+                tensor: torch.Tensor
                 tensor, version, maker = packed
+                if in_backward and gives_up_saved:  # as a checkpoint does with what it has recomputed
+                    packed.clear()
                 unpacks += in_backward
                 if in_backward and unpacks == 1:
                     recording.mark("unpack")
@@ -246,8 +253,8 @@ class StageProfiler:
             recording.mark("done")
         phases = Phases(recording.phases)
         start, level = phases.first("forward").start_bytes, phases.first("backward").start_bytes
-        # All in the meter's bytes: CUDA's allocator hands out more than a tensor asks for. The copy of the input came first.
-        lasting_bytes = requested_bytes(lasting)
+        # The copy of the input came first.
+        lasting_bytes = bytes_in_blocks(lasting, self.meter.block_bytes)
         saved_input = max(start - lasting_bytes - phases.first("drop input").freed_bytes, 0)
         link_bytes, made_bytes = self.ends.link_bytes, sum(self.ends.made_bytes.values())
         saved_made = sum(self.ends.made_bytes.get(place, 0) for place in saved_skips)
@@ -268,7 +275,9 @@ class StageProfiler:
             input_gradient_bytes=gradients.link_bytes,
             parameter_gradient_bytes=gradients.parameter_bytes,
             saved_skips=saved_skips,
-            saved_state_bytes=requested_bytes(each for each in buffers if address_of(each) in saved),
+            saved_state_bytes=bytes_in_blocks(
+                (each for each in buffers if address_of(each) in saved), self.meter.block_bytes
+            ),
             skip_gradients=gradients.of_skips,
             link_layouts=gradients.link_layouts,
             passes_on=gradients.passes_on,
@@ -305,6 +314,7 @@ class StageProfiler:
             gradients_exist=self.gradients_exist,
             layouts=self.layouts,
             elsewhere=elsewhere,
+            block_bytes=self.meter.block_bytes,
         )
 
     def rewind(self) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from lightning_rotor.errors import ProfilingError
-from lightning_rotor.profiling.meters import AllocatorLog
+from lightning_rotor.profiling.meters import AllocatorLog, await_autograd
 
 _LAP = "lap"
 
@@ -59,6 +59,7 @@ class StepMeter:
         """Begin. On CUDA this resets the device's peak statistics."""
         self._lap_peak = None
         if self._device.type == "cuda":
+            await_autograd(self._device)
             self._base = torch.cuda.memory_allocated(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
         else:

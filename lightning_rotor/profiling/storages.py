@@ -23,6 +23,7 @@ from lightning_rotor.sequential import Stage, merge, wiring_of
 from lightning_rotor.sharding import gathered, units_in
 from lightning_rotor.tensors import address_of, tensors_in
 from lightning_rotor.undisturbed import kept_attributes, lent_buffers
+from lightning_rotor.units import in_blocks
 from lightning_rotor.wiring import unpacked
 
 
@@ -32,7 +33,7 @@ class Storage:
 
     Attributes:
         born: Number of the stage that allocates it, -1 for the chain's input.
-        size_bytes: Its size.
+        size_bytes: What the allocator counts for it.
         uses: Numbers of the stages that read it.
         in_output: The chain returns it.
     """
@@ -90,15 +91,17 @@ class Scouting:
         return found
 
 
-def scout(stages: Sequence[Stage], inputs: dict[int, Boundary], device: torch.device) -> Scouting:
-    """Run every stage once and follow the storages.
+def scout(
+    stages: Sequence[Stage], inputs: dict[int, Boundary], device: torch.device, *, block_bytes: int = 1
+) -> Scouting:
+    """Run every stage once and follow the storages, whose sizes count in blocks.
 
     Raises:
         ModelError: A stage returns no tensor.
     """
     wiring = wiring_of(stages)
     values = dict(inputs)
-    storages = {number: _storages_of(value.leaves, -1, {}) for number, value in inputs.items()}
+    storages = {number: _storages_of(value.leaves, -1, {}, block_bytes) for number, value in inputs.items()}
     draws: list[bool] = []
     # Where stages can be cut apart: before the stage of that number.
     cuts = set(range(len(stages) + 1))
@@ -127,7 +130,7 @@ def scout(stages: Sequence[Stage], inputs: dict[int, Boundary], device: torch.de
                 )
             for number, part in zip(stage.writes, made, strict=True):
                 values[number] = Boundary.of(part, whole_storages=True)
-                storages[number] = _storages_of(tree_leaves(part), index, known)
+                storages[number] = _storages_of(tree_leaves(part), index, known, block_bytes)
             changed = [
                 storage
                 for leaf, storage, version in zip(leaves, taken, versions, strict=True)
@@ -170,14 +173,18 @@ def _address(leaf: torch.Tensor) -> int:
     return address_of(leaf)
 
 
-def _storages_of(leaves: Iterable[Any], born: int, known: dict[int, Storage]) -> tuple[Storage | None, ...]:
-    return tuple(_storage(leaf, born, known) if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
+def _storages_of(
+    leaves: Iterable[Any], born: int, known: dict[int, Storage], block_bytes: int
+) -> tuple[Storage | None, ...]:
+    return tuple(
+        _storage(leaf, born, known, block_bytes) if isinstance(leaf, torch.Tensor) else None for leaf in leaves
+    )
 
 
-def _storage(leaf: torch.Tensor, born: int, known: dict[int, Storage]) -> Storage:
+def _storage(leaf: torch.Tensor, born: int, known: dict[int, Storage], block_bytes: int) -> Storage:
     address = _address(leaf)
     storage = known.get(address) if address else None
     if storage is None:
-        storage = Storage(born, leaf.untyped_storage().nbytes())
+        storage = Storage(born, in_blocks(leaf.untyped_storage().nbytes(), block_bytes))
         known[address] = storage
     return storage

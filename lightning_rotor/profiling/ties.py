@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from lightning_rotor.sequential import Stage
+from lightning_rotor.units import in_blocks
 
 
-def waiting_gradient_bytes(stages: Sequence[Stage]) -> tuple[int, ...]:
+def waiting_gradient_bytes(stages: Sequence[Stage], block_bytes: int) -> tuple[int, ...]:
     """For each stage, gradients of tied parameters that wait after its backward for what an earlier stage adds to them.
 
     Autograd gives a parameter the sum of its gradients, once: the first of them stays in the engine until the last is there::
@@ -29,5 +30,5 @@ def waiting_gradient_bytes(stages: Sequence[Stage]) -> tuple[int, ...]:
     waiting = [0] * len(stages)
     for key, numbers in readers.items():
         for number in range(min(numbers) + 1, max(numbers) + 1):
-            waiting[number] += parameters[key].nbytes
+            waiting[number] += in_blocks(parameters[key].nbytes, block_bytes)
     return tuple(waiting)
