@@ -151,20 +151,23 @@ def levels(
     stages, partition, problem = made.runner.stages, made.partition, made.partition.problem
     in_flight = dict.fromkeys((stage.stage_index for stage in stages), 0)
 
-    def marked(stage: Any, name: str) -> None:
-        work = getattr(stage, name)
+    def marked(stage: Any) -> None:
+        let_go, forward = stage._let_go, stage.forward_one_chunk
 
-        def marking(*args: Any, **kwargs: Any) -> Any:
+        def marking() -> None:
+            let_go()
             recording.mark("action")
-            in_flight[stage.stage_index] = max(in_flight[stage.stage_index], len(stage.fwd_cache) + 1)
-            return work(*args, **kwargs)
 
-        setattr(stage, name, marking)
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            made = forward(*args, **kwargs)
+            in_flight[stage.stage_index] = max(in_flight[stage.stage_index], len(stage.in_flight))
+            return made
+
+        stage._let_go, stage.forward_one_chunk = marking, counting
 
     with CpuMeter().recording() as recording:
         for stage in stages:
-            marked(stage, "forward_maybe_with_nosync")
-            marked(stage, "backward_maybe_with_nosync")
+            marked(stage)
         run()
     loads = [each.load for each in partition.choices]
     events = simulate_pipeline(
@@ -179,10 +182,7 @@ def levels(
         results_bytes=problem.results_bytes,
     )
     always = sum(load.static_bytes + load.gradient_bytes for load in loads[rank::world])
-    infos = [
-        info for each in stages for buffers in (each.args_recv_info, each.grad_recv_info) for info in buffers.values()
-    ]
-    buffers = [each.buffer for info in infos for each in info if getattr(each, "buffer", None) is not None]
+    buffers = [buffer for each in stages for buffer in each.buffers]
     # What was sent is let go at the latest when the next action begins.
     starts = [phase.start_bytes for phase in recording.phases if phase.label]
     return {

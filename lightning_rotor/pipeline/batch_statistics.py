@@ -18,7 +18,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_rotor.undisturbed import undisturbed
+from lightning_rotor.sequential import Stage
+from lightning_rotor.undisturbed import kept_attributes, lent_buffers, undisturbed
 
 
 def values_per_row(
@@ -27,7 +28,7 @@ def values_per_row(
     """For every BatchNorm in a module, how many values of a channel a row has.
 
     Args:
-        module: Runs once, without a trace but in the statistics, which are put back.
+        module: Runs once, without a trace.
         args: Of a call.
         kwargs: Likewise.
         rows: In that call.
@@ -40,18 +41,14 @@ def values_per_row(
     def note(layer: Any, given: tuple[Any, ...]) -> None:
         found[layer] = found.get(layer, 0.0) + given[0].numel() / given[0].shape[1] / rows
 
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     hooks = [layer.register_forward_pre_hook(note) for layer in layers]
-    device = next(module.parameters()).device
+    device, whole = next(module.parameters()).device, Stage("", (module,))
     try:
-        with undisturbed(device), torch.no_grad():
+        with undisturbed(device), kept_attributes(whole), lent_buffers(whole), torch.no_grad():
             module(*args, **kwargs)
     finally:
         for hook in hooks:
             hook.remove()
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
     return found
 
 

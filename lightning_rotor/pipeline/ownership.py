@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_rotor.pipeline.sharing import share
 from lightning_rotor.pipeline_schedule import PipelineError
 from lightning_rotor.sequential import Stage
 
@@ -100,7 +101,7 @@ class Ownership:
                     if not values and slot.original.is_floating_point():
                         slot.original.data.fill_(math.nan)
                 if values:
-                    self._broadcast(slot.original.data, slot.owner)
+                    share(slot.original.data, self._group, source=slot.owner)
             if slot.is_parameter and stand_in is not None:
                 slot.original.requires_grad_(stand_in.requires_grad)
             slot.tensors[slot.name] = slot.original
@@ -108,13 +109,6 @@ class Ownership:
     @property
     def _device(self) -> torch.device:
         return next((p.device for p in self._model.parameters() if p.device.type != "meta"), torch.device("cpu"))
-
-    def _broadcast(self, tensor: torch.Tensor, owner: int) -> None:
-        if self._size > 1:
-            dense = tensor.contiguous()
-            dist.broadcast(dense, group=self._group, group_src=owner)
-            if dense is not tensor:
-                tensor.copy_(dense)
 
     # ---------------------------------------------------------------- checkpoints
 

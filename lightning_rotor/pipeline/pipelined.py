@@ -26,6 +26,7 @@ from lightning_rotor.pipeline.ownership import Ownership
 from lightning_rotor.pipeline.parts import ForwardContext, Part, PartPlan
 from lightning_rotor.pipeline.runner import PipelineRunner
 from lightning_rotor.pipeline.seeding import mixed
+from lightning_rotor.pipeline.sharing import first, gathered
 from lightning_rotor.pipeline.speeds import gathered_speeds
 from lightning_rotor.pipeline.splitting import join, rows_in, sizes_of, split
 from lightning_rotor.pipeline.suspended import suspended_call
@@ -232,7 +233,7 @@ def pipelined(
         _Way(evaluation, evaluated, len(wiring_of(evaluation.stages).wire.reads)),
         tuple((owner, name) for owner in module.modules() for name in owner._parameters),
         device,
-        _first(torch.initial_seed(), group),
+        first(torch.initial_seed(), group),
     )
     trained.check(whole.inputs([call])[0], signature=whole.signature())
     return whole
@@ -249,23 +250,13 @@ def _agreed(chain: Chain, group: dist.ProcessGroup | None) -> Chain:
     """The first process's measurements, if all have cut alike."""
     if dist.get_world_size(group) == 1:
         return chain
-    first: Chain = _first(chain, group)
-    alikes: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(alikes, first.names == chain.names, group=group)
-    if not all(alikes):
+    whose: Chain = first(chain, group)
+    odd = [process for process, alike in enumerate(gathered(whose.names == chain.names, group)) if not alike]
+    if odd:
         raise PipelineError(
-            f"processes cut the model into different stages (those that differ from the first: {[n for n, same in enumerate(alikes) if not same]}): "
-            "expected the same model on every process"
+            f"processes cut the model into different stages (those that differ from the first: {odd}): expected the same model on every process"
         )
-    return first
-
-
-def _first(value: Any, group: dist.ProcessGroup | None) -> Any:
-    """The first process's value."""
-    box = [value]
-    if dist.get_world_size(group) > 1:
-        dist.broadcast_object_list(box, group=group, group_src=0)
-    return box[0]
+    return whose
 
 
 def _partition(
@@ -292,9 +283,9 @@ def _partition(
             )
         except RotorError as error:
             answer = error
-    made: Partition | RotorError = _first(answer, group)
+    made: Partition | RotorError = first(answer, group)
     if replicas is not None:
-        made = _first(made, replicas)  # each has measured for itself, but gradients are averaged layer by layer
+        made = first(made, replicas)  # each has measured for itself, but gradients are averaged layer by layer
     if isinstance(made, RotorError):
         raise made
     return made

@@ -19,10 +19,10 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_rotor.pipeline.batch_statistics import BatchStatistics
-from lightning_rotor.pipeline.later import gradient_later
 from lightning_rotor.pipeline.micro_stage import MicroBatchStage
 from lightning_rotor.pipeline.parts import ForwardContext, Layout, Part, PartModule
-from lightning_rotor.pipeline.shapes import Layouts, Shapes, broadcast
+from lightning_rotor.pipeline.shapes import Layouts, Shapes
+from lightning_rotor.pipeline.sharing import share
 from lightning_rotor.pipeline_schedule import PipelineError, PipelineScheduleName, check_numbers
 from lightning_rotor.wiring import packed
 
@@ -80,8 +80,9 @@ class PipelineRunner:
         self._shapes = Shapes(parts, stages, device=device, group=group, context=context)
         # One at a time, for its buffers take memory: what is received, once for each micro-batch.
         self._ready: tuple[Any, Any, list[MicroBatchStage]] | None = None
+        # Torch cuts what it is given as targets: each micro-batch's is its number.
+        self._numbers = torch.arange(0)
         self._loss: Loss | None = None
-        self._surrogate: Loss | None = None
         self._outputs: dict[int, list[torch.Tensor]] = {}
         if self.has_last:
             self._modules[stages - 1].outputs = self._outputs
@@ -114,7 +115,7 @@ class PipelineRunner:
         schedule, stages = self._prepared(layouts, training=True)
         self._loss = loss
         try:
-            self._run(schedule, layouts, inputs, seed)
+            self._run(schedule, stages, layouts, inputs, seed)
         finally:
             self._loss = None
         gradients = self._shared_input_gradients([each[0] for each in layouts], stages)
@@ -136,18 +137,18 @@ class PipelineRunner:
         layouts = self._shapes.of(inputs, (True, signature))
         schedule, stages = self._prepared(layouts, training=True)
         asking = tuple(meta.requires_grad for meta in layouts[0][-1].metas)
-        gradients: list[Sequence[torch.Tensor | None]] = []
+        (stage,) = stages
 
         def turn() -> None:
-            gradients.extend(between(self._shared_outputs(layouts), asking))
+            for number, gradients in enumerate(between(self._shared_outputs(layouts), asking)):
+                if stage.is_last:
+                    stage.set_local_bwd_input(tuple(gradients), number)
 
-        (stage,) = stages
         stage.before_backwards = turn
-        self._surrogate = lambda output, number: gradient_later(output, lambda: gradients[number])
         try:
-            self._run(schedule, layouts, inputs, seed)
+            self._run(schedule, stages, layouts, inputs, seed)
         finally:
-            stage.before_backwards = self._surrogate = None
+            stage.before_backwards = None
         return StepResult((), self._shared_input_gradients([each[0] for each in layouts], stages))
 
     def forward(self, inputs: Sequence[Sequence[Any]], *, seed: int, signature: Any = None) -> tuple[Any, ...]:
@@ -159,7 +160,7 @@ class PipelineRunner:
         with torch.no_grad():
             layouts = self._shapes.of(inputs, (False, signature))
             schedule, stages = self._prepared(layouts, training=False)
-            self._run(schedule, layouts, inputs, seed)
+            self._run(schedule, stages, layouts, inputs, seed)
             for stage in stages:
                 stage.clear_runtime_states()
             return self._shared_outputs(layouts)
@@ -178,35 +179,32 @@ class PipelineRunner:
 
     # ---------------------------------------------------------------- a step
 
-    def _run(self, schedule: Any, layouts: Layouts, inputs: Sequence[Sequence[Any]], seed: int) -> None:
-        count = len(inputs)
+    def _run(
+        self,
+        schedule: Any,
+        stages: Sequence[MicroBatchStage],
+        layouts: Layouts,
+        inputs: Sequence[Sequence[Any]],
+        seed: int,
+    ) -> None:
         for number, module in self._modules.items():
             module.takes = tuple(layout[number] for layout in layouts)
             module.gives = tuple(layout[number + 1] for layout in layouts)
             module.seed = seed
             module.rows = tuple(layout[0].metas[0].shape[0] for layout in layouts)
-        given: list[tuple[torch.Tensor, ...]] = [()] * count
         if self.has_first:
-            given = [
-                tuple(
-                    tensor.detach().requires_grad_(meta.requires_grad)
-                    for tensor, meta in zip(layout[0].flat(values), layout[0].metas, strict=True)
-                )
+            stages[0].inputs = [
+                tuple(tensor.detach() for tensor in layout[0].flat(values))
                 for layout, values in zip(layouts, inputs, strict=True)
             ]
-        schedule.step(
-            arg_mbs=given,
-            kwarg_mbs=[{"micro_batch": number} for number in range(count)],
-            target_mbs=list(range(count)),
-            return_outputs=False,
-        )
+        schedule.step(target=self._numbers, return_outputs=False)
 
-    def _loss_of(self, output: Any, micro_batch: int) -> torch.Tensor:
+    def _loss_of(self, output: Any, micro_batch: torch.Tensor) -> torch.Tensor:
         """Torch calls this behind the last stage's forward."""
-        if self._surrogate is not None:
-            return self._surrogate(output, micro_batch)
-        assert self._loss is not None
-        return self._loss(packed(self._modules[self._stages - 1].gives[micro_batch].values(output)), micro_batch)
+        if self._loss is None:
+            return torch.zeros(())  # gradients of the output come by themselves
+        number = int(micro_batch)
+        return self._loss(packed(self._modules[self._stages - 1].gives[number].values(output)), number)
 
     def _prepared(self, layouts: Layouts, *, training: bool) -> tuple[Any, list[MicroBatchStage]]:
         key = layouts, training
@@ -221,10 +219,12 @@ class PipelineRunner:
                     group=self._group,
                     takes=[layout[number] for layout in layouts],
                     gives=[layout[number + 1] for layout in layouts],
+                    trains=training,
                 )
                 for number, module in self._modules.items()
             ]
             loss = self._loss_of if training else None
+            self._numbers = torch.arange(len(layouts))
             self._ready = key, _torch_schedule(self._schedule, stages, len(layouts), loss), stages
         return self._ready[1], self._ready[2]
 
@@ -235,7 +235,7 @@ class PipelineRunner:
                 self._outputs.pop(number) if self.has_last else [meta.buffer(self._device) for meta in layout[-1].metas]
             )
             for tensor in tensors:
-                broadcast(tensor, self._stages - 1, self._group)
+                share(tensor, self._group, source=(self._stages - 1) % self._size)
             shared.append(packed(layout[-1].values(tensors)))
         return tuple(shared)
 
@@ -249,8 +249,8 @@ class PipelineRunner:
             for meta, gradient in zip(layout.metas, found, strict=True):
                 tensor = None
                 if meta.requires_grad:
-                    tensor = meta.buffer(self._device).zero_() if gradient is None else gradient.contiguous()
-                    broadcast(tensor, 0, self._group)
+                    tensor = meta.buffer(self._device) if gradient is None else gradient
+                    share(tensor, self._group)
                 tensors.append(tensor)
             shared.append(tuple(tensors))
         return tuple(shared)

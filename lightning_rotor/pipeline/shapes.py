@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from lightning_rotor.options import autocast_enabled
 from lightning_rotor.pipeline.parts import ForwardContext, Layout, Part
+from lightning_rotor.pipeline.sharing import share
 from lightning_rotor.pipeline_schedule import PipelineError
 from lightning_rotor.undisturbed import kept_attributes, lent_buffers, undisturbed
 
@@ -21,13 +22,6 @@ Cuts: TypeAlias = tuple[Layout, ...]
 """For one micro-batch, what crosses each cut, the input and the output included."""
 Layouts: TypeAlias = tuple[Cuts, ...]
 """By micro-batch."""
-
-
-def broadcast(tensor: torch.Tensor, stage: int, group: dist.ProcessGroup | None) -> None:
-    """Give every process a tensor of the one that has a stage."""
-    size = dist.get_world_size(group)
-    if size > 1:
-        dist.broadcast(tensor, group=group, group_src=stage % size)
 
 
 class Shapes:
@@ -83,7 +77,7 @@ class Shapes:
             layouts.append(layout)
             tensors = made or [meta.buffer(self._device) for meta in layout.metas]
             for tensor in tensors:
-                broadcast(tensor, number, self._group)
+                share(tensor, self._group, source=number % self._size)
         return layouts
 
     def _looked_at(

@@ -8,11 +8,11 @@ as the first; others are put together likewise. Durations that are too short to 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch.distributed as dist
 
 from lightning_rotor.chain import Chain
+from lightning_rotor.pipeline.sharing import gathered
 
 # Two devices are as fast as each other up to this ratio of their durations.
 _ALIKE = 1.15
@@ -32,8 +32,8 @@ def gathered_speeds(
     """
     mine = [stage.keep.forward_seconds + stage.keep.backward_seconds for stage in chain]
     if replicas is not None:
-        mine = [max(each) for each in zip(*_gathered(mine, replicas), strict=True)]
-    return speeds_beside_first(_gathered(mine, group))
+        mine = [max(each) for each in zip(*gathered(mine, replicas), strict=True)]
+    return speeds_beside_first(gathered(mine, group))
 
 
 def speeds_beside_first(seconds: Sequence[Sequence[float]]) -> list[float]:
@@ -84,9 +84,3 @@ def _alike(ratios: Sequence[float]) -> list[list[int]]:
         else:
             groups.append([process])
     return groups
-
-
-def _gathered(value: list[float], group: dist.ProcessGroup | None) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, value, group=group)
-    return found

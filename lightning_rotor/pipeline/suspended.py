@@ -143,11 +143,15 @@ class SuspendedCall:
             raise error
 
 
-def _states(device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+def _states(device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None, torch.dtype]:
+    """Of generators, and the default dtype: they are the process's, not a thread's."""
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return torch.get_rng_state(), cuda, torch.get_default_dtype()
 
 
-def _set(states: tuple[torch.Tensor, torch.Tensor | None], device: torch.device) -> None:
-    torch.set_rng_state(states[0])
-    if states[1] is not None:
-        torch.cuda.set_rng_state(states[1], device)
+def _set(states: tuple[torch.Tensor, torch.Tensor | None, torch.dtype], device: torch.device) -> None:
+    host, cuda, dtype = states
+    torch.set_rng_state(host)
+    if cuda is not None:
+        torch.cuda.set_rng_state(cuda, device)
+    torch.set_default_dtype(dtype)

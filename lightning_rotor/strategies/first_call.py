@@ -15,13 +15,14 @@ from torch import nn
 
 from lightning_rotor.attaching import attached
 from lightning_rotor.callbacks.dry_step import Silence, best_by_compute
-from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.pipeline.splitting import rows_in
 from lightning_rotor.pipeline.suspended import SuspendedCall, suspended_call
 from lightning_rotor.pipeline_schedule import PipelineError
+from lightning_rotor.sequential import Stage
 from lightning_rotor.strategies.metrics_in_common import kept_metrics
 from lightning_rotor.strategies.micro_batch_logs import MicroBatchLogs
 from lightning_rotor.target import Target, TargetSearch, named_target
+from lightning_rotor.undisturbed import kept_attributes, lent_buffers
 
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 _STEPS = {
@@ -33,9 +34,8 @@ _STEPS = {
 
 
 def first_batch(trainer: pl.Trainer) -> Any:
-    """The first batch of what the Trainer was asked to do, as if nobody had looked; None if there is none."""
+    """The first batch of what the Trainer was asked to do, as its loader gives it; None if there is none."""
     fn = trainer.state.fn
-    states = GeneratorStates()
     if fn == TrainerFn.FITTING:
         trainer.fit_loop.setup_data()
         loader = trainer.fit_loop._combined_loader
@@ -52,7 +52,6 @@ def first_batch(trainer: pl.Trainer) -> Any:
         loader, loop._combined_loader = loop._combined_loader, None
         batches = None if loader is None else iter(CombinedLoader(loader.iterables, "sequential"))
     found = None if batches is None else next(batches, None)
-    states.restore()
     return None if found is None else found[0]
 
 
@@ -113,27 +112,19 @@ def first_call(trainer: pl.Trainer, module: nn.Module, part: Any, *, optimizers:
 
 @contextmanager
 def _untouched(model: pl.LightningModule, optimizers: int) -> Iterator[None]:
-    """Buffers and what learns are put back; optimizers do not exist yet, and take everything in silence."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    """Attributes, buffers and what learns are put back; optimizers do not exist yet, and take everything in silence."""
     learning = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     silence: Callable[..., Any] = Silence()
     names = ("lr_schedulers", "manual_backward", "toggle_optimizer", "untoggle_optimizer", "clip_gradients")
     stand_ins = dict.fromkeys(names, silence)
     stand_ins["optimizers"] = lambda *_, **__: silence if optimizers == 1 else [silence] * optimizers
-    before = {name: model.__dict__[name] for name in stand_ins if name in model.__dict__}
-    if not model.automatic_optimization:
-        model.__dict__.update(stand_ins)
-    try:
+    whole = Stage("", (model,))
+    with kept_attributes(whole), lent_buffers(whole):
+        if not model.automatic_optimization:
+            model.__dict__.update(stand_ins)
         yield
-    finally:
-        for name in stand_ins:
-            model.__dict__.pop(name, None)
-        model.__dict__.update(before)
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
-        for parameter, learns in learning:
-            parameter.requires_grad_(learns)
+    for parameter, learns in learning:
+        parameter.requires_grad_(learns)
 
 
 class _Stop:

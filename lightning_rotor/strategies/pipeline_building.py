@@ -9,15 +9,18 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.pipeline.options import PipelineOptions
 from lightning_rotor.pipeline.pipelined import PipelinedModule, pipelined
+from lightning_rotor.pipeline.sharing import gathered
 from lightning_rotor.pipeline.splitting import rows_in, sizes_of, split
 from lightning_rotor.pipeline_schedule import PipelineScheduleName
 from lightning_rotor.planning.partition import PipelineDevice, RecomputeMode
+from lightning_rotor.sequential import Stage
 from lightning_rotor.strategies import pipeline_checks as checks
 from lightning_rotor.strategies.first_call import Call, find_target, first_batch, first_call
 from lightning_rotor.strategies.pipeline_memory import KeptMemory
@@ -25,6 +28,7 @@ from lightning_rotor.target import Target, named_target
 from lightning_rotor.tensors import tensors_in
 from lightning_rotor.training_memory import process_limit_bytes
 from lightning_rotor.training_state import storage_bytes
+from lightning_rotor.undisturbed import kept_attributes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,10 +142,16 @@ class PipelineBuilder:
         return target, made
 
     def _first_batch(self, trainer: pl.Trainer, *, fits: bool) -> Any:
-        batch = first_batch(trainer)
-        if batch is None:
-            return None
-        batch = self._to_device(batch)
+        model = trainer.lightning_module
+        states = GeneratorStates()
+        with kept_attributes(Stage("", (model,))):
+            batch = first_batch(trainer)
+            if batch is None:
+                return None
+            # What Lightning's loops do with a batch before a step sees it.
+            batch = self._precision.convert_input(batch)
+            batch = self._to_device(model._on_before_batch_transfer(batch))
+        states.restore()
         if fits:
             checks.check_rows(rows_in(batch), self._settings.micro_batches, "the first batch")
         return batch
@@ -150,9 +160,10 @@ class PipelineBuilder:
         """Arguments of the module for the largest micro-batch."""
         micro_batches = self._settings.micro_batches
         if self._settings.sample is not None:
-            rows = rows_in(self._settings.sample_call)
+            sample = self._precision.convert_input(move_data_to_device(self._settings.sample_call, self._device))
+            rows = rows_in(sample)
             checks.check_rows(rows, micro_batches, "sample")
-            found: Call = split(self._settings.sample_call, sizes_of(rows, micro_batches))[0]
+            found: Call = split(sample, sizes_of(rows, micro_batches))[0]
             return found
         part = split(batch, sizes_of(rows_in(batch), micro_batches))[0]
         if trainer.state.fn == TrainerFn.FITTING and trainer.lightning_module.automatic_optimization:
@@ -168,15 +179,9 @@ class PipelineBuilder:
     def _devices(self, memory_bytes: int | None) -> list[PipelineDevice]:
         """In the order of the pipeline; of replicas, the one with least memory."""
         if memory_bytes is not None and self._replicas is not None:
-            memory_bytes = min(_gathered(memory_bytes, self._replicas))
-        found = _gathered(None if memory_bytes is None else max(memory_bytes, 0), self._group)
+            memory_bytes = min(gathered(memory_bytes, self._replicas))
+        found = gathered(None if memory_bytes is None else max(memory_bytes, 0), self._group)
         return [PipelineDevice(each) for each in found]
-
-
-def _gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, value, group=group)
-    return found
 
 
 def _trial_optimizers(model: pl.LightningModule) -> list[torch.optim.Optimizer]:

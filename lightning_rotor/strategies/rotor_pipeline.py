@@ -19,6 +19,7 @@ from typing_extensions import override
 from lightning_rotor.attaching import attach, detach
 from lightning_rotor.pipeline.lifeline import Lifeline, explain, forget_frames
 from lightning_rotor.pipeline.pipelined import PipelinedModule
+from lightning_rotor.pipeline.sharing import first, share_generators, share_model
 from lightning_rotor.pipeline_schedule import PipelineError, PipelineScheduleName
 from lightning_rotor.planning.partition import Partition, RecomputeMode
 from lightning_rotor.strategies import pipeline_checks as checks
@@ -144,6 +145,8 @@ class RotorPipelineStrategy(DDPStrategy):
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         self._make_groups()
+        share_model(trainer.lightning_module)
+        share_generators(self.root_device, self._group)
         if self._devices_per_pipeline > 1:
             self._metrics = MetricsInCommon(trainer.lightning_module, self._replicas)
         self._build(trainer)
@@ -206,9 +209,7 @@ class RotorPipelineStrategy(DDPStrategy):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if self._devices_per_pipeline > 1:
             # Every process of a pipeline works on the same batch, whatever their loaders drew.
-            box = [batch]
-            dist.broadcast_object_list(box, group=self._group, group_src=0)
-            batch = box[0]
+            batch = first(batch, self._group)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     @override

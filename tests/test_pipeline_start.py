@@ -1,0 +1,174 @@
+"""What RotorPipelineStrategy makes alike before the first step: weights, buffers, generators, the batch and its precision."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+from pipelines import Processes, good, processes
+from test_pipeline_strategy import loader, trainer
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_rotor.strategies import RotorPipelineStrategy
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[Processes]:
+    with processes(4, ("lightning.pytorch", "torch.distributed.pipelining")) as made:
+        yield made
+
+
+class Unseeded(L.LightningModule):
+    """Buffers and weights inside and outside of the cut, drawn from whatever the generator holds."""
+
+    def __init__(self, late: bool = False) -> None:
+        super().__init__()
+        self.late, self.draws = late, []
+        if not late:
+            self.build()
+
+    def build(self) -> None:
+        self.stem = nn.Linear(8, 16)
+        self.register_buffer("shift", torch.randn(16))
+        self.register_buffer("rows", torch.randn(1).expand(16), persistent=False)
+        self.net = nn.Sequential(
+            *[layer for _ in range(3) for layer in (nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh())]
+        )
+        for layer in self.net:
+            if isinstance(layer, nn.BatchNorm1d):
+                layer.running_mean.normal_()
+        self.head = nn.Linear(16, 4)
+
+    def configure_model(self) -> None:
+        if self.late and not hasattr(self, "stem"):
+            self.build()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.net(self.stem(x) + self.shift + self.rows))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.draws.append((random.random(), np.random.rand(), float(torch.rand(()))))  # noqa: NPY002
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 1e-2)
+
+    def on_fit_start(self) -> None:
+        self.start = {name: value.detach().clone() for name, value in self.everything().items()}
+
+    def everything(self) -> dict[str, torch.Tensor]:
+        return {**dict(self.named_parameters()), **dict(self.named_buffers())}
+
+
+def seed_apart(rank: int) -> None:
+    random.seed(rank)
+    np.random.seed(rank)  # noqa: NPY002
+    torch.manual_seed(rank)
+
+
+def started(rank: int, folder: str, late: bool, world: int, options: dict[str, Any], training: dict[str, Any]) -> Any:
+    """What a process has after the start, where it is no stand-in, and after the fit; what it drew in validation."""
+    seed_apart(rank)
+    model = Unseeded(late)
+    strategy = RotorPipelineStrategy("net", micro_batches=2, **options) if world > 1 else None
+    made = trainer(folder, strategy, world, **{"max_epochs": 1, **training})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made.fit(model, loader(16, 8, shuffle=False), loader(8, 8, shuffle=False))
+    return (
+        {name: value for name, value in model.start.items() if not value.is_meta},
+        {name: value.detach() for name, value in model.everything().items()},
+        model.draws,
+    )
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["__init__", "configure_model"])
+def test_ranks_start_from_the_first_ones_weights_buffers_and_generators(
+    group: Processes, tmp_path: Path, late: bool
+) -> None:
+    first, *others = good(group.run(2, started, str(tmp_path), late, 2, {"balance": [4, 5]}, {}))
+    seed_apart(0)
+    plain = Unseeded()
+    for start, end, draws in (first, *others):
+        for name, value in start.items():
+            assert torch.equal(value, plain.everything()[name]), name
+        for name, value in end.items():
+            assert torch.equal(value, first[1][name]), name
+        assert draws == first[2]
+    assert first[0].keys() | others[0][0].keys() == plain.everything().keys()
+
+
+class Precise(L.LightningModule):
+    """Makes tensors of the default dtype on the way, before the cut, inside of it and behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.stem, self.head = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.net = nn.Sequential(*[layer for _ in range(3) for layer in (nn.Linear(16, 16), nn.Tanh(), Ones())])
+        self.losses: list[tuple[float, torch.dtype]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.net(self.stem(x) + torch.full((16,), 0.1)) * torch.ones(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        output = self(batch["x"])
+        loss = F.cross_entropy(output, batch["y"])
+        self.losses.append((float(loss), output.dtype))
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", F.cross_entropy(self(batch["x"]), batch["y"]))
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return {"x": batch[0], "y": batch[1]} if isinstance(batch, list) else batch
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return {**batch, "x": batch["x"] + torch.rand(()) * 0.1}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 1e-2, momentum=0.9)
+
+
+class Ones(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.ones(16)
+
+
+def trained(rank: int, folder: str, world: int, precision: str, options: dict[str, Any]) -> Any:
+    """Weights, losses and what was logged; with one micro-batch on one process or several."""
+    model = Precise()
+    L.seed_everything(3, verbose=False)
+    strategy = RotorPipelineStrategy("net", **options) if world > 1 else None
+    made = trainer(folder, strategy, world, precision=precision)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made.fit(model, loader(16, 8, shuffle=False), loader(8, 8, shuffle=False))
+    logged = {name: float(value) for name, value in made.callback_metrics.items()}
+    return dict(model.state_dict()), model.losses, logged, torch.get_default_dtype()
+
+
+@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-true", "16-true", "bf16-mixed"])
+def test_precisions_are_those_of_one_process(group: Processes, tmp_path: Path, precision: str) -> None:
+    """To the bit where the batch is one micro-batch; several add up their gradients."""
+    weights, losses, logged, _ = trained(0, str(tmp_path), 1, precision, {})
+    whole = {"micro_batches": 1, "schedule": "gpipe", "recompute": "always"}
+    for found in good(group.run(2, trained, str(tmp_path), 2, precision, whole)):
+        assert found[1:] == (losses, logged, torch.float32)
+        for name, value in weights.items():
+            assert torch.equal(found[0][name], value), name
+    for found in good(group.run(2, trained, str(tmp_path), 2, precision, {"micro_batches": 4})):
+        assert {dtype for _, dtype in found[1]} == {dtype for _, dtype in losses}
+        tolerance = {"32-true": 1e-6, "64-true": 1e-12}.get(precision, 2e-2)
+        assert found[2]["val_loss"] == pytest.approx(logged["val_loss"], abs=tolerance)
+        assert found[3] == torch.float32
