@@ -8,14 +8,18 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import Case, cases
 from reference import best_by_budget, judge_all
-from strategies import KINDS, Kind, chains, random_chain
+from strategies import KINDS, Kind, chains, random_chain, with_skips
 
 from lightning_rotor.chain import Chain, Option, StageCost
 from lightning_rotor.errors import BudgetError, RotorError
 from lightning_rotor.planning import Solver, baselines, fine_slots, minimum_budget, plan
 from lightning_rotor.planning.edits import edits
+from lightning_rotor.profiling import profile_chain
 from lightning_rotor.schedule import Schedule
+from lightning_rotor.sequential import sequential_stages
 from lightning_rotor.simulator import simulate
 
 # Times within this factor are the same: they are sums of the same durations in another order.
@@ -83,6 +87,43 @@ def test_least_budget_is_the_least_peak_of_all_schedule_trees() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- promises at any size
+
+
+def assert_minimum_is_one(solver: Solver) -> None:
+    """What is named for a budget that is too small can be planned, and nothing below it."""
+    with pytest.raises(BudgetError, match="at least|is below") as refused:
+        solver.plan(1)
+    least = refused.value.minimum_bytes
+    assert solver.minimum().peak_bytes == least
+    assert solver.plan(least).peak_bytes <= least
+    # Closely below it is where edits of other proposals might fit.
+    for below in (1, 2, *(least * per_mille // 1000 for per_mille in (1, 2, 5, 10, 20, 50))):
+        if 0 < below < least:
+            with pytest.raises(BudgetError, match="is below this chain's minimum") as refused:
+                solver.plan(least - below)
+            assert refused.value.minimum_bytes == least
+
+
+@settings(max_examples=30)
+@given(chains(max_stages=14), st.sampled_from((60, 100, 300)), st.integers(0, 50), st.randoms(use_true_random=False))
+def test_minimum_can_be_planned_and_nothing_below_it(
+    chain: Chain, slots: int, lingering_bytes: int, rng: random.Random
+) -> None:
+    if len(chain) > 2 and rng.random() < 0.3:
+        chain = with_skips(rng, chain)
+    assert_minimum_is_one(Solver(chain, slots=slots, lingering_bytes=lingering_bytes))
+
+
+@pytest.mark.parametrize("seed", [2, 47, 57, 106])
+def test_minimum_is_found_where_edits_of_the_lowest_proposal_do_not_lead_to_it(seed: int) -> None:
+    assert_minimum_is_one(Solver(random_chain(random.Random(seed), 14, "odd"), slots=100))
+
+
+@settings(max_examples=4)
+@given(cases(), st.booleans())
+def test_minimum_of_a_measured_chain_can_be_planned_and_nothing_below_it(case: Case, gradients_exist: bool) -> None:
+    chain = profile_chain(sequential_stages(case.net), case.batch, repeats=1).chain
+    assert_minimum_is_one(Solver(chain, slots=200, gradients_exist=gradients_exist))
 
 
 @settings(max_examples=60)

@@ -140,7 +140,8 @@ class Solver:
         found = [self._smallest, self._keep_all]
         for table in tables:
             found += [table[stair] for stair in range(0, len(table), max(len(table) * len(self.chain) // _JUDGED, 1))]
-        return tuple(sorted({id(each): each for each in found}.values(), key=lambda each: each.by_peak))
+        distinct = {id(each): each for each in found if each.by_peak >= self._smallest.by_peak}
+        return tuple(sorted(distinct.values(), key=lambda each: each.by_peak))
 
     def _fastest(self, budget_bytes: int) -> Proposal | None:
         found = [self._all.fastest(budget_bytes)]
@@ -152,7 +153,9 @@ class Solver:
         if self._keep_all.simulation.peak_bytes <= budget_bytes:
             found.append(self._keep_all)
         if found[0] is None or found[0].simulation.peak_bytes <= self._all.lowest_bytes * (1 + _CLOSE):
-            found += [self._smallest] if self._smallest.simulation.peak_bytes <= budget_bytes else []
+            if self._smallest.simulation.peak_bytes > budget_bytes:
+                return None
+            found.append(self._smallest)
         return min((each for each in found if each is not None), key=lambda each: each.by_seconds, default=None)
 
     @cached_property
