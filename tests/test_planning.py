@@ -91,7 +91,7 @@ def test_least_budget_is_the_least_peak_of_all_schedule_trees() -> None:
 
 def assert_minimum_is_one(solver: Solver) -> None:
     """What is named for a budget that is too small can be planned, and nothing below it."""
-    with pytest.raises(BudgetError, match="at least|is below") as refused:
+    with pytest.raises(BudgetError, match="minimum") as refused:
         solver.plan(1)
     least = refused.value.minimum_bytes
     assert solver.minimum().peak_bytes == least
