@@ -7,4 +7,4 @@ import sys
 from lightning_rotor.command_line import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(program="python -m lightning_rotor"))

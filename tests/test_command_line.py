@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -237,7 +238,12 @@ def test_an_error_is_a_message_and_status_2(
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("no.such.thing", "there is no module for 'no.such.thing'"),
+        ("no.such.thing", "there is no module for 'no.such.thing': pip install no if that is a package"),
+        (
+            "lacking.py:net",
+            "lacking.py cannot be imported: No module named 'absent_package'. Try pip install absent_package",
+        ),
+        ("other.net", "other cannot be imported: No module named 'absent_package'. Try pip install absent_package"),
         ("torch.nn.Linearr", "torch.nn has no 'Linearr'"),
         ("nets.py:absent", "has no 'absent'"),
         ("absent.py:deep", "there is no file 'absent.py'"),
@@ -250,6 +256,8 @@ def test_models_that_are_none_are_named(
     nets: str, model: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(Path(nets).parent)
+    for name in ("lacking.py", "other.py"):
+        Path(name).write_text("import absent_package.part\n")
     assert main(["plan", "--model", model, "--input", "8x64"]) == 2
     assert message in capsys.readouterr().err
 
@@ -259,7 +267,24 @@ def test_models_that_are_none_are_named(
 )
 def test_a_wrong_command_line_says_how_it_is_used(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
-    assert "usage: python -m lightning_rotor" in capsys.readouterr().err
+    assert "usage: lightning-rotor" in capsys.readouterr().err
+
+
+def test_help_calls_the_program_as_it_was_called(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--help"], program="python -m lightning_rotor") == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: python -m lightning_rotor plan ")
+    assert "\n  python -m lightning_rotor plan --model torchvision" in shown
+
+
+def test_pictures_without_matplotlib_are_refused_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["plan", "--model", "no.such.thing", "--input", "8", "--plot", "plan.png"]) == 2
+    assert capsys.readouterr().err == (
+        'error: drawing needs matplotlib, which is not installed: pip install "lightning-rotor[plot]"\n'
+    )
 
 
 def test_a_traceback_comes_on_request(nets: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,9 +84,9 @@ def _in_package(path: str) -> Any:
         try:
             found: Any = importlib.import_module(name)
         except ModuleNotFoundError as error:
-            if error.name is not None and name.startswith(error.name):
+            if f"{name}.".startswith(f"{error.name}."):
                 continue
-            raise ModelError(f"{name} cannot be imported: {error}") from error
+            raise _needs(name, error) from error
         for place, part in enumerate(parts[length:], length):
             if not hasattr(found, part):
                 raise ModelError(
@@ -94,9 +94,16 @@ def _in_package(path: str) -> Any:
                 )
             found = getattr(found, part)
         return found
+    remedy = f"pip install {parts[0]} if that is a package. Expected" if len(parts) > 1 else "expected"
     raise ModelError(
-        f"there is no module for {path!r}: expected package.module.name, such as torchvision.models.resnet101, or file.py:name"
+        f"there is no module for {path!r}: {remedy} package.module.name, such as torchvision.models.resnet101, or file.py:name"
     )
+
+
+def _needs(name: str, error: ModuleNotFoundError) -> ModelError:
+    """What a module imports is not installed."""
+    remedy = f". Try pip install {error.name.partition('.')[0]}" if error.name else ""
+    return ModelError(f"{name} cannot be imported: {error}{remedy}")
 
 
 def _in_file(path: str) -> Any:
@@ -110,7 +117,10 @@ def _in_file(path: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     sys.path.insert(0, str(place.resolve().parent))
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except ModuleNotFoundError as error:
+        raise _needs(file, error) from error
     if not hasattr(module, name):
         raise ModelError(f"{file} has no {name!r}: expected a class or function that makes a module")
     return getattr(module, name)

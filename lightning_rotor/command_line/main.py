@@ -12,20 +12,22 @@ from lightning_rotor.command_line.options import Options, parse
 from lightning_rotor.command_line.output import draw, write_batch_sizes, write_json, write_tables
 from lightning_rotor.command_line.planning import find_batch_sizes, find_plan
 from lightning_rotor.errors import RotorError, RotorWarning
+from lightning_rotor.report.style import require_matplotlib
 
 _FAILED = 2
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, *, program: str = "lightning-rotor") -> int:
     """Run the command line.
 
     Args:
         arguments: Without the program's name; by default those of the process.
+        program: How it was called, for its usage and examples.
     Returns:
         Exit status: 0, or 2 if there is no plan, whatever the reason. Messages go to the error stream.
     """
     try:
-        options = parse(arguments)
+        options = parse(arguments, program=program)
     except SystemExit as end:  # argparse has said what is wrong, or helped
         return end.code if isinstance(end.code, int) else _FAILED
     try:
@@ -48,6 +50,8 @@ def _run(options: Options) -> None:
     if options.batch_sizes is not None:
         write_batch_sizes(find_batch_sizes(options), options, sys.stdout)
         return
+    if options.plot or options.plot_curve:
+        require_matplotlib()  # before minutes of measuring
     found = find_plan(options)
     if options.json:
         write_json(found, sys.stdout)

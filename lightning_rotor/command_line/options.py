@@ -9,16 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_rotor import __version__
 from lightning_rotor.errors import ModelError, SampleError
 from lightning_rotor.estimation import GPUS, InputSpec
 
 PRECISIONS = ("32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed")
 _EXAMPLES = """
 examples:
-  python -m lightning_rotor plan --model torchvision.models.resnet101 --input 64x3x224x224 --budget 4GiB
-  python -m lightning_rotor plan --model gpt.py:large --input 8x1024:int64 --device meta --gpu H100 --optimizer adamw --curve
-  python -m lightning_rotor plan --model torchvision.models.vit_b_16 --input 32x3x224x224 --device meta --gpu T4 --json
-  python -m lightning_rotor plan --model torchvision.models.resnet50 --input 64x3x224x224 --device meta --gpu T4 --batch-sizes
+  %(prog)s --model torchvision.models.resnet101 --input 64x3x224x224 --budget 4GiB
+  %(prog)s --model gpt.py:large --input 8x1024:int64 --device meta --gpu H100 --optimizer adamw --curve
+  %(prog)s --model torchvision.models.vit_b_16 --input 32x3x224x224 --device meta --gpu T4 --json
+  %(prog)s --model torchvision.models.resnet50 --input 64x3x224x224 --device meta --gpu T4 --batch-sizes
 """
 
 
@@ -47,13 +48,13 @@ class Options:
     traceback: bool
 
 
-def parse(arguments: Sequence[str] | None = None) -> Options:
-    """Read a command line.
+def parse(arguments: Sequence[str] | None, *, program: str) -> Options:
+    """Read a command line, which its usage calls ``program``.
 
     Raises:
         SystemExit: It cannot be read, or help was asked for; argparse has written what there is to say.
     """
-    parser = _parser()
+    parser = _parser(program)
     found = vars(parser.parse_args(arguments))
     del found["command"]
     try:
@@ -91,11 +92,12 @@ def assignment(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m lightning_rotor",
+        prog=program,
         description="Train inside a memory limit: measure a model, plan the least recomputation that fits.",
     )
+    parser.add_argument("--version", action="version", version=f"lightning-rotor {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     plan = commands.add_parser(
         "plan",

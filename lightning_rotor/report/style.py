@@ -31,18 +31,29 @@ class PlotError(RotorError, RuntimeError):
     """A picture cannot be drawn: matplotlib is missing, or there is nothing to draw."""
 
 
+def require_matplotlib() -> None:
+    """Go on only where pictures can be drawn.
+
+    Raises:
+        PlotError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib.figure  # noqa: F401  # slow, and not a dependency
+    except ImportError as error:
+        raise PlotError(
+            'drawing needs matplotlib, which is not installed: pip install "lightning-rotor[plot]"'
+        ) from error
+
+
 def new_figure(width: float, height: float) -> Figure:
     """A figure that belongs to no window, in inches.
 
     Raises:
         PlotError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure  # slow to import, and not a dependency
-    except ImportError as error:
-        raise PlotError(
-            'drawing needs matplotlib, which is not installed: pip install "lightning-rotor[plot]"'
-        ) from error
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
     return Figure(figsize=(width, height), layout="constrained")
 
 

@@ -1,0 +1,102 @@
+"""What a registry gets: a source distribution that is whole, and a wheel with links that lead somewhere, both built offline."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tarfile
+from importlib.metadata import Distribution, distributions
+from pathlib import Path
+
+import pytest
+
+import lightning_rotor
+from tests.processes import ROOT
+
+NAME = f"lightning_rotor-{lightning_rotor.__version__}"
+LINK = re.compile(r"\]\(([^)]+)\)")
+
+
+def built(folder: Path, source: Path, kind: str) -> Path:
+    """An archive as a build frontend makes it."""
+    pytest.importorskip("hatch_fancy_pypi_readme")
+    code = f"from hatchling.build import build_{kind}; print(build_{kind}({str(folder)!r}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True, check=True)
+    return folder / done.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source distribution, on disk."""
+    folder = tmp_path_factory.mktemp("sdist")
+    with tarfile.open(built(folder, ROOT, "sdist")) as archive:
+        archive.extractall(folder, filter="data")
+    return folder / NAME
+
+
+@pytest.fixture(scope="module")
+def installed(unpacked: Path, tmp_path_factory: pytest.TempPathFactory) -> Distribution:
+    """The wheel that is built from it, installed into a folder of its own."""
+    folder = tmp_path_factory.mktemp("wheel")
+    wheel = built(folder, unpacked, "wheel")
+    command = [
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--no-compile",
+        "--target",
+        str(folder / "site"),
+    ]
+    subprocess.run([sys.executable, *command, str(wheel)], check=True)
+    (found,) = distributions(name="lightning-rotor", path=[str(folder / "site")])
+    return found
+
+
+def names(folder: Path) -> set[str]:
+    """Files that are not there by chance."""
+    return {
+        str(path.relative_to(folder))
+        for path in folder.rglob("*")
+        if path.suffix in {".py", ".typed", ".c", ".md", ".png", ".json", ".yaml"} and "output" not in path.parts
+    }
+
+
+def test_the_source_distribution_has_all_that_tests_and_documents_need(unpacked: Path) -> None:
+    for folder in ("lightning_rotor", "tests", "docs", "examples", "benchmarks"):
+        assert names(ROOT / folder) == names(unpacked / folder)
+    for link in LINK.findall((ROOT / "README.md").read_text()):
+        assert link.startswith("https://") or (unpacked / link).is_file(), f"README.md links {link}"
+
+
+def test_the_wheel_has_the_package_alone(installed: Distribution) -> None:
+    files = {str(path) for path in installed.files or () if path.suffix != ".pyc"}
+    package = {name for name in files if ".dist-info" not in name and not name.startswith("../")}
+    assert package == {f"lightning_rotor/{name}" for name in names(ROOT / "lightning_rotor")}
+
+
+def test_a_registry_shows_who_made_it_and_links_that_lead_somewhere(installed: Distribution) -> None:
+    about = installed.metadata
+    assert about["Author"] == "lightning-rotor developers"
+    urls = dict(url.split(", ") for url in about.get_all("Project-URL"))
+    assert urls.keys() == {"Homepage", "Documentation", "Changelog", "Issues"}
+    assert about["Description-Content-Type"] == "text/markdown"
+    text = about.get_payload()
+    assert text.startswith("# lightning-rotor")
+    own = [link for link in LINK.findall(text) if link.startswith(urls["Homepage"])]
+    relative = [link for link in LINK.findall((ROOT / "README.md").read_text()) if not link.startswith("https://")]
+    assert [link.partition("/HEAD/")[2] for link in own] == relative
+    assert all(("/raw/" in link) == link.endswith(".png") for link in own)
+    assert all(link.startswith("https://") for link in LINK.findall(text))
+    assert all(url.startswith(urls["Homepage"]) for url in urls.values())
+
+
+def test_the_console_script_says_its_version_by_its_name(installed: Distribution) -> None:
+    site = Path(str(installed.locate_file(".")))
+    script = site / "bin" / "lightning-rotor"
+    environment = {"PYTHONPATH": str(site), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([script, "--version"], cwd=site, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == f"lightning-rotor {lightning_rotor.__version__}\n"
