@@ -1,4 +1,4 @@
-"""The fast table against the same recurrences in plain loops, and what makes it fast."""
+"""The table: compiled code against loops, schedules against what the table says of them, and what is shared."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import KINDS, random_chain, with_skips
-from table_reference import solve_by_loops
 
 from lightning_rotor.chain import Chain
-from lightning_rotor.planning import minimum_budget, plan
 from lightning_rotor.planning.dynamic_program import Table
 from lightning_rotor.planning.extraction import Extraction
 from lightning_rotor.planning.sharing import aligned_unit, first_twins
@@ -33,10 +31,17 @@ def in_slots(chain: Chain, slots: int, *, aligned: bool = False, **step: bool | 
     return thresholds_of(chain, unit=unit, **step), int(most_bytes / unit) + 6  # type: ignore[arg-type]
 
 
-def solved(thresholds: Thresholds, slots: int, *, refined: bool, shared: bool = True) -> Table:
-    table = Table(thresholds, slots=slots, refined=refined, shared=shared)
+def solved(thresholds: Thresholds, slots: int, *, refined: bool, compiled: bool = False) -> Table:
+    table = Table(thresholds, slots=slots, refined=refined, compiled=compiled)
     table.solve()
+    assert table.is_compiled is compiled
     return table
+
+
+def assert_same_tables(compiled: Table, by_loops: Table, every: int) -> None:
+    np.testing.assert_array_equal(compiled.seconds, by_loops.seconds)
+    for memory in np.flatnonzero(np.isfinite(compiled.seconds))[::every].tolist():
+        assert Extraction(compiled).schedule(memory) == Extraction(by_loops).schedule(memory)
 
 
 @st.composite
@@ -58,29 +63,6 @@ def any_chains(draw: st.DrawFn, *, repeats: int = 1) -> Chain:
 
 
 @settings(max_examples=150, deadline=None)
-@given(any_chains(), st.sampled_from((30, 150, 600)), st.booleans(), st.booleans(), st.booleans())
-def test_table_equals_the_plain_loops(
-    chain: Chain, slots: int, refined: bool, gradients_exist: bool, readers_pay: bool
-) -> None:
-    thresholds, slots = in_slots(
-        chain, slots, gradients_exist=gradients_exist, readers_pay=readers_pay, lingering_bytes=slots
-    )
-    expected = solve_by_loops(thresholds, slots=slots, refined=refined).seconds
-    found = solved(thresholds, slots, refined=refined).seconds
-    np.testing.assert_allclose(found, expected, rtol=1e-12 if refined else 1e-6)
-    assert (np.diff(found[np.isfinite(found)]) <= 0).all()
-
-
-@settings(max_examples=60, deadline=None)
-@given(any_chains(), st.booleans(), st.booleans())
-def test_torch_fills_the_same_table(chain: Chain, refined: bool, readers_pay: bool) -> None:
-    thresholds, slots = in_slots(chain, 200, readers_pay=readers_pay)
-    table = Table(thresholds, slots=slots, refined=refined, device="cpu")
-    table.solve()
-    np.testing.assert_array_equal(table.seconds, solved(thresholds, slots, refined=refined).seconds)
-
-
-@settings(max_examples=150, deadline=None)
 @given(
     any_chains() | any_chains(repeats=4), st.sampled_from((30, 150, 600)), st.booleans(), st.booleans(), st.booleans()
 )
@@ -95,31 +77,23 @@ def test_compiled_code_fills_the_same_table_bit_by_bit(
         readers_pay=readers_pay,
         lingering_bytes=slots * lingering,
     )
-    by_numpy, compiled = (Table(thresholds, slots=slots, refined=False, compiled=choice) for choice in (False, True))
-    by_numpy.solve()
-    compiled.solve()
-    assert compiled.is_compiled
-    assert not by_numpy.is_compiled
-    np.testing.assert_array_equal(compiled.seconds, by_numpy.seconds)
-    for memory in np.flatnonzero(np.isfinite(compiled.seconds))[::9].tolist():
-        assert Extraction(compiled).schedule(memory) == Extraction(by_numpy).schedule(memory)
+    by_loops, compiled = (solved(thresholds, slots, refined=False, compiled=choice) for choice in (False, True))
+    assert (np.diff(by_loops.seconds[np.isfinite(by_loops.seconds)]) <= 0).all()
+    assert_same_tables(compiled, by_loops, every=9)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize(("threads", "columns"), [(1, 32), (2, 7), (3, 1), (3, 200)])
 @pytest.mark.parametrize("options", [1, 3])
 def test_compiled_code_gives_long_chains_the_same_plans(
-    monkeypatch: pytest.MonkeyPatch, threads: int, options: int
+    monkeypatch: pytest.MonkeyPatch, threads: int, columns: int, options: int
 ) -> None:
     chain = random_chain(random.Random(options), 110, "options", grain=4099, most_options=110 * options)
     chain = with_skips(random.Random(1), chain)
     thresholds, slots = in_slots(chain, 150)
-    by_numpy, compiled = (Table(thresholds, slots=slots, refined=False, compiled=choice) for choice in (False, True))
-    by_numpy.solve()
     monkeypatch.setattr("lightning_rotor.planning.dynamic_program._cores", lambda: threads)
-    compiled.solve()
-    np.testing.assert_array_equal(compiled.seconds, by_numpy.seconds)
-    for memory in np.flatnonzero(np.isfinite(compiled.seconds))[::5].tolist():
-        assert Extraction(compiled).schedule(memory) == Extraction(by_numpy).schedule(memory)
+    monkeypatch.setattr("lightning_rotor.planning.dynamic_program._COLUMNS", columns)
+    by_loops, compiled = (solved(thresholds, slots, refined=False, compiled=choice) for choice in (False, True))
+    assert_same_tables(compiled, by_loops, every=5)
 
 
 def test_short_chains_and_refined_tables_do_not_wait_for_compiled_code() -> None:
@@ -161,23 +135,6 @@ def test_without_numba_or_a_place_for_its_code_plans_are_the_same(tmp_path: Path
     assert run_alone(no_locators, False) == expected
 
 
-def test_a_plan_may_be_made_by_torch() -> None:
-    chain = with_skips(random.Random(1), random_chain(random.Random(2), 30, "options", grain=4099))
-    budget_bytes = simulate(chain, Schedule.keep_all(30)).peak_bytes * 2 // 3
-    by_torch = plan(chain, budget_bytes, slots=100, device="cpu")
-    assert by_torch.schedule == plan(chain, budget_bytes, slots=100).schedule
-    assert minimum_budget(chain, device="cpu").peak_bytes == minimum_budget(chain).peak_bytes
-
-
-@pytest.mark.gpu
-def test_an_accelerator_fills_the_same_table() -> None:
-    chain = with_skips(random.Random(1), random_chain(random.Random(2), 40, "options", grain=4099, most_options=60))
-    thresholds, slots = in_slots(chain, 150)
-    table = Table(thresholds, slots=slots, refined=False, device="cuda")
-    table.solve()
-    np.testing.assert_array_equal(table.seconds, solved(thresholds, slots, refined=False).seconds)
-
-
 @settings(max_examples=60, deadline=None)
 @given(any_chains(), st.booleans())
 def test_schedules_that_are_read_from_the_table_take_the_seconds_that_it_says(chain: Chain, refined: bool) -> None:
@@ -188,21 +145,6 @@ def test_schedules_that_are_read_from_the_table_take_the_seconds_that_it_says(ch
     for memory in np.flatnonzero(np.isfinite(table.seconds))[::9].tolist():
         seconds = simulate(chain, extraction.schedule(memory)).seconds
         assert seconds == pytest.approx(float(table.seconds[memory]), rel=1e-5)
-
-
-@settings(max_examples=80, deadline=None)
-@given(any_chains(repeats=4), st.booleans(), st.booleans(), st.booleans())
-def test_identical_stages_are_planned_once_with_the_same_result(
-    chain: Chain, refined: bool, gradients_exist: bool, readers_pay: bool
-) -> None:
-    thresholds, slots = in_slots(chain, 200, aligned=True, gradients_exist=gradients_exist, readers_pay=readers_pay)
-    shared, apart = solved(thresholds, slots, refined=refined), solved(thresholds, slots, refined=refined, shared=False)
-    np.testing.assert_allclose(shared.seconds, apart.seconds, rtol=1e-12 if refined else 1e-6)
-    np.testing.assert_allclose(
-        shared.seconds,
-        solve_by_loops(thresholds, slots=slots, refined=refined).seconds,
-        rtol=1e-12 if refined else 1e-6,
-    )
 
 
 def periodic_chain(repeats: int) -> Chain:
@@ -237,24 +179,10 @@ def test_unit_is_a_whole_part_of_what_a_period_retains() -> None:
     assert period / unit == pytest.approx(8)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("rows", [1, 3, 100])
-def test_order_of_computation_does_not_matter(monkeypatch: pytest.MonkeyPatch, threads: int, rows: int) -> None:
-    chain = with_skips(random.Random(1), random_chain(random.Random(2), 50, "odd", grain=4099))
-    thresholds, slots = in_slots(chain, 150)
-    expected = solved(thresholds, slots, refined=True)
-    monkeypatch.setattr("lightning_rotor.planning.dynamic_program._ROWS", rows)
-    monkeypatch.setattr("lightning_rotor.planning.dynamic_program._cores", lambda: threads)
-    found = solved(thresholds, slots, refined=True)
-    np.testing.assert_array_equal(found.seconds, expected.seconds)
-    memory = int(np.flatnonzero(np.isfinite(found.seconds))[3])
-    assert Extraction(found).schedule(memory) == Extraction(expected).schedule(memory)
-
-
 def test_an_error_in_one_thread_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     thresholds, slots = in_slots(random_chain(random.Random(3), 80, "cnn", grain=4099), 50)
-    table = Table(thresholds, slots=slots, refined=False)
+    table = Table(thresholds, slots=slots, refined=False, compiled=True)
     monkeypatch.setattr("lightning_rotor.planning.dynamic_program._cores", lambda: 3)
-    monkeypatch.setattr(table.storage, "put_bodies", None)
+    monkeypatch.setattr("lightning_rotor.planning.machine_code.CompiledTable.solve", None)
     with pytest.raises(TypeError, match="not callable"):
         table.solve()

@@ -180,7 +180,6 @@ def test_planning_and_its_data_import_no_torch():
         f"{where(path, line)} imports {name}"
         for path in MODULES
         if part_of(path) in WITHOUT_TORCH
-        and path.name != "device_splits.py"  # is imported where somebody wants a device
         for name, line in imports(ast.parse(path.read_text()))
         if name.partition(".")[0] in {"torch", "torchvision"}
     ]

@@ -198,15 +198,6 @@ def test_more_budget_is_never_slower_on_a_long_chain_and_each_plan_is_near_its_b
     assert all(found <= 1.07 * bound for found, bound in zip(seconds[3:], bounds[3:], strict=True))
 
 
-@pytest.mark.parametrize("columns", [1, 3, 100])
-def test_order_of_computation_does_not_matter(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
-    chain = random_chain(random.Random(2), 50, "odd", grain=4099)
-    budget_bytes = simulate(chain, Schedule.keep_all(50)).peak_bytes // 2
-    found = Solver(chain, slots=150).plan(budget_bytes)
-    monkeypatch.setattr("lightning_rotor.planning.dynamic_program._ROWS", columns)
-    assert Solver(chain, slots=150).plan(budget_bytes).schedule == found.schedule
-
-
 def test_stages_that_differ_in_a_second_option_use_it_where_it_pays() -> None:
     chain = uniform_chain(6)
     half = replace(chain.stages[0].keep, name="half", saved_bytes=100, forward_peak_bytes=1500, backward_seconds=2.1)

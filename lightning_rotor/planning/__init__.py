@@ -53,7 +53,6 @@ def plan(
     slots: int = DEFAULT_SLOTS,
     gradients_exist: bool = False,
     lingering_bytes: int = 0,
-    device: str | None = None,
 ) -> Plan:
     """Plan the fastest schedule that fits a memory budget.
 
@@ -66,7 +65,6 @@ def plan(
         slots: Memory levels that the program tells apart, at least. Short chains get more for the same time.
         gradients_exist: Parameters already have gradients, so that the backward adds none.
         lingering_bytes: Held during the forward and freed before the backward, see :func:`lightning_rotor.simulator.simulate`.
-        device: Where torch does the bulk of the work, such as ``"cuda"``, for long chains. By default NumPy does it, on all cores up to four.
     Returns:
         A plan whose simulated peak is at most ``budget_bytes``.
     Raises:
@@ -76,7 +74,7 @@ def plan(
     Source:
         Beaumont et al., "Optimal checkpointing for heterogeneous chains", hal-02352969.
     """
-    return _solver(chain, slots, gradients_exist, lingering_bytes, device).plan(budget_bytes)
+    return _solver(chain, slots, gradients_exist, lingering_bytes).plan(budget_bytes)
 
 
 def minimum_budget(
@@ -85,13 +83,12 @@ def minimum_budget(
     slots: int = DEFAULT_SLOTS,
     gradients_exist: bool = False,
     lingering_bytes: int = 0,
-    device: str | None = None,
 ) -> Plan:
     """Plan with the least simulated peak; its ``budget_bytes`` is that peak.
 
     Arguments as for :func:`plan`.
     """
-    return _solver(chain, slots, gradients_exist, lingering_bytes, device).minimum()
+    return _solver(chain, slots, gradients_exist, lingering_bytes).minimum()
 
 
 def frontier(
@@ -100,13 +97,12 @@ def frontier(
     slots: int = DEFAULT_SLOTS,
     gradients_exist: bool = False,
     lingering_bytes: int = 0,
-    device: str | None = None,
 ) -> Frontier:
     """Every useful budget and what it costs in time, from one solve.
 
     Arguments as for :func:`plan`.
     """
-    return frontier_of(_solver(chain, slots, gradients_exist, lingering_bytes, device))
+    return frontier_of(_solver(chain, slots, gradients_exist, lingering_bytes))
 
 
 def menu(
@@ -121,6 +117,6 @@ def menu(
 
 # Whoever plans a chain is likely to plan it again at once: for another budget, its curve, its minimum. Tables take tens of megabytes.
 @lru_cache(maxsize=1)
-def _solver(chain: Chain, slots: int, gradients_exist: bool, lingering_bytes: int, device: str | None) -> Solver:
-    solver = Solver(chain, slots=slots, gradients_exist=gradients_exist, lingering_bytes=lingering_bytes, device=device)
+def _solver(chain: Chain, slots: int, gradients_exist: bool, lingering_bytes: int) -> Solver:
+    solver = Solver(chain, slots=slots, gradients_exist=gradients_exist, lingering_bytes=lingering_bytes)
     return solver.refined()

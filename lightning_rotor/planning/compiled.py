@@ -1,6 +1,6 @@
 """The dynamic program in machine code, for long chains: the recurrences of :mod:`.dynamic_program`, one interval after the other.
 
-NumPy adds up whole blocks, writes the sums and reads them again. Here nothing is written but the result, so single sums can be left out,
+The loops add up whole blocks, write the sums and read them again. Here nothing is written but the result, so single sums can be left out,
 and most are: rows never increase, so what two of them add up to within a few slots is at least what their last numbers there do::
 
     slots              c0       c1
@@ -9,10 +9,10 @@ and most are: rows never increase, so what two of them add up to within a few sl
 
 The best so far starts with what keeping the first stage takes, and the most promising segment comes first: one sum in seven is left.
 
-The results are NumPy's to the last bit, for each number is the least of the same sums of two numbers in single precision, and additions round
-alike wherever they run. Numba (``pip install lightning-rotor[fast]``) compiles this once and keeps the code beside this file or, where that
-cannot be written, in the user's cache; all of it is in one file, because a change in another would not make Numba compile again. It starts
-no thread, so forked processes may use it, and several processes may compile at once.
+The results are those of :mod:`.loops` to the last bit: each number is the least of the same sums of two numbers in single precision,
+and additions round alike wherever they run. Numba (``pip install lightning-rotor[fast]``) compiles this once. It keeps the code beside
+this file or, where that cannot be written, in the user's cache. All of it is in one file, for a change in another would not make Numba
+compile again. It starts no thread, so forked processes may use it, and several processes may compile at once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CHUNK = 32
 """Slots that one lower bound is for."""
 
 # Columns of the packed arrays. Of ``stages``:
-OUTERMOST, ENDINGS, VARIANTS, CLASSES, APART, GIVES_UP, INPUT, FORWARD_BASE, MOST_HELD, ALIVE = range(10)
+OUTERMOST, ENDINGS, VARIANTS, CLASSES, APART, GIVES_UP, INPUT, FORWARD_BASE, MOST_HELD = range(9)
 # Of ``variants``:
 ALIKE_FROM, ALIKE, COLUMN, BARE_COLUMN = range(4)
 # Of ``contexts``:
@@ -80,7 +80,7 @@ class Arrays(NamedTuple):
     Attributes:
         size: Numbers per row.
         segment_seconds: Host time of one run of a segment.
-        stages: ``(n, 10)``.
+        stages: ``(n, 9)``.
         variants: ``(n, variants, 4)``.
         contexts: ``(2, n, 4)``, by who holds the input.
         endings: ``(n, endings, 2 + options)``.
@@ -96,9 +96,9 @@ class Arrays(NamedTuple):
         rest_base: As in the storage.
         rest_rank: As in the storage.
         bodies: ``(rows, size)``.
-        rests: ``(rows, width)``.
+        rests: ``(rows, size)``.
         body_least: ``(chunks, rows)``: the least number of each row up to the end of a chunk.
-        rest_least: The same for class 0 of the rests, counted from the slot where a row starts.
+        rest_least: The same for class 0 of the rests.
         whole: ``(size,)``: where the step's own numbers go.
     """
 
@@ -273,9 +273,8 @@ def _keep(a: Arrays, at: _Interval, option: int, taken: int, low: int, target: S
     if low < stop:
         number = a.leaves[at.first, option, OUTPUT_CLASS]
         row = a.rest_base[at.ending, number, at.last] + a.rest_rank[number, at.first + 1]
-        begin = a.stages[at.first + 1, ALIVE] + low - taken
         seconds = np.float32(a.seconds[at.first, option, SECONDS])
-        _lower_by_row(target[low:stop], a.rests[row, begin : begin + stop - low], seconds)
+        _lower_by_row(target[low:stop], a.rests[row, low - taken : stop - taken], seconds)
 
 
 @_inner
@@ -364,7 +363,6 @@ def _least_sums(a: Arrays, at: _Interval, variant: int, split: Singles, bounds: 
         at.base,
         a.pairs[HELD_SLOTS, first, first:last],
         a.pairs[HANDED_ON, first, first:last],
-        a.stages[first + 1 : last + 1, ALIVE],
         split,
         bounds,
     )
@@ -380,7 +378,6 @@ def _least_sums_of(
     base: int,
     held: Integers,
     handed_on: Integers,
-    alive: Integers,
     split: Singles,
     bounds: Singles,
 ) -> None:
@@ -409,7 +406,7 @@ def _least_sums_of(
             low = max(begin, held[end] + max(peaks[end] + base, handed_on[end]))
             if low < stop:
                 left = low - held[end]
-                right = alive[end] + left - handed_on[end]
+                right = left - handed_on[end]
                 _lower_by_sums(split[low:stop], bodies[end, left:], rests[end, right:])
                 worst = _greatest(chunk)
 
@@ -488,10 +485,7 @@ def _put_bodies(a: Arrays, first: int, last: int, bodies: Singles) -> None:
 @_inner
 def _put_rest(a: Arrays, first: int, last: int, ending: int, number: int, rest: Singles) -> None:
     row = a.rest_base[ending, number, last] + a.rest_rank[number, first]
-    alive = a.stages[first, ALIVE]
-    a.rests[row, :alive] = _INFINITE
-    a.rests[row, alive : alive + a.size] = rest
-    a.rests[row, alive + a.size :] = rest[a.size - 1]
+    a.rests[row] = rest
     if number == 0:
         _put_least(a.rest_least[:, row], rest)
 
@@ -514,6 +508,5 @@ def _copy(a: Arrays, source: int, target: int, length: int, room: _Room) -> None
     for ending in range(a.stages[source + length, ENDINGS]):
         for number in range(a.stages[source, CLASSES]):
             row = a.rest_base[ending, number, source + length] + a.rest_rank[number, source]
-            alive = a.stages[source, ALIVE]
-            room.rests[number] = a.rests[row, alive : alive + a.size]
+            room.rests[number] = a.rests[row]
             _put_rest(a, target, target + length, ending, number, room.rests[number])

@@ -14,6 +14,7 @@ memories of a decision for a whole diagonal of intervals are a few array operati
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -75,9 +76,12 @@ class Decisions:
         discard = np.array([stage.discard_seconds for stage in stages])
         self.discard_before = np.concatenate(([0.0], np.cumsum(discard)))
         self.peak = {False: thresholds.discard, True: thresholds.first_discard}
-        # Slots of skips that the stages up to each one hand on, whoever makes them.
-        self.carried = thresholds.handed_on[0] if n > 1 else np.zeros(n, np.int64)
         self.recording = [self._recording_needs(ending) for ending in range(self.ending_base.shape[1])]
+
+    def take_over(self, thresholds: Thresholds) -> None:
+        """Take over thresholds in which needs of the last stage's backward are others: loops and extraction read them there."""
+        self.thresholds, self.stages = thresholds, thresholds.stages
+        self.endings[self.top] = (replace(self.endings[self.top][0], leaves=self.stages[-1].leaves),)
 
     # ---------------------------------------------------------------- arrays
 
@@ -210,59 +214,7 @@ class Decisions:
         """Where the bodies of a context are."""
         return int(self.variant[first, COLUMN_OF[context]])
 
-    def are_apart(self, first: Integers | np.int64) -> npt.NDArray[np.bool_]:
-        """By row, whether the bodies know their context."""
-        return np.asarray(self.is_apart[first])
-
-    # ---------------------------------------------------------------- least memories of a diagonal
-
-    def forward_needs(self, first: Integers, last: Integers, ending: int) -> Integers:
-        """``(rows, options)``: to run ``first`` recorded; all rows have the same length and none or all are the step's own forward."""
-        if last[0] == self.top:
-            return self.forward[first] + np.array(self.thresholds.forward_base, np.int64)[first, None]
-        base = self.ending_base[last, ending] + self.thresholds.remembered[first, last]
-        if first[0] < last[0]:
-            inner: Integers = self.forward[first] + base[:, None]
-            return inner
-        needs: Integers = np.where(self.ends[last, ending], self.replay[first] + base[:, None], NEVER)
-        return needs
-
-    def backward_needs(self, first: Integers, last: Integers) -> Integers:
-        """``(rows, options, 4)``."""
-        return self.last_backward[first] if first[0] == last[0] < self.top else self.backward[first]
-
-    def rest_needs(self, first: Integers, last: Integers, forward: Integers, number: int) -> Integers:
-        """``(rows, options)``: to keep ``first`` when its input must be paid for and the stage before saved class ``number`` of it."""
-        paid, backward = self.input_retained[first, number], self.backward_needs(first, last)
-        held = self.class_held[first, number]
-        needs = paid + np.where(held[:, None], backward[..., COLUMN_OF["saved"]], backward[..., COLUMN_OF["plain"]])
-        rest: Integers = np.maximum(self.input_slots[first, None] + forward, needs)
-        return rest
-
-    def body_needs(self, first: Integers, last: Integers, forward: Integers, variant: int) -> Integers:
-        """``(rows, options)``: to keep ``first`` when its input is paid for."""
-        columns = self.columns[first, variant]
-        backward = np.take_along_axis(self.backward_needs(first, last), columns[:, None, None], axis=2)[..., 0]
-        return np.maximum(forward, backward)
-
-    def class_columns(self, first: Integers, number: int, *, top: bool) -> Integers:
-        """By row, the context of a segment that starts at ``first`` after class ``number`` of the boundary."""
-        given_up = np.where(self.gives_up_input[first] | (not top), COLUMN_OF["nested"], COLUMN_OF["segment"])
-        columns: Integers = np.where(self.class_held[first, number], COLUMN_OF["held"], given_up)
-        return columns
-
-    def segment_needs(self, first: Integers, columns: Integers) -> Integers:
-        """By row, least memory for a segment that starts at ``first`` beyond what its body counts."""
-        return np.where(self.is_apart[first] | (first == 0), 0, self.needs_as_segment[first, columns])
-
-    def bare_needs(self, first: Integers, last: Integers, variant: int) -> Integers:
-        """``(rows, options of last)``: for the backward of ``last`` if it saves nothing, with nothing recomputed for it."""
-        if first[0] < last[0]:
-            return self.bare[last]
-        columns = self.bare_columns[first, variant]
-        backward = np.take_along_axis(self.backward[last], columns[:, None, None], axis=2)[..., 0]
-        return np.where(self.bare[last] < NEVER, backward, NEVER)
-
-    def discarded_seconds(self, first: Integers, last: Integers) -> Reals:
-        """By row, the first pass over a segment."""
-        return self.discard_before[last + 1] - self.discard_before[first] + self.thresholds.segment_seconds
+    def discarded_seconds(self, first: int, last: int) -> float:
+        """The first pass over a segment."""
+        seconds = self.discard_before[last + 1] - self.discard_before[first] + self.thresholds.segment_seconds
+        return float(seconds)

@@ -179,7 +179,7 @@ class Extraction:
     def _segment_context(self, first: int, last: int, number: int) -> tuple[Context, int]:
         """Where to find a segment that starts at ``first``, and the least memory for it beyond what is counted there."""
         context = self._decisions.segment_context(first, number, top=last == self._top)
-        if first == 0 or self._decisions.are_apart(np.int64(first)):
+        if first == 0 or self._decisions.is_apart[first]:
             return context, 0
         return "any", by_context(self._stages[first].needs_as_segment, context)
 

@@ -11,12 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_rotor.planning.decisions import Decisions, Integers
-from lightning_rotor.planning.packed import Seconds
-from lightning_rotor.planning.storage import Storage
+from lightning_rotor.planning.storage import Seconds, Storage
 
 _log = logging.getLogger(__name__)
 
-# NumPy adds up so much in half a second, which is how long it takes to load Numba and the code.
+# Loops add up so much in half a second, which is how long it takes to load Numba and the code.
 _WORTHWHILE_SUMS = 2e8
 # Lengths that are solved in one call.
 _LENGTHS = 8
@@ -35,10 +34,10 @@ def compiled_code() -> ModuleType | None:
 
         from lightning_rotor.planning import compiled
     except ImportError as error:  # Numba raises it, too, if it is too old for NumPy
-        _log.debug("long chains are planned by NumPy: %s", error)
+        _log.debug("long chains are planned by loops: %s", error)
         return None
     except RuntimeError as error:  # no place to keep compiled code: compiling takes longer than it saves
-        _log.info("long chains are planned by NumPy, for Numba cannot keep compiled code: %s", error)
+        _log.info("long chains are planned by loops, for Numba cannot keep compiled code: %s", error)
         return None
     # Without compilation the same code would run as Python, a thousand times slower.
     return None if getattr(numba.config, "DISABLE_JIT", 0) else compiled
@@ -82,7 +81,7 @@ def _arrays(decisions: Decisions, storage: Storage, twins: Integers | None, whol
     chunks = -(-storage.size // code.CHUNK)
     most_held = [int(needs.held[first, first:].max()) for first in range(n)]
     stages = [d.outermost, d.ending_count, d.variant_count, d.class_count, d.is_apart, d.gives_up_input, d.input_slots]
-    stages += [np.array(needs.forward_base), np.array(most_held), storage.alive[:n]]
+    stages += [np.array(needs.forward_base), np.array(most_held)]
     leaves = [d.retained, d.freed, d.output_class, d.forward, d.replay, d.bare]
     return code.Arrays(
         size=storage.size,

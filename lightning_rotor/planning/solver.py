@@ -58,7 +58,6 @@ class Solver:
         slots: Memory levels between nothing and what keeping every stage takes.
         gradients_exist: See :func:`lightning_rotor.planning.plan`.
         lingering_bytes: See :func:`lightning_rotor.planning.plan`.
-        device: See :func:`lightning_rotor.planning.plan`.
     """
 
     def __init__(
@@ -68,7 +67,6 @@ class Solver:
         slots: int = DEFAULT_SLOTS,
         gradients_exist: bool = False,
         lingering_bytes: int = 0,
-        device: str | None = None,
     ) -> None:
         if not _is_positive_integer(slots):
             raise ValueError(f"slots is {slots!r}: expected a positive integer, such as {DEFAULT_SLOTS}")
@@ -76,7 +74,6 @@ class Solver:
         self._slots = slots
         self._gradients_exist = gradients_exist
         self._lingering_bytes = lingering_bytes
-        self._device = device
         self._judge = _Judge(chain, gradients_exist, lingering_bytes)
         self._finer_tables: dict[int, Staircase] = {}
 
@@ -92,7 +89,6 @@ class Solver:
             slots=fine_slots(len(self.chain), self._slots),
             gradients_exist=self._gradients_exist,
             lingering_bytes=self._lingering_bytes,
-            device=self._device,
         )
 
     def plan(self, budget_bytes: int) -> Plan:
@@ -246,7 +242,7 @@ class Solver:
         )
         # A little more than everything takes, for what rounds up.
         slots = math.ceil(most_bytes / unit) + len(self.chain) // 16 + 4
-        table = Table(thresholds, slots=slots, refined=refined, device=self._device)
+        table = Table(thresholds, slots=slots, refined=refined)
         table.solve()
         states = sum(stage.state_bytes for stage in self.chain)
         states += sum(option.saved_bytes for stage in self.chain for option in stage.options if option.inverts)

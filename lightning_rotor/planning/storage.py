@@ -3,10 +3,6 @@
 A *body* row holds body(m, i, l) plus the first, discarded pass over ``i..l``: what a segment ``i..l`` costs in all, for every ``m``. Rows
 that start at the same stage lie side by side. A *rest* row holds rest_c(m, i, l) under one ending of ``l``; those that end at the same
 stage lie side by side. So what split() adds up for one interval is two blocks, each in one piece.
-
-Skips that stages up to ``i - 1`` made and later ones read take memory from whatever follows a segment, more or less of it with every
-end of the segment. Rests therefore start at the slot that counts all skips alive at their boundary: then the amount that differs
-from one end to the next is zero but for the skips which are alive before the segment, see :class:`lightning_rotor.planning.splits.Splits`.
 """
 
 from __future__ import annotations
@@ -19,21 +15,16 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_rotor.planning.decisions import Decisions, Integers
-from lightning_rotor.planning.packed import OpenRows, PackedRows, Seconds
 
 Numbers: TypeAlias = type[np.float32] | type[np.float64]
+Seconds: TypeAlias = npt.NDArray[np.floating[Any]]
 
-
-def windows(flat: Seconds, starts: Integers, width: int) -> Seconds:
-    """``(starts, width)``: a copy of ``width`` numbers from each start on."""
-    step = flat.itemsize
-    shape = (len(flat) - width + 1, width)
-    overlapping: Seconds = np.ndarray(shape, flat.dtype, flat, strides=(step, step))
-    return overlapping[starts]
+# Rows that are looked at together when they are packed: what is compared fits the caches.
+_ROWS = 256
 
 
 class Storage:
-    """Rows of seconds by interval, and between which slots they change.
+    """Rows of seconds by interval.
 
     Args:
         decisions: The chain.
@@ -41,33 +32,20 @@ class Storage:
         number: Their type.
 
     Attributes:
-        body_low: ``(variants, n, n)``, by first stage and length less one: the first finite slot of a body; ``size`` if there is none.
-        body_high: The same for the slot from which on it stays the same.
-        rest_low: ``(endings, n, n)``, by last stage and length less one counted from the end: the same for class 0 of the rests.
-        rest_high: The same.
+        body_rows: ``(rows, size)``, until they are packed.
+        rest_rows: The same.
     """
 
     def __init__(self, decisions: Decisions, size: int, number: Numbers) -> None:
-        n = decisions.top + 1
         variants = max(map(len, decisions.contexts))
         endings = decisions.ending_base.shape[1]
         self._decisions, self.size, self.number = decisions, size, number
         self._lay_out_bodies(variants)
         self._lay_out_rests(endings)
-        # By boundary, slots of all skips alive there.
-        self.alive = np.concatenate(([0], decisions.carried[:-1], [0])).astype(np.int64)
-        self.width = size + int(self.alive.max())
-        # One piece each: the system gives large pieces large pages, far fewer of them. Windows reach beyond the first row, and into rows
-        # that are not filled yet, where no NaN may stand.
-        self.front = self.width + size
-        self._bodies = np.zeros(self._body_rows * size, number)
-        self.rests_flat = np.zeros(self.front + self._rest_rows * self.width + size, number)
-        self.body_rows = self._bodies.reshape(-1, size)
-        self.rest_rows = self.rests_flat[self.front : self.front + self._rest_rows * self.width].reshape(-1, self.width)
+        self.body_rows = np.zeros((self._body_rows, size), number)
+        self.rest_rows = np.zeros((self._rest_rows, size), number)
         self._asked_bodies: OpenRows | PackedRows = OpenRows(self.body_rows)
         self._asked_rests: OpenRows | PackedRows = OpenRows(self.rest_rows)
-        self.body_low, self.body_high = (np.full((variants, n, n), size, np.int32) for _ in range(2))
-        self.rest_low, self.rest_high = (np.full((endings, n, n), size, np.int32) for _ in range(2))
 
     def _lay_out_bodies(self, variants: int) -> None:
         n = self._decisions.top + 1
@@ -94,29 +72,22 @@ class Storage:
                     rows += int(self.rest_rank[number, last]) + 1
         self._rest_rows = rows
 
-    # ---------------------------------------------------------------- bodies
+    # ---------------------------------------------------------------- rows, while the table is filled
 
-    def bodies(self, first: Integers, last: Integers, variant: int | Integers) -> Seconds:
-        """A copy of some bodies."""
-        rows: Seconds = self.body_rows[self.body_base[variant, first] + last - first]
-        return rows
+    def body_row(self, first: int, last: int, variant: int) -> Seconds:
+        """One body, ``(size,)``, to be read or written."""
+        row: Seconds = self.body_rows[self.body_base[variant, first] + last - first]
+        return row
 
-    def put_bodies(self, first: Integers, last: Integers, bodies: Seconds) -> None:
-        """Take in bodies, ``(variants, intervals, size)``; all intervals have the same length."""
-        for variant, rows in enumerate(bodies):
-            base = self.body_base[variant, first]
-            if (base < 0).any():
-                rows, base, at = rows[base >= 0], base[base >= 0], first[base >= 0]
-            else:
-                at = first
-            length = int(last[0] - first[0])
-            self.body_rows[base + length] = rows
-            self.body_low[variant, at, length], self.body_high[variant, at, length] = spans(rows)
+    def rest_row(self, first: int, last: int, ending: int, number: int) -> Seconds:
+        """One rest, ``(size,)``, to be read or written."""
+        row: Seconds = self.rest_rows[self.rest_base[ending, number, last] + self.rest_rank[number, first]]
+        return row
 
-    def forbid_bodies(self, first: Integers, length: int) -> None:
-        """No segment may have this length (less one) and start there."""
-        for base in self.body_base[:, first]:
-            self.body_rows[base[base >= 0] + length] = math.inf
+    def split_rows(self, first: int, last: int, ending: int, variant: int) -> tuple[Seconds, Seconds]:
+        """Bodies ``(first, k)`` and rests ``(k + 1, last)`` of class 0 for all ``first <= k < last``."""
+        body, rest = self.body_base[variant, first], self.rest_base[ending, 0, last] + first + 1
+        return self.body_rows[body : body + last - first], self.rest_rows[rest : rest + last - first]
 
     # ---------------------------------------------------------------- single numbers, once all rows are there
 
@@ -125,7 +96,7 @@ class Storage:
         with ThreadPoolExecutor(2) as pool:
             bodies, rests = pool.map(PackedRows, (self.body_rows, self.rest_rows))
         self._asked_bodies, self._asked_rests = bodies, rests
-        self.body_rows = self.rest_rows = self._bodies = self.rests_flat = np.zeros((0, 0), self.number)
+        self.body_rows = self.rest_rows = np.zeros((0, 0), self.number)
 
     def body(self, first: int, last: int, variant: int, memory: int) -> np.floating[Any]:
         """One number of a body."""
@@ -134,7 +105,7 @@ class Storage:
     def rest(self, first: int, last: int, ending: int, number: int, memory: int) -> float:
         """One number of a rest."""
         row = int(self.rest_base[ending, number, last]) + int(self.rest_rank[number, first])
-        return float(self._asked_rests.number(row, memory + int(self.alive[first])))
+        return float(self._asked_rests.number(row, memory))
 
     def segments(
         self, first: int, last: int, ending: int, variant: int, left: Integers, rest_left: Integers
@@ -143,66 +114,82 @@ class Storage:
         body, rest = int(self.body_base[variant, first]), int(self.rest_base[ending, 0, last]) + 1
         ends = np.arange(last - first)
         seconds = self._asked_bodies[body + ends, np.maximum(left, 0)].astype(np.float64)
-        slots = np.maximum(rest_left, 0) + self.alive[first + 1 : last + 1]
-        total: npt.NDArray[np.float64] = seconds + self._asked_rests[rest + first + ends, slots]
+        total: npt.NDArray[np.float64] = seconds + self._asked_rests[rest + first + ends, np.maximum(rest_left, 0)]
         return total
 
-    # ---------------------------------------------------------------- rests
 
-    def rest_ids(self, first: Integers, last: Integers, ending: int, number: int | Integers) -> Integers:
-        """Which rows hold some rests."""
-        ids: Integers = self.rest_base[ending, number, last] + self.rest_rank[number, first]
-        return ids
+class OpenRows:
+    """Rows as they are, which may still change, to be asked like packed ones.
 
-    def rests(self, first: Integers, last: Integers, ending: int, number: Integers, taken: Integers) -> Seconds:
-        """A copy of some rests, each with ``taken`` less memory than stands at the slot; meaningless where less is left than nothing."""
-        ids = self.rest_ids(first, last, ending, number)
-        starts = self.front + ids * self.width + self.alive[first] - np.minimum(taken, self.size)
-        return windows(self.rests_flat, starts, self.size)
+    Args:
+        rows: ``(rows, slots)`` seconds.
+    """
 
-    def put_rests(self, first: Integers, last: Integers, ending: int, number: int, rests: Seconds) -> None:
-        """Take in rests, ``(intervals, size)``; all intervals have the same length."""
-        ids = self.rest_ids(first, last, ending, number)
-        most = self.width - self.size
-        if most:
-            padded = np.full((len(rests), self.width + most), math.inf, rests.dtype)
-            padded[:, most : self.width] = rests
-            padded[:, self.width :] = rests[:, -1:]  # what nobody asks for packs best if it is no step
-            starts = np.arange(len(rests)) * padded.shape[1] + most - self.alive[first]
-            self.rest_rows[ids] = windows(padded.reshape(-1), starts, self.width)
-        else:
-            self.rest_rows[ids] = rests
-        if number == 0:
-            length = int(last[0] - first[0])
-            at = ending, last, self.rest_low.shape[2] - 1 - length
-            self.rest_low[at], self.rest_high[at] = spans(rests)
+    def __init__(self, rows: Seconds) -> None:
+        self._rows = rows
 
-    # ---------------------------------------------------------------- both
+    def __getitem__(self, at: tuple[Integers, Integers]) -> Seconds:
+        """Numbers by row and slot, neither of them negative."""
+        row, slot = at
+        values: Seconds = self._rows[row, np.minimum(slot, self._rows.shape[1] - 1)]
+        return values
 
-    def copy(self, source: Integers, target: Integers, length: int) -> None:
-        """Make intervals of one length, given by their first stages, the same as others of that length."""
-        decisions = self._decisions
-        variants = int(decisions.variant_count[source].max())
-        bodies = [
-            self.bodies(source, source + length, np.minimum(variant, decisions.variant_count[source] - 1))
-            for variant in range(variants)
-        ]
-        self.put_bodies(target, target + length, np.stack(bodies))
-        nothing = np.zeros(len(source), np.int64)
-        for ending in range(decisions.ending_base.shape[1]):
-            for number in range(decisions.class_held.shape[1]):
-                has = (decisions.ending_count[source + length] > ending) & (decisions.class_count[source] > number)
-                if has.any():
-                    taken = source[has], target[has]
-                    numbers = np.full(len(taken[0]), number)
-                    rests = self.rests(taken[0], taken[0] + length, ending, numbers, nothing[has])
-                    self.put_rests(taken[1], taken[1] + length, ending, number, rests)
+    def number(self, row: int, slot: int) -> np.floating[Any]:
+        """One number; the slot is not negative."""
+        number: np.floating[Any] = self._rows[row, min(slot, self._rows.shape[1] - 1)]
+        return number
 
 
-def spans(rows: Seconds) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """By row, the first finite slot and the slot from which on it stays the same; rows never increase."""
+class PackedRows:
+    """Rows in a quarter of their room: each is infinite before some slot and stays the same from another one on.
+
+    Args:
+        rows: ``(rows, slots)`` seconds, infinite up to some slot.
+    """
+
+    def __init__(self, rows: Seconds) -> None:
+        count, width = rows.shape
+        self._low, self._high = np.zeros(count, np.int32), np.zeros(count, np.int32)
+        for begin in range(0, count, _ROWS):
+            part = slice(begin, begin + _ROWS)
+            self._low[part], self._high[part] = _changes(rows[part])
+        lengths = self._high - self._low + 1
+        self._starts: Integers = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
+        self._values = np.empty(int(self._starts[-1]), rows.dtype)
+        slots = np.arange(width, dtype=np.int32)
+        for begin in range(0, count, _ROWS):
+            part = slice(begin, begin + _ROWS)
+            kept = (slots >= self._low[part, None]) & (slots <= self._high[part, None])
+            stop = self._starts[min(begin + _ROWS, count)]
+            self._values[self._starts[begin] : stop] = rows[part][kept]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that this takes."""
+        return self._values.nbytes + self._starts.nbytes + self._low.nbytes + self._high.nbytes
+
+    def __getitem__(self, at: tuple[Integers, Integers]) -> Seconds:
+        """Numbers by row and slot, neither of them negative."""
+        row, slot = at
+        low = self._low[row]
+        values: Seconds = self._values[self._starts[row] + np.clip(slot, low, self._high[row]) - low]
+        return np.where(slot < low, math.inf, values)
+
+    def number(self, row: int, slot: int) -> np.floating[Any]:
+        """One number; the slot is not negative."""
+        low = int(self._low[row])
+        if slot < low:
+            return self._values.dtype.type(math.inf)
+        number: np.floating[Any] = self._values[int(self._starts[row]) + min(slot, int(self._high[row])) - low]
+        return number
+
+
+def _changes(rows: Seconds) -> tuple[Integers, Integers]:
+    """By row, a slot before which everything is infinite, and the first slot from which on nothing changes."""
     width = rows.shape[1]
-    finite = rows[:, -1] < math.inf
-    low = np.where(finite, np.argmax(rows < math.inf, axis=1), width)
-    high = np.where(finite, np.argmax(rows == rows[:, -1:], axis=1), width)
-    return low.astype(np.int32), high.astype(np.int32)
+    differs = rows[:, ::-1] != rows[:, -1:]
+    back = np.argmax(differs, axis=1)
+    changing = differs[np.arange(len(rows)), back]
+    high = np.where(changing, width - back, 0)
+    low = np.where(changing, np.minimum(np.argmax(rows < math.inf, axis=1), high), 0)
+    return low, high

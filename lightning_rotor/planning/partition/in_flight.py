@@ -38,12 +38,11 @@ from lightning_rotor.chain import Chain
 from lightning_rotor.errors import BudgetError
 from lightning_rotor.pipeline_simulator import MicroBatchLoad
 from lightning_rotor.planning.baselines import keep_all_fastest, segments_around
-from lightning_rotor.planning.decisions import in_columns
 from lightning_rotor.planning.dynamic_program import Table
 from lightning_rotor.planning.extraction import Extraction
-from lightning_rotor.planning.packed import Seconds
 from lightning_rotor.planning.partition.sub_chains import END, with_end, without_end
 from lightning_rotor.planning.solver import Solver, sizes_in
+from lightning_rotor.planning.storage import Seconds
 from lightning_rotor.planning.thresholds import BackwardNeed, LeafCost, Thresholds, thresholds_of
 from lightning_rotor.schedule import Leaf, Schedule, Segment
 from lightning_rotor.simulator import Simulation, simulate
@@ -274,13 +273,7 @@ class _Columns:
     def _set_floor(self, floor: int) -> None:
         """Raise what the last stage needs, and solve the intervals that end there again. The others do not know of it."""
         self._floor = floor
-        thresholds = _with_floor(self._thresholds, floor)
-        decisions, top = self._table.decisions, len(self.chain) - 1
-        decisions.thresholds, decisions.stages = thresholds, thresholds.stages
-        decisions.endings[top] = (replace(decisions.endings[top][0], leaves=thresholds.stages[top].leaves),)
-        for number, leaf in enumerate(thresholds.stages[top].leaves):
-            decisions.backward[top, number] = in_columns(leaf.backward)
-        self._table.solve_column(top)
+        self._table.solve_column(len(self.chain) - 1, _with_floor(self._thresholds, floor))
 
 
 class _Search:
