@@ -181,7 +181,7 @@ def _initialized(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[torch.Te
 
 def _future_gradient_bytes(parameter: torch.Tensor) -> int:
     """A gradient is dense, whatever the parameter's strides are."""
-    # Newer versions of torch let a parameter choose the type of its gradient.
-    dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
+    # Newer versions of torch let a parameter choose the type of its gradient; FSDP1's parameters are views between its steps, which may not.
+    dtype = (getattr(parameter, "grad_dtype", None) if parameter.is_leaf else None) or parameter.dtype
     local = parameter.to_local() if hasattr(parameter, "to_local") else parameter  # a DTensor's shard
     return block_bytes(local.numel() * dtype.itemsize, parameter.device)

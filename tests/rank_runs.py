@@ -32,6 +32,7 @@ LIMIT = 500 * 1024  # plain training takes 628 KiB under DDP
 LEAST = 1024  # no plan fits
 BLOCKS_LIMIT = 4_500_000  # of FSDP2 with a unit for each block
 TIMEOUT = timedelta(seconds=180)
+GPU_BACKEND = "gloo" if "SIMULATED_DEVICES" in os.environ else "nccl"
 
 
 class Batches(IterableDataset[torch.Tensor]):
@@ -257,8 +258,12 @@ CASES = {
 }
 APART = {
     "infeasible": Case(Net, ddp(), ragged=True, limit=438_000),  # enough for the second process, whose batch is smaller
-    "sync_batch_norm": Case(lambda: Net(nn.SyncBatchNorm), ddp(), limit=LEAST, on_infeasible="warn", accelerator="gpu"),
-    "fsdp1": Case(Net, lambda: FSDPStrategy(timeout=TIMEOUT), limit=LEAST, on_infeasible="warn", accelerator="gpu"),
+    "sync_batch_norm": Case(
+        lambda: Net(nn.SyncBatchNorm), ddp(process_group_backend=GPU_BACKEND), limit=LEAST, on_infeasible="warn", accelerator="gpu"
+    ),
+    "fsdp1": Case(
+        Net, lambda: FSDPStrategy(timeout=TIMEOUT, process_group_backend=GPU_BACKEND), limit=LEAST, on_infeasible="warn", accelerator="gpu"
+    ),
 }
 
 

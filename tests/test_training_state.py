@@ -132,6 +132,13 @@ def test_a_device_without_index_means_any_of_its_kind():
     assert not is_on(torch.device("cpu"), "cuda")
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_parameters_may_be_views_as_those_of_fsdp1() -> None:
+    module = nn.Linear(2, 3, bias=False)
+    module._parameters["weight"] = (torch.zeros(10, requires_grad=True) * 1)[:6].view(3, 2)  # type: ignore[assignment]
+    assert gradient_bytes(module) == 24
+
+
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
 def test_a_lazy_module_says_to_run_a_batch_first():
     with pytest.raises(ModelError, match=r"'0.weight' belongs to a lazy module.*run one batch"):

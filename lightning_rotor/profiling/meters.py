@@ -261,13 +261,18 @@ class CudaMeter:
 
 
 class CudaRecording:
-    """Reads the allocator at every mark. Allocation happens on the host, so nothing has to be synchronized."""
+    """Reads the allocator at every mark. Allocation happens on the host, so nothing has to be synchronized.
+
+    Threads that communicate may free what they sent a moment later, also between two readings.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._phases: list[MeteredPhase] = []
         self._label = ""
         await_autograd(device)
+        if torch.distributed.is_initialized():
+            _wait_for_other_threads(device)
         self._base = torch.cuda.memory_allocated(device)
         self._start = 0
         torch.cuda.reset_peak_memory_stats(device)
@@ -280,7 +285,7 @@ class CudaRecording:
     def close(self) -> None:
         """End the current phase."""
         level = torch.cuda.memory_allocated(self._device) - self._base
-        peak = torch.cuda.max_memory_allocated(self._device) - self._base
+        peak = max(torch.cuda.max_memory_allocated(self._device) - self._base, self._start, level)
         self._phases.append(MeteredPhase(self._label, self._start, peak, level))
         self._start = level
         torch.cuda.reset_peak_memory_stats(self._device)
@@ -296,3 +301,10 @@ def await_autograd(device: torch.device) -> None:
     with torch.enable_grad():
         nothing = torch.empty(0, device=device, requires_grad=True)
         torch.autograd.grad(nothing.view(0), nothing, nothing.detach())
+
+
+def _wait_for_other_threads(device: torch.device) -> None:
+    """Until the allocator's level stays."""
+    level = None
+    while level != (level := torch.cuda.memory_allocated(device)):
+        time.sleep(1e-3)
