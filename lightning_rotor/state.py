@@ -204,7 +204,9 @@ class Replay:
             self._generators = HostGenerators()
             self._first_pass.generators.restore()
         for slots, name, parameter in self._first_pass.parameters:
-            if slots.get(name, parameter) is not parameter:  # FSDP1 has moved its own out of the way, and into plain attributes
+            if (
+                slots.get(name, parameter) is not parameter
+            ):  # FSDP1 has moved its own out of the way, and into plain attributes
                 self._parameters.append((slots, name, slots[name]))
                 slots[name] = parameter
         for statistic in self._first_pass.state.statistics:

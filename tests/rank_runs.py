@@ -175,31 +175,39 @@ class MeanOfAll(nn.Module):
 
 
 class StepPeak(L.Callback):
-    """The allocator's peak of the last step, with all that the process holds under DDP added up by hand."""
+    """The allocator's peak of the last step; on the CPU with all that the process holds under DDP added up by hand."""
 
     def __init__(self) -> None:
         self.peak_bytes = 0
         self._meter: StepMeter | None = None
 
     def on_train_batch_start(self, trainer: L.Trainer, model: L.LightningModule, batch: Any, batch_idx: int) -> None:
-        if batch_idx >= STEPS - 2:  # the allocator knows the size of a gradient if it was watched when it was made
-            parameters = list(model.parameters())
-            is_sharded = hasattr(parameters[0], "device_mesh")
-            buckets = 0 if is_sharded else sum(p.nbytes for p in parameters)
-            in_buckets = getattr(trainer.strategy.model, "gradient_as_bucket_view", False)
-            gradients = 0 if in_buckets else sum(_local(p.grad).nbytes for p in parameters if p.grad is not None)
-            state = [value for entry in trainer.optimizers[0].state.values() for value in entry.values()]
-            held = [*parameters, *model.buffers(), *state, batch]
-            self._base = buckets + gradients + sum(_local(tensor).nbytes for tensor in held)
+        if model.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        elif batch_idx >= STEPS - 2:  # the allocator knows the size of a gradient if it was watched when it was made
+            self._base = self._held_bytes(trainer, model, batch)
             meter = StepMeter(torch.device("cpu"))
             with suppress(ProfilerBusyError):  # the callback still measures, where plans were made late
                 meter.start()
                 self._meter = meter
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, model: L.LightningModule, *_: Any) -> None:
+        if model.device.type == "cuda":
+            self.peak_bytes = torch.cuda.max_memory_allocated()
         if self._meter is not None:
             self.peak_bytes = self._base + self._meter.stop().peak_bytes
             self._meter = None
+
+    @staticmethod
+    def _held_bytes(trainer: L.Trainer, model: L.LightningModule, batch: Any) -> int:
+        parameters = list(model.parameters())
+        is_sharded = hasattr(parameters[0], "device_mesh")
+        buckets = 0 if is_sharded else sum(p.nbytes for p in parameters)
+        in_buckets = getattr(trainer.strategy.model, "gradient_as_bucket_view", False)
+        gradients = 0 if in_buckets else sum(_local(p.grad).nbytes for p in parameters if p.grad is not None)
+        state = [value for entry in trainer.optimizers[0].state.values() for value in entry.values()]
+        held = [*parameters, *model.buffers(), *state, batch]
+        return buckets + gradients + sum(_local(tensor).nbytes for tensor in held)
 
 
 def _local(tensor: Any) -> torch.Tensor:
@@ -231,6 +239,7 @@ class Case:
     on_infeasible: Literal["raise", "warn"] = "raise"
     saved: bool = False
     accelerator: str = "cpu"
+    below_plain: int | None = None  # limit below the peak of plain training, instead of a fixed one
 
 
 def ddp(**options: Any) -> Callable[[], Strategy]:
@@ -257,12 +266,23 @@ CASES = {
     "beyond_together": Case(lambda: Net(MeanOfAll), ddp(), ragged=True, limit=LEAST, on_infeasible="warn"),
 }
 APART = {
+    "ddp_gpus": Case(
+        Net, ddp(process_group_backend=GPU_BACKEND), batch=4096, measured=True, accelerator="gpu", below_plain=5 * 2**20
+    ),
     "infeasible": Case(Net, ddp(), ragged=True, limit=438_000),  # enough for the second process, whose batch is smaller
     "sync_batch_norm": Case(
-        lambda: Net(nn.SyncBatchNorm), ddp(process_group_backend=GPU_BACKEND), limit=LEAST, on_infeasible="warn", accelerator="gpu"
+        lambda: Net(nn.SyncBatchNorm),
+        ddp(process_group_backend=GPU_BACKEND),
+        limit=LEAST,
+        on_infeasible="warn",
+        accelerator="gpu",
     ),
     "fsdp1": Case(
-        Net, lambda: FSDPStrategy(timeout=TIMEOUT, process_group_backend=GPU_BACKEND), limit=LEAST, on_infeasible="warn", accelerator="gpu"
+        Net,
+        lambda: FSDPStrategy(timeout=TIMEOUT, process_group_backend=GPU_BACKEND),
+        limit=LEAST,
+        on_infeasible="warn",
+        accelerator="gpu",
     ),
 }
 
@@ -299,15 +319,17 @@ def resumed(case: Case, folder: Path) -> dict[str, Any]:
 
 def seen(case: Case, folder: Path) -> dict[str, Any]:
     """What one process saw of one case."""
-    rotor = RotorCallback(case.limit, "body", on_infeasible=case.on_infeasible, show_table=False)
-    plain = fit(case, [], folder)
+    before = StepPeak()
+    plain = fit(case, [before] if case.below_plain else [], folder)
+    limit = before.peak_bytes - case.below_plain if case.below_plain else case.limit
+    rotor = RotorCallback(limit, "body", on_infeasible=case.on_infeasible, show_table=False)
     later = [resumed(case, folder)] if case.saved else []
     peak, plans = StepPeak(), PlanOfStep(rotor)
     planned = fit(case, [rotor, plans, *([peak] if case.measured else [])], folder)
     later += [resumed(case, folder)] if case.saved else []
     return {
         "plain": plain, "planned": planned, "schedules": plans.schedules, "limit": rotor.budget_bytes, "peak": peak.peak_bytes,
-        "measured": rotor.measured_peak_bytes, "measured_at": plans.measured, "resumed": later,
+        "measured": rotor.measured_peak_bytes, "predicted": rotor.predicted_peak_bytes, "measured_at": plans.measured, "resumed": later,
     }  # fmt: skip
 
 

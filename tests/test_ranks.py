@@ -22,7 +22,8 @@ Seen = list[dict[str, Any]]
 
 def launch(folder: Path, *cases: str) -> subprocess.CompletedProcess[str]:
     """Both processes, until they have ended."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
+    environment = os.environ | {"PYTHONPATH": path, "TORCH_CPP_LOG_LEVEL": "ERROR"}
     command = [sys.executable, "-m", "tests.rank_runs", str(folder), *cases]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
 
@@ -174,18 +175,42 @@ def test_a_rank_without_a_plan_ends_all(tmp_path: Path) -> None:
     assert done.stderr.count("BudgetError: mem_limit") == 1  # the other one has lost its partner
 
 
-@pytest.mark.gpu
-@pytest.mark.feature("Strategies", "SyncBatchNorm, FSDP1 around the whole model")
-@pytest.mark.parametrize("case", ["sync_batch_norm", "fsdp1"])
-def test_two_gpus_train_as_without_the_callback(tmp_path: Path, case: str) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA devices")
-    done = launch(tmp_path, case)
-    assert not done.returncode, done.stderr[-2000:]
-    for rank in range(2):
-        seen = torch.load(tmp_path / f"rank{rank}.pt", weights_only=True)[case]
-        assert_same_bits(seen["plain"], seen["planned"])  # running statistics too: each batch counts once
-        assert "(" in seen["schedules"][-1]
+@pytest.fixture(scope="module")
+def gpu_runs(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    """What each process saw on a device of its own."""
+    folder = tmp_path_factory.mktemp("gpus")
+    done = launch(folder, "ddp_gpus", "sync_batch_norm", "fsdp1")
+    assert not done.returncode, done.stderr[-3000:]
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+@pytest.mark.gpu(devices=2)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param("ddp_gpus", marks=pytest.mark.feature("Strategies", "DDP on two GPUs"), id="ddp"),
+        pytest.param(
+            "sync_batch_norm",
+            marks=pytest.mark.feature("Strategies", "SyncBatchNorm on two GPUs"),
+            id="sync_batch_norm",
+        ),
+        pytest.param(
+            "fsdp1", marks=pytest.mark.feature("Strategies", "FSDP1 around the whole model, on two GPUs"), id="fsdp1"
+        ),
+    ],
+)
+def test_two_gpus_train_as_without_the_callback(gpu_runs: Seen, case: str) -> None:
+    for seen in gpu_runs:
+        assert_same_bits(seen[case]["plain"], seen[case]["planned"])  # running statistics too: each batch counts once
+        assert "(" in seen[case]["schedules"][-1]
+
+
+@pytest.mark.gpu(devices=2)
+def test_the_limit_holds_on_each_gpu(gpu_runs: Seen) -> None:
+    for seen in (each["ddp_gpus"] for each in gpu_runs):
+        assert seen["predicted"] <= seen["limit"]
+        assert seen["peak"] == pytest.approx(seen["predicted"], rel=0.02)
+        assert seen["peak"] <= seen["limit"]
 
 
 @pytest.mark.feature("Strategies", "DDP, launched by spawned processes")

@@ -15,25 +15,25 @@ from tests.cuda_device import environment
 
 
 class _Server:
-    """A process that sees some devices and has collected all tests that are marked ``gpu``."""
+    """A process that sees two devices and has collected all tests that are marked ``gpu``."""
 
-    def __init__(self, session: pytest.Session, devices: int) -> None:
+    def __init__(self, session: pytest.Session) -> None:
         self._output = tempfile.TemporaryFile()  # noqa: SIM115
         here, there = socket.socketpair()
         files = dict.fromkeys(str(item.path) for item in session.items if item.get_closest_marker("gpu"))
         self._process = subprocess.Popen(
             [sys.executable, "-m", "pytest", "-n0", "-p", "tests.cuda_device.server", "-p", "no:cacheprovider", "-m", "gpu", *files],
-            cwd=session.config.rootpath, env=environment(devices=devices) | {"SIMULATED_CHANNEL": str(there.fileno())},
+            cwd=session.config.rootpath, env=environment(devices=2) | {"SIMULATED_CHANNEL": str(there.fileno())},
             stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.STDOUT, pass_fds=[there.fileno()],
         )  # fmt: skip
         there.close()
         self._channel = here.makefile("rwb")
         here.close()
 
-    def reports(self, name: str) -> list[pytest.TestReport]:
-        """What came of a test."""
+    def reports(self, name: str, following: str) -> list[pytest.TestReport]:
+        """What came of a test; fixtures stay for the one that follows."""
         try:
-            self._channel.write(f"{name}\n".encode())
+            self._channel.write(f"{name}\t{following}\n".encode())
             self._channel.flush()
             return [pytest.TestReport._from_json(each) for each in pickle.load(self._channel)]
         except (EOFError, BrokenPipeError):
@@ -54,23 +54,20 @@ class SimulatedDevices:
     """A plugin for pytest; registered where there is no real device."""
 
     def __init__(self) -> None:
-        self._servers: dict[int, _Server] = {}
+        self._server: _Server | None = None
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
         """Instead of running it here."""
-        mark = item.get_closest_marker("gpu")
-        if mark is None:
+        if not item.get_closest_marker("gpu"):
             return None
-        devices = mark.kwargs.get("devices", 1)
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         try:
-            if devices not in self._servers:
-                self._servers[devices] = _Server(item.session, devices)
-            reports = self._servers[devices].reports(item.nodeid)
+            self._server = self._server or _Server(item.session)
+            following = nextitem.nodeid if nextitem is not None and nextitem.get_closest_marker("gpu") else ""
+            reports = self._server.reports(item.nodeid, following)
         except Exception as error:
-            if devices in self._servers:
-                self._servers.pop(devices).close()
+            self.pytest_sessionfinish()
             reports = [pytest.TestReport(item.nodeid, item.location, {}, "failed", str(error), "call")]
         for report in reports:
             item.ihook.pytest_runtest_logreport(report=report)
@@ -79,6 +76,7 @@ class SimulatedDevices:
         return True
 
     def pytest_sessionfinish(self) -> None:
-        """End the processes."""
-        for server in self._servers.values():
-            server.close()
+        """End the process."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None

@@ -15,10 +15,11 @@ _reports: list[dict[str, object]] = []
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool:
     items = {item.nodeid: item for item in session.items}
-    for name in _channel:
-        item = items[name.decode().strip()]
+    for line in _channel:
+        name, following = line.decode().rstrip("\n").split("\t")
+        item = items[name]
         item.user_properties.append(("simulated", True))
-        item.ihook.pytest_runtest_protocol(item=item, nextitem=None)
+        item.ihook.pytest_runtest_protocol(item=item, nextitem=items.get(following))
         pickle.dump(_reports, _channel)
         _channel.flush()
         _reports.clear()
