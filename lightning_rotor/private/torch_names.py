@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.autograd.graph import Node
 
 # -------------------------------------------------------------------- a running backward
@@ -74,3 +75,11 @@ def is_captured() -> bool:
     torch < 2.13 takes for True in all that it captures. It reads the flag behind it as it is.
     """
     return bool(torch._C._get_tracing_state()) or bool(torch.compiler._is_exporting_flag)
+
+
+# -------------------------------------------------------------------- what a symbolic trace stands in for, as module and name there
+
+CHECK = (torch, "_check_with")
+"""What ``torch._check`` and its kin call, with the error, the condition and a message. A symbol for a condition must become a bool before."""
+DTYPE_OF_MASK = (F, "_none_or_dtype")
+"""What ``multi_head_attention_forward`` asks for the dtype of a mask. It takes a symbol for something that is no mask."""

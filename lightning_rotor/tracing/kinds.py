@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from types import FrameType
@@ -15,6 +15,7 @@ from torch import fx, nn
 
 from lightning_rotor.sequential import has_own_call
 from lightning_rotor.tracing.modules import UntraceableError, is_torchs_module
+from lightning_rotor.tracing.replaced import replaced
 from lightning_rotor.tracing.surroundings import is_users
 
 IS_TENSOR = "is_tensor"
@@ -57,23 +58,23 @@ def truthful_isinstance(named: Mapping[str, torch.Tensor]) -> Iterator[None]:
     Args:
         named: Parameters and buffers by the names of their nodes; they may be of other classes than ``torch.Tensor``.
     """
-    ask = builtins.isinstance
 
-    def answer(value: Any, kinds: Any, /) -> bool:
-        if ask(value, kinds) or not issubclass(type(value), fx.Proxy) or not _is_asked_by_user(sys._getframe(1)):
-            return ask(value, kinds)
-        known = value.node.meta.get(IS_TENSOR)
-        if known:
-            return ask(named.get(str(value.node.target), _SOME_TENSOR), kinds)
-        if known is False and kinds is torch.Tensor:
-            return False
-        raise UntraceableError("it asks what type a value has that it has computed (isinstance)")
+    def answering(ask: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+        def answer(value: Any, kinds: Any, /) -> bool:
+            # Two frames up: between is what tells the threads apart.
+            if ask(value, kinds) or not issubclass(type(value), fx.Proxy) or not _is_asked_by_user(sys._getframe(2)):
+                return ask(value, kinds)
+            known = value.node.meta.get(IS_TENSOR)
+            if known:
+                return ask(named.get(str(value.node.target), _SOME_TENSOR), kinds)
+            if known is False and kinds is torch.Tensor:
+                return False
+            raise UntraceableError("it asks what type a value has that it has computed (isinstance)")
 
-    builtins.isinstance = answer
-    try:
+        return answer
+
+    with replaced(builtins, "isinstance", answering):
         yield
-    finally:
-        builtins.isinstance = ask
 
 
 def _is_asked_by_user(frame: FrameType) -> bool:

@@ -2,44 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import fx, nn
 
+from lightning_rotor.private import torch_names as private
 from lightning_rotor.tracing.modules import UntraceableError
 from lightning_rotor.tracing.proxies import IN_PLACE
+from lightning_rotor.tracing.replaced import replaced
 
 
 @contextmanager
 def patched() -> Iterator[None]:
     """Context in which the tracer sees autograd functions, assignments to buffers, and checks of sizes."""
-    functorch = getattr(torch.autograd.function, "_functorch", None)
     with ExitStack() as stack:
-        stack.enter_context(_replaced(torch.autograd.Function, "apply", _applying))
-        stack.enter_context(_replaced(nn.Module, "__setattr__", _assigning))
-        # Private; what asks for them is torch's own code, which has them.
-        stack.enter_context(_replaced(torch, "_check_with", _checking))
-        stack.enter_context(_replaced(F, "_none_or_dtype", _telling_dtypes))
-        if functorch is not None:
-            stack.enter_context(_replaced(functorch.utils, "unwrap_dead_wrappers", _unwrapping))
+        stack.enter_context(replaced(torch.autograd.Function, "apply", _applying))
+        stack.enter_context(replaced(nn.Module, "__setattr__", _assigning))
+        stack.enter_context(replaced(*private.CHECK, _checking))
+        stack.enter_context(replaced(*private.DTYPE_OF_MASK, _telling_dtypes))
         yield
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, replacement: Callable[[Any], Any]) -> Iterator[None]:
-    original = vars(owner).get(name)
-    if original is None:
-        yield
-        return
-    setattr(owner, name, replacement(original))
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
 
 
 def _applying(original: Any) -> Any:
@@ -55,17 +39,6 @@ def _applying(original: Any) -> Any:
         return function(*args, **kwargs)
 
     return classmethod(apply)
-
-
-def _unwrapping(original: Any) -> Any:
-    """Reached with proxies when code kept ``f = Function.apply`` from before the patch."""
-
-    def unwrap(args: Any) -> Any:
-        if _has_proxy(args):
-            raise UntraceableError("it calls an autograd.Function through a reference that the tracer cannot see")
-        return original(args)
-
-    return unwrap
 
 
 def _assigning(original: Any) -> Any:

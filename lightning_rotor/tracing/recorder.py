@@ -18,7 +18,6 @@ Whatever it could not hold is an error; the module whose forward it happened in 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -37,6 +36,7 @@ from lightning_rotor.tracing.guards import Guards, ancestors, appearance_of, req
 from lightning_rotor.tracing.heap import Heap
 from lightning_rotor.tracing.modules import BLOCKS, ModuleCalls, UntraceableError, hides_code, is_torchs_module
 from lightning_rotor.tracing.operations import METADATA, REFUSED, is_assignment, is_torchs, name_of, spell
+from lightning_rotor.tracing.replaced import replaced
 from lightning_rotor.tracing.surroundings import Surroundings
 from lightning_rotor.tracing.tracer import ambient
 from lightning_rotor.tracing.values import version_of
@@ -73,7 +73,6 @@ class Recorder:
         self._witness = Witness(heap)
         self._writer = GraphWriter(self.calls, self._witness)
         self._mode = _Mode(self)
-        self._thread = threading.get_ident()
         self.surroundings = Surroundings(lambda: None if self._witness.inside else self.calls.path, heap.closures)
 
     @property
@@ -124,37 +123,38 @@ class Recorder:
     @contextmanager
     def _shown_modules(self) -> Iterator[None]:
         """Show calls of modules and of autograd functions, which no mode sees."""
-        call_module, function = nn.Module.__call__, torch.autograd.Function
-        apply, init = function.__dict__["apply"], nn.Module.__init__
 
-        def listens() -> bool:
-            return not self._witness.inside and threading.get_ident() == self._thread
+        def showing_calls(call_module: Callable[..., Any]) -> Callable[..., Any]:
+            def shown_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+                if self._witness.inside:
+                    return call_module(module, *args, **kwargs)
+                return self._call_module(module, call_module, args, kwargs)
 
-        def shown_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not listens():
-                return call_module(module, *args, **kwargs)
-            return self._call_module(module, call_module, args, kwargs)
+            return shown_call
 
-        def shown_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            target = apply.__get__(None, cls)
-            if not listens():
-                return target(*args, **kwargs)
-            # A reference that was kept from before (``f = Function.apply``) is not seen. There the operations inside are, under no_grad.
-            return self._operate("call_function", target, args, kwargs, target, own_code=f"{cls.__name__}.apply")
+        def showing_apply(apply: Any) -> Any:
+            def shown_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+                target = apply.__get__(None, cls)
+                if self._witness.inside:
+                    return target(*args, **kwargs)
+                # A reference that was kept from before (``f = Function.apply``) is not seen. There the operations inside are, under no_grad.
+                return self._operate("call_function", target, args, kwargs, target, own_code=f"{cls.__name__}.apply")
 
-        def shown_init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-            self._witness.note_module(module)
-            init(module, *args, **kwargs)
+            return classmethod(shown_apply)
 
-        nn.Module.__call__ = shown_call  # type: ignore[method-assign]
-        nn.Module.__init__ = shown_init  # type: ignore[assignment,method-assign]
-        function.apply = classmethod(shown_apply)
-        try:
+        def showing_init(init: Callable[..., None]) -> Callable[..., None]:
+            def shown_init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+                self._witness.note_module(module)
+                init(module, *args, **kwargs)
+
+            return shown_init
+
+        with (
+            replaced(nn.Module, "__call__", showing_calls),
+            replaced(nn.Module, "__init__", showing_init),
+            replaced(torch.autograd.Function, "apply", showing_apply),
+        ):
             yield
-        finally:
-            nn.Module.__call__ = call_module  # type: ignore[method-assign]
-            nn.Module.__init__ = init  # type: ignore[method-assign]
-            function.apply = apply
 
     def _call_module(
         self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

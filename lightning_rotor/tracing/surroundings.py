@@ -21,6 +21,7 @@ import dis
 import gc
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache
@@ -68,6 +69,7 @@ class Surroundings:
         self._closures = closures
         self.notes = Notes()
         self._collecting = self._is_interrupted = False
+        self._thread = threading.get_ident()
         self._known: set[tuple[CodeType, type]] = set()
 
     @contextmanager
@@ -106,14 +108,12 @@ class Surroundings:
     # ---------------------------------------------------------------- while the code runs
 
     def _pause(self, phase: str, _: Any) -> None:
-        if phase == "start":
+        if phase == "start" and threading.get_ident() == self._thread:
             self._collecting = True
-            self._is_interrupted = (
-                sys.getprofile() == self._listen
-            )  # another thread has a profile function of its own, or none
+            self._is_interrupted = sys.getprofile() == self._listen
 
     def _go_on(self, phase: str, _: Any) -> None:
-        if phase == "stop":
+        if phase == "stop" and threading.get_ident() == self._thread:
             self._collecting = False
             if self._is_interrupted and sys.getprofile() != self._listen:
                 # A cProfile.Profile that was never disabled takes away whatever profiles, should it be garbage.

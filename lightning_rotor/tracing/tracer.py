@@ -8,6 +8,7 @@ whose forward it happened in then becomes one operation of the graph.
 from __future__ import annotations
 
 import operator
+import threading
 from collections.abc import Callable, Set
 from typing import Any
 
@@ -72,6 +73,7 @@ class Tracer(fx.Tracer):
         self._examples = {name: tensor for tensor, name in named.values()}
         self.surroundings = Surroundings(lambda: self.calls.path, heap.closures)
         self._ambient = ambient()
+        self._thread = threading.get_ident()
 
     def record(self, root: nn.Module) -> fx.Graph:
         """Trace the root's forward."""
@@ -111,6 +113,8 @@ class Tracer(fx.Tracer):
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Record a call, or trace through it and see that it draws nothing."""
+        if threading.get_ident() != self._thread:  # fx shows the calls of all threads
+            return forward(*args, **kwargs)
         path = self.calls.path_of(m)
         with self.calls.inside(m):
             if self.is_leaf_module(m, path):
@@ -229,7 +233,7 @@ class Tracer(fx.Tracer):
 
     def _module_getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         name = self._tensor_names.get(id(attr_val)) if isinstance(attr_val, torch.Tensor) else None
-        if name is None:
+        if name is None or threading.get_ident() != self._thread:
             return attr_val
         key = name if self._known is None else f"{name} {id(self._known)}"
         if key not in parameter_proxy_cache:
