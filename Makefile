@@ -7,13 +7,14 @@
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
+VERSIONS ?= .versions
 BIN := $(VENV)/bin
 
 # The environment is installed again when what it is made from changes, or when another checkout has used it since.
 STAMP := $(VENV)/.lightning-rotor
 KEY := $(shell cat pyproject.toml constraints.txt | cksum) $(CURDIR)
 
-.PHONY: demo test test-gpu lint types suite docs bench format clean
+.PHONY: demo test test-gpu test-versions lint types suite docs bench format clean
 .DEFAULT_GOAL := test
 
 # torch's profiler, which sees memory on the CPU, would warn of blocks that are older than the profile: there always are some.
@@ -41,6 +42,11 @@ test-gpu: $(STAMP)
 # The table of what works, from the tests that show it.
 docs: $(STAMP)
 	$(BIN)/python -m pytest --features=docs/features.md
+
+# Before a release: the core of the suite and the demo under each torch, in environments that are made in VERSIONS (5 GB each) or are there.
+# docs/compatibility.md has the figures; `$(BIN)/python -m tests.compatibility suite` adds those of the whole suite under fewer instructions.
+test-versions: $(STAMP)
+	$(BIN)/python -m tests.compatibility run --environments $(VERSIONS)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/planner.py

@@ -19,9 +19,9 @@ from lightning_rotor.devices import resolve_limit
 from lightning_rotor.errors import ModelError, ProfilingError, RotorWarning
 from lightning_rotor.planned import PlannedForward
 from lightning_rotor.planning import Frontier, Plan, frontier
+from lightning_rotor.private.torch_names import is_compiler_wrapper, module_inside
 from lightning_rotor.profiling import Profile
 from lightning_rotor.schedule import Schedule
-from lightning_rotor.sequential import is_compiler_wrapper
 from lightning_rotor.sharding import units_below
 from lightning_rotor.units import MemoryLimit, parse_limit
 
@@ -246,7 +246,7 @@ class Checkpointable(nn.Module):
 
 def _in_a_row(wrapper: nn.Module) -> nn.Sequential:
     """What ``torch.compile`` has made of a module, under the module's name."""
-    return nn.Sequential(OrderedDict({type(wrapper._modules["_orig_mod"]).__name__: wrapper}))
+    return nn.Sequential(OrderedDict({type(module_inside(wrapper)).__name__: wrapper}))
 
 
 @dataclass(slots=True)

@@ -18,28 +18,22 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from inspect import getclosurevars
 from types import FunctionType
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import fx, nn
-from torch._functorch import config as functorch_config
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_rotor.errors import UnitError
-from lightning_rotor.sequential import HOOKS, Stage, is_compiler_wrapper
+from lightning_rotor.private import torch_names as private
+from lightning_rotor.private.torch_names import FakeTensor, TorchDispatchMode
+from lightning_rotor.sequential import Stage
 from lightning_rotor.tracing import GraphSlice
 
 Variants: TypeAlias = Literal["exact", "close", "off"]
 """Which variants may be used, see :class:`CompiledModules`."""
 BUDGETS = (0.7, 0.5, 0.3, 0.1, 0.0)
 """Activation memory budgets that are tried besides the user's own."""
-
-_WRAPPER = frozenset(
-    ("forward", "dynamo_ctx", "get_compiler_config", "_torchdynamo_orig_callable", "_torchdynamo_wrapper_id")
-)
 
 
 class CannotRepeatError(Exception):
@@ -57,7 +51,7 @@ class _Settings:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether the user compiled this very module, by ``module.compile()`` or ``torch.compile(module)``."""
-    return is_compiler_wrapper(module) or getattr(module, "_compiled_call_impl", None) is not None
+    return private.is_compiler_wrapper(module) or private.is_compiled_in_place(module)
 
 
 def taken_apart(name: str) -> str:
@@ -129,7 +123,9 @@ class CompiledModules:
             number = self._number(_settings_of(module))
         except CannotRepeatError:
             return None, frozenset()
-        return number, _WRAPPER if is_compiler_wrapper(module) else frozenset(("_compiled_call_impl",))
+        return number, private.COMPILER_ATTRIBUTES if private.is_compiler_wrapper(module) else frozenset(
+            (private.COMPILED_CALL,)
+        )
 
     def _number(self, settings: _Settings) -> int:
         """Backends can be compared, but not hashed."""
@@ -139,21 +135,16 @@ class CompiledModules:
 
     def _under(self, budget: float, module: nn.Module, *, one_graph: bool) -> Callable[..., Any]:
         settings = _settings_of(module)
-        inner = module._modules["_orig_mod"] if is_compiler_wrapper(module) else module
-        assert inner is not None
+        inner = private.module_inside(module) if private.is_compiler_wrapper(module) else module
         # One function for each code that the user's own compiled code is kept with: the compiler gives up when one has too many variants.
         key = self._number(settings), budget, type(inner).forward
         if key not in self._functions:
             # Compiled code is kept with the code object that it stands for, so each function needs its own.
-            own = FunctionType(_call.__code__.replace(), globals())
+            own = FunctionType(private.call_uncompiled.__code__.replace(), globals())
             self._functions[key] = own, partial(_compile_under, settings.backend, budget)
         function, backend = self._functions[key]
         fullgraph = one_graph or settings.fullgraph
         return partial(torch.compile(function, backend=backend, fullgraph=fullgraph, dynamic=settings.dynamic), inner)
-
-
-def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return module._call_impl(*args, **kwargs)
 
 
 def _compile_under(
@@ -166,7 +157,7 @@ def _compile_under(
     """
     if _may_draw(graph):
         return backend(graph, inputs, **options)
-    with functorch_config.patch(activation_memory_budget=budget):
+    with private.activation_budget(budget):
         return backend(graph, inputs, **options)
 
 
@@ -187,7 +178,7 @@ class _Draws(TorchDispatchMode):
 
 def _argument(function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The value of an argument, or None if there is none of this name. Attention is said to draw, and does so if it drops out."""
-    for place, argument in enumerate(function._schema.arguments):
+    for place, argument in enumerate(private.schema_of(function).arguments):
         if argument.name == name:
             return args[place] if place < len(args) else kwargs.get(name, argument.default_value)
     return None
@@ -214,30 +205,18 @@ def _may_draw(graph: fx.GraphModule) -> bool:
 
 
 def _settings_of(module: nn.Module) -> _Settings:
-    """How a module was compiled.
-
-    torch has no public way to ask. What it keeps is behind ``get_compiler_config``, which all compiled callables have.
-    """
-    ask = getattr(module if is_compiler_wrapper(module) else module._compiled_call_impl, "get_compiler_config", None)
-    context = getclosurevars(ask).nonlocals.get("self") if isinstance(ask, FunctionType) else None
-    try:
-        settings = _Settings(_innermost(context.callback), context.fullgraph, context._dynamic)  # type: ignore[union-attr]
-    except AttributeError:
-        raise CannotRepeatError("this version of torch does not tell how it was compiled") from None
-    if is_compiler_wrapper(module) and any(getattr(module, hooks) for hooks in HOOKS):
+    """How a module was compiled."""
+    found = private.compiler_settings(module)
+    if found is None:
+        raise CannotRepeatError("this version of torch does not tell how it was compiled")
+    settings = _Settings(found.backend, found.fullgraph, found.dynamic)
+    if private.is_compiler_wrapper(module) and any(getattr(module, hooks) for hooks in private.HOOKS):
         raise CannotRepeatError("there are hooks on what torch.compile returned: register them on the module itself")
-    if getattr(getattr(context, "_hooks", None), "guard_filter_fn", None) or getattr(context, "_dynamic_shapes", None):
+    if found.has_more:
         raise CannotRepeatError("it was compiled with guard_filter_fn or dynamic_shapes")
     if (getattr(settings.backend, "config", None) or {}).get("triton.cudagraphs"):
         raise CannotRepeatError("CUDA graphs hold on to their memory")
     return settings
-
-
-def _innermost(callback: Any) -> Any:
-    """The backend that the compiler's layers are wrapped around."""
-    while hasattr(callback, "_torchdynamo_orig_backend"):
-        callback = callback._torchdynamo_orig_backend
-    return callback
 
 
 # -------------------------------------------------------------------- stages that call something else

@@ -23,19 +23,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from lightning_rotor.errors import ProfilingError
 from lightning_rotor.fake_copy import fake_copy
 from lightning_rotor.generators import GeneratorStates
-from lightning_rotor.private.torch_names import backward_number
+from lightning_rotor.private.pytree import tree_leaves
+from lightning_rotor.private.torch_names import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    TorchDispatchMode,
+    backward_number,
+    packet_of,
+)
 from lightning_rotor.recomputation import repeating
 
 _aten = torch.ops.aten
@@ -189,7 +190,7 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    name = func._overloadpacket.__name__
+    name = packet_of(func).__name__
     if name.startswith("_scaled_dot_product") and "backward" not in name:  # the registry knows the kernels of GPUs only
         query, key, value = args[:3]
         pairs = query.shape[:-1].numel() * key.shape[-2]
@@ -197,7 +198,7 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     if name in ("mkldnn_rnn_layer", "_cudnn_rnn"):
         weights = args[1:5] if name == "mkldnn_rnn_layer" else args[1]
         return int(2 * args[0].shape[:2].numel() * sum(weight.numel() for weight in weights))
-    formula = flop_registry.get(func._overloadpacket)
+    formula = flop_registry.get(packet_of(func))
     if formula is not None:
         return int(formula(*args, **kwargs, out_val=result))
     if func.is_view:
@@ -219,7 +220,7 @@ def _without_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
     if func is _aten.masked_select.default:
         return args[0].new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape).numel())
-    if func._overloadpacket in (_aten.index, _aten.index_put, _aten.index_put_):
+    if packet_of(func) in (_aten.index, _aten.index_put, _aten.index_put_):
         return func(args[0], _expanded(args[1]), *args[2:], **kwargs)
     raise DynamicOutputShapeException(func)
 

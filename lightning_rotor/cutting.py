@@ -15,7 +15,8 @@ from typing import Any, ClassVar, Protocol
 from torch import nn
 
 from lightning_rotor.errors import ModelError
-from lightning_rotor.sequential import Rows, Stage, is_compiler_wrapper, sequential_members, sequential_stages
+from lightning_rotor.private.torch_names import is_compiler_wrapper, module_inside
+from lightning_rotor.sequential import Rows, Stage, sequential_members, sequential_stages
 from lightning_rotor.sharding import Unit, units_below, wrapped_by_fsdp1
 from lightning_rotor.tracing import GraphCut, cut_graph, cut_recording
 from lightning_rotor.tracing.lessons import Lessons
@@ -190,7 +191,7 @@ def check_module(module: nn.Module) -> None:
         sequential_stages(module)
     if is_compiler_wrapper(module):
         raise ModelError(
-            f"{type(module._modules['_orig_mod']).__name__} was compiled as a whole, which leaves nothing to cut: expected its blocks to be "
+            f"{type(module_inside(module)).__name__} was compiled as a whole, which leaves nothing to cut: expected its blocks to be "
             "compiled instead (for block in net.blocks: block.compile()), Checkpointable(torch.compile(net)), which chooses among compiled code "
             "for the whole, or the module inside, ._orig_mod, which runs uncompiled under a plan"
         )

@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_rotor.errors import ExecutionError
-from lightning_rotor.private.torch_names import hooks_for_saved_tensors
+from lightning_rotor.private.torch_names import hooks_for_saved_tensors, identity_of
 from lightning_rotor.recomputation import is_checkpointing
 
 
@@ -130,7 +130,11 @@ class _Saved:
 
     def shows(self, tensor: torch.Tensor) -> bool:
         """Whether it is the same memory, read as the same numbers."""
-        return self.storage.cdata == tensor.untyped_storage()._cdata and self.dtype == tensor.dtype and is_whole(tensor)
+        return (
+            self.storage.cdata == identity_of(tensor.untyped_storage())
+            and self.dtype == tensor.dtype
+            and is_whole(tensor)
+        )
 
     def stand_in(self) -> torch.Tensor:
         """A tensor of one element that looks like it to the segment around, which compares what its two passes save."""

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.utils.data import DataLoader, Dataset
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+from lightning_rotor.private.torch_names import HOOKS, FakeCopyMode, FakeTensorMode
 
 
 def fake_copy(value: Any, mode: FakeTensorMode, replacements: Mapping[int, Any]) -> Any:
@@ -33,7 +32,7 @@ def fake_copy(value: Any, mode: FakeTensorMode, replacements: Mapping[int, Any])
     with FakeCopyMode(mode):
         duplicate = deepcopy(value, memo)
     for module in _modules_in(duplicate):
-        for kind in _HOOKS:
+        for kind in HOOKS:
             hooks = getattr(module, kind)
             for key in [key for key, hook in hooks.items() if isinstance(hook, FunctionType)]:
                 del hooks[key]

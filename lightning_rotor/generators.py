@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._mode_utils import (
+
+from lightning_rotor.private.torch_names import (
     no_dispatch,
 )  # a state is a tensor, and real even where a mode makes all tensors fake
-
 from lightning_rotor.tensors import uncounted_copy
 
 

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_rotor.dropping import Boundary, Output, second_backward
 from lightning_rotor.errors import ExecutionError
@@ -33,7 +32,8 @@ from lightning_rotor.invertible.gradients import first_derivatives_only, stand_i
 from lightning_rotor.invertible.guard import Guard
 from lightning_rotor.invertible.moment import Moment
 from lightning_rotor.invertible.protocol import require_like
-from lightning_rotor.private.torch_names import backward_keeps_graph
+from lightning_rotor.private.pytree import TreeSpec, tree_flatten, tree_unflatten
+from lightning_rotor.private.torch_names import backward_keeps_graph, version_of
 from lightning_rotor.recomputation import is_last_backward_through, recomputed
 from lightning_rotor.state import FirstPass, Replay, SegmentState
 
@@ -94,10 +94,10 @@ class Inversion:
             ExecutionError: It has changed its input in place.
         """
         leaves = tree_flatten(self._value)[0]
-        versions = [leaf._version for leaf in leaves]
+        versions = [version_of(leaf) for leaf in leaves]
         output = self._first_run(leaves)
         self._made = tree_flatten(output)[1]
-        if [leaf._version for leaf in leaves] != versions:
+        if [version_of(leaf) for leaf in leaves] != versions:
             raise ExecutionError(
                 f"{self._way.name!r} changes its input in place, so it cannot be inverted: expected an untouched input. "
                 "Use an operation that is not in place there, or measure again if the model has changed since"

@@ -13,7 +13,9 @@ from typing import Any
 
 from torch import nn
 
-_TABLES = ("_modules", "_forward_hooks", "_forward_pre_hooks", "_parameters")
+from lightning_rotor.private.torch_names import HOOKS
+
+_TABLES = ("_modules", *HOOKS[:2], "_parameters")
 _entries_in = itemgetter("training", *_TABLES[:-1])
 _parameters_in = itemgetter(_TABLES[-1])
 _learning = attrgetter("requires_grad", "dtype")

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch._compile import _disable_dynamo
 
 from lightning_rotor.agreement import Agreement
 from lightning_rotor.allowance import AllowanceSource
@@ -28,25 +28,16 @@ from lightning_rotor.execution.second_backward import guard_second_backward
 from lightning_rotor.plan_cache import MAX_PLANS
 from lightning_rotor.planning import Plan
 from lightning_rotor.preparation import Preparation
+from lightning_rotor.private.torch_names import is_transformed, outside_of_graphs
 from lightning_rotor.profiling import Profile
 from lightning_rotor.recomputation import is_recomputing
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.tensors import check_sample
 
-
-def _outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep a function out of what torch.compile captures, for dynamo would flatten nested checkpoints into one.
-
-    torch's private spelling of ``torch.compiler.disable`` imports dynamo only when something is compiled; the reason is for those who compile
-    with ``fullgraph=True``.
-    """
-    kept_out: Any = _disable_dynamo(function)
-    kept_out._torchdynamo_disable = True
-    kept_out._torchdynamo_disable_msg = (
-        "lightning-rotor runs this module under a recomputation plan, which cannot be one graph: expected torch.compile without "
-        "fullgraph=True, or torch.compile of the layers inside the planned module"
-    )
-    return kept_out  # type: ignore[no-any-return]
+_NO_GRAPH = (
+    "lightning-rotor runs this module under a recomputation plan, which cannot be one graph: expected torch.compile without "
+    "fullgraph=True, or torch.compile of the layers inside the planned module"
+)
 
 
 class PlannedForward:
@@ -201,7 +192,8 @@ class PlannedForward:
         """Let all plans from now on take less than the one used last, which was too much for the device. Whether that is possible."""
         return self.plan is not None and self._plans.lower_ceiling(self.plan)
 
-    @_outside_of_graphs
+    # dynamo would flatten nested checkpoints into one
+    @partial(outside_of_graphs, reason=_NO_GRAPH)
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Output of the module; in training, under the plan for this input's signature, made now if there is none.
 
@@ -217,7 +209,7 @@ class PlannedForward:
         """
         if not (self._active and module.training and torch.is_grad_enabled()) or torch.is_inference_mode_enabled():
             return type(module).forward(module, *args, **kwargs)
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if is_transformed():
             return type(module).forward(
                 module, *args, **kwargs
             )  # checkpoints do not work under torch.func's transforms

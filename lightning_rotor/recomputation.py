@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_rotor.errors import ExecutionError
 from lightning_rotor.private import torch_names as private
+from lightning_rotor.private.torch_names import version_of
 from lightning_rotor.state import FirstPass, Replay, SegmentState
 
 _NO_STATE = SegmentState()
@@ -180,7 +181,7 @@ def recomputed(
 
 
 def _versions(inputs: tuple[Any, ...]) -> list[int]:
-    return [value._version for value in inputs if isinstance(value, torch.Tensor) and not value.is_inference()]
+    return [version_of(value) for value in inputs if isinstance(value, torch.Tensor) and not value.is_inference()]
 
 
 def _contexts(state: SegmentState) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

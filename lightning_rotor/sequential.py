@@ -10,16 +10,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
-from torch.nn.modules import module as nn_module
 
 from lightning_rotor.errors import ModelError
+from lightning_rotor.private import torch_names as private
 from lightning_rotor.skip.threaded import thread_skips
 from lightning_rotor.wiring import Wire, Wiring
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-"""Attributes in which a module keeps the hooks around its forward and backward."""
-
-_HOOKS_OF_ALL = tuple(getattr(nn_module, f"_global{name}") for name in HOOKS)  # dicts that torch fills in place
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+NORMALIZATIONS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
+"""Torch's layers with running statistics."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -164,29 +166,18 @@ def is_plain_stock(module: nn.Module) -> bool:
     """Whether a module is one of torch's own layers, unhooked and not parametrized, so that its behaviour is known."""
     return (
         type(module).__module__.startswith("torch.nn.modules.")
-        and not module._forward_hooks
-        and not module._forward_pre_hooks
+        and not private.has_forward_hooks(module)
         and "forward" not in module.__dict__
     )
-
-
-def any_module_hooks() -> bool:
-    """Whether there are hooks for all modules."""
-    return any(_HOOKS_OF_ALL)
-
-
-def is_compiler_wrapper(module: nn.Module) -> bool:
-    """Whether a module is what ``torch.compile(module)`` returns."""
-    return type(module).__name__ == "OptimizedModule" and "_orig_mod" in module._modules
 
 
 def has_own_call(module: nn.Module) -> bool:
     """Whether calling a module does more than its class's forward: hooks, its own or those for all modules, or compiled code."""
     return (
-        any(getattr(module, name) for name in HOOKS)
-        or any_module_hooks()
+        any(getattr(module, name) for name in private.HOOKS)
+        or private.any_hooks_of_all()
         or "forward" in module.__dict__
-        or getattr(module, "_compiled_call_impl", None) is not None
+        or private.is_compiled_in_place(module)
     )
 
 

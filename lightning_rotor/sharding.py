@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_rotor.private.torch_names import backward_number
+from lightning_rotor.private import torch_names as private
 
 
 def wrapped_by_fsdp1(module: nn.Module) -> list[str]:
@@ -96,12 +96,12 @@ class Unit:
     @property
     def stays_whole(self) -> bool:
         """Whether it is left gathered from its forward to its backward, as the root and ``reshard_after_forward=False`` are."""
-        return not all(group._reshard_after_forward for group in self._groups)
+        return any(map(private.fsdp_stays_whole, self._groups))
 
     @property
     def shares_hooks(self) -> bool:
         """Whether it is one of several modules that were given to ``fully_shard`` as one unit."""
-        return len(self._state._modules) > 1
+        return len(private.fsdp_modules_of_unit(self.module)) > 1
 
     @property
     def sizes(self) -> UnitSizes:
@@ -109,28 +109,18 @@ class Unit:
         return sum((_sizes_of(group) for group in self._groups), UnitSizes())
 
     @property
-    def _state(self) -> Any:
-        return self.module._get_fsdp_state()
-
-    @property
     def _groups(self) -> list[Any]:
-        state = self._state
-        groups = getattr(state, "_fsdp_param_groups", None)  # since torch 2.13; there was one before, or none
-        return [state._fsdp_param_group] * (state._fsdp_param_group is not None) if groups is None else groups
+        return private.fsdp_groups(self.module)
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Its parameters are there, and its hooks take each forward for a recomputation: they convert types, and leave the rest alone."""
-        from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-
-        state, was_whole = self._state, self.is_whole
-        before = state._training_state
+        was_whole = self.is_whole
         self.module.unshard()
-        state._training_state = TrainingState.PRE_BACKWARD
         try:
-            yield
+            with private.fsdp_before_backward(self.module):
+                yield
         finally:
-            state._training_state = before
             if not was_whole:
                 self.module.reshard()
 
@@ -150,7 +140,7 @@ def gathered(units: Iterable[Unit]) -> Iterator[None]:
 @contextmanager
 def left_as_found(units: Iterable[Unit]) -> Iterator[None]:
     """Spread again what a recomputation gathers, except where the backward stands: it needs the parameters next."""
-    in_backward = backward_number() is not None
+    in_backward = private.backward_number() is not None
     spread = [unit for unit in units if not unit.is_whole] if in_backward else []
     yield  # a recomputation that stops early ends in an exception, in the very unit where the backward stands
     for unit in spread:
@@ -161,15 +151,13 @@ def left_as_found(units: Iterable[Unit]) -> Iterator[None]:
 def unrecorded(module: nn.Module) -> Iterator[None]:
     """Forwards that no backward follows: FSDP would take them for the order in which backwards come, and gather in advance."""
     groups = [group for unit in units_in((module,)) for group in unit._groups]
-    indices = [(group, list(group._post_forward_indices)) for group in groups]
-    orders = {id(group.comm_ctx): (group.comm_ctx, len(group.comm_ctx.post_forward_order)) for group in groups}
+    orders = [order for group in groups for order in private.fsdp_order(group)]
+    before = [list(order) for order in orders]
     try:
         yield
     finally:
-        for group, before in indices:
-            group._post_forward_indices[:] = before
-        for context, length in orders.values():
-            del context.post_forward_order[length:]
+        for order, entries in zip(orders, before, strict=True):
+            order[:] = entries
 
 
 def messages_bytes(module: nn.Module) -> int:
@@ -184,7 +172,7 @@ def _sizes_of(group: Any) -> UnitSizes:
     processes = getattr(group.mesh_info, "shard_mesh_size", 1)
     total = UnitSizes()
     for parameter in group.fsdp_params:
-        shard = parameter._sharded_param_data.numel()
+        shard = private.fsdp_shard_elements(parameter)
         original = parameter.sharded_param.dtype
         computed = getattr(parameter, "param_dtype", None) or original
         reduced = getattr(parameter, "reduce_dtype", None) or computed

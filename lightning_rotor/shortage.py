@@ -16,6 +16,7 @@ from torch import nn
 
 from lightning_rotor.errors import ShortageError
 from lightning_rotor.generators import GeneratorStates
+from lightning_rotor.private.torch_names import copy_each, version_of
 from lightning_rotor.profiling import Profile
 from lightning_rotor.state import Attributes, SegmentState
 from lightning_rotor.tensors import tensors_in, uncounted_copy
@@ -47,7 +48,7 @@ class CopiedStatistics:
             return [(buffer, uncounted_copy(buffer)) for buffer in buffers]
         if pairs:
             with torch.no_grad():
-                torch._foreach_copy_([copy for _, copy in pairs], buffers)
+                copy_each([copy for _, copy in pairs], buffers)
         return pairs
 
     def give_back(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -79,11 +80,11 @@ class BeforeForward:
         self._attributes = Attributes(state.attributed)
         self._owner, self._statistics = statistics, statistics.take(state)
         self._copies = [(buffer, uncounted_copy(buffer)) for buffer in _buffers(state.remembered)]
-        self._versions = [(tensor, tensor._version) for tensor in (*tensors, *_buffers(state.watched))]
+        self._versions = [(tensor, version_of(tensor)) for tensor in (*tensors, *_buffers(state.watched))]
 
     def restore(self) -> bool:
         """Set everything back. Whether that was possible: an input or a large buffer that has changed is not remembered."""
-        if any(tensor._version != version for tensor, version in self._versions):
+        if any(version_of(tensor) != version for tensor, version in self._versions):
             return False
         self._attributes.restore()
         with torch.no_grad():

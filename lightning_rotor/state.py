@@ -30,7 +30,8 @@ from torch import nn
 
 from lightning_rotor.errors import ExecutionError
 from lightning_rotor.generators import HostGenerators
-from lightning_rotor.sequential import Stage, is_plain_stock
+from lightning_rotor.private.torch_names import version_of
+from lightning_rotor.sequential import NORMALIZATIONS, Stage, is_plain_stock
 from lightning_rotor.settings import Settings
 from lightning_rotor.sharding import units_in
 from lightning_rotor.units import in_blocks
@@ -107,7 +108,7 @@ def state_of(
         buffers = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
         if not buffers:
             continue
-        if isinstance(module, nn.modules.batchnorm._NormBase) and is_plain_stock(module):
+        if isinstance(module, NORMALIZATIONS) and is_plain_stock(module):
             for name, buffer in buffers.items():
                 if (module, name) not in scratch:
                     scratch[module, name] = Statistic(module, name, torch.empty_like(buffer))
@@ -162,7 +163,7 @@ class FirstPass:
             (module, name, copies.setdefault(id(buffer), buffer.detach().clone()))
             for module, name, buffer in _slots(self.state.remembered)
         ]
-        self._watched = [(*slot, slot[2]._version) for slot in _slots(self.state.watched)]
+        self._watched = [(*slot, version_of(slot[2])) for slot in _slots(self.state.watched)]
         self.attributes = Attributes(self.state.attributed)
         self.generators = HostGenerators() if self.state.attributed else None
         self.parameters = [
@@ -176,7 +177,7 @@ class FirstPass:
     ) -> None:
         watched, self._watched = self._watched, []
         for module, name, buffer, version in watched:
-            if error is None and (module._buffers.get(name) is not buffer or buffer._version != version):
+            if error is None and (module._buffers.get(name) is not buffer or version_of(buffer) != version):
                 raise ExecutionError(
                     f"the buffer {name!r} of {type(module).__name__} changed in a segment that is to be recomputed, but did not while it was "
                     "measured, so its earlier value is gone: expected a forward that leaves large buffers alone, or updates them every time. "

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves
 
 from lightning_rotor.errors import SampleError
+from lightning_rotor.private.pytree import tree_leaves
+from lightning_rotor.private.torch_names import FakeTensor, identity_of
 from lightning_rotor.units import in_blocks
 
 
@@ -30,7 +30,7 @@ def address_of(tensor: torch.Tensor) -> int:
     """Which memory a tensor has: the same for all that share it, 0 for none. What was freed may be another's later."""
     storage = tensor.untyped_storage()
     if is_fake(tensor):
-        return int(storage._cdata) if storage.nbytes() else 0
+        return identity_of(storage) if storage.nbytes() else 0
     return storage.data_ptr()
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_rotor.errors import ModelError
+from lightning_rotor.private.torch_names import identity_of, is_traceable_wrapper_subclass, sparse_parts
 from lightning_rotor.units import BLOCK_BYTES, in_blocks
 
 
@@ -140,8 +140,8 @@ def storages_of(tensor: Any) -> Iterator[torch.UntypedStorage]:
             if isinstance(part, torch.Tensor):  # a DTensor lists its mesh as well
                 yield from storages_of(part)
     elif tensor.layout is torch.sparse_coo:
-        yield from storages_of(tensor._indices())
-        yield from storages_of(tensor._values())
+        for part in sparse_parts(tensor):
+            yield from storages_of(part)
     elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         for part in (tensor.crow_indices(), tensor.col_indices(), tensor.values()):
             yield from storages_of(part)
@@ -154,7 +154,7 @@ def storages_of(tensor: Any) -> Iterator[torch.UntypedStorage]:
 
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
     """Unique storages by identity. The address would not do: it is 0 for every tensor on ``meta``."""
-    return {storage._cdata: storage for tensor in tensors for storage in storages_of(tensor)}
+    return {identity_of(storage): storage for tensor in tensors for storage in storages_of(tensor)}
 
 
 def _sum(

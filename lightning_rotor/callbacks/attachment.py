@@ -18,6 +18,8 @@ from lightning_rotor.callbacks.saved_plans import SavedPlans
 from lightning_rotor.compiled import is_compiled, taken_apart
 from lightning_rotor.errors import ModelError, RotorWarning
 from lightning_rotor.planned import PlannedForward
+from lightning_rotor.private.lightning_names import is_compiled as is_compiled_whole
+from lightning_rotor.private.torch_names import INNER
 from lightning_rotor.target import Target, TargetSearch, named_target
 
 _log = logging.getLogger(__name__)
@@ -48,7 +50,7 @@ class Attachment:
         self._make = make
         self._search: TargetSearch | None = None
         self._choice_due = self._left_out_due = self._taken_apart_due = False
-        self._is_compiled = model._compiler_ctx is not None
+        self._is_compiled = is_compiled_whole(model)
         self.target: Target
         self.planned: PlannedForward | None = None
 
@@ -140,7 +142,7 @@ class Attachment:
             planned = self._make(target.module, self._descend if self._search is not None else None)
             attach(target.module, planned)
             self.planned = planned
-            self._taken_apart_due = is_compiled(target.module) or target.name.endswith("_orig_mod") or self._is_compiled
+            self._taken_apart_due = is_compiled(target.module) or target.name.endswith(INNER) or self._is_compiled
         self.target = target
         if not self._trainer.global_rank:
             level = logging.DEBUG if self._choice_due else logging.INFO

@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.tuner.batch_size_scaling import _reset_dataloaders
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.parsing import lightning_hasattr, lightning_setattr
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -24,6 +23,7 @@ from lightning_rotor.callbacks.process_memory import ProcessMemory, own_limit_by
 from lightning_rotor.callbacks.ranks import least_limit_bytes
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import ModelError, RotorError
+from lightning_rotor.private.lightning_names import reset_loaders
 from lightning_rotor.sequential import Stage
 from lightning_rotor.target import TargetSearch, named_target
 from lightning_rotor.tensors import tensors_in
@@ -101,7 +101,7 @@ class RotorBatchSizeAdvice(pl.Callback):
         _log.info("best batch size within %s: %d", format_bytes(self._advice.limit_bytes), best.batch_size)
         if self._set_batch_size:
             lightning_setattr(pl_module, self._batch_arg_name, best.batch_size)
-            _reset_dataloaders(trainer)
+            reset_loaders(trainer)
 
     def _outcome(self, trainer: pl.Trainer, model: pl.LightningModule, batch: Any) -> BatchSizeAdvice | RotorError:
         """The advice, or why there is none: whoever ends alone leaves others waiting."""

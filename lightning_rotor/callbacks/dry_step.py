@@ -17,6 +17,7 @@ from typing_extensions import Self
 
 from lightning_rotor.compute import StepCompute, measure_compute
 from lightning_rotor.errors import ProfilingError
+from lightning_rotor.private.lightning_names import is_compiled
 from lightning_rotor.target import Target, TargetSearch
 
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.device, torch.dtype)
@@ -72,9 +73,7 @@ def best_by_compute(
 
 
 def _isolate(module: pl.LightningModule, trainer: _TrainerStandIn) -> None:
-    if (
-        module._compiler_ctx is not None
-    ):  # Lightning has put compiled methods of the original in the place of the copy's
+    if is_compiled(module):  # Lightning has put compiled methods of the original in the place of the copy's
         for name in ("forward", "training_step", "validation_step", "test_step", "predict_step"):
             module.__dict__.pop(name, None)
     silence = Silence()

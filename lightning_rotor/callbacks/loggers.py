@@ -22,6 +22,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
 from lightning_rotor.callbacks.process_plan import ProcessPlan
+from lightning_rotor.private import lightning_names as private
 from lightning_rotor.report import PlotError
 
 if TYPE_CHECKING:
@@ -33,13 +34,13 @@ _WITH_PICTURES = (TensorBoardLogger, WandbLogger, MLFlowLogger)
 
 def is_logging_step(trainer: pl.Trainer) -> bool:
     """Whether the Trainer logs after this step, and somebody listens."""
-    return bool(trainer.loggers) and trainer._logger_connector.should_update_logs
+    return bool(trainer.loggers) and private.logs_this_step(trainer)
 
 
 def log_metrics(trainer: pl.Trainer, prefix: str, metrics: Mapping[str, float]) -> None:
     """Give numbers to every logger."""
     for logger in trainer.loggers:
-        logger.log_metrics(_named(logger, prefix, metrics), step=_step(trainer))
+        logger.log_metrics(_named(logger, prefix, metrics), step=private.logging_step(trainer))
 
 
 def log_hyperparameters(trainer: pl.Trainer, prefix: str, values: Mapping[str, Any]) -> None:
@@ -59,9 +60,9 @@ def _hyperparameters_of_the_model(trainer: pl.Trainer) -> dict[str, Any]:
     return {
         name: value
         for owner in owners
-        if owner is not None and owner._log_hyperparams
+        if owner is not None and private.logs_hyperparameters(owner)
         for name, value in owner.hparams_initial.items()
-        if name != "_class_path"  # LightningCLI's own
+        if name != private.CLASS_PATH
     }
 
 
@@ -72,9 +73,9 @@ def log_plan(trainer: pl.Trainer, prefix: str, process: ProcessPlan) -> None:
         return
     text, figure = process.text(), _timeline(process)
     for logger in loggers:
-        _log_text(logger, f"{prefix}{logger.group_separator}plan", text, _step(trainer))
+        _log_text(logger, f"{prefix}{logger.group_separator}plan", text, private.logging_step(trainer))
         if figure is not None:
-            _log_figure(logger, f"{prefix}{logger.group_separator}timeline", figure, _step(trainer))
+            _log_figure(logger, f"{prefix}{logger.group_separator}timeline", figure, private.logging_step(trainer))
 
 
 def _log_text(logger: Logger, key: str, text: str, step: int) -> None:
@@ -108,7 +109,3 @@ def _timeline(process: ProcessPlan) -> Figure | None:
 
 def _named(logger: Logger, prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{prefix}{logger.group_separator}{name}": value for name, value in values.items()}
-
-
-def _step(trainer: pl.Trainer) -> int:
-    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)

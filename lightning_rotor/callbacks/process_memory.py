@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_rotor.allowance import Allowance
 from lightning_rotor.callbacks.ranks import communication_bytes, processes_sharing
+from lightning_rotor.private.lightning_names import toggled_parameters
 from lightning_rotor.training_memory import ResidentMemory, process_limit_bytes
 from lightning_rotor.units import MemoryLimit
 
@@ -91,7 +92,7 @@ def own_limit_bytes(
 @contextmanager
 def _untoggled(model: pl.LightningModule) -> Iterator[None]:
     """Let every parameter require a gradient as it will once ``toggle_optimizer`` is undone: the others train later in the same step."""
-    toggled: dict[nn.Parameter, bool] = getattr(model, "_param_requires_grad_state", {})
+    toggled = toggled_parameters(model)
     now = {parameter: parameter.requires_grad for parameter in toggled}
     try:
         for parameter, state in toggled.items():

@@ -20,6 +20,7 @@ from lightning_rotor.agreement import Agreement, JointPlans, PublishedPlans
 from lightning_rotor.collectives import communicates
 from lightning_rotor.errors import BudgetError
 from lightning_rotor.planning import Plan
+from lightning_rotor.private.torch_names import has_rebuilt_buckets, store_of_processes
 from lightning_rotor.sharding import messages_bytes
 from lightning_rotor.target import Target
 from lightning_rotor.training_state import existing_gradient_bytes, gradient_bytes, storage_bytes
@@ -56,7 +57,7 @@ class Ranks:
             self._agreement = JointPlans(dist.new_group(backend="gloo"), beyond=self._beyond)
         else:
             distributed: Any = dist
-            store = distributed.distributed_c10d._get_default_store()
+            store = store_of_processes()
             self._agreement = PublishedPlans(distributed.PrefixStore(token, store))
 
     @property
@@ -138,4 +139,4 @@ def may_take_new_buckets(trainer: pl.Trainer) -> bool:
         return False
     if wrapped.find_unused_parameters and not wrapped.static_graph:
         return False
-    return not wrapped._get_ddp_logging_data().get("has_rebuilt_buckets")  # up to a step late
+    return not has_rebuilt_buckets(wrapped)

@@ -229,7 +229,7 @@ class RotorCallback(pl.Callback):
     @property
     def state_key(self) -> str:
         """Tells callbacks for several modules of one model apart."""
-        return self._generate_state_key(module=self._module_name)
+        return f"{type(self).__qualname__}{ ({'module': self._module_name})!r}"
 
     def state_dict(self) -> dict[str, Any]:
         """What was measured and planned so far, in plain types."""

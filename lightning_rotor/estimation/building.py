@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_rotor.errors import ModelError, SampleError
+from lightning_rotor.private.torch_names import FakeTensorMode
 
 _DTYPES = {
     "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64,

@@ -9,18 +9,19 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
 
 from lightning_rotor.cutting import sequentialize
 from lightning_rotor.errors import ModelError
 from lightning_rotor.estimation.building import InputSpec, give_fake_tensors
 from lightning_rotor.estimation.meter import EstimatingMeter
 from lightning_rotor.estimation.roofline import Accelerator
+from lightning_rotor.private.torch_names import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    take_back,
+)
 from lightning_rotor.profiling import Profile, profile_chain
 from lightning_rotor.profiling.chain import Progress
 from lightning_rotor.units import BLOCK_BYTES
@@ -107,7 +108,7 @@ def _fused_as_on_cuda() -> Iterator[None]:
     try:
         yield
     finally:
-        library._destroy()
+        take_back(library)
 
 
 def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from lightning_rotor.estimation.roofline import Accelerator
+from lightning_rotor.private.pytree import tree_leaves
+from lightning_rotor.private.torch_names import TorchDispatchMode, identity_of, schema_of
 from lightning_rotor.profiling.meters import MeteredPhase
 from lightning_rotor.units import in_blocks
 
@@ -67,18 +67,20 @@ class EstimatingMeter(TorchDispatchMode):
         kwargs = kwargs or {}
         taken = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         # Before the call: what it returns could have the storage of what it was given.
-        before = {tensor.untyped_storage()._cdata for tensor in taken}
+        before = {identity_of(tensor.untyped_storage()) for tensor in taken}
         result = func(*args, **kwargs)
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         for tensor in made:
             self._note(tensor.untyped_storage())
-        is_view = all(tensor.untyped_storage()._cdata in before for tensor in made) and not func._schema.is_mutable
+        is_view = (
+            all(identity_of(tensor.untyped_storage()) in before for tensor in made) and not schema_of(func).is_mutable
+        )
         if made and not is_view:
             self._seconds += self._duration(func, args, kwargs, taken, made, result)
         return result
 
     def _note(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
+        key = identity_of(storage)
         if key in self._known:
             return
         size = in_blocks(storage.nbytes(), self.block_bytes)
@@ -104,7 +106,7 @@ class EstimatingMeter(TorchDispatchMode):
     ) -> float:
         count: Any = _FLOPS.get(func.overloadpacket) or flop_registry.get(func.overloadpacket)
         operations = float(count(*args, **kwargs, out_val=result)) if count is not None else 0.0
-        moved = sum({tensor.untyped_storage()._cdata: tensor.nbytes for tensor in (*taken, *made)}.values())
+        moved = sum({identity_of(tensor.untyped_storage()): tensor.nbytes for tensor in (*taken, *made)}.values())
         return self._accelerator.seconds(operations, moved, min(tensor.element_size() for tensor in made))
 
 

@@ -18,12 +18,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_rotor.chain import Chain, Option
 from lightning_rotor.dropping import Output, SavedOutput
 from lightning_rotor.inversion import FusedInversion, Inversion
 from lightning_rotor.options import run_stage, way_of
+from lightning_rotor.private.pytree import TreeSpec, tree_flatten, tree_unflatten
 from lightning_rotor.recomputation import recomputed
 from lightning_rotor.recursion import make_room_for
 from lightning_rotor.schedule import Item, Leaf, Schedule, Segment

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from lightning_rotor.errors import ExecutionError
+from lightning_rotor.private.pytree import tree_leaves
 from lightning_rotor.private.torch_names import backward_keeps_graph, backward_number
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from lightning_rotor.errors import ExecutionError
+from lightning_rotor.private.torch_names import version_of
 
 
 class Boundary:
@@ -36,7 +37,7 @@ class Boundary:
     def hold(self, tensors: Sequence[torch.Tensor]) -> None:
         """Hold tensors."""
         self._tensors = [tensor.detach() for tensor in tensors]
-        self._versions = [tensor._version for tensor in self._tensors]
+        self._versions = [version_of(tensor) for tensor in self._tensors]
 
     def hand_over(self, rebuild: Callable[[list[torch.Tensor]], list[torch.Tensor]], after: Boundary) -> None:
         """Drop the tensors: they can be rebuilt from those of a later boundary. Only the first to take over does."""
@@ -83,7 +84,7 @@ class Boundary:
         return tensors
 
     def _require_untouched(self) -> None:
-        if self._tensors is not None and [tensor._version for tensor in self._tensors] != self._versions:
+        if self._tensors is not None and [version_of(tensor) for tensor in self._tensors] != self._versions:
             raise ExecutionError(
                 f"the output of {self.name!r} was changed in place, so its input cannot be rebuilt: expected it untouched until the backward. "
                 "Use an operation that is not in place on it"

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unflatten
 
 from lightning_rotor.errors import InverseError
 from lightning_rotor.generators import GeneratorStates
@@ -24,6 +23,8 @@ from lightning_rotor.invertible.protocol import (
     require_own_output,
     require_tensors,
 )
+from lightning_rotor.private.pytree import tree_leaves, tree_map, tree_structure, tree_unflatten
+from lightning_rotor.private.torch_names import version_of
 
 _INEXACT = "Correct the inverse; bound what it divides by; keep activations in float32 or float64; or allow more"
 
@@ -120,7 +121,7 @@ class _Trial:
         """The output for a copy of the input, which a forward in place may spoil."""
         copy = tree_map(torch.clone, self.x)
         inputs = require_tensors(copy, name=self.name, what="input")
-        versions = [tensor._version for tensor in inputs]
+        versions = [version_of(tensor) for tensor in inputs]
         try:
             with context:
                 output = self.module(copy)
@@ -133,10 +134,10 @@ class _Trial:
         self, inputs: Sequence[torch.Tensor], output: Any, rtol: float, atol: float
     ) -> tuple[float, float]:
         copy = tree_map(torch.clone, output)
-        versions = [tensor._version for tensor in tree_leaves(copy)]
+        versions = [version_of(tensor) for tensor in tree_leaves(copy)]
         with self.moment.again(), self._named("inverse(output)"):
             rebuilt = self.module.inverse(copy)
-        if versions != [tensor._version for tensor in tree_leaves(copy)]:
+        if versions != [version_of(tensor) for tensor in tree_leaves(copy)]:
             raise InverseError(
                 f"the inverse of {self.name!r} changes the output in place: expected it untouched, for the loss may need it. "
                 "Use an operation that is not in place",

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._compile import _disable_dynamo
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_rotor.errors import InverseError
 from lightning_rotor.invertible.boundary import Boundary, second_backward
@@ -29,7 +27,13 @@ from lightning_rotor.invertible.protocol import (
     require_tensors,
 )
 from lightning_rotor.invertible.sequential import members
-from lightning_rotor.private.torch_names import backward_keeps_graph, hooks_for_saved_tensors
+from lightning_rotor.private.pytree import TreeSpec, tree_flatten, tree_unflatten
+from lightning_rotor.private.torch_names import (
+    backward_keeps_graph,
+    hooks_for_saved_tensors,
+    outside_of_graphs,
+    version_of,
+)
 
 
 def invertible_checkpoint(module: nn.Module | Sequence[nn.Module], x: Any, *, name: str | None = None) -> Any:
@@ -59,12 +63,11 @@ def invertible_checkpoint(module: nn.Module | Sequence[nn.Module], x: Any, *, na
         >>> block = AdditiveCoupling(nn.Linear(4, 4), nn.Linear(4, 4))
         >>> invertible_checkpoint([block] * 100, torch.randn(2, 8)).sum().backward()
     """
-    return _outside_of_graphs(module, x, name)
+    return _in_a_row(module, x, name)
 
 
-# torch's private spelling of torch.compiler.disable imports dynamo only when something is compiled.
-@_disable_dynamo
-def _outside_of_graphs(module: nn.Module | Sequence[nn.Module], x: Any, name: str | None) -> Any:
+@outside_of_graphs
+def _in_a_row(module: nn.Module | Sequence[nn.Module], x: Any, name: str | None) -> Any:
     for member_name, member in _steps(module, name):
         x = _step(member, x, member_name)
     return x
@@ -128,7 +131,7 @@ class _Call:
 
     def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Run the module."""
-        versions = [tensor._version for tensor in inputs]
+        versions = [version_of(tensor) for tensor in inputs]
         try:
             with self._moment.first():
                 output = self._module(tree_unflatten(inputs, self._taken))

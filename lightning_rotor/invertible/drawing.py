@@ -13,13 +13,15 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._mode_utils import (
-    no_dispatch,  # a seed is a number, and known even where a mode makes all tensors fake
-)
 
 from lightning_rotor.generators import GeneratorStates
+from lightning_rotor.private.torch_names import (
+    has_forward_hooks,
+    no_dispatch,  # a seed is a number, and known even where a mode makes all tensors fake
+)
+from lightning_rotor.sequential import DROPOUTS
 
-_DROPPING = (nn.modules.dropout._DropoutNd, nn.MultiheadAttention, nn.RNNBase)
+_DROPPING = (*DROPOUTS, nn.MultiheadAttention, nn.RNNBase)
 _DRAWING = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
 
@@ -59,7 +61,7 @@ def _may_draw(module: nn.Module) -> bool:
     if isinstance(module, _DRAWING):
         return module.training or not isinstance(module, nn.RReLU)
     is_torchs = type(module).__module__.startswith("torch.")
-    has_hooks = bool(module._forward_hooks or module._forward_pre_hooks)
+    has_hooks = has_forward_hooks(module)
     return module.training and (has_hooks or not (is_torchs or getattr(module, "draws_by_parts", False)))
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lightning_rotor.generators import GeneratorStates
+from lightning_rotor.private.torch_names import version_of
 from lightning_rotor.recomputation import repeating
 from lightning_rotor.sequential import Stage
 from lightning_rotor.state import FirstPass, Replay, SegmentState, state_of
@@ -134,4 +135,4 @@ def clear_autocast_cache() -> None:
 
 
 def _version(buffer: torch.Tensor | None) -> int:
-    return 0 if buffer is None else buffer._version
+    return 0 if buffer is None else version_of(buffer)

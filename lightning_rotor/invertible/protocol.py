@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from lightning_rotor.errors import InverseError
+from lightning_rotor.private.pytree import tree_leaves
+from lightning_rotor.private.torch_names import version_of
 from lightning_rotor.tensors import address_of
 
 DRAWS = (
@@ -93,7 +94,7 @@ def require_own_output(
         InverseError: The module changed its input in place, or returned no tensors, a view of its input, or less than it took.
     """
     made = require_tensors(output, name=name, what="output")
-    if [tensor._version for tensor in inputs] != list(versions):
+    if [version_of(tensor) for tensor in inputs] != list(versions):
         raise InverseError(
             f"{name!r} changes its input in place: expected an untouched input, which its other readers rely on. "
             "Use an operation that is not in place",

@@ -14,20 +14,12 @@ from typing import Any, cast
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lightning_rotor.private.torch_names import OPTIMIZER_HOOKS, identity_of, is_traceable_wrapper_subclass
 from lightning_rotor.training_state import storages_of
 
 # A clone fires no hooks, and a scheduler's or compiler's replacement of ``step`` on the instance is not for it.
-_HOOKS = (
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
-_NOT_COPIED = frozenset((*_HOOKS, "step", "grad_scale", "found_inf"))
+_NOT_COPIED = frozenset((*OPTIMIZER_HOOKS, "step", "grad_scale", "found_inf"))
 
 
 def copy_optimizer(
@@ -48,7 +40,7 @@ def copy_optimizer(
         for name, value in vars(optimizer).items():
             if name not in _NOT_COPIED and (state or name != "state"):
                 vars(clone)[name] = copy.deepcopy(value, memo)
-    vars(clone).update({name: OrderedDict() for name in _HOOKS})
+    vars(clone).update({name: OrderedDict() for name in OPTIMIZER_HOOKS})
     if not state:
         clone.state = defaultdict(dict)
     clone.defaults["differentiable"] = False
@@ -83,7 +75,7 @@ class StandIns(TorchFunctionMode):
 
     def device_of(self, storage: torch.UntypedStorage) -> torch.device | None:
         """Where the storage is that this one stands in for."""
-        return self._devices.get(storage._cdata)
+        return self._devices.get(identity_of(storage))
 
     def _stand_in(self, tensor: Any) -> torch.Tensor:
         if is_cpu_scalar(tensor):
@@ -94,7 +86,7 @@ class StandIns(TorchFunctionMode):
                 self._note(mine, theirs)
             return stand_in
         original = tensor.untyped_storage()
-        storage = self._by_original.get(original._cdata)
+        storage = self._by_original.get(identity_of(original))
         if storage is None:
             storage = torch.empty(original.nbytes(), dtype=torch.uint8, device="meta").untyped_storage()
             self._note(original, storage)
@@ -102,8 +94,8 @@ class StandIns(TorchFunctionMode):
         return empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def _note(self, original: torch.UntypedStorage, storage: torch.UntypedStorage) -> None:
-        self._by_original[original._cdata] = storage
-        self._devices[storage._cdata] = original.device
+        self._by_original[identity_of(original)] = storage
+        self._devices[identity_of(storage)] = original.device
         self._alive += [original, storage]
 
 

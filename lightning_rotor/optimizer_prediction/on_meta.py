@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_rotor.optimizer_prediction.dry_step import (
     StandIns,
@@ -18,6 +17,7 @@ from lightning_rotor.optimizer_prediction.dry_step import (
     use_plain_kernels,
 )
 from lightning_rotor.optimizer_prediction.state_prediction import StatePrediction
+from lightning_rotor.private.torch_names import TorchDispatchMode, identity_of
 from lightning_rotor.training_state import block_bytes, is_on, storages_of, walk_tensors
 
 _CPU = torch.device("cpu")
@@ -81,16 +81,16 @@ class _Clone:
 
     def state_bytes(self, device: torch.device | str | None) -> int:
         """Size of the state, by unique storages."""
-        counted = {storage._cdata for p in self.homes for storage in storages_of(p)}
-        counted |= {storage._cdata for p in self.homes if p.grad is not None for storage in storages_of(p.grad)}
+        counted = {identity_of(storage) for p in self.homes for storage in storages_of(p)}
+        counted |= {identity_of(storage) for p in self.homes if p.grad is not None for storage in storages_of(p.grad)}
         size_bytes = 0
         for key, state in self.optimizer.state.items():
             for tensor in walk_tensors(state):
                 for storage in storages_of(tensor):
                     home = self._home(key, storage)
-                    if storage._cdata not in counted and is_on(home, device):
+                    if identity_of(storage) not in counted and is_on(home, device):
                         size_bytes += block_bytes(storage.nbytes(), home)
-                    counted.add(storage._cdata)
+                    counted.add(identity_of(storage))
         return size_bytes
 
     def _home(self, key: object, storage: torch.UntypedStorage) -> torch.device:
@@ -153,7 +153,7 @@ class _AllocationCount(_ValuesReadAsOne):
         existing = [*clone.homes, *(p.grad for p in clone.homes if p.grad is not None)]
         for tensor in (*existing, *walk_tensors(list(clone.optimizer.state.values()))):
             for storage in storages_of(tensor):
-                self._known[storage._cdata] = storage
+                self._known[identity_of(storage)] = storage
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -172,7 +172,7 @@ class _AllocationCount(_ValuesReadAsOne):
         return self.live_bytes
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        identity = storage._cdata
+        identity = identity_of(storage)
         if identity in self._known:
             return
         size_bytes = block_bytes(storage.nbytes(), self._home)

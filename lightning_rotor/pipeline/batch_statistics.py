@@ -12,19 +12,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_rotor.sequential import Stage
 from lightning_rotor.undisturbed import kept_attributes, lent_buffers, undisturbed
 
+BatchNorm: TypeAlias = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
+
 
 def values_per_row(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int
-) -> dict[_BatchNorm, float]:
+) -> dict[BatchNorm, float]:
     """For every BatchNorm in a module, how many values of a channel a row has.
 
     Args:
@@ -33,8 +34,8 @@ def values_per_row(
         kwargs: Likewise.
         rows: In that call.
     """
-    found: dict[_BatchNorm, float] = {}
-    layers = [layer for layer in module.modules() if isinstance(layer, _BatchNorm) and layer.running_mean is not None]
+    found: dict[BatchNorm, float] = {}
+    layers = [layer for layer in module.modules() if isinstance(layer, BatchNorm) and layer.running_mean is not None]
     if not layers:
         return found
 
@@ -56,7 +57,7 @@ def values_per_row(
 class _Layer:
     """One BatchNorm while a batch passes."""
 
-    layer: _BatchNorm
+    layer: BatchNorm
     values_per_row: float
     before: list[torch.Tensor] = field(default_factory=list)
     seen: list[tuple[float, torch.Tensor, torch.Tensor]] = field(default_factory=list)
@@ -69,17 +70,17 @@ class BatchStatistics:
         layers: Where, and how many values of a channel a row has.
     """
 
-    def __init__(self, layers: Mapping[_BatchNorm, float]) -> None:
+    def __init__(self, layers: Mapping[BatchNorm, float]) -> None:
         self._layers = [_Layer(layer, count) for layer, count in layers.items()]
 
     @classmethod
-    def of(cls, modules: Iterable[nn.Module], counts: Mapping[_BatchNorm, float]) -> BatchStatistics:
+    def of(cls, modules: Iterable[nn.Module], counts: Mapping[BatchNorm, float]) -> BatchStatistics:
         """For the layers among some modules."""
         return cls(
             {
                 layer: counts[layer]
                 for layer in dict.fromkeys(modules)
-                if isinstance(layer, _BatchNorm) and layer in counts
+                if isinstance(layer, BatchNorm) and layer in counts
             }
         )
 
@@ -130,7 +131,7 @@ class BatchStatistics:
         each.before, each.seen = [], []
 
 
-def _buffers(layer: _BatchNorm) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _buffers(layer: BatchNorm) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     mean, variance, count = layer.running_mean, layer.running_var, layer.num_batches_tracked
     assert mean is not None
     assert variance is not None

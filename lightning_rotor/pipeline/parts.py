@@ -18,7 +18,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_rotor.chain import Chain
 from lightning_rotor.execution import Executor
@@ -28,6 +27,7 @@ from lightning_rotor.pipeline.seeding import mixed, seeded, with_seeds
 from lightning_rotor.pipeline_schedule import PipelineError
 from lightning_rotor.planning.partition import StagePlan
 from lightning_rotor.planning.partition.sub_chains import END
+from lightning_rotor.private.pytree import TreeSpec, tree_flatten, tree_unflatten
 from lightning_rotor.sequential import Stage, wiring_of
 from lightning_rotor.state import SegmentState
 from lightning_rotor.wiring import Wire, Wiring, packed, unpacked

@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_rotor.pipeline.seeding import mixed
 from lightning_rotor.pipeline.splitting import join, rows_in, sizes_of, split
 from lightning_rotor.pipeline.step import backward_of_inputs
 from lightning_rotor.pipeline.suspended import SuspendedCall, suspended_call
 from lightning_rotor.pipeline_schedule import PipelineError
+from lightning_rotor.private.pytree import tree_flatten, tree_unflatten
 
 if TYPE_CHECKING:
     from lightning_rotor.pipeline.pipelined import PipelinedModule

@@ -16,9 +16,8 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleLoopedBFS
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_rotor.pipeline.batch_statistics import BatchStatistics
+from lightning_rotor.pipeline.batch_statistics import BatchNorm, BatchStatistics
 from lightning_rotor.pipeline.micro_stage import MicroBatchStage
 from lightning_rotor.pipeline.parts import ForwardContext, Layout, Part, PartModule
 from lightning_rotor.pipeline.shapes import Layouts, Shapes
@@ -67,7 +66,7 @@ class PipelineRunner:
         device: torch.device,
         group: dist.ProcessGroup | None = None,
         context: ForwardContext = nullcontext,
-        batch_norms: Mapping[_BatchNorm, float] | None = None,
+        batch_norms: Mapping[BatchNorm, float] | None = None,
     ) -> None:
         self._modules = {number: PartModule(parts[number], context) for number in sorted(parts)}
         for module in self._modules.values():

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lightning_rotor.pipeline_schedule import PipelineError
+from lightning_rotor.private.pytree import tree_flatten, tree_map, tree_unflatten
 from lightning_rotor.tensors import tensors_in
 
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from lightning_rotor.pipeline.pipelined import PipelinedModule
 from lightning_rotor.pipeline.seeding import OUTSIDE, mixed
 from lightning_rotor.pipeline.suspended import SuspendedCall
+from lightning_rotor.private.pytree import tree_map
 from lightning_rotor.tensors import tensors_in
 
 

@@ -2,12 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from inspect import getclosurevars
+from types import FunctionType
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch._compile import _disable_dynamo
+from torch._ops import OpOverload, OpOverloadPacket
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeCopyMode,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.autograd.graph import Node
+from torch.nn.modules import module as nn_module
+from torch.overrides import TorchFunctionMode
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
+
+# Without a public home: tensors without values, modes below autograd (which torch's notes on extending it document under this name),
+# and the classes of what ``torch.ops`` holds.
+__all__ = [
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeCopyMode",
+    "FakeTensor",
+    "FakeTensorMode",
+    "OpOverload",
+    "OpOverloadPacket",
+    "TorchDispatchMode",
+    "UnsupportedOperatorException",
+    "is_traceable_wrapper_subclass",
+    "no_dispatch",
+]
 
 # -------------------------------------------------------------------- a running backward
 
@@ -83,3 +117,265 @@ CHECK = (torch, "_check_with")
 """What ``torch._check`` and its kin call, with the error, the condition and a message. A symbol for a condition must become a bool before."""
 DTYPE_OF_MASK = (F, "_none_or_dtype")
 """What ``multi_head_attention_forward`` asks for the dtype of a mask. It takes a symbol for something that is no mask."""
+LAYERS: Any = torch._C._nn
+"""Functions of layers in C++. ``torch.nn.functional`` has most of them under its own names, and a graph holds these very objects."""
+ASSERT: Callable[..., Any] = torch._assert
+"""``assert`` as a function, which a symbolic trace records. Python's statement would ask a symbol for its truth."""
+
+
+# -------------------------------------------------------------------- modes and transforms
+
+
+def function_mode() -> TorchFunctionMode | None:
+    """The innermost mode that sees calls of torch's functions. Modes can be entered in public, but not looked at."""
+    mode: TorchFunctionMode | None = torch.overrides._get_current_function_mode()
+    return mode
+
+
+def without_function_mode() -> AbstractContextManager[Any]:
+    """Context without the innermost such mode. A mode steps aside in its own handler, and nowhere else in public."""
+    return torch.overrides._pop_mode_temporarily()
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Context in which no mode and no subclass of tensors sees anything, for looking at a tensor unseen."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
+
+
+def is_transformed() -> bool:
+    """True inside of ``torch.func``'s transforms (vmap, grad), which say so nowhere in public."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+# -------------------------------------------------------------------- tensors and operators
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was changed in place. torch's notes on autograd describe it; only ``_version`` tells it."""
+    return tensor._version
+
+
+def identity_of(storage: torch.UntypedStorage) -> int:
+    """A number for a storage while it lives. ``data_ptr()`` is 0 for those without memory, on meta or in fake tensors."""
+    return int(storage._cdata)
+
+
+def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices and values of a sparse COO tensor as it is. ``indices()`` and ``values()`` want it coalesced."""
+    return tensor._indices(), tensor._values()
+
+
+def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy tensors in one call, a tenth of the time of one by one on a GPU. Optimizers do so; there is no public name."""
+    torch._foreach_copy_(list(targets), list(sources))
+
+
+def schema_of(operator: Any) -> Any:
+    """Names, types and aliases of an operator's arguments. ``torch.ops`` shows tags in public, and no schema."""
+    return operator._schema
+
+
+def packet_of(operator: OpOverload) -> OpOverloadPacket:
+    """All overloads of the name that an operator is one of, for which torch keeps formulas."""
+    return operator._overloadpacket
+
+
+def take_back(library: torch.library.Library) -> None:
+    """Undo what a library has registered. Else that happens whenever garbage is collected."""
+    library._destroy()
+
+
+# -------------------------------------------------------------------- modules and optimizers
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Attributes in which a module keeps the hooks around its forward and backward. Hooks can be registered in public, but not asked for."""
+_HOOKS_OF_ALL: tuple[dict[int, Any], ...] = tuple(getattr(nn_module, f"_global{name}") for name in HOOKS)
+STRUCTURE = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *HOOKS}) | {
+    key for key in nn.Module().__dict__ if key.endswith("hooks") or "hooks_" in key or key.startswith("_backward")
+}
+"""Attributes of a module that are torch's own bookkeeping."""
+OPTIMIZER_HOOKS = tuple(
+    f"_optimizer_{event}_{when}_hooks"
+    for event in ("step", "state_dict", "load_state_dict")
+    for when in ("pre", "post")
+)
+"""Attributes in which an optimizer keeps its hooks."""
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """True if something else than the forward runs when a module is called."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """True if something hears of a module's backward: registered there, or for all modules."""
+    return any((module._backward_hooks, module._backward_pre_hooks, *_HOOKS_OF_ALL[2:]))
+
+
+def any_hooks_of_all() -> bool:
+    """True if there are hooks that hold for every module."""
+    return any(_HOOKS_OF_ALL)
+
+
+# -------------------------------------------------------------------- torch.compile
+
+
+def outside_of_graphs(function: Callable[..., Any], reason: str | None = None) -> Callable[..., Any]:
+    """``torch.compiler.disable``, which imports the compiler at once; this spelling does when something is compiled.
+
+    Args:
+        function: The compiler leaves it alone.
+        reason: What those hear who compile with ``fullgraph=True``.
+    """
+    kept_out: Any = _disable_dynamo(function)
+    if reason is not None:
+        kept_out._torchdynamo_disable = True
+        kept_out._torchdynamo_disable_msg = reason
+    return kept_out  # type: ignore[no-any-return]
+
+
+COMPILED_CALL = "_compiled_call_impl"
+"""Attribute in which ``module.compile()`` keeps what runs instead."""
+INNER = "_orig_mod"
+"""Name under which what ``torch.compile(module)`` returns holds the module. It is in the keys of state_dicts, so users know it."""
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """True after ``module.compile()``."""
+    return getattr(module, COMPILED_CALL, None) is not None
+
+
+def is_compiler_wrapper(module: nn.Module) -> bool:
+    """True if a module is what ``torch.compile(module)`` returns. Its class is behind an import of the compiler."""
+    return type(module).__name__ == "OptimizedModule" and INNER in module._modules
+
+
+def module_inside(wrapper: nn.Module) -> nn.Module:
+    """The module that was given to ``torch.compile``."""
+    inner = wrapper._modules[INNER]
+    assert inner is not None
+    return inner
+
+
+def call_uncompiled(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call a module with its hooks, but without what ``module.compile()`` has put there."""
+    return module._call_impl(*args, **kwargs)
+
+
+COMPILER_ATTRIBUTES = frozenset(
+    ("forward", "dynamo_ctx", "get_compiler_config", "_torchdynamo_orig_callable", "_torchdynamo_wrapper_id")
+)
+"""Attributes of what ``torch.compile(module)`` returns that say nothing about the module."""
+
+
+class CompilerSettings(NamedTuple):
+    """What a module was compiled with.
+
+    Attributes:
+        backend: As the user gave it, with what the compiler has wrapped around taken off.
+        fullgraph: As for ``torch.compile``.
+        dynamic: As for ``torch.compile``.
+        has_more: It was compiled with guard_filter_fn or dynamic_shapes.
+    """
+
+    backend: Any
+    fullgraph: bool
+    dynamic: bool | None
+    has_more: bool
+
+
+def compiler_settings(module: nn.Module) -> CompilerSettings | None:
+    """What a module was compiled with, None if torch does not tell. It keeps it behind ``get_compiler_config`` of all that it compiles."""
+    callable_ = module if is_compiler_wrapper(module) else getattr(module, COMPILED_CALL)
+    ask = getattr(callable_, "get_compiler_config", None)
+    context = getclosurevars(ask).nonlocals.get("self") if isinstance(ask, FunctionType) else None
+    try:
+        backend, fullgraph, dynamic = context.callback, context.fullgraph, context._dynamic  # type: ignore[union-attr]
+    except AttributeError:
+        return None
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    hooks, shapes = getattr(context, "_hooks", None), getattr(context, "_dynamic_shapes", None)
+    return CompilerSettings(backend, fullgraph, dynamic, bool(getattr(hooks, "guard_filter_fn", None) or shapes))
+
+
+def activation_budget(budget: float) -> AbstractContextManager[Any]:
+    """Context in which graphs are compiled under an activation memory budget, which torch documents under this private module alone."""
+    from torch._functorch import config  # the compiler, which takes a second to import
+
+    return config.patch(activation_memory_budget=budget)  # type: ignore[no-any-return]
+
+
+# -------------------------------------------------------------------- profiler
+
+
+def is_profiling() -> bool:
+    """True while torch's profiler records in this thread. There is room for one, and no public question whether it is taken."""
+    return torch._C._autograd._profiler_enabled()
+
+
+def allocation_of(event: Any) -> Any | None:
+    """What the allocator did (``device``, ``alloc_size``, ``ptr``), if an event of the profiler's tree is about that.
+
+    The public events of ``torch.profiler`` have sums by operation, and no single blocks.
+    """
+    kind, details = event.typed
+    return details if kind == torch._C._profiler._EventType.Allocation else None
+
+
+# -------------------------------------------------------------------- processes
+
+
+def store_of_processes() -> Any:
+    """The key-value store of the default process group. Making another one would need a free port."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def has_rebuilt_buckets(wrapped: nn.parallel.DistributedDataParallel) -> bool:
+    """True if DDP has put its buckets into the order of the first backward; up to a step late."""
+    return bool(wrapped._get_ddp_logging_data().get("has_rebuilt_buckets"))
+
+
+# -------------------------------------------------------------------- FSDP2, whose public surface has no questions
+
+
+def fsdp_groups(unit: Any) -> list[Any]:
+    """The groups of parameters of a module that ``fully_shard`` was called on: several since torch 2.13, before one or none."""
+    state = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [state._fsdp_param_group] * (state._fsdp_param_group is not None) if groups is None else groups
+
+
+def fsdp_modules_of_unit(unit: Any) -> Sequence[nn.Module]:
+    """The modules that were given to ``fully_shard`` as one unit."""
+    return unit._get_fsdp_state()._modules  # type: ignore[no-any-return]
+
+
+def fsdp_stays_whole(group: Any) -> bool:
+    """True if parameters stay gathered from their forward to their backward."""
+    return not group._reshard_after_forward
+
+
+@contextmanager
+def fsdp_before_backward(unit: Any) -> Iterator[None]:
+    """Context in which a unit takes each forward for a recomputation: its hooks convert types, and leave the rest alone."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    state = unit._get_fsdp_state()
+    before, state._training_state = state._training_state, TrainingState.PRE_BACKWARD
+    try:
+        yield
+    finally:
+        state._training_state = before
+
+
+def fsdp_order(group: Any) -> tuple[list[int], Any]:
+    """In which order forwards ran, by which backwards gather in advance: a group's places, and the list that all groups share."""
+    return group._post_forward_indices, group.comm_ctx.post_forward_order
+
+
+def fsdp_shard_elements(parameter: Any) -> int:
+    """How many elements this process keeps of a parameter, padding included."""
+    return int(parameter._sharded_param_data.numel())

@@ -9,8 +9,8 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from lightning_rotor.private.pytree import TreeSpec, tree_flatten, tree_unflatten
 from lightning_rotor.tensors import address_of
 from lightning_rotor.units import in_blocks
 

@@ -29,6 +29,7 @@ from lightning_rotor.errors import RotorWarning
 from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.invertible.trial import Objections, try_inverse
 from lightning_rotor.options import autocast_enabled, run_stage, way_of
+from lightning_rotor.private.torch_names import HOOKS, STRUCTURE, version_of
 from lightning_rotor.profiling.boundary import Boundary
 from lightning_rotor.profiling.ends import StageEnds
 from lightning_rotor.profiling.interlude import Interlude, segment_seconds
@@ -38,7 +39,7 @@ from lightning_rotor.profiling.sharded import with_units
 from lightning_rotor.profiling.stages import WORTH_MENTIONING_BYTES, StageMeasurement, StageProfiler
 from lightning_rotor.profiling.storages import merged, scout
 from lightning_rotor.profiling.ties import waiting_gradient_bytes
-from lightning_rotor.sequential import HOOKS, Stage, is_plain_stock, wiring_of
+from lightning_rotor.sequential import DROPOUTS, Stage, is_plain_stock, wiring_of
 from lightning_rotor.sharding import UnitSizes, gathered, units_in
 from lightning_rotor.state import SegmentState, Statistic, state_of
 from lightning_rotor.tensors import is_fake, same_bits, tensors_in
@@ -277,7 +278,7 @@ def _updating(originals: Sequence[tuple[torch.nn.Module, str, torch.Tensor]]) ->
         for module, name, original in originals
         if (current := module._buffers[name]) is None
         or not same_bits(current, original)
-        or (is_fake(current) and current._version > 0)  # a copy that was lent begins at 0
+        or (is_fake(current) and version_of(current) > 0)  # a copy that was lent begins at 0
     )
 
 
@@ -296,7 +297,7 @@ def is_stock(stage: Stage) -> bool:
 
 
 _DRAWING = (
-    torch.nn.modules.dropout._DropoutNd,
+    *DROPOUTS,
     torch.nn.MultiheadAttention,
     torch.nn.RNNBase,
     torch.nn.RReLU,
@@ -337,7 +338,7 @@ def _identity(stage: Stage, compiled: CompiledModules, *, with_numbers: bool = T
         attributes = {
             key: plain(value)
             for key, value in module.__dict__.items()
-            if key not in _STRUCTURE and key not in told and (with_numbers or type(value) is not int)
+            if key not in STRUCTURE and key not in told and (with_numbers or type(value) is not int)
         }
         hooks = [tuple(map(id, getattr(module, key).values())) for key in HOOKS]
         tensors = [
@@ -360,11 +361,6 @@ def _identity(stage: Stage, compiled: CompiledModules, *, with_numbers: bool = T
 
 def _numbers(stage: Stage) -> list[int]:
     return [number for wire in stage.wiring.steps for number in (*wire.reads, *wire.writes)]
-
-
-_STRUCTURE = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *HOOKS} | {
-    key for key in torch.nn.Module().__dict__ if key.endswith("hooks") or "hooks_" in key or key.startswith("_backward")
-}
 
 
 def _warn(costs: Sequence[StageCost]) -> None:

@@ -11,8 +11,9 @@ from typing import Any, TypeAlias
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_flatten
 
+from lightning_rotor.private.pytree import tree_flatten
+from lightning_rotor.private.torch_names import sparse_parts
 from lightning_rotor.profiling.ends import StageEnds
 from lightning_rotor.sequential import Stage
 from lightning_rotor.tensors import address_of, bytes_in_blocks, tensors_in
@@ -330,7 +331,7 @@ class StageBackward:
             # Accumulation copies a gradient that is no dense tensor of its own (an expanded one, say).
             in_blocks(parameter.nbytes, self._block_bytes)
             if gradient.layout == torch.strided
-            else bytes_in_blocks([gradient._indices(), gradient._values()], self._block_bytes)
+            else bytes_in_blocks(sparse_parts(gradient), self._block_bytes)
             for parameter, gradient in zip(self._parameters, gradients[len(self._inputs) :], strict=True)
             if gradient is not None
         )

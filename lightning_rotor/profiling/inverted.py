@@ -8,21 +8,19 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.modules import module as nn_module
-from torch.utils._pytree import tree_leaves
 
 from lightning_rotor.chain import BackwardPeaks, Option, StageCost
 from lightning_rotor.dropping import is_whole
 from lightning_rotor.inversion import FusedInversion, Inversion, Way
 from lightning_rotor.invertible.protocol import has_fused_backward, is_invertible
+from lightning_rotor.private.pytree import tree_leaves
+from lightning_rotor.private.torch_names import has_backward_hooks
 from lightning_rotor.profiling.gradients import Gradients
 from lightning_rotor.profiling.phases import Phases, peak_bytes_of
 from lightning_rotor.profiling.stages import WORTH_MENTIONING_BYTES, StageMeasurement, StageProfiler
 from lightning_rotor.profiling.timing import typical
 from lightning_rotor.sequential import Stage
 from lightning_rotor.tensors import address_of
-
-_HOOKS_OF_ALL_BACKWARDS = nn_module._global_backward_hooks, nn_module._global_backward_pre_hooks
 
 NAMES = {Inversion: "invert", FusedInversion: "invert, fused"}
 """Of the options."""
@@ -93,8 +91,8 @@ def lost_inverse(stage: Stage) -> str:
 def _kinds(way: Way) -> list[type[Inversion]]:
     module = way.module
     # Around a fused backward nobody calls the module, so that hooks of its backward would not fire.
-    hooked = any((module._backward_hooks, module._backward_pre_hooks, *_HOOKS_OF_ALL_BACKWARDS))
-    return [Inversion, FusedInversion] if has_fused_backward(module) and not hooked else [Inversion]
+    fused = has_fused_backward(module) and not has_backward_hooks(module)
+    return [Inversion, FusedInversion] if fused else [Inversion]
 
 
 def _replaces(fused: Option, other: Option) -> bool:

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch._C._autograd import _profiler_enabled
 from torch.autograd.profiler import profile, record_function
 
 from lightning_rotor.errors import ProfilerBusyError, ProfilingError
+from lightning_rotor.private.torch_names import allocation_of, is_profiling
 from lightning_rotor.units import BLOCK_BYTES
 
 _MARK = "lightning_rotor::"
@@ -119,7 +119,7 @@ class AllocatorLog:
         Raises:
             ProfilerBusyError: Another profiler is listening; torch has room for one.
         """
-        if _profiler_enabled():
+        if is_profiling():
             raise ProfilerBusyError(
                 "memory cannot be measured while torch.profiler is recording: measure before it starts, or start it a few steps later "
                 "(schedule=torch.profiler.schedule(wait=2, ...))"
@@ -163,10 +163,9 @@ def _allocator_events(tree: list[Any]) -> Iterator[AllocatorEvent]:
     while pending:
         node = pending.pop()
         pending.extend(node.children)
-        kind, extra = node.typed
-        if kind == torch._C._profiler._EventType.Allocation:
-            if extra.device.type == "cpu":
-                yield AllocatorEvent(node.start_time_ns, extra.alloc_size, extra.ptr)
+        if (block := allocation_of(node)) is not None:
+            if block.device.type == "cpu":
+                yield AllocatorEvent(node.start_time_ns, block.alloc_size, block.ptr)
         elif node.name.startswith(_MARK):
             yield AllocatorEvent(node.start_time_ns, 0, 0, node.name.removeprefix(_MARK))
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_rotor.errors import InverseError, ModelError
 from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.options import run_stage
+from lightning_rotor.private.pytree import tree_flatten, tree_leaves, tree_unflatten
+from lightning_rotor.private.torch_names import version_of
 from lightning_rotor.profiling.boundary import Boundary
 from lightning_rotor.recomputation import recomputed
 from lightning_rotor.sequential import Stage, wiring_of
@@ -45,7 +46,7 @@ def require_same(module: nn.Module, cut: GraphCut, args: Sequence[Any], kwargs: 
     constants = [
         constant for stage in cut.stages for piece in stage.modules for constant in getattr(piece, "constants", ())
     ]
-    versions = [constant._version for constant in constants]
+    versions = [version_of(constant) for constant in constants]
 
     def plain() -> Any:
         args, kwargs = fresh()
@@ -65,7 +66,7 @@ def require_same(module: nn.Module, cut: GraphCut, args: Sequence[Any], kwargs: 
             _outcome(whole, plain, device)  # what is wrong with the input is said by the module itself
             raise
         expected = _outcome(whole, plain, device)
-        if versions != [constant._version for constant in constants]:
+        if versions != [version_of(constant) for constant in constants]:
             raise ModelError(
                 f"the forward of {type(module).__name__} changes a tensor in place that it has made itself without any input, so a trace "
                 "would change it again in every step. Move that part into a submodule"

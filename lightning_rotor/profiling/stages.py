@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_rotor.chain import Option, StageCost
 from lightning_rotor.compiled import is_compiled
 from lightning_rotor.errors import ModelError
 from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.options import run_stage
+from lightning_rotor.private.pytree import tree_flatten, tree_unflatten
+from lightning_rotor.private.torch_names import version_of
 from lightning_rotor.profiling.boundary import Boundary
 from lightning_rotor.profiling.ends import StageEnds
 from lightning_rotor.profiling.gradients import NO_LAYOUTS, Layouts, LinkLayouts, Memories, SkipGradient, StageBackward
@@ -217,7 +218,7 @@ class StageProfiler:
                 saves += 1
                 saved[address_of(tensor)] += 1
                 recording.mark("save")
-                return [tensor, tensor._version, _maker(tensor)]
+                return [tensor, version_of(tensor), _maker(tensor)]
 
             def unpack(packed: list[Any]) -> torch.Tensor:
                 nonlocal unpacks
@@ -228,7 +229,7 @@ class StageProfiler:
                 unpacks += in_backward
                 if in_backward and unpacks == 1:
                     recording.mark("unpack")
-                if tensor._version != version:
+                if version_of(tensor) != version:
                     raise self._spoilt(tensor, maker)
                 return tensor
 

@@ -12,12 +12,13 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from lightning_rotor.chain import Skip
 from lightning_rotor.errors import ModelError
 from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.options import run_stage
+from lightning_rotor.private.pytree import tree_leaves
+from lightning_rotor.private.torch_names import version_of
 from lightning_rotor.profiling.boundary import Boundary
 from lightning_rotor.sequential import Stage, merge, wiring_of
 from lightning_rotor.sharding import gathered, units_in
@@ -115,7 +116,7 @@ def scout(
         with gathered(units_in(stage.modules)), kept_attributes(stage), lent_buffers(stage):
             value = Boundary.packed([values[number] for number in stage.reads]).fresh()
             leaves = tree_leaves(value)
-            versions = [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in leaves]
+            versions = [version_of(leaf) if isinstance(leaf, torch.Tensor) else 0 for leaf in leaves]
             before = GeneratorStates(device)
             output = run_stage(stage, value)
             draws.append(not before.equals(GeneratorStates(device)))
@@ -134,7 +135,7 @@ def scout(
             changed = [
                 storage
                 for leaf, storage, version in zip(leaves, taken, versions, strict=True)
-                if storage is not None and leaf._version != version
+                if storage is not None and version_of(leaf) != version
             ]
             del value, leaves, output, made, known
         results = [storage for number in stage.writes for storage in storages[number] if storage is not None]

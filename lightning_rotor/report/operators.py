@@ -73,7 +73,8 @@ def _convolution(module: Any) -> str:
 
 
 _DESCRIBED: dict[type[nn.Module], Callable[[Any], str]] = {
-    nn.modules.conv._ConvNd: _convolution,
+    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), _convolution),
+    **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), _convolution),
     nn.Linear: lambda module: f"Linear {module.in_features}→{module.out_features}",
     nn.Embedding: lambda module: f"Embedding {module.num_embeddings}×{module.embedding_dim}",
     nn.MultiheadAttention: lambda module: f"MultiheadAttention {module.embed_dim}, {module.num_heads} heads",

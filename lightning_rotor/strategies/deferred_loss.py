@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_rotor.pipeline.splitting import join
 from lightning_rotor.pipeline_schedule import PipelineError
+from lightning_rotor.private.pytree import tree_flatten, tree_unflatten
 
 
 class GradientsApart:

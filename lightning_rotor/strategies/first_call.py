@@ -18,6 +18,7 @@ from lightning_rotor.callbacks.dry_step import Silence, best_by_compute
 from lightning_rotor.pipeline.splitting import rows_in
 from lightning_rotor.pipeline.suspended import SuspendedCall, suspended_call
 from lightning_rotor.pipeline_schedule import PipelineError
+from lightning_rotor.private.lightning_names import take_loader
 from lightning_rotor.sequential import Stage
 from lightning_rotor.strategies.metrics_in_common import kept_metrics
 from lightning_rotor.strategies.micro_batch_logs import MicroBatchLogs
@@ -38,9 +39,8 @@ def first_batch(trainer: pl.Trainer) -> Any:
     fn = trainer.state.fn
     if fn == TrainerFn.FITTING:
         trainer.fit_loop.setup_data()
-        loader = trainer.fit_loop._combined_loader
-        # The loop asks for its loader itself, and draws the same random numbers then.
-        trainer.fit_loop._combined_loader = None
+        # The loop asks for another one itself, and draws the same random numbers then.
+        loader = take_loader(trainer.fit_loop)
         batches = None if loader is None else iter(CombinedLoader(loader.iterables, "max_size_cycle"))
     else:
         loop: Any = {
@@ -49,7 +49,7 @@ def first_batch(trainer: pl.Trainer) -> Any:
             TrainerFn.PREDICTING: trainer.predict_loop,
         }[fn]  # type: ignore[index]
         loop.setup_data()
-        loader, loop._combined_loader = loop._combined_loader, None
+        loader = take_loader(loop)
         batches = None if loader is None else iter(CombinedLoader(loader.iterables, "sequential"))
     found = None if batches is None else next(batches, None)
     return None if found is None else found[0]

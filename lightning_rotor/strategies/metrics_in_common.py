@@ -8,8 +8,9 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
+
+from lightning_rotor.private.pytree import tree_map_only
 
 
 class MetricsInCommon:

@@ -11,6 +11,8 @@ import lightning.pytorch as pl
 import torch
 from torchmetrics import Metric
 
+from lightning_rotor.private import lightning_names as private
+
 
 @dataclass(frozen=True, slots=True)
 class _OfMicroBatch:
@@ -67,7 +69,7 @@ class MicroBatchLogs:
         if isinstance(value, torch.Tensor):
             value = value.detach()
         elif isinstance(value, Metric):
-            value = _OfMicroBatch(value, value._forward_cache)
+            value = _OfMicroBatch(value, private.last_value(value))
         self._seen.setdefault(name, []).append(
             (self._number, value, {"prog_bar": prog_bar, "logger": logger, **options})
         )
@@ -92,7 +94,7 @@ class MicroBatchLogs:
         """The metric; what Lightning logs for the step is what its last forward returned, and becomes that of the batch."""
         metric: Any = values[0].metric  # whose cache torchmetrics types as None
         if all(each.value is not None for each in values):
-            metric._forward_cache = self._mean(numbers, _column([each.value for each in values]))
+            private.set_last_value(metric, self._mean(numbers, _column([each.value for each in values])))
         return metric
 
     def _mean(self, numbers: Sequence[int], column: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ from lightning_rotor.pipeline.sharing import gathered
 from lightning_rotor.pipeline.splitting import rows_in, sizes_of, split
 from lightning_rotor.pipeline_schedule import PipelineScheduleName
 from lightning_rotor.planning.partition import PipelineDevice, RecomputeMode
+from lightning_rotor.private.lightning_names import before_batch_transfer, optimizers_of
 from lightning_rotor.sequential import Stage
 from lightning_rotor.strategies import pipeline_checks as checks
 from lightning_rotor.strategies.first_call import Call, find_target, first_batch, first_call
@@ -150,7 +151,7 @@ class PipelineBuilder:
                 return None
             # What Lightning's loops do with a batch before a step sees it.
             batch = self._precision.convert_input(batch)
-            batch = self._to_device(model._on_before_batch_transfer(batch))
+            batch = self._to_device(before_batch_transfer(model, batch))
         states.restore()
         if fits:
             checks.check_rows(rows_in(batch), self._settings.micro_batches, "the first batch")
@@ -187,7 +188,7 @@ class PipelineBuilder:
 def _trial_optimizers(model: pl.LightningModule) -> list[torch.optim.Optimizer]:
     """To ask them what they keep."""
     states = GeneratorStates()
-    made: list[torch.optim.Optimizer] = pl.core.optimizer._init_optimizers_and_lr_schedulers(model)[0]
+    made = optimizers_of(model)
     states.restore()
     checks.check_optimizers(made)
     return made

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,6 +23,7 @@ from lightning_rotor.pipeline.pipelined import PipelinedModule
 from lightning_rotor.pipeline.sharing import first, share_generators, share_model
 from lightning_rotor.pipeline_schedule import PipelineError, PipelineScheduleName
 from lightning_rotor.planning.partition import Partition, RecomputeMode
+from lightning_rotor.private import lightning_names as private
 from lightning_rotor.strategies import pipeline_checks as checks
 from lightning_rotor.strategies.metrics_in_common import MetricsInCommon
 from lightning_rotor.strategies.pipeline_building import PipelineBuilder, PipelineSettings
@@ -141,7 +143,7 @@ class RotorPipelineStrategy(DDPStrategy):
             self._ends_group = True
         self._check(trainer)
         if self.world_size == self._devices_per_pipeline:
-            trainer._accelerator_connector.use_distributed_sampler = False
+            private.keep_batches_whole(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         self._make_groups()
@@ -164,7 +166,7 @@ class RotorPipelineStrategy(DDPStrategy):
             schedule=self._settings.schedule,
             micro_batches=self._settings.micro_batches,
         )
-        if self._layer_sync is not None:
+        if private.synchronizes_layers(self):
             raise PipelineError("sync_batchnorm=True is not for pipelines: expected sync_batchnorm=False")
         if trainer.state.fn == TrainerFn.FITTING:
             checks.check_precision(self.precision_plugin)
@@ -263,7 +265,9 @@ class RotorPipelineStrategy(DDPStrategy):
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         if self._pipelined is None or self._failing:
             return super().optimizer_state(optimizer)
-        return self._pipelined.ownership.whole_optimizer_state(getattr(optimizer, "_optimizer", optimizer))
+        return self._pipelined.ownership.whole_optimizer_state(
+            optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        )
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -286,7 +290,7 @@ class RotorPipelineStrategy(DDPStrategy):
     @property
     def _failing(self) -> bool:
         model = self.lightning_module
-        trainer = None if model is None else model._trainer
+        trainer = None if model is None else private.trainer_of(model)
         return self._failed or (trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED)
 
     # ---------------------------------------------------------------- the end

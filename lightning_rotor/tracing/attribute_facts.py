@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import nn
 
-from lightning_rotor.sequential import HOOKS, any_module_hooks
+from lightning_rotor.private.torch_names import COMPILED_CALL, HOOKS, any_hooks_of_all
 from lightning_rotor.tracing.appearance import PLAIN, frozen
 
 _TENSORS = ("_parameters", "_buffers")
 _forward_of = attrgetter("forward")
-_compiled_call_of = attrgetter("_compiled_call_impl")
+_compiled_call_of = attrgetter(COMPILED_CALL)
 
 
 class AttributeFacts:
@@ -66,7 +66,7 @@ class AttributeFacts:
             list(map(contains, self._attributes, repeat("forward"))),
             list(map(id, map(_forward_of, kinds))),
             list(map(id, map(_compiled_call_of, self._modules))),
-            any_module_hooks(),
+            any_hooks_of_all(),
             list(map(bool, self._hooks)),
             list(chain.from_iterable(self._children)),
             list(chain.from_iterable(self._tensors)),

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_rotor.errors import ModelError
+from lightning_rotor.private.pytree import TreeSpec, tree_flatten, tree_unflatten
 
 PLAIN = (
     bool,

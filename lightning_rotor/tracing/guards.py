@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils._pytree import tree_flatten
 
 from lightning_rotor.errors import ExecutionError
+from lightning_rotor.private.pytree import tree_flatten
 from lightning_rotor.tracing.call import PLAIN
 from lightning_rotor.tracing.slices import GraphSlice
 from lightning_rotor.wiring import packed

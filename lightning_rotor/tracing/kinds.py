@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from lightning_rotor.private.torch_names import schema_of
 from lightning_rotor.sequential import has_own_call
 from lightning_rotor.tracing.modules import UntraceableError, is_torchs_module
 from lightning_rotor.tracing.replaced import replaced
@@ -98,7 +99,7 @@ def _of_operation(name: str) -> bool | None:
     packet: Any = getattr(torch.ops.aten, name, None)
     if packet is None:
         return None
-    schemas = [getattr(packet, overload)._schema for overload in packet.overloads() if "out" not in overload]
+    schemas = [schema_of(getattr(packet, overload)) for overload in packet.overloads() if "out" not in overload]
     kinds = [[str(result.type) for result in schema.returns] for schema in schemas]
     if all(kind == ["Tensor"] for kind in kinds):
         return True

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from lightning_rotor.invertible.protocol import is_invertible
-from lightning_rotor.sequential import has_own_call, is_compiler_wrapper, runs_members_in_a_row
+from lightning_rotor.private.torch_names import is_compiler_wrapper
+from lightning_rotor.sequential import has_own_call, runs_members_in_a_row
 
 BLOCKS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 """Modules of torch that are several layers, so that one wants to choose between these."""

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
 
-import torch
 from torch import fx
+
+from lightning_rotor.private.torch_names import ASSERT
 
 # Not what a stage is named after.
 _VIEWS = {
@@ -51,7 +52,7 @@ class Names:
         return name if self._taken[name] == 1 else f"{name} ({self._taken[name]})"
 
     def _describe(self, nodes: Sequence[fx.Node]) -> str:
-        audible = [node for node in nodes if node not in self._silent and node.target is not torch._assert]
+        audible = [node for node in nodes if node not in self._silent and node.target is not ASSERT]
         working = [node for node in audible if not _is_view(node)] or audible or list(nodes)
         paths = [str(node.meta["module"]).split(".") for node in working]
         common: list[str] = []

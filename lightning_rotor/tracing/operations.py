@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from lightning_rotor.private.torch_names import OpOverload, OpOverloadPacket
+
 METADATA = frozenset(
     name
     for line in (
@@ -89,7 +91,7 @@ def spell(function: Any, args: tuple[Any, ...]) -> tuple[str, Any, tuple[Any, ..
 
 def is_torchs(function: Any) -> bool:
     """Whether an operation is one of torch's own, so that equal values give equal results."""
-    if isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+    if isinstance(function, (OpOverload, OpOverloadPacket)):
         return str(function).startswith(("aten.", "aten::", "prims"))
     module = getattr(function, "__module__", None) or getattr(type(function), "__module__", "")
     return str(module).partition(".")[0] in ("torch", "builtins", "_operator")

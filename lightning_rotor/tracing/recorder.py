@@ -26,9 +26,10 @@ import torch
 from torch import fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from lightning_rotor.generators import GeneratorStates
+from lightning_rotor.private import torch_names as private
+from lightning_rotor.private.pytree import tree_leaves
 from lightning_rotor.tensors import tensors_in
 from lightning_rotor.tracing.call import Call
 from lightning_rotor.tracing.composites import FUNCTIONS, body_of, is_attention
@@ -114,8 +115,8 @@ class Recorder:
     def _aside(self) -> Iterator[None]:
         """Context of code that is one operation. The mode steps aside, for torch's fast paths ask whether there is one."""
         with self._witness.aside(), self.surroundings.paused(), ExitStack() as stack:
-            if torch.overrides._get_current_function_mode() is self._mode:
-                stack.enter_context(torch.overrides._pop_mode_temporarily())
+            if private.function_mode() is self._mode:
+                stack.enter_context(private.without_function_mode())
             yield
 
     # ---------------------------------------------------------------- modules
@@ -222,7 +223,7 @@ class Recorder:
     ) -> Any:
         witness = self._witness
         with self._aside():
-            if torch._C._functorch.peek_interpreter_stack() is not None:
+            if private.is_transformed():
                 raise UntraceableError("it computes under a transform of torch.func (vmap, grad)")
             read = tensors_in((args, kwargs))
             if read or kind == "call_module":

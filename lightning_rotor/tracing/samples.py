@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import tree_leaves
+
+from lightning_rotor.private.pytree import tree_leaves
+from lightning_rotor.private.torch_names import FakeTensor, FakeTensorMode
 
 
 @dataclass(frozen=True, slots=True, eq=False)

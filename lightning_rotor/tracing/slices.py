@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from lightning_rotor.private import torch_names as private
 from lightning_rotor.tracing.proxies import IN_PLACE
 from lightning_rotor.tracing.slice_code import Ref, Step, encoded, function_of
 from lightning_rotor.tracing.tracer import CONSTANT
@@ -213,7 +214,7 @@ class GraphSlice(nn.Module):
             elif callable(target):
                 target = id(target)
             # The message of an assertion spells the names of values.
-            args = step.args[:1] if step.target is torch._assert else step.args
+            args = step.args[:1] if step.target is private.ASSERT else step.args
             return step.kind, target, _spell(args), _spell(step.kwargs), step.frees
 
         return self._inputs, tuple(map(spell, self._steps)), _spell(self._output)
@@ -264,14 +265,14 @@ _KNOWN_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
     [
         *(
             function
-            for holder in (torch, F, torch._C._nn)
+            for holder in (torch, F, private.LAYERS)
             for name in _KNOWN_METHODS
             if callable(function := getattr(holder, name, None))
         ),
         *(getattr(operator, name) for name in _KNOWN_OPERATORS.split()),
         *IN_PLACE,
         getattr,
-        torch._assert,
+        private.ASSERT,
     ]
 )
 

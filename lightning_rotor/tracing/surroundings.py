@@ -30,8 +30,8 @@ from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
+from lightning_rotor.private.torch_names import without_modes
 from lightning_rotor.tracing.places import Closures, Notes, Place, namespace_of
 
 _STAND_FOR_THEMSELVES = (torch.Tensor, torch.nn.Module)
@@ -146,7 +146,7 @@ class Surroundings:
 
     def _note(self, place: Place, path: str) -> None:
         # Looking at a tensor or a generator is none of the operations that a trace listens to.
-        with torch._C.DisableTorchFunction(), _disable_current_modes():
+        with without_modes():
             self.notes.take(place, path)
 
 

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils._pytree import tree_map_only
 
 from lightning_rotor.generators import GeneratorStates
+from lightning_rotor.private import torch_names as private
+from lightning_rotor.private.pytree import tree_map_only
 from lightning_rotor.tracing.call import Call
 from lightning_rotor.tracing.composites import body_of, is_attention, is_composite
 from lightning_rotor.tracing.heap import Heap
@@ -201,7 +202,7 @@ class Tracer(fx.Tracer):
         if self._known.is_of_sizes(node):
             same = self.create_proxy("call_function", operator.eq, (fx.Proxy(node, self), value), {})
             message = f"this call was traced for {node.name} = {value}, which depends on the sizes of its inputs"
-            self.create_proxy("call_function", torch._assert, (same, message), {})
+            self.create_proxy("call_function", private.ASSERT, (same, message), {})
         return value
 
     def look(self, node: fx.Node, name: str) -> Any:
@@ -250,7 +251,7 @@ class Tracer(fx.Tracer):
 
 def ambient() -> tuple[Any, ...]:
     """Settings that change what an operation computes or saves, and that code can switch for a few lines."""
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = private.hooks_for_saved_tensors()
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),

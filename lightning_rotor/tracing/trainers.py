@@ -7,9 +7,8 @@ from typing import Any, NoReturn
 
 from torch import nn
 
+from lightning_rotor.private.lightning_names import TRAINERS
 from lightning_rotor.tracing.modules import UntraceableError
-
-_NAMES = ("_trainer", "_fabric")
 
 
 class _Hidden:
@@ -29,7 +28,7 @@ def hide_trainers(module: nn.Module, is_opaque: Callable[[nn.Module], bool]) -> 
         is_opaque: Says of a submodule whether its code runs as it is.
     """
     attributes: dict[str, Any] = module.__dict__
-    attributes.update({name: _Hidden() for name in _NAMES if attributes.get(name) is not None})
+    attributes.update({name: _Hidden() for name in TRAINERS if attributes.get(name) is not None})
     for child in module.children():
         if not is_opaque(child):
             hide_trainers(child, is_opaque)

@@ -8,6 +8,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import fx
 
+from lightning_rotor.private import torch_names as private
+from lightning_rotor.private.torch_names import identity_of
+
 
 class _Family:
     """Values that share memory: one changes when another is changed in place."""
@@ -57,12 +60,12 @@ class Values:
 
 def version_of(tensor: torch.Tensor) -> int:
     """Counts changes in place."""
-    return -1 if tensor.is_inference() else tensor._version
+    return -1 if tensor.is_inference() else private.version_of(tensor)
 
 
 def _storage(tensor: torch.Tensor) -> int | None:
     # Both tensors are alive when this is compared, so the address is nobody else's.
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return identity_of(tensor.untyped_storage())
     except (NotImplementedError, RuntimeError):  # sparse tensors, fake ones
         return None

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_rotor.private.torch_names import TorchDispatchMode, schema_of
 from lightning_rotor.tensors import tensors_in
 from lightning_rotor.tracing.heap import Heap, Inventory, memory_of
 from lightning_rotor.tracing.modules import UntraceableError
@@ -92,7 +92,7 @@ class Witness(TorchDispatchMode):
             return self._unrecorded(func, args, kwargs)
         self.random = self.random or torch.Tag.nondeterministic_seeded in func.tags
         self.reads_values = self.reads_values or _reads_values(func, args)
-        if func._schema.is_mutable:
+        if schema_of(func).is_mutable:
             self._protect(func, args, kwargs)
         result = func(*args, **kwargs)
         if _makes_memory(func):
@@ -109,7 +109,7 @@ class Witness(TorchDispatchMode):
         return made
 
     def _protect(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for index, argument in enumerate(func._schema.arguments):
+        for index, argument in enumerate(schema_of(func).arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[index] if index < len(args) else kwargs.get(argument.name)
                 if any(self._was_there(tensor) for tensor in tensors_in(value)):
@@ -127,7 +127,7 @@ class Witness(TorchDispatchMode):
 @lru_cache(maxsize=4096)
 def _makes_memory(func: Any) -> bool:
     """Whether an operation returns nothing that it was given."""
-    return not func._schema.is_mutable and all(value.alias_info is None for value in func._schema.returns)
+    return not schema_of(func).is_mutable and all(value.alias_info is None for value in schema_of(func).returns)
 
 
 def _memories(tensors: Iterable[torch.Tensor]) -> set[StorageWeakRef]:

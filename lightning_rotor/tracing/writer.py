@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from lightning_rotor.private.pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from lightning_rotor.tensors import tensors_in
 from lightning_rotor.tracing.call import PLAIN
 from lightning_rotor.tracing.guards import ancestors

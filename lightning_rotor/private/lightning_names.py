@@ -1,0 +1,91 @@
+"""Private names of Lightning 2.6 and torchmetrics 1. It works without either, for what is asked about has been made by them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+TRAINERS = ("_trainer", "_fabric")
+"""Attributes in which a LightningModule keeps who trains it. The public ``trainer`` cannot be hidden, and raises where there is none."""
+
+
+def trainer_of(module: Any) -> Any | None:
+    """The Trainer of a LightningModule. Without one, the public attribute raises."""
+    return module._trainer
+
+
+def is_compiled(module: Any) -> bool:
+    """True if ``torch.compile`` was called on a whole LightningModule, which Lightning has taken apart again."""
+    return module._compiler_ctx is not None
+
+
+def logs_this_step(trainer: Any) -> bool:
+    """True if the Trainer gives numbers to its loggers after this step. Else each would have to count ``log_every_n_steps`` again."""
+    return bool(trainer._logger_connector.should_update_logs)
+
+
+def logging_step(trainer: Any) -> int:
+    """The step under which the Trainer logs; ``global_step`` counts optimizers, of which there may be several."""
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def logs_hyperparameters(owner: Any) -> bool:
+    """True if a module's or data module's hyperparameters are for loggers (``save_hyperparameters(logger=...)``)."""
+    return bool(owner._log_hyperparams)
+
+
+CLASS_PATH = "_class_path"
+"""What LightningCLI puts among the hyperparameters for itself."""
+
+
+def toggled_parameters(module: Any) -> dict[torch.nn.Parameter, bool]:
+    """What ``requires_grad`` was of the parameters that ``toggle_optimizer`` has switched."""
+    toggled: dict[torch.nn.Parameter, bool] = getattr(module, "_param_requires_grad_state", {})
+    return toggled
+
+
+def take_loader(loop: Any) -> Any | None:
+    """The loader that a loop has set up; the loop sets up another one. Only loops draw their batches in public."""
+    loader, loop._combined_loader = loop._combined_loader, None
+    return loader
+
+
+def before_batch_transfer(module: Any, batch: Any, loader: int = 0) -> Any:
+    """A batch after ``on_before_batch_transfer`` of the module or its data module, whichever has one. The public hooks do not choose."""
+    return module._on_before_batch_transfer(batch, loader)
+
+
+def reset_loaders(trainer: Any) -> None:
+    """Let the Trainer ask for its loaders anew, as its batch size finder does after each size."""
+    from lightning.pytorch.tuner.batch_size_scaling import _reset_dataloaders
+
+    _reset_dataloaders(trainer)
+
+
+def optimizers_of(module: Any) -> list[torch.optim.Optimizer]:
+    """What ``configure_optimizers`` returns in its many forms, as a list. Only a strategy that sets up makes them in public."""
+    from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
+
+    optimizers: list[torch.optim.Optimizer] = _init_optimizers_and_lr_schedulers(module)[0]
+    return optimizers
+
+
+def keep_batches_whole(trainer: Any) -> None:
+    """Let no sampler divide the batches between processes, after the Trainer was made: ``use_distributed_sampler=False`` says it before."""
+    trainer._accelerator_connector.use_distributed_sampler = False
+
+
+def synchronizes_layers(strategy: Any) -> bool:
+    """True under ``Trainer(sync_batchnorm=True)``, which a strategy is told and nobody else."""
+    return strategy._layer_sync is not None
+
+
+def last_value(metric: Any) -> Any:
+    """What a metric of torchmetrics returned for the latest batch. Asking it in public would compute again over all batches."""
+    return metric._forward_cache
+
+
+def set_last_value(metric: Any, value: Any) -> None:
+    """Set it to another one."""
+    metric._forward_cache = value

@@ -1,0 +1,534 @@
+"""Each private name does what is taken for granted. Where one fails with a new release, ``lightning_rotor/private`` is the place to mend it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import distributed, fx, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils.data import DataLoader
+
+from lightning_rotor.private import lightning_names, pytree
+from lightning_rotor.private import torch_names as private
+from tests.private_names import private_names, private_names_below
+from tests.processes import ROOT
+
+PACKAGE = ROOT / "lightning_rotor"
+
+
+def test_private_names_stand_in_one_room() -> None:
+    outside = {file: names for file, names in private_names_below(PACKAGE).items() if not file.startswith("private/")}
+    assert not outside, (
+        "say it in lightning_rotor/private, as a function with a plain name that tests/test_private.py asks"
+    )
+
+
+def test_private_names_are_found(tmp_path: Path) -> None:
+    file = tmp_path / "some.py"
+    file.write_text(
+        "from torch._compile import _disable_dynamo\nimport torch\n"
+        "class Own:\n    def __init__(self): self._mine = torch._C._some(1)\n"
+        "def use(other, module):\n"
+        "    other._mine, module._buffers, module._theirs, torch.ops.aten._unsafe_view, module._modules['_orig_mod']\n"
+        "    return getattr(module, '_hidden', None)\n"
+    )
+    assert private_names(file) == [
+        "getattr(module, '_hidden', None)",
+        "module._modules['_orig_mod']",
+        "module._theirs",
+        "torch._C._some",
+        "torch._compile._disable_dynamo",
+    ]
+
+
+# -------------------------------------------------------------------- a running backward
+
+
+def test_a_running_backward() -> None:
+    seen: list[tuple[Any, ...]] = []
+    x, y = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    left, right = x * 2, y * 2
+    loss = left * right
+
+    def note(_: Any) -> None:
+        reached = [private.backward_reaches(node.grad_fn) for node in (left, right)]
+        seen.append((private.backward_number(), private.backward_keeps_graph(), *reached))
+
+    loss.grad_fn.register_prehook(note)
+    loss.backward(retain_graph=True)
+    loss.backward(inputs=[x])
+    (first, *of_first), (second, *of_second) = seen
+    assert first is not None
+    assert second not in (None, first)
+    assert (of_first, of_second) == ([True, True, True], [False, True, False])
+    assert private.backward_number() is None
+
+
+def test_hooks_for_saved_tensors() -> None:
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    assert private.hooks_for_saved_tensors() is None
+    with saved_tensors_hooks(pack, pack):
+        assert private.hooks_for_saved_tensors() == (pack, pack)
+
+
+# -------------------------------------------------------------------- settings
+
+
+def test_the_default_device_of_this_thread() -> None:
+    seen: list[torch.device | None] = []
+    assert private.default_device() is None
+    with torch.device("meta"):
+        assert private.default_device() == torch.device("meta")
+        thread = threading.Thread(target=lambda: seen.append(private.default_device()))
+        thread.start()
+        thread.join()
+    assert seen == [None]
+
+
+def test_float32_precision_is_that_of_the_backend_or_of_torch() -> None:
+    before = private.float32_precision("mkldnn", "conv")
+    private.set_float32_precision("generic", "all", "tf32")
+    try:
+        assert private.float32_precision("mkldnn", "conv") == "tf32"
+    finally:
+        private.set_float32_precision("generic", "all", "none")
+    assert private.float32_precision("mkldnn", "conv") == before
+    private.set_float32_precision("mkldnn", "conv", "bf16")
+    assert torch.backends.mkldnn.conv.fp32_precision == "bf16"
+    private.set_float32_precision("mkldnn", "conv", "none")
+
+
+def test_the_order_of_kernels_for_attention() -> None:
+    before = private.attention_order()
+    private.set_attention_order(before[::-1])
+    assert private.attention_order() == before[::-1]
+    private.set_attention_order(before)
+    assert private.attention_order() == before
+
+
+# -------------------------------------------------------------------- capture, modes, transforms
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_capture_for_another_runtime() -> None:
+    seen = []
+
+    class Asks(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(private.is_captured())
+            return x + 1
+
+    x = torch.ones(2)
+    Asks()(x)
+    torch.jit.trace(Asks(), x, check_trace=False)
+    torch.export.export(Asks(), (x,), strict=False)
+    assert seen[0] is False
+    assert seen[1:] == [True] * (len(seen) - 1)
+    assert len(seen) >= 3
+
+
+def test_the_compiler_takes_nothing_for_captured() -> None:
+    def answer(x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if private.is_captured() else x - 1
+
+    assert torch.compile(answer, backend="eager")(torch.zeros(1)).item() == -1
+
+
+@pytest.mark.parametrize(("owner", "name"), [private.CHECK, private.DTYPE_OF_MASK])
+def test_what_a_symbolic_trace_stands_in_for_is_there(owner: Any, name: str) -> None:
+    assert callable(vars(owner)[name])
+
+
+def test_a_check_goes_through_its_helper(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(*private.CHECK, lambda *args: seen.append(args))
+    torch._check_value(False, lambda: "why")
+    (error, condition, message), *_ = seen
+    assert (error, condition, message()) == (ValueError, False, "why")
+
+
+def test_functions_that_graphs_hold() -> None:
+    assert private.LAYERS.gelu is F.gelu
+    with pytest.raises(AssertionError, match="because"):
+        private.ASSERT(False, "because")
+
+    class Asserts(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            private.ASSERT(x.shape[0] == 2, "two")
+            return x
+
+    assert any(node.target is private.ASSERT for node in fx.symbolic_trace(Asserts()).graph.nodes)
+
+
+def test_modes() -> None:
+    seen: list[str] = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append("function")
+            return func(*args, **(kwargs or {}))
+
+    class Dispatch(private.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append("dispatch")
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(1)
+    assert private.function_mode() is None
+    with Dispatch(), Mode() as mode:
+        assert private.function_mode() is mode
+        x.add(1)
+        with private.without_function_mode():
+            assert private.function_mode() is None
+            x.add(1)
+        with private.without_modes():
+            x.add(1)
+        with private.no_dispatch():
+            torch.add(x, 1)
+    assert seen == ["function", "dispatch", "dispatch", "function"]
+
+
+def test_transforms() -> None:
+    seen = []
+    assert not private.is_transformed()
+    torch.func.vmap(lambda x: (seen.append(private.is_transformed()), x)[1])(torch.ones(2))
+    assert seen == [True]
+
+
+# -------------------------------------------------------------------- tensors and operators
+
+
+def test_versions_and_storages() -> None:
+    x = torch.zeros(4)
+    version = private.version_of(x)
+    x.view(2, 2).add_(1)
+    assert private.version_of(x) > version
+    for device in ("cpu", "meta"):
+        x, y = torch.empty(4, device=device), torch.empty(4, device=device)
+        same = private.identity_of(x[1:].untyped_storage()) == private.identity_of(x.untyped_storage())
+        assert same
+        assert private.identity_of(x.untyped_storage()) != private.identity_of(y.untyped_storage())
+
+
+def test_sparse_tensors_that_are_not_coalesced() -> None:
+    tensor = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.tensor([2.0, 3.0]), (4,), check_invariants=True)
+    indices, values = private.sparse_parts(tensor)
+    assert (indices.tolist(), values.tolist()) == ([[1, 1]], [2.0, 3.0])
+
+
+def test_copying_many() -> None:
+    targets, sources = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.ones(3)]
+    private.copy_each(targets, sources)
+    assert all(map(torch.equal, targets, sources))
+
+
+def test_operators() -> None:
+    add = torch.ops.aten.add_.Tensor
+    assert isinstance(add, private.OpOverload)
+    assert isinstance(torch.ops.aten.add_, private.OpOverloadPacket)
+    assert private.packet_of(add) is torch.ops.aten.add_
+    schema = private.schema_of(add)
+    assert schema.is_mutable
+    assert [argument.name for argument in schema.arguments] == ["self", "other", "alpha"]
+    assert schema.arguments[0].alias_info.is_write
+    assert str(schema.returns[0].type) == "Tensor"
+
+
+def test_a_library_is_taken_back() -> None:
+    x = torch.ones(1, requires_grad=True)
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("sin", lambda x: x + 41, "AutogradCPU")
+    assert x.sin().item() == 42
+    private.take_back(library)
+    assert x.sin().item() < 1
+
+
+def test_tensors_without_values() -> None:
+    with private.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        x = torch.ones(2)
+        assert isinstance(x, private.FakeTensor)
+        with pytest.raises(private.DataDependentOutputException):
+            x[0].item()
+        with pytest.raises(private.DynamicOutputShapeException):
+            x.nonzero()
+    with private.FakeCopyMode(mode):
+        from copy import deepcopy
+
+        assert isinstance(deepcopy(torch.ones(2)), private.FakeTensor)
+    assert issubclass(private.UnsupportedOperatorException, Exception)
+    assert not private.is_traceable_wrapper_subclass(torch.ones(1))
+
+
+def test_nestings() -> None:
+    value = {"b": (1, [2]), "a": 3}
+    flat, spec = pytree.tree_flatten(value)
+    assert flat == pytree.tree_leaves(value) == [1, 2, 3]
+    assert pytree.tree_unflatten(flat, spec) == value
+    assert spec == pytree.tree_structure(value)
+    assert isinstance(spec, pytree.TreeSpec)
+    assert hash(spec) == hash(pytree.tree_structure(value))
+    assert pytree.tree_map_only(int, lambda x: x + 1, value) == pytree.tree_map(lambda x: x + 1, value)
+
+
+# -------------------------------------------------------------------- modules and optimizers
+
+
+def test_hooks_of_modules() -> None:
+    assert all(isinstance(getattr(nn.Linear(1, 1), name), dict) for name in private.HOOKS)
+    assert set(vars(nn.Module())) - private.STRUCTURE == {"training", "_is_full_backward_hook"}
+    forward, backward = nn.Linear(1, 1), nn.Linear(1, 1)
+    forward.register_forward_pre_hook(lambda *_: None)
+    backward.register_full_backward_hook(lambda *_: None)
+    assert [private.has_forward_hooks(module) for module in (forward, backward)] == [True, False]
+    assert [private.has_backward_hooks(module) for module in (forward, backward)] == [False, True]
+    assert not private.any_hooks_of_all()
+    handle = nn.modules.module.register_module_full_backward_hook(lambda *_: None)
+    try:
+        assert private.any_hooks_of_all()
+        assert private.has_backward_hooks(forward)
+    finally:
+        handle.remove()
+
+
+def test_hooks_of_optimizers() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    assert all(name in vars(optimizer) for name in private.OPTIMIZER_HOOKS)
+    assert {name for name in vars(optimizer) if name.endswith("_hooks")} == set(private.OPTIMIZER_HOOKS)
+
+
+# -------------------------------------------------------------------- torch.compile
+
+
+def test_compiled_modules() -> None:
+    module, wrapped = nn.Linear(2, 2), nn.Linear(2, 2)
+    assert not private.is_compiled_in_place(module)
+    module.compile(backend="eager", dynamic=False)
+    wrapper: Any = torch.compile(wrapped, backend="eager", fullgraph=True)
+    assert private.is_compiled_in_place(module)
+    assert not private.is_compiler_wrapper(module)
+    assert private.is_compiler_wrapper(wrapper)
+    assert private.module_inside(wrapper) is wrapped
+    assert set(vars(wrapper)) - set(vars(nn.Module())) - {"_super_module_initialized"} <= private.COMPILER_ATTRIBUTES
+    for compiled, fullgraph, dynamic in ((module, False, False), (wrapper, True, None)):
+        settings = private.compiler_settings(compiled)
+        assert settings is not None
+        assert (settings.fullgraph, settings.dynamic, settings.has_more) == (fullgraph, dynamic, False)
+        assert callable(settings.backend)
+    x = torch.ones(1, 2)
+    assert torch.equal(private.call_uncompiled(module, x), F.linear(x, module.weight, module.bias))
+
+
+def test_what_the_compiler_leaves_alone() -> None:
+    seen = []
+
+    def aside(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.compiler.is_compiling())
+        return x + 1
+
+    kept_out = private.outside_of_graphs(aside, "the reason")
+    assert torch.compile(lambda x: kept_out(x) * 2, backend="eager")(torch.ones(1)).item() == 4
+    assert seen == [False]
+    with pytest.raises(Exception, match="the reason"):
+        torch.compile(lambda x: kept_out(x) * 2, backend="eager", fullgraph=True)(torch.ones(1))
+
+
+def test_the_activation_budget_holds_for_a_while() -> None:
+    from torch._functorch import config
+
+    before = config.activation_memory_budget
+    with private.activation_budget(0.25):
+        assert config.activation_memory_budget == 0.25
+    assert config.activation_memory_budget == before
+
+
+# -------------------------------------------------------------------- profiler
+
+
+def test_the_profiler_tells_of_blocks() -> None:
+    assert not private.is_profiling()
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        assert private.is_profiling()
+        x = torch.empty(1000)
+        address = x.data_ptr()
+        del x
+    pending, sizes = list(profiler.profiler.kineto_results.experimental_event_tree()), []
+    while pending:
+        event = pending.pop()
+        pending += event.children
+        block = private.allocation_of(event)
+        if block is not None and block.ptr == address:
+            sizes.append((block.alloc_size, block.device.type))
+    assert sorted(sizes) == [(-4000, "cpu"), (4000, "cpu")]
+
+
+# -------------------------------------------------------------------- processes
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of this process alone."""
+    distributed.init_process_group(
+        "gloo", store=distributed.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=30)
+    )
+    yield
+    distributed.destroy_process_group()
+
+
+def test_the_store_of_the_processes(alone: None) -> None:
+    store = private.store_of_processes()
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+
+
+def test_buckets_are_rebuilt_after_the_first_step(alone: None) -> None:
+    wrapped = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+    assert not private.has_rebuilt_buckets(wrapped)
+    for _ in range(3):
+        wrapped(torch.ones(1, 4)).sum().backward()
+    assert private.has_rebuilt_buckets(wrapped)
+
+
+def test_fsdp_units(alone: None) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    mesh = init_device_mesh("cpu", (1,))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    (inner,), (outer,) = private.fsdp_groups(model[0]), private.fsdp_groups(model)
+    assert list(private.fsdp_modules_of_unit(model[0])) == [model[0]]
+    assert sum(map(private.fsdp_shard_elements, inner.fsdp_params)) == 20
+    assert not private.fsdp_stays_whole(inner)
+    loss = model(torch.ones(1, 4)).sum()
+    assert [len(order) for order in private.fsdp_order(inner)] == [1, 2]
+    loss.backward()
+    assert private.fsdp_order(inner)[1] is private.fsdp_order(outer)[1]
+    before = len(private.fsdp_order(inner)[0])
+    model[0].unshard()
+    with private.fsdp_before_backward(model[0]):
+        model[0](torch.ones(1, 4))
+    assert len(private.fsdp_order(inner)[0]) == before
+
+
+# -------------------------------------------------------------------- Lightning
+
+
+class _Model(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters({"width": 2}, logger=False)
+        self.layer = nn.Linear(2, 2)
+        self.seen: list[tuple[Any, ...]] = []
+
+    def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+        return self.layer(batch).sum()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seen.append((lightning_names.logs_this_step(self.trainer), lightning_names.logging_step(self.trainer)))
+
+    def configure_optimizers(self) -> Any:
+        return {"optimizer": torch.optim.SGD(self.parameters(), lr=0.1)}
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> pl.Trainer:
+    return pl.Trainer(
+        accelerator="cpu",
+        max_steps=4,
+        log_every_n_steps=2,
+        default_root_dir=tmp_path,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def test_what_lightning_keeps(trainer: pl.Trainer) -> None:
+    model = _Model()
+    assert lightning_names.trainer_of(model) is None
+    assert not lightning_names.is_compiled(model)
+    assert not lightning_names.logs_hyperparameters(model)
+    trainer.fit(model, DataLoader(torch.ones(8, 2), batch_size=2))
+    assert lightning_names.trainer_of(model) is trainer
+    assert all(vars(model)[name] is trainer for name in lightning_names.TRAINERS[:1])
+    assert model.seen == [(False, 0), (True, 1), (False, 2), (True, 3)]
+    assert [type(optimizer) for optimizer in lightning_names.optimizers_of(model)] == [torch.optim.SGD]
+    assert not lightning_names.synchronizes_layers(pl.strategies.DDPStrategy())
+    assert lightning_names.before_batch_transfer(model, [1]) == [1]
+    lightning_names.keep_batches_whole(trainer)
+
+
+def test_parameters_of_other_optimizers(trainer: pl.Trainer) -> None:
+    class Two(_Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.other = nn.Linear(2, 2)
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.layer, self.other)]
+
+        def training_step(self, batch: torch.Tensor, _: int) -> None:
+            optimizer, _ = self.optimizers()
+            assert not lightning_names.toggled_parameters(self)
+            self.toggle_optimizer(optimizer)
+            toggled = lightning_names.toggled_parameters(self)
+            assert toggled
+            assert all(toggled.values())
+            assert not self.other.weight.requires_grad
+            self.untoggle_optimizer(optimizer)
+            optimizer.step()
+
+    trainer.fit(Two(), DataLoader(torch.ones(2, 2), batch_size=2))
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_the_loader_of_a_loop_is_taken(trainer: pl.Trainer, reset: bool) -> None:
+    model = _Model()
+    taken: list[Any] = []
+
+    class Takes(pl.Callback):
+        def on_train_end(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
+            taken.append(trainer.fit_loop._combined_loader)
+            if reset:
+                lightning_names.reset_loaders(trainer)
+            taken.append(lightning_names.take_loader(trainer.fit_loop))
+            taken.append(lightning_names.take_loader(trainer.fit_loop))
+
+    trainer.callbacks.append(Takes())
+    trainer.fit(model, DataLoader(torch.ones(8, 2), batch_size=2))
+    before, loader, after = taken
+    assert len(list(loader.iterables)) == 4
+    assert (loader is before) != reset
+    assert after is None
+
+
+def test_a_compiled_lightning_module() -> None:
+    from lightning.pytorch.utilities.compile import from_compiled
+
+    model = from_compiled(torch.compile(_Model(), backend="eager"))
+    assert lightning_names.is_compiled(model)
+
+
+def test_the_last_value_of_a_metric() -> None:
+    from torchmetrics import MeanMetric
+
+    metric = MeanMetric()
+    metric(torch.tensor(3.0))
+    assert lightning_names.last_value(metric).item() == 3
+    lightning_names.set_last_value(metric, torch.tensor(4.0))
+    assert lightning_names.last_value(metric).item() == 4
+    assert metric.compute().item() == 3
