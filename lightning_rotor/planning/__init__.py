@@ -112,7 +112,7 @@ def menu(
 
     Arguments as for :func:`plan`; after that, with the same ones, it takes next to no time.
     """
-    return menu_of(_solver(chain, slots, gradients_exist, lingering_bytes, None))
+    return menu_of(_solver(chain, slots, gradients_exist, lingering_bytes))
 
 
 # Whoever plans a chain is likely to plan it again at once: for another budget, its curve, its minimum. Tables take tens of megabytes.
