@@ -58,7 +58,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "execution": ("options", "recomputation", "simulator", "recursion"),
     "report": ("planning", "profiling"),
     "estimation": ("cutting", "profiling"),
-    "pipeline": ("planning", "profiling", "execution", "cutting"),
+    "pipeline": ("planning", "profiling", "execution", "cutting", "private"),
     "balance": ("planning", "profiling", "cutting"),
     "fake_copy": ("private",),
     "compute": ("fake_copy", "recomputation"),

@@ -18,10 +18,10 @@ from lightning_rotor.pipeline_simulator import (
 from lightning_rotor.planning.partition.moments import Moments
 
 
-def lasting(schedule, device, devices, m):
+def lasting(schedule, device, devices, m, outputs_linger=True):
     """What outlives its action or its micro-batch, and until when."""
     order = actions(schedule, devices, micro_batches=m)[device]
-    until = lingering(schedule, order, stages=devices)
+    until = lingering(schedule, order, stages=devices, outputs_linger=outputs_linger)
     own = [order.index((device, "backward", each.micro_batch)) for each in order]
     return {str(order[place]): str(order[last]) for place, last in enumerate(until) if last > own[place]}
 
@@ -37,11 +37,18 @@ def test_gpipe_keeps_everything_to_the_end():
     assert lasting("gpipe", 1, 3, 2) == {"1F0": "1B1", "1B0": "1B1"}
 
 
+def test_newer_loops_let_go_of_outputs():
+    assert lasting("1f1b", 1, 4, 5, outputs_linger=False) == {"1B2": "1B3", "1B3": "1B4"}
+    assert lasting("gpipe", 1, 3, 2, outputs_linger=False) == {"1B0": "1B1"}
+    # Every process is given the outputs of the whole.
+    assert lasting("gpipe", 2, 3, 2, outputs_linger=False) == {"2F0": "2B1", "2B0": "2B1"}
+
+
 def test_what_lingers_counts_until_it_goes():
     micro_batch = MicroBatchLoad(1, 1, held_bytes=100, forward_peak_bytes=100, backward_peak_bytes=100)
     stage = PipelineStageLoad(micro_batch, output_bytes=30, input_gradient_bytes=7)
     order = actions("1f1b", 3, micro_batches=4)
-    until = [lingering("1f1b", each, stages=3) for each in order]
+    until = [lingering("1f1b", each, stages=3, outputs_linger=True) for each in order]
     found = simulate_pipeline(order, [stage] * 3, micro_batches=4, lingering=until, results_bytes=1000)
     # F0 F1 B0 F2 B1 F3 B2 B3: output of 0 from B0 to B2, then the gradient of 2.
     assert [each.after_bytes for each in found.events[1]] == [100, 200, 130, 230, 130, 230, 107, 0]
@@ -55,7 +62,9 @@ def test_moments_know_the_peak_of_every_load(seed):
     m = rng.randint(devices, 9)
     device, exist = rng.randrange(devices), rng.random() < 0.5
     order = actions(schedule, devices, micro_batches=m)[device]
-    until = rng.choice(((), lingering(schedule, order, stages=devices)))
+    until = rng.choice(
+        ((), *(lingering(schedule, order, stages=devices, outputs_linger=each) for each in (True, False)))
+    )
     moments = Moments(order, until, micro_batches=m, gradients_exist=exist)
     for _ in range(5):
         usual, last = (MicroBatchLoad(1, 1, 0, *(rng.randint(0, 99) for _ in range(4))) for _ in range(2))

@@ -12,10 +12,11 @@ import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
-from pipelines import Processes, good, processes
+from pipelines import Failure, Processes, good, processes
 from test_pipeline_strategy import loader, trainer
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from lightning_rotor.strategies import RotorPipelineStrategy
 
@@ -106,6 +107,58 @@ def test_ranks_start_from_the_first_ones_weights_buffers_and_generators(
             assert torch.equal(value, first[1][name]), name
         assert draws == first[2]
     assert first[0].keys() | others[0][0].keys() == plain.everything().keys()
+
+
+def test_copies_of_a_pipeline_stay_alike(group: Processes, tmp_path: Path) -> None:
+    """Running statistics are those of the first copy's batches, as under DDP."""
+    first, *others = good(group.run(4, started, str(tmp_path), False, 4, {"pipeline_stages": 2}, {}))
+    for _, end, _ in others:
+        for name, value in end.items():
+            assert torch.equal(value, first[1][name]), name
+
+
+class Texts(Unseeded):
+    """Calls the module without any tensor."""
+
+    def build(self) -> None:
+        self.net = nn.Sequential(Table(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.net(["text"] * len(batch[0])).square().mean()
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, texts: list[str]) -> torch.Tensor:
+        return self.weight.expand(len(texts), 4) * 1.0
+
+
+def without(rank: int, folder: str, kind: type[Unseeded], sizes: list[int]) -> None:
+    batches = [[torch.ones(size, 8), torch.zeros(size, dtype=torch.long)] for size in sizes]
+    made = trainer(folder, RotorPipelineStrategy("net", micro_batches=2), 2, max_epochs=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made.fit(kind(), DataLoader(batches, batch_size=None))
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "message"),
+    [
+        (Texts, [4], "Sequential is called without any tensor"),
+        (Unseeded, [0], "the first batch is empty: expected at least one row for each of 2 micro-batches"),
+        (Unseeded, [4, 0], "batch 1 of epoch 0 is empty"),
+    ],
+)
+def test_a_batch_with_nothing_in_it_is_refused_on_every_process(
+    group: Processes, tmp_path: Path, kind: type[Unseeded], sizes: list[int], message: str
+) -> None:
+    for answer in group.run(2, without, str(tmp_path), kind, sizes):
+        assert isinstance(answer, Failure)
+        assert answer.kind == "PipelineError", answer.text
+        assert message in answer.message
 
 
 class Precise(L.LightningModule):

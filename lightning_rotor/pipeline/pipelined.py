@@ -32,10 +32,12 @@ from lightning_rotor.pipeline.splitting import join, rows_in, sizes_of, split
 from lightning_rotor.pipeline.suspended import suspended_call
 from lightning_rotor.pipeline_schedule import PipelineError
 from lightning_rotor.planning.partition import Partition, PipelineDevice, partition
+from lightning_rotor.private.pipelining import sent_outputs_linger
 from lightning_rotor.profiling import profile_chain
 from lightning_rotor.profiling.reference import require_same
 from lightning_rotor.sequential import Stage, wiring_of
 from lightning_rotor.state import SegmentState
+from lightning_rotor.tensors import tensors_in
 from lightning_rotor.tracing import GraphCut
 from lightning_rotor.wiring import unpacked
 
@@ -197,6 +199,11 @@ def pipelined(
         ModelError: The module is no chain.
     """
     args, kwargs = call
+    if not tensors_in(call):
+        raise PipelineError(
+            f"{type(module).__name__} is called without any tensor, and cannot be measured or split: expected tensors with one row for each sample. "
+            "Let module=... name a part that takes tensors"
+        )
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     training = _cut(module, args, kwargs)
     profile = profile_chain(training.stages, training.bind(args, kwargs))
@@ -280,6 +287,7 @@ def _partition(
                 stages_per_device=options.stages_per_device,
                 recompute=options.recompute,
                 state_bytes=state_bytes,
+                outputs_linger=sent_outputs_linger(),
             )
         except RotorError as error:
             answer = error

@@ -190,7 +190,7 @@ class PipelineRunner:
             module.takes = tuple(layout[number] for layout in layouts)
             module.gives = tuple(layout[number + 1] for layout in layouts)
             module.seed = seed
-            module.rows = tuple(layout[0].metas[0].shape[0] for layout in layouts)
+            module.rows = tuple(next((m.shape[0] for m in layout[0].metas if m.shape), 1) for layout in layouts)
         if self.has_first:
             stages[0].inputs = [
                 tuple(tensor.detach() for tensor in layout[0].flat(values))

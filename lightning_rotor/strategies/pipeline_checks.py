@@ -94,6 +94,8 @@ def check_rows(rows: int, micro_batches: int, what: str) -> None:
     Raises:
         PipelineError: There are fewer.
     """
+    if not rows:
+        raise PipelineError(f"{what} is empty: expected at least one row for each of {micro_batches} micro-batches")
     if rows < micro_batches:
         raise PipelineError(
             f"{what} has {rows} rows for {micro_batches} micro-batches: expected at least one row for each. Use a larger batch, "

@@ -15,6 +15,7 @@ from lightning_rotor.pipeline.pipelined import PipelinedModule
 from lightning_rotor.pipeline.seeding import OUTSIDE, mixed, seeded
 from lightning_rotor.pipeline.splitting import rows_in, sizes_of, split
 from lightning_rotor.pipeline.step import train_step
+from lightning_rotor.pipeline_schedule import PipelineError
 from lightning_rotor.strategies.deferred_loss import GradientsApart, deferred, loss_of, together
 from lightning_rotor.strategies.micro_batch_logs import MicroBatchLogs
 from lightning_rotor.strategies.pipeline_memory import outside
@@ -70,8 +71,13 @@ class PipelineSteps:
         """Once for each micro-batch."""
         trainer = self._model.trainer
         epoch = trainer.fit_loop.epoch_loop
-        sizes = sizes_of(rows_in(batch), self._pipelined.options.micro_batches)
-        rows, scale = sum(sizes), 1 / trainer.accumulate_grad_batches
+        rows, scale = rows_in(batch), 1 / trainer.accumulate_grad_batches
+        if not rows:
+            raise PipelineError(
+                f"batch {epoch.batch_idx} of epoch {trainer.current_epoch} is empty: expected at least one row, since the loss of a pipeline is a "
+                "mean over rows. Leave such batches out"
+            )
+        sizes = sizes_of(rows, self._pipelined.options.micro_batches)
         logs = MicroBatchLogs(self._model, sizes)
 
         def run(part: Any) -> Callable[[], Any]:

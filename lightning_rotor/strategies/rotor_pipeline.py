@@ -20,7 +20,7 @@ from typing_extensions import override
 from lightning_rotor.attaching import attach, detach
 from lightning_rotor.pipeline.lifeline import Lifeline, explain, forget_frames
 from lightning_rotor.pipeline.pipelined import PipelinedModule
-from lightning_rotor.pipeline.sharing import first, share_generators, share_model
+from lightning_rotor.pipeline.sharing import first, share, share_generators, share_model
 from lightning_rotor.pipeline_schedule import PipelineError, PipelineScheduleName
 from lightning_rotor.planning.partition import Partition, RecomputeMode
 from lightning_rotor.private import lightning_names as private
@@ -218,7 +218,21 @@ class RotorPipelineStrategy(DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._steps is not None
         assert not kwargs
+        self._share_buffers()
         return self._steps.run(*args)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._share_buffers()
+        return super().validation_step(*args, **kwargs)
+
+    def _share_buffers(self) -> None:
+        """Give copies of the pipeline the first one's buffers, as DDP does before each forward: they have seen other batches."""
+        model = self.lightning_module
+        if self._replicas is not None and model is not None:
+            for buffer in model.buffers():
+                if buffer.device.type != "meta":
+                    share(buffer, self._replicas)
 
     @override
     def backward(
@@ -309,6 +323,8 @@ class RotorPipelineStrategy(DDPStrategy):
             detach(self._target.module)
             self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
             self._pipelined.runner.release()
+            if not self._failing:
+                self._share_buffers()
             self._pipelined.ownership.restore(values=not self._failing)
             self._pipelined = self._steps = None
         if self._metrics is not None:

@@ -22,6 +22,7 @@ class Order:
         stages_per_device: More than one with ``"interleaved"`` only.
         lingers: What is sent stays as long as in ``torch.distributed.pipelining``; else it goes as soon as it can.
         gradients_exist: Gradients of parameters are there before the step.
+        outputs_linger: See :class:`.Problem`.
     """
 
     schedule: PipelineScheduleName
@@ -30,6 +31,7 @@ class Order:
     stages_per_device: int
     lingers: bool
     gradients_exist: bool
+    outputs_linger: bool
 
     @property
     def stages(self) -> int:
@@ -68,7 +70,10 @@ class Order:
         """By device, how long what its actions make stays; empty where each goes as soon as it can."""
         if not self.lingers:
             return ()
-        return tuple(lingering(self.schedule, order, stages=self.stages) for order in self.actions)
+        return tuple(
+            lingering(self.schedule, order, stages=self.stages, outputs_linger=self.outputs_linger)
+            for order in self.actions
+        )
 
     def moments(self, stage: int) -> Moments:
         """When a pipeline stage, alone on its device, may hold most."""

@@ -95,6 +95,7 @@ class Problem:
         receive_buffers: How many there are for the input of a pipeline stage and for the gradient of its output: one per micro-batch, as
             ``torch.distributed.pipelining`` allocates them, or as many as are in flight and one.
         gradients_exist: Gradients of parameters are there before the step.
+        outputs_linger: Torch holds on to outputs whose sending is done, as it does before 2.15.
     """
 
     chain: Chain
@@ -107,6 +108,7 @@ class Problem:
     link: Link = Link()
     receive_buffers: Literal["micro_batches", "in_flight"] = "micro_batches"
     gradients_exist: bool = False
+    outputs_linger: bool = True
 
     def __post_init__(self) -> None:
         check_numbers(self.schedule, len(self.devices), self.micro_batches, self.stages_per_device)
@@ -160,6 +162,7 @@ class Problem:
                 self.stages_per_device,
                 lingers=self.receive_buffers == "micro_batches",
                 gradients_exist=self.gradients_exist,
+                outputs_linger=self.outputs_linger,
             )
         )
 

@@ -71,6 +71,7 @@ def partition(
     link: Link = Link(),  # noqa: B008 - frozen
     receive_buffers: Literal["micro_batches", "in_flight"] = "micro_batches",
     gradients_exist: bool = False,
+    outputs_linger: bool = True,
 ) -> Partition:
     """Cut a chain into pipeline stages so that a step takes the least time and every device has enough memory.
 
@@ -91,6 +92,7 @@ def partition(
         link: Bandwidth and latency between neighbours. By default messages take no time.
         receive_buffers: See :class:`.Problem`.
         gradients_exist: Gradients of parameters are there before the step.
+        outputs_linger: See :class:`.Problem`.
     Returns:
         Cuts, a plan for each pipeline stage, and the simulated step.
     Raises:
@@ -114,6 +116,7 @@ def partition(
         link=link,
         receive_buffers=receive_buffers,
         gradients_exist=gradients_exist,
+        outputs_linger=outputs_linger,
     )
     costs = Costs(problem)
     if not isinstance(balance, str):
