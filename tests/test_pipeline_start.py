@@ -16,8 +16,10 @@ from pipelines import Failure, Processes, good, processes
 from test_pipeline_strategy import loader, trainer
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader
 
+from lightning_rotor.settings import settings
 from lightning_rotor.strategies import RotorPipelineStrategy
 
 
@@ -198,9 +200,11 @@ class Ones(nn.Module):
         return x * torch.ones(16)
 
 
-def trained(rank: int, folder: str, world: int, precision: str, options: dict[str, Any]) -> Any:
-    """Weights, losses and what was logged; with one micro-batch on one process or several."""
-    model = Precise()
+def trained(
+    rank: int, folder: str, world: int, precision: str, options: dict[str, Any], kind: type[Precise] = Precise
+) -> Any:
+    """Weights, losses, what was logged, and settings that are left."""
+    model = kind()
     L.seed_everything(3, verbose=False)
     strategy = RotorPipelineStrategy("net", **options) if world > 1 else None
     made = trainer(folder, strategy, world, precision=precision)
@@ -208,7 +212,7 @@ def trained(rank: int, folder: str, world: int, precision: str, options: dict[st
         warnings.simplefilter("ignore")
         made.fit(model, loader(16, 8, shuffle=False), loader(8, 8, shuffle=False))
     logged = {name: float(value) for name, value in made.callback_metrics.items()}
-    return dict(model.state_dict()), model.losses, logged, torch.get_default_dtype()
+    return dict(model.state_dict()), model.losses, logged, settings()
 
 
 @pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-true", "16-true", "bf16-mixed"])
@@ -217,11 +221,47 @@ def test_precisions_are_those_of_one_process(group: Processes, tmp_path: Path, p
     weights, losses, logged, _ = trained(0, str(tmp_path), 1, precision, {})
     whole = {"micro_batches": 1, "schedule": "gpipe", "recompute": "always"}
     for found in good(group.run(2, trained, str(tmp_path), 2, precision, whole)):
-        assert found[1:] == (losses, logged, torch.float32)
+        assert found[1:] == (losses, logged, settings())
         for name, value in weights.items():
             assert torch.equal(found[0][name], value), name
     for found in good(group.run(2, trained, str(tmp_path), 2, precision, {"micro_batches": 4})):
         assert {dtype for _, dtype in found[1]} == {dtype for _, dtype in losses}
         tolerance = {"32-true": 1e-6, "64-true": 1e-12}.get(precision, 2e-2)
         assert found[2]["val_loss"] == pytest.approx(logged["val_loss"], abs=tolerance)
-        assert found[3] == torch.float32
+        assert found[3] == settings()
+
+
+class Around(Precise):
+    """Calls the module under settings of its own, and manually if asked for."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        with torch.autocast("cpu", torch.bfloat16), sdpa_kernel(SDPBackend.MATH):
+            x = self.net(x)
+        assert torch.backends.cuda.flash_sdp_enabled()
+        return self.head(x.float())
+
+
+class AroundByHand(Around):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", [Around, AroundByHand])
+def test_settings_around_the_call_of_the_module_hold_in_it(
+    group: Processes, tmp_path: Path, kind: type[Precise]
+) -> None:
+    weights, losses, logged, _ = trained(0, str(tmp_path), 1, "32-true", {}, kind)
+    for micro_batches, tolerance in ((1, 0.0), (4, 2e-2)):
+        options = {"micro_batches": micro_batches, "schedule": "gpipe", "recompute": "always"}
+        for found in good(group.run(2, trained, str(tmp_path), 2, "32-true", options, kind)):
+            assert found[3] == settings()
+            assert found[2]["val_loss"] == pytest.approx(logged["val_loss"], abs=tolerance)
+            for name, value in weights.items():
+                assert torch.allclose(found[0][name], value, atol=tolerance, rtol=0), name
+    assert losses

@@ -215,9 +215,9 @@ class PartModule(nn.Module):
 
     Args:
         part: The user's modules stay where they are: none of them is a submodule of this one.
-        context: Of each forward with gradients.
 
     Attributes:
+        context: Of each forward with gradients.
         takes: By micro-batch, what crosses the cut before it.
         gives: The same behind it.
         seed: Of the step.
@@ -226,9 +226,9 @@ class PartModule(nn.Module):
         rows: By micro-batch.
     """
 
-    def __init__(self, part: Part, context: ForwardContext = nullcontext) -> None:
+    def __init__(self, part: Part) -> None:
         super().__init__()
-        self._context = context
+        self.context: ForwardContext = nullcontext
         self.__dict__["part"] = part
         self.takes: Sequence[Layout] = ()
         self.gives: Sequence[Layout] = ()
@@ -245,7 +245,7 @@ class PartModule(nn.Module):
         with ExitStack() as contexts:
             contexts.enter_context(seeded(mixed(self.seed, micro_batch)))
             if torch.is_grad_enabled():
-                contexts.enter_context(self._context())
+                contexts.enter_context(self.context())
                 if self.statistics is not None:
                     contexts.enter_context(self.statistics.micro_batch(self.rows[micro_batch], last=last))
             values = self.__dict__["part"](values, last=last)

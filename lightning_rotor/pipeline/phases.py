@@ -17,6 +17,7 @@ import torch
 from lightning_rotor.pipeline.seeding import mixed
 from lightning_rotor.pipeline.splitting import join, rows_in, sizes_of, split
 from lightning_rotor.pipeline.step import backward_of_inputs
+from lightning_rotor.pipeline.surroundings import Surroundings
 from lightning_rotor.pipeline.suspended import SuspendedCall, suspended_call
 from lightning_rotor.pipeline_schedule import PipelineError
 from lightning_rotor.private.pytree import tree_flatten, tree_unflatten
@@ -55,11 +56,11 @@ class Phases:
         pipelined, seed = self._pipelined, mixed(self._seed, self._forwards)
         self._forwards += 1
         sizes = sizes_of(rows_in((args, kwargs)), pipelined.options.micro_batches)
-        self._inputs = pipelined.inputs(split((args, kwargs), sizes))
+        self._inputs, around = pipelined.inputs(split((args, kwargs), sizes)), Surroundings()
 
         def schedule() -> Any:
             return pipelined.runner.train_in_phases(
-                self._inputs, _hand_over, seed=seed, signature=pipelined.signature()
+                self._inputs, _hand_over, seed=seed, signature=pipelined.signature(), around=around
             )
 
         waiting = SuspendedCall(schedule, seed=seed, device=pipelined.device, what="the pipeline")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -23,7 +22,7 @@ from lightning_rotor.pipeline.batch_statistics import values_per_row
 from lightning_rotor.pipeline.evaluation import evaluation_cut
 from lightning_rotor.pipeline.options import PipelineOptions
 from lightning_rotor.pipeline.ownership import Ownership
-from lightning_rotor.pipeline.parts import ForwardContext, Part, PartPlan
+from lightning_rotor.pipeline.parts import Part, PartPlan
 from lightning_rotor.pipeline.runner import PipelineRunner
 from lightning_rotor.pipeline.seeding import mixed
 from lightning_rotor.pipeline.sharing import first, gathered
@@ -178,9 +177,8 @@ def pipelined(
     device: torch.device,
     group: dist.ProcessGroup | None = None,
     replicas: dist.ProcessGroup | None = None,
-    context: ForwardContext = nullcontext,
 ) -> PipelinedModule:
-    """Cut a module into pipeline stages. Every process of the pipeline does it at once, with the whole model.
+    """Cut a module into pipeline stages. Every process of the pipeline does it at once, with the whole model, under settings as in training.
 
     Args:
         model: Whatever the weights belong to.
@@ -192,7 +190,6 @@ def pipelined(
         device: Where this process computes.
         group: Processes of the pipeline.
         replicas: Processes with the same place in other pipelines of the same model, which are cut alike.
-        context: Of each forward in training, autocast for one; it is active now.
     Raises:
         PipelineError: It cannot be cut so; on every process.
         PartitionError: There is too little memory; says how much would do.
@@ -224,7 +221,7 @@ def pipelined(
             number: Part(stages, states, plan, seeds) for number, plan in enumerate(plans) if number % size == rank
         }
         return PipelineRunner(
-            parts, len(plans), schedule=options.schedule, device=device, group=group, context=context, batch_norms=norms
+            parts, len(plans), schedule=options.schedule, device=device, group=group, batch_norms=norms
         )
 
     trained = runner(profile.stages, profile.states, _plans(made), chain)

@@ -9,7 +9,6 @@ The schedules are those of :mod:`torch.distributed.pipelining`; this module give
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -19,9 +18,10 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 
 from lightning_rotor.pipeline.batch_statistics import BatchNorm, BatchStatistics
 from lightning_rotor.pipeline.micro_stage import MicroBatchStage
-from lightning_rotor.pipeline.parts import ForwardContext, Layout, Part, PartModule
+from lightning_rotor.pipeline.parts import Layout, Part, PartModule
 from lightning_rotor.pipeline.shapes import Layouts, Shapes
 from lightning_rotor.pipeline.sharing import share
+from lightning_rotor.pipeline.surroundings import Surroundings
 from lightning_rotor.pipeline_schedule import PipelineError, PipelineScheduleName, check_numbers
 from lightning_rotor.wiring import packed
 
@@ -53,7 +53,6 @@ class PipelineRunner:
         schedule: In which order devices work.
         device: Where this process computes.
         group: Processes of the pipeline, in its order; None are all.
-        context: Of each forward in training, autocast for one. Backwards run outside of it.
         batch_norms: Layers whose running statistics are to be those of whole batches, and how many values of a channel a row has.
     """
 
@@ -65,10 +64,9 @@ class PipelineRunner:
         schedule: PipelineScheduleName,
         device: torch.device,
         group: dist.ProcessGroup | None = None,
-        context: ForwardContext = nullcontext,
         batch_norms: Mapping[BatchNorm, float] | None = None,
     ) -> None:
-        self._modules = {number: PartModule(parts[number], context) for number in sorted(parts)}
+        self._modules = {number: PartModule(parts[number]) for number in sorted(parts)}
         for module in self._modules.values():
             if batch_norms is not None:
                 part: Part = module.__dict__["part"]
@@ -76,7 +74,7 @@ class PipelineRunner:
                 module.statistics = BatchStatistics.of(inside, batch_norms)
         self._stages, self._schedule, self._device, self._group = stages, schedule, device, group
         self._size = dist.get_world_size(group)
-        self._shapes = Shapes(parts, stages, device=device, group=group, context=context)
+        self._shapes = Shapes(parts, stages, device=device, group=group)
         # One at a time, for its buffers take memory: what is received, once for each micro-batch.
         self._ready: tuple[Any, Any, list[MicroBatchStage]] | None = None
         # Torch cuts what it is given as targets: each micro-batch's is its number.
@@ -101,7 +99,15 @@ class PipelineRunner:
         """Torch's stages of this process, as they ran last."""
         return () if self._ready is None else self._ready[2]
 
-    def train(self, inputs: Sequence[Sequence[Any]], loss: Loss, *, seed: int, signature: Any = None) -> StepResult:
+    def train(
+        self,
+        inputs: Sequence[Sequence[Any]],
+        loss: Loss,
+        *,
+        seed: int,
+        signature: Any = None,
+        around: Surroundings | None = None,
+    ) -> StepResult:
         """Run forward and backward of all micro-batches; gradients of parameters are added to those that are there.
 
         Args:
@@ -109,8 +115,9 @@ class PipelineRunner:
             loss: Called where the last stage is, in the order of the schedule.
             seed: Of the random numbers, the same on all processes.
             signature: What shapes depend on besides the inputs, the same on all processes: which parameters learn.
+            around: Of each forward, autocast for one; by default those of this call. Backwards run outside of them.
         """
-        layouts = self._shapes.of(inputs, (True, signature))
+        layouts = self._seen(inputs, signature, around)
         schedule, stages = self._prepared(layouts, training=True)
         self._loss = loss
         try:
@@ -121,7 +128,13 @@ class PipelineRunner:
         return StepResult(self._shared_outputs(layouts), gradients)
 
     def train_in_phases(
-        self, inputs: Sequence[Sequence[Any]], between: Between, *, seed: int, signature: Any = None
+        self,
+        inputs: Sequence[Sequence[Any]],
+        between: Between,
+        *,
+        seed: int,
+        signature: Any = None,
+        around: Surroundings | None = None,
     ) -> StepResult:
         """The same with the gradients of outputs in the place of losses, under the schedule ``"gpipe"``.
 
@@ -130,10 +143,11 @@ class PipelineRunner:
             between: Called on every process when all forwards are done.
             seed: Of the random numbers, the same on all processes.
             signature: What shapes depend on besides the inputs.
+            around: Of each forward.
         Returns:
             Gradients of inputs alone.
         """
-        layouts = self._shapes.of(inputs, (True, signature))
+        layouts = self._seen(inputs, signature, around)
         schedule, stages = self._prepared(layouts, training=True)
         asking = tuple(meta.requires_grad for meta in layouts[0][-1].metas)
         (stage,) = stages
@@ -157,7 +171,7 @@ class PipelineRunner:
             By micro-batch, the chain's output, on every process.
         """
         with torch.no_grad():
-            layouts = self._shapes.of(inputs, (False, signature))
+            layouts = self._shapes.of(inputs, (False, signature), Surroundings())
             schedule, stages = self._prepared(layouts, training=False)
             self._run(schedule, stages, layouts, inputs, seed)
             for stage in stages:
@@ -170,13 +184,20 @@ class PipelineRunner:
         Raises:
             PipelineError: It cannot; on every process.
         """
-        self._shapes.of([values], (True, signature))
+        self._seen([values], signature, None)
 
     def release(self) -> None:
         """Give back the memory of buffers."""
         self._ready = None
 
     # ---------------------------------------------------------------- a step
+
+    def _seen(self, inputs: Sequence[Sequence[Any]], signature: Any, around: Surroundings | None) -> Layouts:
+        """What crosses cuts in training."""
+        around = around or Surroundings()
+        for module in self._modules.values():
+            module.context = around.restored
+        return self._shapes.of(inputs, (True, signature), around)
 
     def _run(
         self,

@@ -12,9 +12,9 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from lightning_rotor.options import autocast_enabled
-from lightning_rotor.pipeline.parts import ForwardContext, Layout, Part
+from lightning_rotor.pipeline.parts import Layout, Part
 from lightning_rotor.pipeline.sharing import share
+from lightning_rotor.pipeline.surroundings import Surroundings
 from lightning_rotor.pipeline_schedule import PipelineError
 from lightning_rotor.undisturbed import kept_attributes, lent_buffers, undisturbed
 
@@ -32,7 +32,6 @@ class Shapes:
         stages: How many there are on all processes.
         device: Where this process computes.
         group: Processes of the pipeline.
-        context: Of forwards in training.
     """
 
     def __init__(
@@ -42,24 +41,29 @@ class Shapes:
         *,
         device: torch.device,
         group: dist.ProcessGroup | None,
-        context: ForwardContext,
     ) -> None:
-        self._parts, self._stages, self._device, self._group, self._context = parts, stages, device, group, context
+        self._parts, self._stages, self._device, self._group = parts, stages, device, group
         self._size = dist.get_world_size(group)
         self._known: dict[Any, Cuts] = {}
 
-    def of(self, inputs: Sequence[Sequence[Any]], signature: Any) -> Layouts:
-        """By micro-batch and cut, what crosses it. Equal micro-batches are looked at once, the first time that they are seen."""
+    def of(self, inputs: Sequence[Sequence[Any]], signature: Any, around: Surroundings) -> Layouts:
+        """By micro-batch and cut, what crosses it. Equal micro-batches are looked at once, the first time that they are seen.
+
+        Args:
+            inputs: By micro-batch.
+            signature: What shapes depend on besides.
+            around: Of forwards.
+        """
         found = []
         for number, values in enumerate(inputs):
             layout = Layout.of(values, "the model's input")
-            key = layout, signature, autocast_enabled()
+            key = layout, signature, around.dtypes
             if key not in self._known:
-                self._known[key] = (layout, *self._scouted(values, layout, number))
+                self._known[key] = (layout, *self._scouted(values, layout, number, around))
             found.append(self._known[key])
         return tuple(found)
 
-    def _scouted(self, values: Sequence[Any], layout: Layout, micro_batch: int) -> list[Layout]:
+    def _scouted(self, values: Sequence[Any], layout: Layout, micro_batch: int, around: Surroundings) -> list[Layout]:
         """Run one micro-batch through all stages, one after the other, and leave no trace of it."""
         layouts: list[Layout] = []
         tensors = layout.flat(values)
@@ -68,7 +72,8 @@ class Shapes:
             answer: list[Any] = [None]
             made: list[torch.Tensor] = []
             if number in self._parts:
-                answer, made = self._looked_at(number, layout, tensors, trained)
+                with around.restored():
+                    answer, made = self._looked_at(number, layout, tensors, trained)
             if self._size > 1:
                 dist.broadcast_object_list(answer, group=self._group, group_src=number % self._size)
             if isinstance(answer[0], Exception):
@@ -93,7 +98,8 @@ class Shapes:
             for stage in part.stages:
                 context.enter_context(kept_attributes(stage))
                 context.enter_context(lent_buffers(stage))
-            context.enter_context(self._context() if trained else torch.no_grad())
+            if not trained:
+                context.enter_context(torch.no_grad())
             made = part(layout.values(given))
             try:
                 found = Layout.of(made, f"pipeline stage {number} (it ends with {part.stages[-1].name!r})")

@@ -58,7 +58,8 @@ def train_step(
             given.append(call.start())
         inputs = pipelined.inputs(given)
         del given
-        done = pipelined.runner.train(inputs, loss, seed=seed, signature=pipelined.signature())
+        around = calls[0].surroundings
+        done = pipelined.runner.train(inputs, loss, seed=seed, signature=pipelined.signature(), around=around)
         for place, output in enumerate(done.outputs):
             if place in results:
                 continue

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 
 from lightning_rotor.pipeline.seeding import seeded
+from lightning_rotor.pipeline.surroundings import Surroundings
 from lightning_rotor.pipeline_schedule import PipelineError
+from lightning_rotor.settings import Settings
 
 
 class _Abandoned(BaseException):
@@ -38,19 +40,24 @@ def suspended_call() -> SuspendedCall | None:
 class SuspendedCall:
     """Code that calls the pipeline once, in a thread of its own.
 
-    torch's random numbers in it are its own, whenever it runs.
+    torch's random numbers in it are its own, whenever it runs, and so are torch's settings. It begins under those of whoever makes it.
 
     Args:
         run: The code.
         seed: Of its random numbers.
         device: Where it computes.
         what: For messages.
+
+    Attributes:
+        surroundings: Of the call of the pipeline, once it waits there.
     """
 
     def __init__(self, run: Callable[[], Any], *, seed: int, device: torch.device, what: str = "training_step") -> None:
         self._run, self._device, self._what = run, device, what
         with seeded(seed):
             self._generators = _states(device)
+        self.surroundings = Surroundings()
+        self._settings = Settings()
         self._mine, self._theirs = threading.Semaphore(0), threading.Semaphore(0)
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._answer: Any = None
@@ -94,8 +101,9 @@ class SuspendedCall:
         """Never go on. Does nothing once the code has ended."""
         if self._thread.is_alive():
             self._abandoned = True
-            self._mine.release()
-            self._thread.join()
+            with Settings().restored():
+                self._mine.release()
+                self._thread.join()
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """In its thread: the pipeline is called."""
@@ -108,6 +116,7 @@ class SuspendedCall:
                 f"{self._what} called the module that is cut into pipeline stages under no_grad: expected one call with gradients"
             )
         self._arguments = args, kwargs
+        self.surroundings = Surroundings()
         del args, kwargs
         self._theirs.release()
         self._mine.acquire()
@@ -121,7 +130,8 @@ class SuspendedCall:
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
-            self._result = self._run()
+            with self.surroundings.restored():
+                self._result = self._run()
         except _Abandoned:
             return
         except BaseException as error:  # the caller's thread raises it
@@ -134,8 +144,10 @@ class SuspendedCall:
         """Let the other thread run until it waits or ends."""
         before = _states(self._device)
         _set(self._generators, self._device)
-        self._mine.release()
-        self._theirs.acquire()
+        with self._settings.restored():
+            self._mine.release()
+            self._theirs.acquire()
+            self._settings = Settings()
         self._generators = _states(self._device)
         _set(before, self._device)
         if self._error is not None:
@@ -143,15 +155,11 @@ class SuspendedCall:
             raise error
 
 
-def _states(device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None, torch.dtype]:
-    """Of generators, and the default dtype: they are the process's, not a thread's."""
-    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return torch.get_rng_state(), cuda, torch.get_default_dtype()
+def _states(device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
 
-def _set(states: tuple[torch.Tensor, torch.Tensor | None, torch.dtype], device: torch.device) -> None:
-    host, cuda, dtype = states
-    torch.set_rng_state(host)
-    if cuda is not None:
-        torch.cuda.set_rng_state(cuda, device)
-    torch.set_default_dtype(dtype)
+def _set(states: tuple[torch.Tensor, torch.Tensor | None], device: torch.device) -> None:
+    torch.set_rng_state(states[0])
+    if states[1] is not None:
+        torch.cuda.set_rng_state(states[1], device)

@@ -16,6 +16,7 @@ from torch import nn
 from lightning_rotor.attaching import attached
 from lightning_rotor.callbacks.dry_step import Silence, best_by_compute
 from lightning_rotor.pipeline.splitting import rows_in
+from lightning_rotor.pipeline.surroundings import Surroundings
 from lightning_rotor.pipeline.suspended import SuspendedCall, suspended_call
 from lightning_rotor.pipeline_schedule import PipelineError
 from lightning_rotor.private.lightning_names import take_loader
@@ -82,8 +83,10 @@ def find_target(trainer: pl.Trainer, model: pl.LightningModule, name: str | None
     return found
 
 
-def first_call(trainer: pl.Trainer, module: nn.Module, part: Any, *, optimizers: int, device: torch.device) -> Call:
-    """Arguments with which the user's step calls a module.
+def first_call(
+    trainer: pl.Trainer, module: nn.Module, part: Any, *, optimizers: int, device: torch.device
+) -> tuple[Call, Surroundings]:
+    """Arguments with which the user's step calls a module, and the settings around that call.
 
     Args:
         trainer: Says which step; its model stays as it is.
@@ -105,7 +108,7 @@ def first_call(trainer: pl.Trainer, module: nn.Module, part: Any, *, optimizers:
     logs = MicroBatchLogs(model, [rows_in(part)])
     with _untouched(model, optimizers), kept_metrics(model), attached(module, _Stop()), logs.caught():
         try:
-            return step.start()
+            return step.start(), step.surroundings
         finally:
             step.abandon()
 

@@ -18,6 +18,7 @@ from lightning_rotor.pipeline.options import PipelineOptions
 from lightning_rotor.pipeline.pipelined import PipelinedModule, pipelined
 from lightning_rotor.pipeline.sharing import gathered
 from lightning_rotor.pipeline.splitting import rows_in, sizes_of, split
+from lightning_rotor.pipeline.surroundings import Surroundings
 from lightning_rotor.pipeline_schedule import PipelineScheduleName
 from lightning_rotor.planning.partition import PipelineDevice, RecomputeMode
 from lightning_rotor.private.lightning_names import before_batch_transfer, optimizers_of
@@ -122,12 +123,13 @@ class PipelineBuilder:
         optimizers = _trial_optimizers(model) if fits else []
         memory = KeptMemory.under(optimizers, model, self._device) if fits else KeptMemory.in_evaluation(self._device)
         with self._precision.train_step_context():
-            call = self._call_of(trainer, target, batch, len(optimizers))
-            limit_bytes = None
-            if fits:
-                given_bytes = storage_bytes(tensors_in(settings.sample if batch is None else batch))
-                limit_bytes = self._limit_bytes(model) - memory.outside_bytes(model, target.module) - given_bytes
-            devices = self._devices(limit_bytes)
+            call, around = self._call_of(trainer, target, batch, len(optimizers))
+        limit_bytes = None
+        if fits:
+            given_bytes = storage_bytes(tensors_in(settings.sample if batch is None else batch))
+            limit_bytes = self._limit_bytes(model) - memory.outside_bytes(model, target.module) - given_bytes
+        devices = self._devices(limit_bytes)
+        with around.restored():
             made = pipelined(
                 model,
                 target.module,
@@ -138,7 +140,6 @@ class PipelineBuilder:
                 device=self._device,
                 group=self._group,
                 replicas=self._replicas,
-                context=self._precision.train_step_context,
             )
         return target, made
 
@@ -157,15 +158,15 @@ class PipelineBuilder:
             checks.check_rows(rows_in(batch), self._settings.micro_batches, "the first batch")
         return batch
 
-    def _call_of(self, trainer: pl.Trainer, target: Target, batch: Any, optimizers: int) -> Call:
-        """Arguments of the module for the largest micro-batch."""
+    def _call_of(self, trainer: pl.Trainer, target: Target, batch: Any, optimizers: int) -> tuple[Call, Surroundings]:
+        """Arguments of the module for the largest micro-batch, and the settings around the call."""
         micro_batches = self._settings.micro_batches
         if self._settings.sample is not None:
             sample = self._precision.convert_input(move_data_to_device(self._settings.sample_call, self._device))
             rows = rows_in(sample)
             checks.check_rows(rows, micro_batches, "sample")
             found: Call = split(sample, sizes_of(rows, micro_batches))[0]
-            return found
+            return found, Surroundings()
         part = split(batch, sizes_of(rows_in(batch), micro_batches))[0]
         if trainer.state.fn == TrainerFn.FITTING and trainer.lightning_module.automatic_optimization:
             checks.check_calls(trainer, trainer.lightning_module, target.name, part)

@@ -222,9 +222,9 @@ class RotorPipelineStrategy(DDPStrategy):
         return self._steps.run(*args)
 
     @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+    def on_validation_start(self) -> None:
         self._share_buffers()
-        return super().validation_step(*args, **kwargs)
+        super().on_validation_start()
 
     def _share_buffers(self) -> None:
         """Give copies of the pipeline the first one's buffers, as DDP does before each forward: they have seen other batches."""
