@@ -207,7 +207,8 @@ def trained(
     model = kind()
     L.seed_everything(3, verbose=False)
     strategy = RotorPipelineStrategy("net", **options) if world > 1 else None
-    made = trainer(folder, strategy, world, precision=precision)
+    clip = {"gradient_clip_val": 0.1} if model.automatic_optimization else {}
+    made = trainer(folder, strategy, world, precision=precision, **clip)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         made.fit(model, loader(16, 8, shuffle=False), loader(8, 8, shuffle=False))

@@ -13,6 +13,7 @@ from unittest.mock import patch
 import lightning.pytorch as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from pipeline_models import Tail, Up
 from pipelines import Failure, Processes, good, processes
@@ -439,6 +440,10 @@ def scaled() -> MixedPrecision:
     return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
 
 
+def averaging() -> list[L.Callback]:
+    return [EMAWeightAveraging()]
+
+
 REFUSED = [
     (Model, {"pipeline_stages": 3}, {}, "devices=3"),
     (Model, {"micro_batches": 1}, {}, 'Use micro_batches=2, or schedule="gpipe"'),
@@ -458,6 +463,7 @@ REFUSED = [
     (Unmatched, {}, {}, "declared .skip. as poppable but it was not stashed"),
     (Model, {"sample": torch.randn(3, 16)}, {}, "sample has 3 rows for 4 micro-batches"),
     (Model, {}, {"plugins": scaled}, '"16-mixed" scales the loss.*expected "bf16-mixed"'),
+    (Model, {}, {"callbacks": averaging}, "EMAWeightAveraging averages the weights of the whole model"),
     (ByHand, {}, {}, "manual optimization asks for the backward.*expected schedule=.gpipe."),
     (AgainAtOnce, {"schedule": "gpipe"}, {}, "again before manual_backward"),
     (BackwardTwice, {"schedule": "gpipe"}, {}, "a second manual_backward has reached an output"),
@@ -473,7 +479,7 @@ def refused(rank: int, folder: str, kind: type[Model], options: dict[str, Any], 
     strategy = RotorPipelineStrategy(**{"module": "net", "micro_batches": 4, **options})
     training = {name: value() if callable(value) else value for name, value in training.items()}
     callbacks = [] if kind in {AgainAtOnce, BackwardTwice} else [NeverBegins()]
-    fit(folder, strategy, 2, kind=kind, callbacks=callbacks, **training)
+    fit(folder, strategy, 2, kind=kind, **{"callbacks": callbacks, **training})
 
 
 @pytest.mark.parametrize(("kind", "options", "training", "message"), REFUSED)

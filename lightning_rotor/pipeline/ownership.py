@@ -157,20 +157,19 @@ class Ownership:
         Returns:
             The norm before.
         """
-        with_gradients = [parameter for parameter in parameters if parameter.grad is not None]
-        # What is outside of the pipeline is everywhere, and counts once.
-        counted = [parameter for parameter in with_gradients if self.stage_of(parameter) is not None or self._rank == 0]
-        norms = [
-            torch.linalg.vector_norm(parameter.grad.float()) for parameter in counted if parameter.grad is not None
-        ]
-        square = torch.stack([norm.square() for norm in norms]).sum() if norms else torch.zeros((), device=self._device)
+        parameters = list(parameters)
+        # By place in the list, the norm and how many have it: what is outside of the pipeline is everywhere, and counts once.
+        told = torch.zeros(2, len(parameters), dtype=torch.float64, device=self._device)
+        for place, parameter in enumerate(parameters):
+            if parameter.grad is not None and (self._rank == 0 or self.stage_of(parameter) is not None):
+                told[0, place] = torch.linalg.vector_norm(parameter.grad)
+                told[1, place] = 1
         if self._size > 1:
-            dist.all_reduce(square, group=self._group)
-        norm = square.sqrt()
-        factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
-        for parameter in with_gradients:
-            assert parameter.grad is not None
-            parameter.grad.mul_(factor.to(parameter.grad.dtype))
+            dist.all_reduce(told, group=self._group)
+        norms = [told[0, place].to(parameters[place].dtype) for place in told[1].nonzero().flatten().tolist()]
+        # In the order and the precision of one process, for the same bits.
+        norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=self._device)
+        torch.nn.utils.clip_grads_with_norm_([p for p in parameters if p.grad is not None], limit, norm)
         return norm
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 
 from lightning_rotor.callbacks.dry_step import compute_of_training_step
@@ -86,6 +87,20 @@ def check_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> None:
             "LBFGS evaluates the loss several times in a step and needs all parameters in one place: expected an optimizer that takes "
             "one step for each gradient, such as AdamW or SGD"
         )
+
+
+def check_callbacks(callbacks: Sequence[pl.Callback]) -> None:
+    """Check that none of them needs all weights in one place while training goes on.
+
+    Raises:
+        PipelineError: One averages weights.
+    """
+    for callback in callbacks:
+        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+            raise PipelineError(
+                f"{type(callback).__name__} averages the weights of the whole model, of which each process of a pipeline has a part: expected no "
+                "such callback. Average the weights of checkpoints after training"
+            )
 
 
 def check_rows(rows: int, micro_batches: int, what: str) -> None:

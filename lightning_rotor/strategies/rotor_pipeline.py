@@ -170,6 +170,7 @@ class RotorPipelineStrategy(DDPStrategy):
             raise PipelineError("sync_batchnorm=True is not for pipelines: expected sync_batchnorm=False")
         if trainer.state.fn == TrainerFn.FITTING:
             checks.check_precision(self.precision_plugin)
+            checks.check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
             checks.check_optimization(trainer.lightning_module, self._settings.schedule)
 
     def _make_groups(self) -> None:
