@@ -29,6 +29,7 @@ from tests.private_names import private_names_below
 from tests.processes import ROOT
 
 TORCHS = ("2.11.0", "2.13.0", "2.14.1", "2.15.0")
+DEMO = "demo"
 DOCUMENT = ROOT / "docs" / "compatibility.md"
 FIGURES = ROOT / "benchmarks" / "results" / "compatibility.json"
 INSTRUCTIONS = {"own": "all that the processor has", "AVX2": "", "AVX512_CORE": ""}
@@ -114,26 +115,19 @@ def by_row(results: Iterable[Mapping[str, str]]) -> dict[str, dict[str, Any]]:
     return counted
 
 
-def run_core(python: Path, torch_version: str) -> dict[str, Any]:
-    """Figures of one environment."""
-    start = time.perf_counter()
-    results = run_tests(python, [test for tests in rows().values() for test in tests])
-    demo = subprocess.run(
-        [str(python), "examples/mnist/train.py"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"},
-        capture_output=True,
-        check=False,
-    )
+def run_core(python: Path, wanted: Iterable[str]) -> dict[str, Any]:
+    """Figures of one environment, for some rows."""
+    tests = {row: tests for row, tests in rows().items() if row in wanted}
+    results = run_tests(python, [test for some in tests.values() for test in some]) if tests else []
     asked = "import lightning, platform; print(platform.python_version(), lightning.__version__)"
     versions = subprocess.run([str(python), "-c", asked], capture_output=True, text=True, check=True).stdout.split()
-    return {
-        "rows": by_row(results),
-        "demo": "same weights" if demo.returncode == 0 else f"exit status {demo.returncode}",
-        "python": versions[0],
-        "lightning": versions[1],
-        "minutes": round((time.perf_counter() - start) / 60, 1),
-    }
+    figures: dict[str, Any] = {"python": versions[0], "lightning": versions[1]}
+    figures["rows"] = {row: found for row, found in by_row(results).items() if row in tests}
+    if DEMO in wanted:
+        variables = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        demo = subprocess.run([str(python), "examples/mnist/train.py"], cwd=ROOT, env=variables, check=False)
+        figures[DEMO] = "same weights" if demo.returncode == 0 else f"**exit status {demo.returncode}**"
+    return figures
 
 
 def run_suite(instructions: str) -> dict[str, Any]:
@@ -181,8 +175,8 @@ def document(figures: Mapping[str, Any]) -> str:
             for core in cores.values()
         )
         lines.append(f"| {row} | " + " | ".join(cells) + " |")
-    for row in ("demo", "python", "lightning", "minutes"):
-        cells = ("" if core is None else str(core[row]) for core in cores.values())
+    for row in (DEMO, "python", "lightning"):
+        cells = ("not run" if core is None else core.get(row, "not run") for core in cores.values())
         lines.append(f"| {row} | " + " | ".join(cells) + " |")
     lines += ["", *_reasons(cores)]
     lines += [
@@ -256,13 +250,20 @@ def main() -> None:
     run = commands.add_parser("run")
     run.add_argument("--environments", type=Path, default=ROOT / ".versions")
     run.add_argument("--torch", nargs="+", default=TORCHS)
+    run.add_argument(
+        "--rows", nargs="+", default=(*rows(), DEMO), choices=(*rows(), DEMO), help="others stay as they are"
+    )
     suite = commands.add_parser("suite")
     suite.add_argument("--instructions", nargs="+", default=tuple(INSTRUCTIONS), choices=tuple(INSTRUCTIONS))
     commands.add_parser("write")
     given = parser.parse_args()
     figures = json.loads(FIGURES.read_text(encoding="utf-8"))
     for version in given.torch if given.command == "run" else ():
-        figures["torch"][version] = run_core(environment(given.environments, version), version)
+        before, found = (
+            figures["torch"].get(version, {}),
+            run_core(environment(given.environments, version), given.rows),
+        )
+        figures["torch"][version] = {**before, **found, "rows": {**before.get("rows", {}), **found["rows"]}}
         _save(figures)
     for instructions in given.instructions if given.command == "suite" else ():
         figures["instructions"][instructions] = run_suite(instructions)

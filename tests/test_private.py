@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import distributed, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.profiler import profile
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
@@ -222,7 +223,8 @@ def test_versions_and_storages() -> None:
 
 
 def test_sparse_tensors_that_are_not_coalesced() -> None:
-    tensor = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.tensor([2.0, 3.0]), (4,), check_invariants=True)
+    with torch.sparse.check_sparse_tensor_invariants():
+        tensor = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.tensor([2.0, 3.0]), (4,))
     indices, values = private.sparse_parts(tensor)
     assert (indices.tolist(), values.tolist()) == ([[1, 1]], [2.0, 3.0])
 
@@ -357,12 +359,12 @@ def test_the_activation_budget_holds_for_a_while() -> None:
 
 def test_the_profiler_tells_of_blocks() -> None:
     assert not private.is_profiling()
-    with torch.profiler.profile(profile_memory=True) as profiler:
+    with profile(use_cpu=True, use_kineto=False, profile_memory=True) as profiler:
         assert private.is_profiling()
         x = torch.empty(1000)
         address = x.data_ptr()
         del x
-    pending, sizes = list(profiler.profiler.kineto_results.experimental_event_tree()), []
+    pending, sizes = list(profiler.kineto_results.experimental_event_tree()), []
     while pending:
         event = pending.pop()
         pending += event.children
