@@ -15,12 +15,19 @@ from typing import Any, ClassVar, Protocol
 from torch import nn
 
 from lightning_rotor.errors import ModelError
-from lightning_rotor.private.torch_names import is_compiler_wrapper, module_inside
+from lightning_rotor.private.torch_names import is_compiler_wrapper, module_inside, noticed_checkpoints
 from lightning_rotor.sequential import Rows, Stage, sequential_members, sequential_stages
 from lightning_rotor.sharding import Unit, units_below, wrapped_by_fsdp1
+from lightning_rotor.tensors import require_tensors
 from lightning_rotor.tracing import GraphCut, cut_graph, cut_recording
 from lightning_rotor.tracing.lessons import Lessons
 
+NO_CHECKPOINTS = (
+    "It calls torch.utils.checkpoint by itself: expected no other recomputation than the plan's, which is faster within the same memory. Switch it "
+    "off: model.gradient_checkpointing_disable() for Hugging Face's models, model.set_grad_checkpointing(False) for timm's, or call the layers "
+    "directly"
+)
+"""Why not, and the remedy."""
 WAYS = {
     "sequential": "as an nn.Sequential",
     "graph": "as a graph",
@@ -41,6 +48,14 @@ class Cut(Protocol):
         """The stages, in order."""
 
     @property
+    def module(self) -> nn.Module:
+        """What was cut."""
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """How messages call the values that the chain takes, by number."""
+
+    @property
     def reasons(self) -> Mapping[str, str]:
         """For each other way that was tried, why it was not taken."""
 
@@ -56,10 +71,11 @@ class SequentialCut:
     """
 
     way: ClassVar[str] = "sequential"
+    inputs: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, module: nn.Module) -> None:
         self.reasons: Mapping[str, str] = {}
-        self._module = module
+        self.module = module
         self._stages = sequential_stages(module)
         self._rows = Rows(module)
 
@@ -71,16 +87,16 @@ class SequentialCut:
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The one input, unless a layer was replaced, or a container got hooks that the flat chain would never fire."""
         if len(args) != 1 or kwargs:
-            inspect.signature(type(self._module).forward).bind(self._module, *args, **kwargs)
+            inspect.signature(type(self.module).forward).bind(self.module, *args, **kwargs)
         (value,) = (*args, *kwargs.values())
         if self._rows.hold():
             return value
-        now = sequential_members(self._module)
+        now = sequential_members(self.module)
         if len(now) != len(self._stages) or any(
             stage.modules != (member,) for stage, member in zip(self._stages, now, strict=True)
         ):
             return None
-        self._rows = Rows(self._module)
+        self._rows = Rows(self.module)
         return value
 
 
@@ -102,6 +118,7 @@ def sequentialize(
         The stages, what they take as input for a given call, and in ``way`` how they were found.
     Raises:
         ModelError: No way works; says why for each.
+        SampleError: The call holds no tensor.
     Example:
         >>> import torch
         >>> net = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
@@ -109,6 +126,7 @@ def sequentialize(
         'sequential'
     """
     check_module(module)
+    require_tensors((args, kwargs))
     reasons: dict[str, str] = {}
     best: SequentialCut | GraphCut | None = None
     try:
@@ -121,11 +139,12 @@ def sequentialize(
         reasons["sequential"] = str(error)
     impossible = {} if lessons is None else dict(lessons.impossible)
     for way, find in (("graph", cut_graph), ("recording", partial(cut_recording, lessons=lessons))):
+        cut = None
         try:
-            cut = find(module, args, kwargs) if way not in impossible else None
+            with noticed_checkpoints() as noticed:
+                cut = find(module, args, kwargs) if way not in impossible else None
         except ModelError as error:
-            impossible[way] = str(error)
-            cut = None
+            impossible[way] = f"{error}{f'. {NO_CHECKPOINTS}' * bool(noticed)}"
         if cut is None:
             reasons[way] = impossible[way]
             continue

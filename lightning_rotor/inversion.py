@@ -162,6 +162,10 @@ class FusedInversion(Inversion):
         self._value = None
         return tree_unflatten(_Fused.apply(self, *leaves, *self._parameters), self._made)
 
+    def require_unchanged(self) -> None:
+        """Check that the module reads what it has read."""
+        self._moment.require_unchanged()
+
     def forward(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run the module; the tensors of its output."""
         with self._moment.first():
@@ -206,6 +210,7 @@ class _Fused(torch.autograd.Function):
         run, for_good = ctx.run, not backward_keeps_graph()
         if run is None:
             raise second_backward(ctx.name)
+        run.require_unchanged()
         _ = ctx.saved_tensors  # a segment around is recomputed here
         if for_good:
             ctx.run = None  # nodes live as long as their graph, which the loss holds

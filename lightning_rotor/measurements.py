@@ -14,8 +14,8 @@ any number of shapes measures a handful of times, and one whose shapes grow with
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from lightning_rotor.allowance import Allowance
 from lightning_rotor.combining import UnlikeChainsError
@@ -24,7 +24,9 @@ from lightning_rotor.planning import Plan, fastest_of
 from lightning_rotor.profiling import Profile
 from lightning_rotor.profiling.moved import group_sizes, profile_over, remembered_places
 from lightning_rotor.schedule import Leaf, Schedule
+from lightning_rotor.sequential import Stage, wiring_of
 from lightning_rotor.shape_costs import chain_at, distance, growth
+from lightning_rotor.tensors import spelled
 
 _FAR = 1.5
 _HANDFUL = 3
@@ -83,6 +85,8 @@ class Measurements:
         chains = [(known.signature.shapes, known.profile.chain) for known in family]
         try:
             chain = chain_at(signature.shapes, chains)
+            first = replace(chain.stages[0], takes=_taken_by_first(nearest.profile.stages, signature))
+            chain = replace(chain, stages=(first, *chain.stages[1:]))
             if nearest.signature.cut is signature.cut:
                 return Profile(chain, nearest.profile.stages, nearest.profile.states)
             return profile_over(
@@ -131,3 +135,12 @@ class Measurements:
 
     def _family(self, signature: Signature) -> list[_Measurement]:
         return [known for known in self._known if known.signature.same_but_shapes(signature)]
+
+
+def _taken_by_first(stages: Sequence[Stage], signature: Signature) -> tuple[str, ...]:
+    """Tensors that the first stage reads, for which a plan is made."""
+    names = tuple(spelled(kind[0], shape) for kind, shape in zip(signature.kinds, signature.shapes, strict=True))
+    reads = wiring_of(stages).wire.reads
+    if len(reads) != len(names):  # one value that holds several
+        return names
+    return tuple(name for read, name in zip(reads, names, strict=True) if read in stages[0].reads)

@@ -38,7 +38,10 @@ class Prepared:
     @classmethod
     def of(cls, signature: Signature, profile: Profile, plan: Plan, *, estimated: bool = False) -> Prepared:
         """Ready to run."""
-        executor = Executor(profile.stages, profile.chain, plan.schedule, profile.states)
+        cut = signature.cut
+        executor = Executor(
+            profile.stages, profile.chain, plan.schedule, profile.states, root=cut.module, inputs=cut.inputs
+        )
         return cls(profile, plan, executor, estimated, _may_run_plainly(signature, profile.chain, plan))
 
     def without_plan(self) -> Prepared:

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_rotor.errors import ExecutionError
 from lightning_rotor.private import torch_names as private
-from lightning_rotor.private.torch_names import version_of
 from lightning_rotor.state import FirstPass, Replay, SegmentState
+from lightning_rotor.versions import changed_meanwhile, first_changed
 
 _NO_STATE = SegmentState()
 
@@ -76,8 +76,8 @@ class _Again:
         self._replay = Replay(first_pass)
 
     def __enter__(self) -> None:
-        _flags.recomputing += 1
         self._replay.__enter__()
+        _flags.recomputing += 1
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -135,13 +135,18 @@ class _Inputs:
         return backward is not None and backward == self._last_backward
 
 
-def _giving_up_inputs(name: str) -> AbstractContextManager[Any]:
-    """Context in which a segment saves its inputs so that it can give them up. A user's own hooks for saved tensors come first."""
-    inside_another = _flags.checkpointing or _flags.recomputing
-    if inside_another or private.hooks_for_saved_tensors() is not None:
-        return nullcontext()
-    inputs = _Inputs(name)
-    return torch.autograd.graph.saved_tensors_hooks(inputs.save, inputs.hand_out)
+def _unless_changed(
+    function: Callable[..., Any], before: list[int], spell_input: Callable[[int], str], *inputs: Any
+) -> Any:
+    """Run a function on inputs that must be what they were."""
+    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+    number = first_changed(before, tensors)
+    if number is not None:
+        place = next(place for place, value in enumerate(inputs) if value is tensors[number])
+        raise changed_meanwhile(
+            spell_input(place), "Overwrite it behind that, give the module a copy of its own (x.clone())"
+        )
+    return function(*inputs)
 
 
 def recomputed(
@@ -150,6 +155,7 @@ def recomputed(
     name: str = "segment",
     draws_random: bool = True,
     state: SegmentState = _NO_STATE,
+    spell_input: Callable[[int], str] = "input {}".format,
 ) -> Any:
     """Run a function without keeping what its backward needs; the backward runs it again.
 
@@ -158,30 +164,37 @@ def recomputed(
         inputs: Tensors and other objects. Tensors are held until the backward has recomputed the segment, if it frees the graph.
         name: For error messages.
         draws_random: Remember the random number generators and set them back for the recomputation. Costs 5 kB on the host.
-        state: What the function changes besides, or might change some day.
+        state: What the function reads and changes besides, or might change some day.
+        spell_input: How messages call an input, by its number.
     Raises:
-        ExecutionError: The function changes one of its inputs in place, or a buffer that nobody expected it to change, which would
-            silently spoil the recomputation.
+        ExecutionError: The function changes one of its inputs in place, or a parameter or buffer that nobody expected it to change, which
+            would silently spoil the recomputation. In the backward: an input, a parameter or a buffer has changed since.
     """
-    versions = _versions(inputs)
-    with _giving_up_inputs(name):
+    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+    before = expected = private.stamps(tensors)
+    hooks: AbstractContextManager[Any] = nullcontext()
+    if _flags.checkpointing or _flags.recomputing:
+        # Inside another segment. Its recomputation makes the inputs anew, in other memory, by the same operations.
+        expected = before[: len(tensors)]
+    elif private.hooks_for_saved_tensors() is not None:
+        expected = []  # somebody's hooks bring back what they like: copies
+    else:
+        held = _Inputs(name)
+        hooks = torch.autograd.graph.saved_tensors_hooks(held.save, held.hand_out)
+    with hooks:
         output = checkpoint(
-            function,
+            partial(_unless_changed, function, expected, spell_input),
             *inputs,
             use_reentrant=False,
             preserve_rng_state=draws_random,
             context_fn=partial(_contexts, state),
         )
-    if versions != _versions(inputs):
+    if first_changed(before, tensors) is not None:
         raise ExecutionError(
             f"{name} changes its input in place, so it cannot be recomputed from it: expected an untouched input. "
             "Use an operation that is not in place there, or measure again if the model has changed since"
         )
     return output
-
-
-def _versions(inputs: tuple[Any, ...]) -> list[int]:
-    return [version_of(value) for value in inputs if isinstance(value, torch.Tensor) and not value.is_inference()]
 
 
 def _contexts(state: SegmentState) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

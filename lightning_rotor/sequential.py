@@ -24,6 +24,10 @@ NORMALIZATIONS = (
 """Torch's layers with running statistics."""
 
 
+# An attribute of slices of a graph, see :class:`lightning_rotor.tracing.GraphSlice`.
+_CALLED = "called_modules"
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Stage:
     """A step of a chain: modules that run one after the other.
@@ -84,6 +88,17 @@ class Stage:
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
                     yield parameter
+
+    def called_modules(self) -> Iterator[nn.Module]:
+        """The user's modules that it calls and all below them, each once."""
+        calls = (called for module in self.modules for called in getattr(module, _CALLED, (module,)))
+        yield from dict.fromkeys(each for called in calls for each in called.modules())
+
+    def direct_reads(self) -> Iterator[tuple[nn.Module, str]]:
+        """Parameters, buffers and attributes that it reads without calling their module: who has them, and under which name."""
+        for module in self.modules:
+            if hasattr(module, _CALLED):
+                yield from module.reads  # type: ignore[misc]
 
     def submodules(self) -> Iterator[tuple[str, nn.Module]]:
         """Every module in the stage with a name that is unique in it."""

@@ -71,6 +71,8 @@ def chain_at(wanted: Shapes, known: Sequence[tuple[Shapes, Chain]]) -> Chain:
     Raises:
         UnlikeChainsError: They have other stages, options or skips, or too many dimensions vary.
     """
+    # No row costs no more than one row, and nothing is a multiple of nothing.
+    wanted = tuple(tuple(max(size, 1) for size in shape) for shape in wanted)
     chosen = sorted(known, key=lambda each: distance(each[0], wanted))[:_MOST_KNOWN]
     points = _points([shapes for shapes, _ in chosen], wanted)
     totals = np.array([_total_bytes(chain) for _, chain in chosen], dtype=float)

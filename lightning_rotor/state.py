@@ -13,8 +13,8 @@ modules that are not torch's own    are watched: the first update of a large buf
 attributes of modules that are      are set to what the first pass saw, and back afterwards (the objects, not what is in
 not torch's own                     them: a list that grows is not followed); so are Python's and NumPy's generators
 torch's settings                    are those of the first pass: the default dtype, kernels that are allowed, and so on
-parameters                          are the very tensors of the first pass, though functional_call has put others in place;
-                                    those of FSDP units come and go with the units' hooks
+parameters, and buffers that the    are the very tensors of the first pass, though functional_call has put others in place,
+first pass does not update          and must not have changed since; those of FSDP units come and go with the units' hooks
 ==================================  =====================================================================================
 """
 
@@ -24,18 +24,19 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from lightning_rotor.errors import ExecutionError
 from lightning_rotor.generators import HostGenerators
-from lightning_rotor.private.torch_names import version_of
 from lightning_rotor.sequential import NORMALIZATIONS, Stage, is_plain_stock
 from lightning_rotor.settings import Settings
 from lightning_rotor.sharding import units_in
 from lightning_rotor.units import in_blocks
+from lightning_rotor.versions import Slot, TensorsRead
 
+_Entry = TypeVar("_Entry")
 # Below this, remembering costs less than thinking about it.
 _SMALL_BYTES = 64 * 1024
 
@@ -64,7 +65,10 @@ class SegmentState:
         remembered: Modules whose buffers are remembered by each first pass.
         watched: Modules whose buffers must not change in a segment.
         attributed: Modules whose attributes are remembered by each first pass.
-        parametrized: Modules with parameters of their own. A replay uses the very tensors that the first pass used.
+        parametrized: Modules whose own parameters a replay reads.
+        buffered: Modules whose own buffers it reads.
+        direct_reads: Tensors that it reads without calling their module: who has them, and under which name.
+        root: The user's module, and the path that messages begin with.
     """
 
     statistics: tuple[Statistic, ...] = ()
@@ -72,22 +76,65 @@ class SegmentState:
     watched: tuple[nn.Module, ...] = ()
     attributed: tuple[nn.Module, ...] = ()
     parametrized: tuple[nn.Module, ...] = ()
+    buffered: tuple[nn.Module, ...] = ()
+    direct_reads: tuple[tuple[nn.Module, str], ...] = ()
+    root: tuple[nn.Module, str] | None = None
 
     def remembered_bytes(self, block_bytes: int) -> int:
         """What one first pass takes to remember them, from an allocator with blocks of this size."""
         return sum(_size(module, block_bytes) for module in self.remembered)
 
     def __add__(self, other: SegmentState) -> SegmentState:
-        def both(left: Iterable[nn.Module], right: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
+        def both(left: Iterable[_Entry], right: Iterable[_Entry]) -> tuple[_Entry, ...]:
             return tuple(dict.fromkeys((*left, *right)))
 
+        remembered = both(self.remembered, other.remembered)
+        # What one stage alone reads may be updated by another.
+        buffered = [module for module in both(self.buffered, other.buffered) if module not in set(remembered)]
+        direct_reads = [
+            (module, name)
+            for module, name in both(self.direct_reads, other.direct_reads)
+            if not (name in module._buffers and module in set(remembered))
+        ]
         return SegmentState(
             tuple({(entry.module, entry.name): entry for entry in (*self.statistics, *other.statistics)}.values()),
-            both(self.remembered, other.remembered),
+            remembered,
             both(self.watched, other.watched),
             both(self.attributed, other.attributed),
             both(self.parametrized, other.parametrized),
+            tuple(buffered),
+            tuple(direct_reads),
+            other.root if self.root is None else self.root,
         )
+
+    def tensors_read(self, more: Iterable[Slot] = ()) -> TensorsRead:
+        """Parameters and buffers that a replay reads as they are now, and others."""
+        return TensorsRead((*self._slots(), *more), self._spell)
+
+    def _spell(self, table: dict[str, Any], name: str) -> str:
+        """How messages call a tensor."""
+        modules = (*self.parametrized, *self.buffered, *self.remembered, *(owner for owner, _ in self.direct_reads))
+        owner = next(each for each in modules if table is each._parameters or table is each._buffers)
+        kind = "parameter" if table is owner._parameters else "buffer"
+        root, prefix = (None, "") if self.root is None else self.root
+        for path, module in root.named_modules() if root is not None else ():
+            if module is owner:
+                return f"{kind} {'.'.join(filter(None, (prefix, path, name)))!r}"
+        return f"{kind} {name!r} of {type(owner).__name__}"
+
+    def _slots(self) -> Iterator[Slot]:
+        for module in self.parametrized:
+            for name, parameter in module._parameters.items():
+                yield module._parameters, name, parameter
+        for module in self.buffered:
+            # In training, normalization does not read its statistics.
+            if not (module.training and isinstance(module, NORMALIZATIONS)):
+                for name, buffer in module._buffers.items():
+                    yield module._buffers, name, buffer
+        for module, name in self.direct_reads:
+            for table in (module._parameters, module._buffers):  # attributes are not followed
+                if name in table:
+                    yield table, name, table[name]
 
 
 def state_of(
@@ -121,10 +168,20 @@ def state_of(
     attributed = [module for module in modules if not is_plain_stock(module)]
     # FSDP gives its units other parameters around each forward, the very same ones in a recomputation.
     exchanged = {module for unit in units_in(stage.modules) for module in unit.module.modules()}
-    parametrized = [module for module in modules if module._parameters and module not in exchanged]
+    called = list(stage.called_modules())
+    parametrized = [module for module in called if module._parameters and module not in exchanged]
+    buffered = [module for module in called if module._buffers and module not in remembered]
+    direct_reads = [
+        (owner, name) for owner, name in stage.direct_reads() if not (owner in remembered and name in owner._buffers)
+    ]
     return SegmentState(
         tuple(statistics),
-        *(tuple(dict.fromkeys(group)) for group in (remembered, watched, attributed, parametrized)),
+        tuple(dict.fromkeys(remembered)),
+        tuple(dict.fromkeys(watched)),
+        tuple(dict.fromkeys(attributed)),
+        tuple(parametrized),
+        tuple(buffered),
+        tuple(dict.fromkeys(direct_reads)),
     )
 
 
@@ -154,8 +211,7 @@ class FirstPass:
         self.attributes = Attributes(())
         self.generators: HostGenerators | None = None
         self.settings = Settings()
-        self.parameters: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None]] = []
-        self._watched: list[tuple[nn.Module, str, torch.Tensor, int]] = []
+        self.read = TensorsRead()
 
     def __enter__(self) -> None:
         copies: dict[int, torch.Tensor] = {}
@@ -163,26 +219,15 @@ class FirstPass:
             (module, name, copies.setdefault(id(buffer), buffer.detach().clone()))
             for module, name, buffer in _slots(self.state.remembered)
         ]
-        self._watched = [(*slot, version_of(slot[2])) for slot in _slots(self.state.watched)]
         self.attributes = Attributes(self.state.attributed)
         self.generators = HostGenerators() if self.state.attributed else None
-        self.parameters = [
-            (module._parameters, name, parameter)
-            for module in self.state.parametrized
-            for name, parameter in module._parameters.items()
-        ]
+        self.read = self.state.tensors_read()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        watched, self._watched = self._watched, []
-        for module, name, buffer, version in watched:
-            if error is None and (module._buffers.get(name) is not buffer or version_of(buffer) != version):
-                raise ExecutionError(
-                    f"the buffer {name!r} of {type(module).__name__} changed in a segment that is to be recomputed, but did not while it was "
-                    "measured, so its earlier value is gone: expected a forward that leaves large buffers alone, or updates them every time. "
-                    "Measure again with the module in its present state"
-                )
+        if error is None:
+            self.read.require_untouched()
 
 
 class Replay:
@@ -191,12 +236,13 @@ class Replay:
     def __init__(self, first_pass: FirstPass) -> None:
         self._first_pass = first_pass
         self._owners: list[tuple[nn.Module, str, torch.Tensor | None]] = []
-        self._parameters: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None]] = []
+        self._exchanged: list[Slot] = []
         self._attributes = Attributes(())
         self._generators: HostGenerators | None = None
         self._settings: AbstractContextManager[None] = nullcontext()
 
     def __enter__(self) -> None:
+        self._first_pass.read.require_unchanged()
         self._settings = self._first_pass.settings.restored()
         self._settings.__enter__()
         self._attributes = Attributes(self._first_pass.state.attributed)
@@ -204,12 +250,12 @@ class Replay:
         if self._first_pass.generators is not None:
             self._generators = HostGenerators()
             self._first_pass.generators.restore()
-        for slots, name, parameter in self._first_pass.parameters:
+        for table, name, tensor in self._first_pass.read.slots:
             if (
-                slots.get(name, parameter) is not parameter
+                table.get(name, tensor) is not tensor
             ):  # FSDP1 has moved its own out of the way, and into plain attributes
-                self._parameters.append((slots, name, slots[name]))
-                slots[name] = parameter
+                self._exchanged.append((table, name, table[name]))
+                table[name] = tensor
         for statistic in self._first_pass.state.statistics:
             if statistic.module.training:
                 self._lend(statistic.module, statistic.name, statistic.scratch)
@@ -229,9 +275,9 @@ class Replay:
         for module, name, owner in reversed(self._owners):
             module._buffers[name] = owner
         self._owners.clear()
-        for slots, name, parameter in self._parameters:
-            slots[name] = parameter
-        self._parameters.clear()
+        for table, name, tensor in self._exchanged:
+            table[name] = tensor
+        self._exchanged.clear()
         self._attributes.restore()
         self._attributes = Attributes(())
         if self._generators is not None:

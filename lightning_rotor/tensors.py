@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,11 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     :func:`~lightning_rotor.training_state.walk_tensors` looks into any mapping and into sets as well.
     """
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def spelled(dtype: torch.dtype, shape: Sequence[int]) -> str:
+    """Type and shape as one word, such as ``"float32[4, 64, 8, 8]"``."""
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
 def is_fake(tensor: object) -> bool:

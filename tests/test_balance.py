@@ -10,9 +10,12 @@ import torch
 from torch import nn
 
 from lightning_rotor.balance import balance_by_size, balance_by_time
+from lightning_rotor.cutting import sequentialize
 from lightning_rotor.errors import SampleError
 from lightning_rotor.pipeline_schedule import PipelineError
 from lightning_rotor.planning.partition import check_balance, partition
+from lightning_rotor.profiling import profile_chain
+from lightning_rotor.sequential import sequential_stages
 from tests.strategies import random_chain
 
 
@@ -71,3 +74,26 @@ def test_bad_arguments_are_refused():
         balance_by_size(chain, partitions=2, param_scale=-1)
     with pytest.raises(SampleError, match="the sample is missing"):
         balance_by_time(nn.Sequential(nn.ReLU(), nn.ReLU()), partitions=2)
+
+
+@pytest.mark.parametrize("sample", [{}, [], 3, "text", (3,)])
+def test_a_sample_without_a_tensor_is_refused(sample):
+    net = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+    for module in (net, Scaled()):
+        with pytest.raises(SampleError, match="holds no tensor"):
+            balance_by_time(module, sample, partitions=2)
+    with pytest.raises(SampleError, match="holds no tensor"):
+        profile_chain(sequential_stages(net), sample)
+    with pytest.raises(SampleError, match="holds no tensor"):
+        sequentialize(Scaled(), (sample,))
+
+
+class Scaled(nn.Module):
+    """Needs no tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+
+    def forward(self, scale):
+        return self.layers(torch.ones(3, 2) * scale)

@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_rotor import (
     BudgetError,
@@ -443,3 +445,56 @@ def test_a_second_backward(batch: torch.Tensor) -> None:
     again.backward()
     with pytest.raises(ExecutionError, match="retain_graph=True"):
         again.backward()
+
+
+@pytest.mark.parametrize("sizes", [(0, 8, 0), (8, 0, 3)])
+@pytest.mark.filterwarnings("error:.*(divide|invalid value)")
+def test_a_batch_without_rows_is_one_like_others(sizes: tuple[int, ...]) -> None:
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+    run = Checkpointable(net, mem_limit="1MiB")
+    for size in sizes:
+        gradients = []
+        batch = torch.randn(size, 4)
+        for forward in (net, run):
+            net.zero_grad()
+            forward(batch).sum().backward()
+            gradients.append([parameter.grad for parameter in net.parameters()])
+        assert all(map(torch.equal, *gradients))
+
+
+class CheckpointingBlock(nn.Module):
+    def __init__(self, *, reentrant: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 8))
+        self.reentrant = reentrant
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return value + checkpoint(self.layers, value, use_reentrant=self.reentrant)
+
+
+class CheckpointingItself(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)) for _ in range(3))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            value = value + checkpoint(block, value, use_reentrant=False)
+        return value
+
+
+@pytest.mark.filterwarnings("ignore:stage .* keeps .* bytes in its graph")
+def test_activation_checkpointing_that_is_left_on_is_named_with_the_remedy(hugging: Any) -> None:
+    batch = torch.randn(4, 8, requires_grad=True)
+    blocks = nn.Sequential(CheckpointingBlock(), nn.Linear(8, 8), CheckpointingBlock())
+    with pytest.warns(RotorWarning, match=r"'0', '2': .* calls torch.utils.checkpoint by itself: .* Switch it off"):
+        Checkpointable(blocks, batch)
+    with pytest.raises(ModelError, match=r"stage '0' cannot be measured\. .* Switch it off"):
+        Checkpointable(nn.Sequential(CheckpointingBlock(reentrant=True), nn.Linear(8, 8)), batch)
+    with pytest.raises(ModelError, match=r"calls torch\.utils\.checkpoint by itself: .* Switch it off"):
+        Checkpointable(CheckpointingItself(), batch)
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 8, "vocab_size": 20, "n_positions": 8, "use_cache": False}
+    model = hugging.GPT2LMHeadModel(hugging.GPT2Config(**sizes)).train()
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    with pytest.warns(RotorWarning, match=r"'transformer\.h\.0', .* model\.gradient_checkpointing_disable\(\)"):
+        Checkpointable(model, {"input_ids": torch.zeros(2, 4, dtype=torch.long), "use_cache": False})

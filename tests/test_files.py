@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from strategies import chains, with_skips
 from torch import nn
 
-from lightning_rotor import Plan, PlanError, profile_chain, sequential_stages
+from lightning_rotor import Checkpointable, Plan, PlanError, profile_chain, sequential_stages
 from lightning_rotor.chain import Chain
 from lightning_rotor.planning import minimum_budget
 
@@ -77,6 +77,17 @@ def test_another_model_shape_or_dtype_is_refused(
     minimum_budget(chain_for(net(), SAMPLE)).save(tmp_path / "plan.json")
     with pytest.raises(PlanError, match=difference):
         Plan.load(tmp_path / "plan.json", chain_for(module, sample))
+
+
+def test_a_plan_for_a_shape_that_was_not_measured_says_for_which(tmp_path: Path) -> None:
+    run = Checkpointable(net(), torch.zeros(64, 4), "1MiB")
+    run(torch.zeros(1, 4)).sum().backward()
+    assert run.plan is not None
+    run.plan.save(tmp_path / "plan.json")
+    with pytest.raises(PlanError, match=r"stage '0' took float32\[1, 4\], and takes float32\[6, 4\]"):
+        Plan.load(tmp_path / "plan.json", chain_for(net(), SAMPLE))
+    with pytest.raises(PlanError, match=r"at float32\[1, 4\] was estimated from other shapes, and is measured"):
+        Plan.load(tmp_path / "plan.json", chain_for(net(), torch.zeros(1, 4)))
 
 
 def test_half_precision_of_two_kinds_is_told_apart(tmp_path: Path) -> None:

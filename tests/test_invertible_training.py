@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,13 +14,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_rotor.errors import ExecutionError, InverseError, RotorWarning
-from lightning_rotor.invertible import AdditiveCoupling, InvertibleSequential, invertible_checkpoint
+from lightning_rotor.invertible import AdditiveCoupling, InvertibleSequential, check_inverse, invertible_checkpoint
 from tests.invertible import (
     CHANNELS,
     MAKERS,
     Unfused,
     assert_same_step,
     batch,
+    branch,
     exact_coupling,
     network,
     of_few_bits,
@@ -306,3 +309,81 @@ def test_on_a_gpu():
     scale = max(float(gradient.abs().max()) for gradient in plain)
     assert all(float((left - right).abs().max()) <= 1e-4 * scale for left, right in zip(plain, found, strict=True))
     assert all(map(torch.equal, generators, found_generators))
+
+
+class Handing(nn.Module):
+    """Hands one part through, and may reshape the other."""
+
+    def __init__(self, *, flat: bool = False) -> None:
+        super().__init__()
+        self.f = branch(CHANNELS)
+        self.flat = flat
+
+    def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        left, right = (part.view(4, CHANNELS, 5) for part in pair)
+        made = right, left + self.f(right)
+        return (made[0].flatten(1), made[1]) if self.flat else made
+
+    def inverse(self, pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        right, made = pair[0].view(4, CHANNELS, 5), pair[1]
+        return made - self.f(right), right
+
+
+def test_parts_that_are_handed_through_and_reshapes():
+    report = check_inverse(Handing().double(), (batch(), batch()))
+    assert report.shares_memory
+    assert not check_inverse(network(["additive"]), batch()).shares_memory
+    net = nn.ModuleList([Handing(), Handing(), Handing(flat=True)]).double()
+    x = batch().requires_grad_()
+
+    def plainly(x: torch.Tensor) -> torch.Tensor:
+        pair = (x * 2, x.sin())
+        for module in net:
+            pair = module(pair)
+        return pair[0].view_as(pair[1]) * pair[1]
+
+    def inverting(x: torch.Tensor) -> torch.Tensor:
+        pair = invertible_checkpoint(list(net), (x * 2, x.sin()))
+        return pair[0].view_as(pair[1]) * pair[1]
+
+    assert_same_step(step(net, plainly, x), step(net, inverting, x), 1e-10)
+
+
+class Weighing(nn.Module):
+    """A second value that never requires a gradient, be it integers or not."""
+
+    def __init__(self, weights: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.f, self.weights = branch(CHANNELS // 2), weights
+
+    def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        left, right = pair[0].chunk(2, 1)
+        return torch.cat([left, right + self.f(left)], 1), self.weights(pair[1])
+
+    def inverse(self, pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        left, right = pair[0].chunk(2, 1)
+        return torch.cat([left, right - self.f(left)], 1), self.weights(pair[1])
+
+
+@pytest.mark.parametrize("weights", [torch.neg, lambda value: value.detach()], ids=["made", "handed through"])
+@pytest.mark.parametrize("learning", [(True, False), (False, False), (True, True)])
+def test_each_output_requires_a_gradient_as_in_a_plain_call(weights: Any, learning: tuple[bool, bool]):
+    net = InvertibleSequential(Weighing(weights), Weighing(weights)).double()
+    pair = tuple(batch().requires_grad_(each) for each in learning)
+    plain, inverted = net(pair), invertible_checkpoint(net, pair)
+    assert [each.requires_grad for each in inverted] == [each.requires_grad for each in plain]
+    for made in (plain, inverted):
+        made[0].square().sum().backward()
+    assert all(map(torch.equal, plain, inverted))
+
+
+def test_a_run_holds_one_activation_though_a_part_does_not_learn():
+    blocks = [Weighing(torch.neg).double() for _ in range(3)]
+    pair = batch().requires_grad_(), batch()
+    made = [invertible_checkpoint(blocks[0], pair)]
+    held = [weakref.ref(made[0][0])]
+    first = made[0][0].grad_fn.call.output
+    second = invertible_checkpoint(blocks[1], made.pop())
+    assert first._tensors is None
+    assert held[0]() is None
+    second[0].sum().backward()

@@ -16,6 +16,7 @@ from torch import distributed, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.autograd.profiler import profile
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_rotor.private import lightning_names, pytree
@@ -534,3 +535,31 @@ def test_the_last_value_of_a_metric() -> None:
     lightning_names.set_last_value(metric, torch.tensor(4.0))
     assert lightning_names.last_value(metric).item() == 4
     assert metric.compute().item() == 3
+
+
+# -------------------------------------------------------------------- what recomputation watches
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_of_others_are_noticed(reentrant: bool) -> None:
+    x = torch.ones(2, requires_grad=True)
+    with private.noticed_checkpoints() as seen:
+        assert not seen
+        checkpoint(torch.sin, x, use_reentrant=reentrant).sum().backward()
+    assert seen == {reentrant}
+    with private.noticed_checkpoints() as seen:
+        pass
+    checkpoint(torch.sin, x, use_reentrant=reentrant).sum().backward()
+    assert not seen
+
+
+def test_stamps_change_with_tensors() -> None:
+    tensor, other = torch.ones(2), torch.ones(2)
+    before = private.stamps([tensor, other])
+    other.add_(1)
+    assert [now == then for now, then in zip(private.stamps([tensor, other]), before, strict=True)] == [1, 0, 1, 1]
+    tensor.data = torch.ones(2)
+    assert [now == then for now, then in zip(private.stamps([tensor, other]), before, strict=True)] == [1, 0, 0, 1]
+    with torch.inference_mode():
+        odd = [torch.ones(2), torch.eye(2).to_sparse()]
+    assert private.stamps(odd) == private.stamps(odd)

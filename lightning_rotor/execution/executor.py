@@ -13,17 +13,18 @@ What an item saves of its output is settled when it is known whether the stage b
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from lightning_rotor.chain import Chain, Option
 from lightning_rotor.dropping import Output, SavedOutput
 from lightning_rotor.inversion import FusedInversion, Inversion
 from lightning_rotor.options import run_stage, way_of
-from lightning_rotor.private.pytree import TreeSpec, tree_flatten, tree_unflatten
+from lightning_rotor.private.pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from lightning_rotor.recomputation import recomputed
 from lightning_rotor.recursion import make_room_for
 from lightning_rotor.schedule import Item, Leaf, Schedule, Segment
@@ -31,7 +32,7 @@ from lightning_rotor.sequential import Stage
 from lightning_rotor.sharding import Unit, left_as_found, units_in
 from lightning_rotor.simulator import check_schedule
 from lightning_rotor.state import SegmentState
-from lightning_rotor.wiring import Wire, Wiring
+from lightning_rotor.wiring import Wire, Wiring, unpacked
 
 # Calls for one more segment inside others, most of them torch's.
 _CALLS = 60
@@ -48,6 +49,8 @@ class Executor:
         schedule: What to keep and what to recompute.
         states: For each stage, what recomputation must leave alone; by default there is nothing.
         wanted: Numbers of the values to return; by default those that the last stage makes.
+        root: The user's module, for names in messages.
+        inputs: How messages call the values that the chain takes, by number.
     Raises:
         ScheduleError: The schedule does not fit the chain.
     """
@@ -60,13 +63,19 @@ class Executor:
         states: Sequence[SegmentState] = (),
         *,
         wanted: Collection[int] | None = None,
+        root: nn.Module | None = None,
+        inputs: Sequence[str] = (),
     ) -> None:
         check_schedule(chain, schedule)
         make_room_for(_CALLS * schedule.depth)
         self._stages = tuple(stages)
         self._chain = chain
         self._schedule = schedule
-        self._states = tuple(states) or (SegmentState(),) * len(self._stages)
+        named = None if root is None else (root, "")
+        self._states = tuple(replace(state, root=named) for state in states or (SegmentState(),) * len(self._stages))
+        self._names = dict(enumerate(inputs)) | {
+            number: f"output of {stage.name!r}" for stage in self._stages for number in stage.writes
+        }
         self._row = self._row_of(schedule.items, self._stages[-1].writes if wanted is None else wanted)
 
     @property
@@ -98,7 +107,8 @@ class Executor:
             if isinstance(item, Segment):
                 inside = self._row_of(item.items, tuple(needed))
                 wires.append(inside.wiring.wire)
-                steps.append(partial(_run_segment, inside, self._how_to_run(item)))
+                names = [self._names.get(number, "module's input") for number in inside.wiring.wire.reads]
+                steps.append(partial(_run_segment, inside, names, self._how_to_run(item)))
             else:
                 wires.append(self._stages[item.stage].wiring.wire)
                 steps.append(_step(self._stages[item.stage], item.option))
@@ -167,12 +177,18 @@ def _run_units(units: Sequence[Unit], stage: Stage, option: int, value: Any) -> 
         return run_stage(stage, value, option)
 
 
-def _run_segment(row: _Row, run: Callable[..., Any], value: Any) -> Any:
+def _run_segment(row: _Row, names: Sequence[str], run: Callable[..., Any], value: Any) -> Any:
     # Arguments are bound, never closed over: the recomputation runs long after these variables have changed.
     if isinstance(value, torch.Tensor):
-        return run(row.run, value)
+        return run(row.run, value, spell_input=names.__getitem__)
     flat, spec = tree_flatten(value)
-    return run(partial(row.run_flat, spec), *flat)
+    return run(partial(row.run_flat, spec), *flat, spell_input=partial(_name_of_leaf, names, spec))
+
+
+def _name_of_leaf(names: Sequence[str], spec: TreeSpec, leaf: int) -> str:
+    """Name of the value to which a leaf of some values belongs."""
+    values = unpacked(tree_unflatten(range(spec.num_leaves), spec), len(names))
+    return next(name for name, value in zip(names, values, strict=True) if leaf in tree_leaves(value))
 
 
 class _InvertingRun:

@@ -39,6 +39,10 @@ class Boundary:
         self._tensors = [tensor.detach() for tensor in tensors]
         self._versions = [version_of(tensor) for tensor in self._tensors]
 
+    def shows(self, number: int, tensor: torch.Tensor) -> bool:
+        """True if a tensor is the same part of the same memory as one that is held."""
+        return self._tensors is not None and self._tensors[number].is_set_to(tensor)
+
     def hand_over(self, rebuild: Callable[[list[torch.Tensor]], list[torch.Tensor]], after: Boundary) -> None:
         """Drop the tensors: they can be rebuilt from those of a later boundary. Only the first to take over does."""
         if self._tensors is not None and self._after is None:

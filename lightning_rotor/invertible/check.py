@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from lightning_rotor.invertible.protocol import (
     require_like,
     require_own_output,
     require_tensors,
+    shares_memory,
 )
 from lightning_rotor.private.pytree import tree_leaves, tree_map, tree_structure, tree_unflatten
 from lightning_rotor.private.torch_names import version_of
@@ -40,6 +41,7 @@ class InverseReport:
         fused_error: Largest difference between the gradients of the fused backward and autograd's, relative to the largest element of each
             gradient, or to 1 % of the largest of all if that is more; None if there is no fused backward.
         fused_agrees: Whether that is within ``rtol``; None likewise.
+        shares_memory: Whether the output shows memory of the input, which is then held with it.
     """
 
     error: float
@@ -47,6 +49,7 @@ class InverseReport:
     draws_random: bool
     fused_error: float | None = None
     fused_agrees: bool | None = None
+    shares_memory: bool = False
 
 
 def check_inverse(
@@ -68,8 +71,8 @@ def check_inverse(
         What was found.
     Raises:
         InverseError: There is no inverse; it raises an error; it returns another number of tensors, other shapes or dtypes than the forward
-            took; it is off by more than the tolerance; something is not finite; the output is a view of the input or smaller; the input is
-            modified in place; the forward does not repeat itself.
+            took; it is off by more than the tolerance; something is not finite; the output is smaller than the input; the input is modified in
+            place; the forward does not repeat itself.
     Example:
         >>> check_inverse(AdditiveCoupling(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 8)).fused_agrees
         True
@@ -97,10 +100,10 @@ class _Trial:
 
     def run(self, rtol: float, atol: float) -> InverseReport:
         inputs = require_tensors(self.x, name=self.name, what="input")
-        output = self._forward(self.moment.first())
+        output, shares = self._forward(self.moment.first())
         made = require_tensors(output, name=self.name, what="output")
         _require_finite(made, name=self.name, what="output")
-        again = require_tensors(self._forward(self.moment.again()), name=self.name, what="output")
+        again = require_tensors(self._forward(self.moment.again())[0], name=self.name, what="output")
         if not all(map(torch.equal, made, again)):
             raise InverseError(
                 f"{self.name!r} gives another output when it runs again from the same input, buffers and random numbers: expected the same "
@@ -111,14 +114,14 @@ class _Trial:
             )
         del again
         error, tolerance = self._compare_inverse(inputs, output, rtol, atol)
-        report = InverseReport(error, tolerance, self.moment.draws_random)
+        report = InverseReport(error, tolerance, self.moment.draws_random, shares_memory=shares)
         if not has_fused_backward(self.module):
             return report
         fused_error = self._compare_gradients(output)
-        return InverseReport(error, tolerance, report.draws_random, fused_error, fused_error <= rtol)
+        return replace(report, fused_error=fused_error, fused_agrees=fused_error <= rtol)
 
-    def _forward(self, context: AbstractContextManager[None]) -> Any:
-        """The output for a copy of the input, which a forward in place may spoil."""
+    def _forward(self, context: AbstractContextManager[None]) -> tuple[Any, bool]:
+        """The output for a copy of the input, which a forward in place may spoil; and whether it shows memory of that copy."""
         copy = tree_map(torch.clone, self.x)
         inputs = require_tensors(copy, name=self.name, what="input")
         versions = [version_of(tensor) for tensor in inputs]
@@ -127,8 +130,8 @@ class _Trial:
                 output = self.module(copy)
         except InverseError as error:
             raise error.located(self.name) from error
-        require_own_output(inputs, versions, output, name=self.name)
-        return output
+        outputs = require_own_output(inputs, versions, output, name=self.name)
+        return output, shares_memory(inputs, outputs)
 
     def _compare_inverse(
         self, inputs: Sequence[torch.Tensor], output: Any, rtol: float, atol: float

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_rotor.errors import InverseError
 from lightning_rotor.invertible.boundary import Boundary, second_backward
@@ -53,10 +54,10 @@ def invertible_checkpoint(module: nn.Module | Sequence[nn.Module], x: Any, *, na
     Returns:
         The output of the module.
     Raises:
-        InverseError: A module has no inverse, changes its input in place, or returns a view of it or less than it took. In the backward: the
+        InverseError: A module has no inverse, changes its input in place, or returns less than it took. In the backward: the
             inverse returns something else than the forward took, or is off by more than :mod:`lightning_rotor.invertible.guard` allows.
-        ExecutionError: A second backward without ``retain_graph=True`` in the first; a gradient of a gradient; an output that was changed
-            in place; a tensor that requires a gradient and is neither input nor parameter.
+        ExecutionError: A second backward without ``retain_graph=True`` in the first; a gradient of a gradient; an output, a parameter or a
+            buffer that was changed before the backward; a tensor that requires a gradient and is neither input nor parameter.
     Warns:
         RotorWarning: In the backward: an inverse in float16 or bfloat16 is off by more than the guard expects.
     Example:
@@ -96,11 +97,15 @@ def _step(module: nn.Module, x: Any, name: str) -> Any:
 
 def _boundary_of(inputs: Sequence[torch.Tensor]) -> Boundary | None:
     """That of the call of ours whose outputs, all of them in order, the inputs are."""
-    node = inputs[0].grad_fn
-    call = getattr(node, "call", None)
-    if not isinstance(call, _Call) or len(inputs) != call.outputs:
+    calls = (getattr(tensor.grad_fn, "call", None) for tensor in inputs)
+    call = next((found for found in calls if isinstance(found, _Call)), None)
+    if call is None or len(inputs) != call.outputs:
         return None
-    whole = all(tensor.grad_fn is node and tensor.output_nr == number for number, tensor in enumerate(inputs))
+    whole = all(
+        (getattr(tensor.grad_fn, "call", None) is call and tensor.output_nr == number)
+        or (not call.learning[number] and call.output.shows(number, tensor))
+        for number, tensor in enumerate(inputs)
+    )
     return call.output if whole else None
 
 
@@ -108,7 +113,7 @@ class _Call:
     """One call of one module, and its way back."""
 
     made: TreeSpec
-    outputs: int
+    learning: Sequence[bool]
 
     def __init__(self, module: nn.Module, name: str, x: Any, parameters: tuple[torch.Tensor, ...]) -> None:
         inputs, self._taken = tree_flatten(x)
@@ -116,7 +121,7 @@ class _Call:
         self._name = name
         self._parameters = parameters
         self._shapes = [(tensor.shape, tensor.dtype) for tensor in inputs]
-        self._moment = Moment(module, inputs[0].device)
+        self._moment = Moment(module, inputs[0].device, name=name.partition(" (")[0])
         self._guard = Guard.of(inputs, name=name)
         self._finished = False
         self.output = Boundary(name)
@@ -129,8 +134,13 @@ class _Call:
         """How many tensors it takes."""
         return len(self._shapes)
 
+    @property
+    def outputs(self) -> int:
+        """How many it makes."""
+        return len(self.learning)
+
     def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Run the module."""
+        """Run the module; of several outputs a second run, with a graph that is dropped, shows which of them require a gradient."""
         versions = [version_of(tensor) for tensor in inputs]
         try:
             with self._moment.first():
@@ -139,8 +149,16 @@ class _Call:
             raise error.located(self._name) from error
         outputs = require_own_output(inputs, versions, output, name=self._name)
         self.made = tree_flatten(output)[1]
-        self.outputs = len(outputs)
-        return tuple(outputs)
+        self.learning = [tensor.is_floating_point() or tensor.is_complex() for tensor in outputs]
+        if len(outputs) > 1:
+            leaves = [learning(tensor, wanted=tensor.requires_grad) for tensor in inputs]
+            hooks = saved_tensors_hooks(torch.Tensor.detach, _same)
+            with torch.enable_grad(), hooks, self._moment.again():
+                again = require_tensors(
+                    self._module(tree_unflatten(leaves, self._taken)), name=self._name, what="output"
+                )
+            self.learning = [tensor.requires_grad for tensor in again]
+        return tuple(tensor.detach() for tensor in outputs)
 
     def rebuild(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """The input, by the inverse. Empties the list, so that the outputs can go."""
@@ -151,10 +169,11 @@ class _Call:
         return inputs
 
     def begin_backward(self, *, keep_graph: bool) -> None:
-        """Check that there was no last one yet."""
+        """Check that there was no last one yet, and that the module reads what it has read."""
         if self._finished:
             raise second_backward(self._name)
         self._finished = not keep_graph
+        self._moment.require_unchanged()
 
     def backward(
         self,
@@ -203,7 +222,7 @@ class _Node(torch.autograd.Function):
         outputs = call.forward(inputs)
         ctx.call = call
         ctx.mark_non_differentiable(
-            *(tensor for tensor in outputs if not (tensor.is_floating_point() or tensor.is_complex()))
+            *(tensor for tensor, learns in zip(outputs, call.learning, strict=True) if not learns)
         )
         if call.hooked:
             ctx.save_for_backward(*outputs, *parameters)
@@ -230,6 +249,10 @@ class _Node(torch.autograd.Function):
             call.source.refill(inputs, for_good=not keep_graph)
         del inputs
         return (None, *first_derivatives_only(call.output.name, found))
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _drained(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -28,6 +28,7 @@ class Moment:
         keep_buffers: Keep all buffers, and let the first call work on copies as well, so that nothing in the module changes.
         state: What the module may change, if somebody has found out before.
         may_draw: Whether it may draw random numbers.
+        name: Of the module, for messages.
     """
 
     def __init__(
@@ -38,8 +39,10 @@ class Moment:
         keep_buffers: bool = False,
         state: SegmentState | None = None,
         may_draw: bool = True,
+        name: str = "",
     ) -> None:
         self._stage = Stage(type(module).__name__, (module,))
+        self._root = module, name
         self._device = device
         self._keep_buffers = keep_buffers
         self._known_state = state
@@ -62,7 +65,11 @@ class Moment:
 
     @contextmanager
     def first(self) -> Iterator[None]:
-        """Context of the first call."""
+        """Context of the first call.
+
+        Raises:
+            ExecutionError: The call changes parameters, or large buffers, which it reads again later.
+        """
         buffers = [(slots, name, slots[name], _version(slots[name])) for slots, name in self._remembered()]
         with self._first_pass:
             self._first_pass.generators = None  # they are among ours
@@ -80,12 +87,24 @@ class Moment:
                 for slots, name, buffer, version in buffers
                 if slots[name] is not buffer or _version(buffer) != version
             }
+            unchanged = [
+                (slots, name, buffer) for slots, name, buffer, _ in buffers if (id(slots), name) not in changed
+            ]
+            self._first_pass.read = self._first_pass.state.tensors_read(unchanged)
             self._first_pass.values = [
                 (module, name, value)
                 for module, name, value in self._first_pass.values
                 if (id(module._buffers), name) in changed
             ]
         clear_autocast_cache()
+
+    def require_unchanged(self) -> None:
+        """Check that the call would read the parameters and buffers that it has read.
+
+        Raises:
+            ExecutionError: One of them has changed.
+        """
+        self._first_pass.read.require_unchanged()
 
     @contextmanager
     def again(self, parameters: Mapping[int, torch.Tensor] | None = None) -> Iterator[None]:
@@ -98,10 +117,7 @@ class Moment:
         replayed.values = self._first_pass.values
         replayed.attributes = self._first_pass.attributes
         replayed.settings = self._first_pass.settings
-        replayed.parameters = [
-            (slots, name, parameter if parameters is None else parameters.get(id(parameter), parameter))  # type: ignore[misc]
-            for slots, name, parameter in self._first_pass.parameters
-        ]
+        replayed.read = self._first_pass.read.standing_in(parameters or {})
         with ExitStack() as stack:
             stack.enter_context(repeating())
             if self._generators is not None:
@@ -116,10 +132,10 @@ class Moment:
     def _state(self) -> SegmentState:
         if self._known_state is not None:
             return self._known_state
-        state = state_of(self._stage, (), {})
+        state = dataclasses.replace(state_of(self._stage, (), {}), root=self._root)
         if self._keep_buffers:
             owners = tuple(dict.fromkeys(module for _, module in self._stage.submodules() if module._buffers))
-            return dataclasses.replace(state, statistics=(), watched=(), remembered=owners)
+            return dataclasses.replace(state, statistics=(), watched=(), remembered=owners, buffered=())
         return state
 
     def _remembered(self) -> Iterator[tuple[dict[str, torch.Tensor | None], str]]:

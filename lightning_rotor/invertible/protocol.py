@@ -28,8 +28,8 @@ DRAWS = (
 class Invertible(Protocol):
     """A module that can rebuild its input.
 
-    Input and output are a tensor, or tensors in a tuple, list or dict. The output is new memory, no view of the input, and takes at least as
-    many bytes.
+    Input and output are a tensor, or tensors in a tuple, list or dict. The output takes at least as many bytes as the input. What it shows of the
+    input's memory (a reshape, a part that is handed through) is held with it.
     """
 
     def inverse(self, output: Any, /) -> Any:
@@ -78,6 +78,31 @@ def require_invertible(module: object, *, name: str) -> None:
         )
 
 
+def require_untouched(inputs: Sequence[torch.Tensor], versions: Sequence[int], *, name: str) -> None:
+    """Check that a module has not changed its input in place.
+
+    Args:
+        inputs: Tensors that the module took.
+        versions: Their :func:`version_of` from before.
+        name: For error messages.
+    Raises:
+        InverseError: It has.
+    """
+    if [version_of(tensor) for tensor in inputs] != list(versions):
+        raise InverseError(
+            f"{name!r} changes its input in place: expected an untouched input, which its other readers rely on. "
+            "Use an operation that is not in place",
+            stage=name,
+        )
+
+
+def shares_memory(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> bool:
+    """True if outputs show memory of inputs."""
+    return bool(
+        {address_of(tensor) for tensor in inputs if tensor.numel()} & {address_of(tensor) for tensor in outputs}
+    )
+
+
 def require_own_output(
     inputs: Sequence[torch.Tensor], versions: Sequence[int], output: Any, *, name: str
 ) -> list[torch.Tensor]:
@@ -91,21 +116,10 @@ def require_own_output(
     Returns:
         The tensors of the output.
     Raises:
-        InverseError: The module changed its input in place, or returned no tensors, a view of its input, or less than it took.
+        InverseError: The module changed its input in place, or returned no tensors, or less than it took.
     """
     made = require_tensors(output, name=name, what="output")
-    if [version_of(tensor) for tensor in inputs] != list(versions):
-        raise InverseError(
-            f"{name!r} changes its input in place: expected an untouched input, which its other readers rely on. "
-            "Use an operation that is not in place",
-            stage=name,
-        )
-    if {address_of(tensor) for tensor in inputs if tensor.numel()} & {address_of(tensor) for tensor in made}:
-        raise InverseError(
-            f"{name!r} returns a view of its input: expected an output with memory of its own, or dropping the input frees nothing. "
-            "Return a new tensor, or leave this module out",
-            stage=name,
-        )
+    require_untouched(inputs, versions, name=name)
     taken_bytes, made_bytes = (sum(tensor.nbytes for tensor in tensors) for tensors in (inputs, made))
     if made_bytes < taken_bytes:
         raise InverseError(

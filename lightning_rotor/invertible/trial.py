@@ -46,6 +46,8 @@ def try_inverse(module: nn.Module, value: Any, *, name: str) -> Objections:
         report = check_inverse(module, value, rtol=rtol, name=name)
     except InverseError as error:
         return Objections(str(error))
+    if report.shares_memory:
+        return Objections("it returns a view of its input, or of a part of it")
     if report.fused_agrees is False:
         return Objections(
             fused=f"its fused backward is not used: it differs from autograd's by {report.fused_error:.2g} of the largest element of a gradient"

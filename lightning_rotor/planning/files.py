@@ -120,6 +120,11 @@ def _difference(saved: list[StageIdentity], device: str, chain: Chain) -> str:
     """The first thing in which a chain is not what a plan was made for: what the plan says, and what there is."""
     if device != chain.device:
         return f"device {device!r}, and this chain was measured on {chain.device!r}"
+    alike = [(stage.name, stage.takes) for stage in (saved[0], chain.identity[0])]
+    estimated = [not any(stage.takes for stage in stages[1:]) for stages in (saved, chain.identity)]
+    if alike[0] == alike[1] and len(saved) == len(chain) and estimated[0] != estimated[1]:
+        then_so, now_so = ("estimated from other shapes" if guess else "measured" for guess in estimated)
+        return f"what stages cost at {', '.join(saved[0].takes)} was {then_so}, and is {now_so} (measure(sample) measures a shape)"
     for number, (then, now) in enumerate(zip_longest(saved, chain.identity)):
         if then is None or now is None or then.name != now.name:
             there, here = ("no such stage" if each is None else repr(each.name) for each in (then, now))

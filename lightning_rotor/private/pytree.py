@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from torch.utils._pytree import (
     TreeSpec,
+    keystr,
     tree_flatten,
+    tree_flatten_with_path,
     tree_leaves,
     tree_map,
     tree_map_only,
@@ -16,4 +18,14 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
-__all__ = ["TreeSpec", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_structure", "tree_unflatten"]
+__all__ = [
+    "TreeSpec",
+    "keystr",
+    "tree_flatten",
+    "tree_flatten_with_path",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "tree_structure",
+    "tree_unflatten",
+]

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from inspect import getclosurevars
-from types import FunctionType
+from operator import attrgetter
+from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import nn
 from torch._compile import _disable_dynamo
 from torch._ops import OpOverload, OpOverloadPacket
@@ -71,6 +73,33 @@ def hooks_for_saved_tensors() -> tuple[Callable[..., Any], Callable[..., Any]] |
         True
     )
     return hooks or None
+
+
+@contextmanager
+def noticed_checkpoints() -> Iterator[set[bool]]:
+    """Context in which others' calls of ``torch.utils.checkpoint`` are noticed; yields their ``use_reentrant``, which fills.
+
+    The function is imported by name everywhere, so what it calls is replaced. The only public trace is that a call saves nothing.
+    """
+    seen: set[bool] = set()
+    module: Any = torch.utils.checkpoint
+    names = {False: "_CheckpointFrame", True: "CheckpointFunction"}
+    originals = {reentrant: getattr(module, name) for reentrant, name in names.items()}
+
+    def noticing(reentrant: bool, function: Callable[..., Any]) -> Callable[..., Any]:
+        def noticed(*args: Any, **kwargs: Any) -> Any:
+            seen.add(reentrant)
+            return function(*args, **kwargs)
+
+        return noticed
+
+    setattr(module, names[False], noticing(False, originals[False]))
+    setattr(module, names[True], SimpleNamespace(apply=noticing(True, originals[True].apply)))
+    try:
+        yield seen
+    finally:
+        for reentrant, name in names.items():
+            setattr(module, name, originals[reentrant])
 
 
 # -------------------------------------------------------------------- settings
@@ -160,6 +189,24 @@ def version_of(tensor: torch.Tensor) -> int:
 def identity_of(storage: torch.UntypedStorage) -> int:
     """A number for a storage while it lives. ``data_ptr()`` is 0 for those without memory, on meta or in fake tensors."""
     return int(storage._cdata)
+
+
+_version, _identity = attrgetter("_version"), attrgetter("_cdata")
+
+
+def stamps(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Numbers that change with tensors: their :func:`version_of`, then :func:`identity_of` their storages. Quick, for there are many."""
+    try:
+        return [*map(_version, tensors), *map(_identity, map(torch.Tensor.untyped_storage, tensors))]
+    except RuntimeError:  # tensors of inference mode have no version, sparse ones no storage
+        return [_stamp(tensor, of_storage=of_storage) for of_storage in (False, True) for tensor in tensors]
+
+
+def _stamp(tensor: torch.Tensor, *, of_storage: bool) -> int:
+    try:
+        return identity_of(tensor.untyped_storage()) if of_storage else version_of(tensor)
+    except RuntimeError:
+        return 0
 
 
 def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

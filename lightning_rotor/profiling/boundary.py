@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lightning_rotor.private.pytree import TreeSpec, tree_flatten, tree_unflatten
-from lightning_rotor.tensors import address_of
+from lightning_rotor.tensors import address_of, spelled
 from lightning_rotor.units import in_blocks
 
 
@@ -79,12 +79,8 @@ class Boundary:
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Type and shape of each tensor, such as ``"float32[4, 64, 8, 8]"``."""
-        return tuple(
-            f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
-            for leaf in self.leaves
-            if isinstance(leaf, torch.Tensor)
-        )
+        """Type and shape of each tensor."""
+        return tuple(spelled(leaf.dtype, leaf.shape) for leaf in self.leaves if isinstance(leaf, torch.Tensor))
 
     @property
     def signature(self) -> tuple[Any, ...]:

@@ -25,11 +25,12 @@ import torch
 
 from lightning_rotor.chain import Chain, StageCost
 from lightning_rotor.compiled import CompiledModules
-from lightning_rotor.errors import RotorWarning
+from lightning_rotor.cutting import NO_CHECKPOINTS
+from lightning_rotor.errors import ModelError, RotorWarning
 from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.invertible.trial import Objections, try_inverse
 from lightning_rotor.options import autocast_enabled, run_stage, way_of
-from lightning_rotor.private.torch_names import HOOKS, STRUCTURE, version_of
+from lightning_rotor.private.torch_names import HOOKS, STRUCTURE, noticed_checkpoints, stamps, version_of
 from lightning_rotor.profiling.boundary import Boundary
 from lightning_rotor.profiling.ends import StageEnds
 from lightning_rotor.profiling.interlude import Interlude, segment_seconds
@@ -42,9 +43,10 @@ from lightning_rotor.profiling.ties import waiting_gradient_bytes
 from lightning_rotor.sequential import DROPOUTS, Stage, is_plain_stock, wiring_of
 from lightning_rotor.sharding import UnitSizes, gathered, units_in
 from lightning_rotor.state import SegmentState, Statistic, state_of
-from lightning_rotor.tensors import is_fake, same_bits, tensors_in
+from lightning_rotor.tensors import is_fake, require_tensors, same_bits, tensors_in
 from lightning_rotor.tracing import GraphSlice
 from lightning_rotor.undisturbed import kept_attributes, lent_buffers, undisturbed
+from lightning_rotor.versions import first_changed
 from lightning_rotor.wiring import unpacked
 
 _log = logging.getLogger(__name__)
@@ -101,11 +103,13 @@ def profile_chain(
     Returns:
         The chain, for the mode, autocast context and shapes of this moment.
     Raises:
-        ModelError: A stage returns no tensor.
+        ModelError: A stage returns no tensor, or calls torch's reentrant checkpoint.
+        SampleError: The sample holds no tensor.
         ProfilingError: The device cannot be measured.
     Warns:
-        RotorWarning: A stage gives other bits when it runs again, or pins memory that no checkpoint can free.
+        RotorWarning: A stage gives other bits when it runs again, pins memory that no checkpoint can free, or calls torch's checkpoint by itself.
     """
+    require_tensors(sample)
     device = tensors_in(sample)[0].device
     meter, compiled = meter or meter_for(device), compiled or CompiledModules()
     with undisturbed(device):
@@ -125,6 +129,7 @@ def profile_chain(
         bench = Bench(compiled)
         measured: list[Measured] = []
         messages: list[tuple[UnitSizes, float]] = []
+        checkpointing: list[str] = []
         before: Boundary | None = None
         values = dict(inputs)
         for number, (stage, group) in enumerate(zip(together, seen.groups, strict=True)):
@@ -137,7 +142,11 @@ def profile_chain(
                 stack.enter_context(gathered(units))
                 gathering_seconds = meter.seconds_between(start, meter.now()) if units else 0.0
                 stack.enter_context(kept_attributes(stage))
-                passed = _pass(stage, boundary, device)
+                with noticed_checkpoints() as noticed:
+                    passed = _pass(stage, boundary, device)
+                if True in noticed:
+                    raise ModelError(f"stage {stage.name!r} cannot be measured. {NO_CHECKPOINTS}")
+                checkpointing += [stage.name] * bool(noticed)
                 states.append(state_of(stage, passed.updating, scratch))
                 draws_random = any(seen.draws_random[index] for index in group) or may_draw(stage)
                 recomputable = passed.same_bits and not (number == 0 and seen.changes_input)
@@ -206,6 +215,12 @@ def profile_chain(
             for number, (stage, size_bytes) in enumerate(zip(together, waiting, strict=True))
         ]
         _warn(costs)
+        if checkpointing:
+            warnings.warn(
+                f"{', '.join(map(repr, checkpointing))}: each is one stage. {NO_CHECKPOINTS}",
+                RotorWarning,
+                stacklevel=3,
+            )
         _warn_of_structure(len(stages), together)
         chain = Chain(
             tuple(costs),
@@ -252,12 +267,14 @@ class _Passed:
 def _pass(stage: Stage, boundary: Boundary, device: torch.device) -> _Passed:
     """Run a stage; if it is not made of torch's own layers, run it again as a recomputation would, and compare the bits."""
     states = GeneratorStates(device)
+    parameters = list(stage.parameters())
+    before = stamps(parameters)
     with kept_attributes(stage), lent_buffers(stage) as originals:
         output = run_stage(stage, boundary.fresh())
         updating = _updating(originals)
     outputs = tensors_in(output)
-    repeatable = True
-    if not is_stock(stage):
+    repeatable = first_changed(before, parameters) is None
+    if repeatable and not is_stock(stage):
         states.restore()
         with kept_attributes(stage), lent_buffers(stage):
             again = tensors_in(run_stage(stage, boundary.fresh()))
@@ -370,7 +387,8 @@ def _warn(costs: Sequence[StageCost]) -> None:
         if not cost.recomputable:
             warnings.warn(
                 f"stage {cost.name!r} gives other bits when it runs again, so it is kept and never recomputed. Typical reasons are state "
-                "outside of buffers, spectral_norm, and operations in place on the chain's own input",
+                "outside of buffers, spectral_norm, parameters that the forward itself changes (an embedding's max_norm), and operations in "
+                "place on the chain's own input",
                 RotorWarning,
                 stacklevel=4,
             )

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lightning_rotor.errors import ModelError
-from lightning_rotor.private.pytree import TreeSpec, tree_flatten, tree_unflatten
+from lightning_rotor.private.pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 PLAIN = (
     bool,
@@ -87,6 +87,13 @@ class Call:
     def firsts(self) -> tuple[int, ...]:
         """For each tensor, the number of the first one that is the same object: code may ask whether two arguments are one."""
         return firsts_of(self.tensors)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """How messages call the tensors: by the argument, and the place in it."""
+        paths, _ = tree_flatten_with_path(tree_unflatten(range(len(self.leaves)), self.spec))
+        named = [f"input {getattr(path[0], 'key', None)!r}{keystr(path[1:])}" for path, _ in paths]
+        return tuple(name for name, kind in zip(named, self.key[1], strict=True) if kind == "tensor")
 
     @property
     def signature(self) -> Any:

@@ -49,12 +49,15 @@ class GraphCut:
         way: ``"graph"`` if the forward ran on symbols, ``"recording"`` if it ran on the call's tensors.
         reasons: For each other way that was tried, why it was not taken.
         lessons: What it teaches about calls that differ in sizes alone; None unless it is a recording.
+        module: What was cut.
+        inputs: How messages call the call's tensors.
     """
 
     stages: tuple[Stage, ...]
     opaque: Mapping[str, str]
     way: str
-    _module: nn.Module
+    module: nn.Module
+    inputs: tuple[str, ...]
     _key: Any
     _watch: Watch
     _guards: Guards | None = None
@@ -71,7 +74,7 @@ class GraphCut:
         It does not if another argument that is no tensor differs, or if the module has changed in a way that its code could notice. A
         recording does not either if a tensor has another shape or type, or if its forward would read other values out of tensors.
         """
-        call = Call.of(self._module, args, kwargs)
+        call = Call.of(self.module, args, kwargs)
         if _key(call, self.way) != self._key or not self._watch.holds():
             return None
         return self._take(call) if self._guards is None or self._guards.hold(call.tensors) else None
@@ -80,12 +83,12 @@ class GraphCut:
         """What it teaches about another call; None if that differs in more than sizes, or if the module has changed."""
         if self.lessons is None:
             return None
-        call = Call.of(self._module, args, kwargs)
+        call = Call.of(self.module, args, kwargs)
         return self.lessons if _key(call, "graph") == self._key[:-1] and self._watch.holds() else None
 
     def take(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The chain's input for a call for which the trace is known to hold: the tensors that it reads."""
-        return self._take(Call.of(self._module, args, kwargs))
+        return self._take(Call.of(self.module, args, kwargs))
 
     def _take(self, call: Call) -> Any:
         return packed([call.tensors[number] for number in self._reads])
@@ -177,6 +180,7 @@ def _cut(module: nn.Module, call: Call, make: type[Tracer | Recorder], lessons: 
         opaque,
         way,
         module,
+        call.names,
         _key(call, way),
         Watch(module, watched, outside=tracer.surroundings.notes.holds),
         guards,

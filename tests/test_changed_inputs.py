@@ -1,0 +1,309 @@
+"""What a forward has read and somebody has changed before the backward: a recomputation refuses it by name, plain running does not mind."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+
+from lightning_rotor import Checkpointable, is_recomputing
+from lightning_rotor.errors import ExecutionError, RotorWarning
+from lightning_rotor.invertible import AdditiveCoupling, invertible_checkpoint
+from lightning_rotor.private.torch_names import stamps
+from lightning_rotor.schedule import Schedule
+from lightning_rotor.versions import first_changed
+from tests.invertible import Unfused
+from tests.training import assert_same_bits
+
+WIDTH = 16
+
+
+class Shift(nn.Module):
+    """Autograd saves nothing of what it reads, so plain training lets all of it change after the forward."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.place = nn.Parameter(torch.randn(width))
+        self.register_buffer("mean", torch.randn(width, 4096))  # too large to be remembered
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return image + self.place - self.mean[:, 0]
+
+
+class Blocks(nn.Module):
+    """Code that symbols can trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = Shift()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.offset = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        value = self.shift(image)
+        for layer in self.layers:
+            value = torch.tanh(layer(value) + self.offset)
+        return value
+
+
+class Looking(Blocks):
+    """Code that must be recorded."""
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return super().forward(image) if bool((image < 1e9).all()) else image
+
+
+def in_a_row() -> nn.Sequential:
+    return nn.Sequential(Shift(), *(layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
+
+
+MAKERS: dict[str, Callable[[], nn.Module]] = {"sequential": in_a_row, "graph": Blocks, "recording": Looking}
+
+
+def planned(net: nn.Module, batch: torch.Tensor, schedule: str | None) -> Checkpointable:
+    """Under a schedule, or recomputing nothing."""
+    result = Checkpointable(net, batch, "1GiB")
+    if schedule is not None:
+        last = len(result.chain) - 1
+        result.use(Schedule.parse(schedule.format(last - 1, last)))
+    return result
+
+
+def gradients(net: nn.Module, batch: torch.Tensor, change: Callable[[], Any]) -> list[torch.Tensor]:
+    """Of one step in which something changes between forward and backward."""
+    net.zero_grad()
+    loss = net(batch).square().sum()
+    change()
+    loss.backward()
+    return [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
+
+
+def add_in_place(tensor: torch.Tensor) -> None:
+    with torch.no_grad():
+        tensor.add_(1.0)
+
+
+def step_optimizer(parameter: nn.Parameter) -> None:
+    parameter.grad = torch.ones_like(parameter)
+    torch.optim.AdamW([parameter], lr=0.1).step()
+
+
+def changes(net: nn.Module, batch: torch.Tensor) -> dict[str, tuple[Callable[[], Any], str]]:
+    """What may happen, and how the error calls it. Plain training minds none of it."""
+    shift: Any = net[0] if isinstance(net, nn.Sequential) else net.shift
+    path = "0" if isinstance(net, nn.Sequential) else "shift"
+    layer: Any = net[3] if isinstance(net, nn.Sequential) else net.layers[1]
+    layer_path = "3" if isinstance(net, nn.Sequential) else r"layers\.1"
+    return {
+        "input": (lambda: add_in_place(batch), "input 'image'" if path == "shift" else "the module's input"),
+        "parameter": (lambda: add_in_place(shift.place), rf"parameter '{path}\.place'"),
+        "bias": (lambda: add_in_place(layer.bias), rf"parameter '{layer_path}\.bias'"),
+        "data": (lambda: setattr(layer.bias, "data", torch.randn(WIDTH)), rf"parameter '{layer_path}\.bias'"),
+        "optimizer": (lambda: step_optimizer(layer.bias), rf"parameter '{layer_path}\.bias'"),
+        "buffer": (lambda: add_in_place(shift.mean), rf"buffer '{path}\.mean'"),
+    }
+
+
+@pytest.mark.parametrize("way", MAKERS)
+def test_nothing_is_checked_where_nothing_is_recomputed(way: str) -> None:
+    found = []
+    for schedule in ("plain", None, "0-{1}"):
+        torch.manual_seed(0)
+        net, batch = MAKERS[way](), torch.randn(8, WIDTH)
+        run = net if schedule == "plain" else planned(net, batch, schedule)
+        found.append([tensor for change, _ in changes(net, batch).values() for tensor in gradients(run, batch, change)])
+    assert all(len(each) == len(found[0]) and all(map(torch.equal, each, found[0])) for each in found[1:])
+
+
+@pytest.mark.parametrize("schedule", ["(0-{0}) {1}", "((0-1) 2-{0}) {1}"], ids=["one segment", "nested"])
+@pytest.mark.parametrize("way", MAKERS)
+def test_a_change_is_refused_by_name(way: str, schedule: str) -> None:
+    net, batch = MAKERS[way](), torch.randn(8, WIDTH)
+    run = planned(net, batch, schedule)
+    assert len(run.chain) >= 5
+    for change, name in changes(net, batch).values():
+        with pytest.raises(ExecutionError, match=rf"{name} has changed .* expected it unchanged until the backward"):
+            gradients(run, batch, change)
+        assert not is_recomputing()
+        # The step after is as clean as the first.
+        plain = gradients(net, batch, lambda: None)
+        assert all(map(torch.equal, plain, gradients(run, batch, lambda: None)))
+
+
+@pytest.mark.parametrize("schedule", ["(0-{0}) {1}", "0 (1-{0}) {1}"])
+def test_what_lies_between_stages_is_checked_too(schedule: str) -> None:
+    seen: list[torch.Tensor] = []
+    net, batch = in_a_row(), torch.randn(8, WIDTH)
+    net[0].register_forward_hook(lambda module, args, output: seen.append(output) if not is_recomputing() else None)
+    run = planned(net, batch, schedule)
+    seen.clear()
+    if schedule.startswith("0"):
+        with pytest.raises(ExecutionError, match="output of '0' has changed since the forward"):
+            gradients(run, batch, lambda: add_in_place(seen[-1]))
+    else:  # nobody recomputes from it
+        plain = gradients(net, batch, lambda: None)
+        assert all(map(torch.equal, plain, gradients(run, batch, lambda: add_in_place(seen[-1]))))
+
+
+def test_a_batch_that_is_part_of_a_larger_buffer_may_be_overwritten_behind_the_backward_only() -> None:
+    buffer = torch.randn(2, 8, WIDTH)
+    net = in_a_row()
+    run = planned(net, buffer[0], "(0-{0}) {1}")
+    with pytest.raises(ExecutionError, match=r"the module's input has changed .* \(x\.clone\(\)\)"):
+        gradients(run, buffer[0], lambda: buffer.copy_(torch.randn(2, 8, WIDTH)))
+    plain = gradients(net, buffer[0], lambda: None)
+    assert all(map(torch.equal, plain, gradients(run, buffer[0], lambda: None)))
+    gradients(run, buffer[0].clone(), lambda: buffer.copy_(torch.randn(2, 8, WIDTH)))
+
+
+def test_arguments_are_named_wherever_they_are() -> None:
+    class Summing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = in_a_row()
+
+        def forward(self, images: dict[str, torch.Tensor], *, mask: torch.Tensor) -> torch.Tensor:
+            return self.layers(images["left"] + images["right"]) + mask
+
+    net = Summing()
+    call = {"images": {"left": torch.randn(8, WIDTH), "right": torch.randn(8, WIDTH)}, "mask": torch.zeros(8, WIDTH)}
+    run = Checkpointable(net, call, "1GiB")
+    run.use(Schedule.parse(f"(0-{len(run.chain) - 2}) {len(run.chain) - 1}"))
+    for name, tensor in (("'images'['right']", call["images"]["right"]), ("'images'['left']", call["images"]["left"])):
+        output = run(**call)
+        add_in_place(tensor)
+        with pytest.raises(ExecutionError, match=re.escape(f"the input {name} has changed")):
+            output.sum().backward()
+    output = run(**call)
+    add_in_place(call["mask"])  # read by the last stage alone, which is kept
+    output.sum().backward()
+
+
+class Normal(nn.Module):
+    """Uses statistics as they are, whatever the mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def train(self, mode: bool = True) -> Normal:
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self.norm(input)
+
+
+def test_what_is_legal_stays_legal() -> None:
+    tied = nn.Linear(WIDTH, WIDTH)
+    net = nn.Sequential(
+        Shift(), tied, nn.BatchNorm1d(WIDTH), nn.Tanh(), weight_norm(nn.Linear(WIDTH, WIDTH)), Normal(), nn.Tanh(), tied, nn.Tanh()
+    )  # fmt: skip
+    twin = copy.deepcopy(net.train()).train()
+    batch = torch.randn(8, WIDTH)
+    run = planned(net, batch, "((0-1) 2-{0}) {1}")
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (net, twin)]
+    for forward, optimizer in zip((run, twin), optimizers, strict=True):
+        optimizer.zero_grad()
+        for _ in range(2):  # accumulation, with two forwards before the first backward, and a backward for each
+            first, second = forward(batch).square().sum(), forward(batch + 1).square().sum()
+            first.backward(retain_graph=True)
+            first.backward()
+            second.backward()
+        optimizer.step()
+        forward(batch).sum().backward()
+        # As optimizers do that step within the backward.
+        handles = [
+            parameter.register_post_accumulate_grad_hook(add_in_place)
+            for parameter in optimizer.param_groups[0]["params"]
+        ]
+        forward(batch).sum().backward()
+        for handle in handles:
+            handle.remove()
+    assert_same_bits(net.state_dict(), twin.state_dict())
+    gradients(run, batch, lambda: add_in_place(net[2].running_mean))  # written in training, never read
+    for change, name in (
+        (lambda: add_in_place(net[5].norm.running_mean), r"buffer '5\.norm\.running_mean'"),
+        (lambda: add_in_place(tied.bias), r"parameter '1\.bias'"),
+        (
+            lambda: add_in_place(net[4].parametrizations.weight.original0),
+            r"parameter '4\.parametrizations\.weight\.original0'",
+        ),
+    ):
+        with pytest.raises(ExecutionError, match=f"the {name} has changed"):
+            gradients(run, batch, change)
+
+
+def test_tensors_that_functional_call_lends_are_those_of_the_recomputation() -> None:
+    net, batch = Blocks(), torch.randn(8, WIDTH)
+    run = planned(net, batch, "(0-{0}) {1}")
+    lent = {f"module.{name}": torch.randn_like(tensor).requires_grad_() for name, tensor in net.named_parameters()}
+    lent["module.shift.mean"] = torch.randn_like(net.shift.mean)
+    found = []
+    for module in (nn.Sequential(OrderedDict(module=net)), run):
+        output = torch.func.functional_call(module, lent, batch)
+        found.append(torch.autograd.grad(output.sum(), [tensor for tensor in lent.values() if tensor.requires_grad]))
+    assert all(map(torch.equal, *found))
+    output = torch.func.functional_call(run, lent, batch)
+    add_in_place(lent["module.offset"])
+    with pytest.raises(ExecutionError, match="the parameter 'offset' has changed"):
+        output.sum().backward()
+
+
+def test_a_stage_that_changes_its_own_parameters_is_kept() -> None:
+    net = nn.Sequential(nn.Embedding(20, WIDTH, max_norm=0.5), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4))
+    with pytest.warns(RotorWarning, match="'0' gives other bits .*embedding's max_norm"):
+        run = Checkpointable(net, torch.arange(8))
+    assert [stage.recomputable for stage in run.chain] == [False, True, True, True]
+
+
+def test_torch_does_not_count_what_the_readme_says_it_does_not() -> None:
+    parameter = nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.ones(3)
+    before = stamps([parameter])
+    parameter.data.add_(1.0)
+    parameter.detach().numpy()[:] = 2.0
+    torch.optim.SGD([parameter], lr=0.1, fused=True).step()
+    assert stamps([parameter]) == before
+    add_in_place(parameter.detach()[:1])
+    assert first_changed(before, [parameter]) == 0
+
+
+def coupling() -> AdditiveCoupling:
+    return AdditiveCoupling(*(nn.Sequential(Shift(WIDTH // 2), nn.Tanh()) for _ in range(2)))
+
+
+INVERTED = {
+    "inverted": nn.Sequential(nn.Linear(WIDTH, WIDTH), Unfused(coupling()), nn.Tanh()),
+    "fused": nn.Sequential(nn.Linear(WIDTH, WIDTH), coupling(), nn.Tanh()),
+}
+
+
+@pytest.mark.parametrize("schedule", ["0 1:1 2", "(0) 1:1 2", "(0-1) 2", "invertible_checkpoint"])
+@pytest.mark.parametrize("kind", INVERTED)
+def test_inverted_modules_read_what_the_forward_has_read(kind: str, schedule: str) -> None:
+    net, batch = INVERTED[kind], torch.randn(8, WIDTH)
+    if schedule == "invertible_checkpoint":
+        run: Any = lambda x: net[2](invertible_checkpoint(net[1], net[0](x), name="1"))  # noqa: E731
+    else:
+        run = Checkpointable(net, batch, "1GiB")
+        run.use(Schedule.parse(schedule))
+    path, block = ("1.module", net[1].module) if kind == "inverted" else ("1", net[1])
+    for tensor, name in (
+        (block.f[0].place, f"parameter '{path}.f.0.place'"),
+        (block.g[0].mean, f"buffer '{path}.g.0.mean'"),
+    ):
+        net.zero_grad()
+        loss = run(batch).square().sum()
+        add_in_place(tensor)
+        with pytest.raises(ExecutionError, match=f"the {re.escape(name)} has changed since the forward"):
+            loss.backward()
+        run(batch).sum().backward()
