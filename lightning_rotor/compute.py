@@ -38,6 +38,7 @@ from lightning_rotor.private.torch_names import (
     packet_of,
 )
 from lightning_rotor.recomputation import repeating
+from lightning_rotor.snapshot import Snapshot, code_of
 
 _aten = torch.ops.aten
 # A loop that waits for a value would never end, since values do not change.
@@ -104,7 +105,7 @@ def _count(
     model: nn.Module, inputs: Any, step: Callable[[Any, Any], Any], replacements: Mapping[int, Any]
 ) -> StepCompute:
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    with _leaving_no_trace(device), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with _leaving_no_trace(device, model), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         duplicate, inputs = fake_copy((model, inputs), mode, replacements)
         with _Count(duplicate) as count:
             step(duplicate, inputs)
@@ -112,8 +113,10 @@ def _count(
 
 
 @contextmanager
-def _leaving_no_trace(device: torch.device) -> Iterator[None]:
+def _leaving_no_trace(device: torch.device, model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
+        # A copy has attributes of its own, but refers to the same globals and variables of enclosing functions.
+        stack.callback(Snapshot(model.modules(), also=code_of(model.modules())).restore)
         stack.callback(GeneratorStates(device).restore)
         stack.enter_context(torch.enable_grad())
         stack.enter_context(repeating())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -75,3 +77,28 @@ class GeneratorStates:
             return self._cuda is other._cuda is None or (
                 self._cuda is not None and other._cuda is not None and torch.equal(self._cuda, other._cuda)
             )
+
+
+def generator_state(value: Any) -> Any:
+    """The state of a random generator, comparable; None for anything else."""
+    if isinstance(value, random.Random):
+        return None if isinstance(value, random.SystemRandom) else value.getstate()
+    if isinstance(value, torch.Generator):
+        return value.get_state().numpy().tobytes()
+    if isinstance(value, np.random.Generator):
+        # Its numbers are equal only if their text is: a NumPy array in a state has no truth value.
+        return repr(value.bit_generator.state)
+    if isinstance(value, np.random.RandomState):
+        legacy: Any = value.get_state()
+        name, keys, *rest = legacy
+        return name, keys.tobytes(), *rest
+    return None
+
+
+def rewinding(generator: Any) -> Callable[[], object]:
+    """What sets a random generator back to its present state."""
+    if isinstance(generator, random.Random):
+        return partial(generator.setstate, generator.getstate())
+    if isinstance(generator, np.random.Generator):
+        return partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
+    return partial(generator.set_state, generator.get_state())

@@ -23,7 +23,7 @@ from lightning_rotor.private import torch_names as private
 from lightning_rotor.state import FirstPass, Replay, SegmentState
 from lightning_rotor.versions import changed_meanwhile, first_changed
 
-_NO_STATE = SegmentState()
+NO_STATE = SegmentState()
 
 
 class _Flags(threading.local):
@@ -37,9 +37,10 @@ _flags = _Flags()
 
 
 def is_recomputing() -> bool:
-    """Whether the current forward repeats one that has already run, so that counters and logs should ignore it.
+    """Whether the current forward repeats one that has already run, so that nothing should come of it.
 
-    True while a segment is recomputed in the backward, and while costs are measured.
+    True while a segment is recomputed in the backward, and while costs are measured. What modules and their hooks can reach in Python is put back
+    by itself. Ask here before writing to a file or a server, which cannot be undone.
     """
     return _flags.recomputing > 0
 
@@ -154,7 +155,7 @@ def recomputed(
     *inputs: Any,
     name: str = "segment",
     draws_random: bool = True,
-    state: SegmentState = _NO_STATE,
+    state: SegmentState = NO_STATE,
     spell_input: Callable[[int], str] = "input {}".format,
 ) -> Any:
     """Run a function without keeping what its backward needs; the backward runs it again.

@@ -186,6 +186,13 @@ def is_plain_stock(module: nn.Module) -> bool:
     )
 
 
+def has_own_code(module: nn.Module) -> bool:
+    """Whether calling a module runs code that is neither torch's nor ours, not counting hooks."""
+    return not type(module).__module__.startswith(("torch.nn.modules.", "lightning_rotor.")) or (
+        "forward" in module.__dict__ and "_lightning_rotor" not in module.__dict__
+    )
+
+
 def has_own_call(module: nn.Module) -> bool:
     """Whether calling a module does more than its class's forward: hooks, its own or those for all modules, or compiled code."""
     return (

@@ -18,7 +18,8 @@ from lightning_rotor.errors import ShortageError
 from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.private.torch_names import copy_each, version_of
 from lightning_rotor.profiling import Profile
-from lightning_rotor.state import Attributes, SegmentState
+from lightning_rotor.snapshot import SMALL_BYTES, Snapshot
+from lightning_rotor.state import SegmentState
 from lightning_rotor.tensors import tensors_in, uncounted_copy
 from lightning_rotor.units import format_bytes
 
@@ -68,7 +69,7 @@ class BeforeForward:
         statistics: Makes copies of statistics.
     """
 
-    __slots__ = ("_attributes", "_copies", "_generators", "_owner", "_statistics", "_versions")
+    __slots__ = ("_before", "_copies", "_generators", "_owner", "_statistics", "_versions")
 
     def __init__(self, profile: Profile, value: Any, statistics: CopiedStatistics) -> None:
         state, tensors = profile.state, tensors_in(value)
@@ -77,7 +78,7 @@ class BeforeForward:
             if profile.draws_random
             else None
         )
-        self._attributes = Attributes(state.attributed)
+        self._before = Snapshot(state.attributed, small_bytes=SMALL_BYTES)
         self._owner, self._statistics = statistics, statistics.take(state)
         self._copies = [(buffer, uncounted_copy(buffer)) for buffer in _buffers(state.remembered)]
         self._versions = [(tensor, version_of(tensor)) for tensor in (*tensors, *_buffers(state.watched))]
@@ -86,7 +87,7 @@ class BeforeForward:
         """Set everything back. Whether that was possible: an input or a large buffer that has changed is not remembered."""
         if any(version_of(tensor) != version for tensor, version in self._versions):
             return False
-        self._attributes.restore()
+        self._before.restore()
         with torch.no_grad():
             for buffer, copy in (*self._statistics, *self._copies):
                 buffer.copy_(copy)

@@ -10,8 +10,10 @@ its buffers, and modules that       them: it sees what the first pass saw
 are not torch's own, if small
 modules that are not torch's own    are watched: the first update of a large buffer in a segment is refused, since its
                                     earlier value is gone
-attributes of modules that are      are set to what the first pass saw, and back afterwards (the objects, not what is in
-not torch's own                     them: a list that grows is not followed); so are Python's and NumPy's generators
+attributes of modules that are      are set to what the first pass saw, and back afterwards, and so is what is in lists, dicts
+not torch's own, what their hooks   and objects there (:mod:`.snapshot`); tensors are lent like buffers. So are Python's and
+can reach                           NumPy's generators
+hooks that only look                are not called again (:mod:`.observers`)
 torch's settings                    are those of the first pass: the default dtype, kernels that are allowed, and so on
 parameters, and buffers that the    are the very tensors of the first pass, though functional_call has put others in place,
 first pass does not update          and must not have changed since; those of FSDP units come and go with the units' hooks
@@ -30,15 +32,16 @@ import torch
 from torch import nn
 
 from lightning_rotor.generators import HostGenerators
+from lightning_rotor.observers import Observers
+from lightning_rotor.private.torch_names import any_hooks_of_all
 from lightning_rotor.sequential import NORMALIZATIONS, Stage, is_plain_stock
 from lightning_rotor.settings import Settings
 from lightning_rotor.sharding import units_in
+from lightning_rotor.snapshot import SMALL_BYTES, Snapshot
 from lightning_rotor.units import in_blocks
 from lightning_rotor.versions import Slot, TensorsRead
 
 _Entry = TypeVar("_Entry")
-# Below this, remembering costs less than thinking about it.
-_SMALL_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,7 +67,7 @@ class SegmentState:
         statistics: Buffers that are written to scratch.
         remembered: Modules whose buffers are remembered by each first pass.
         watched: Modules whose buffers must not change in a segment.
-        attributed: Modules whose attributes are remembered by each first pass.
+        attributed: Modules whose attributes, and all that their hooks can reach, are remembered by each first pass.
         parametrized: Modules whose own parameters a replay reads.
         buffered: Modules whose own buffers it reads.
         direct_reads: Tensors that it reads without calling their module: who has them, and under which name.
@@ -160,7 +163,7 @@ def state_of(
                 if (module, name) not in scratch:
                     scratch[module, name] = Statistic(module, name, torch.empty_like(buffer))
                 statistics.append(scratch[module, name])
-        elif module in seen_updating or not (is_plain_stock(module) or _size(module) > _SMALL_BYTES):
+        elif module in seen_updating or not (is_plain_stock(module) or _size(module) > SMALL_BYTES):
             remembered.append(module)
         elif not is_plain_stock(module):
             watched.append(module)
@@ -185,30 +188,14 @@ def state_of(
     )
 
 
-class Attributes:
-    """Attributes of modules at one moment: which names mean which objects. Parameters, buffers and children are not among them."""
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._values = [(module, dict(module.__dict__)) for module in modules]
-
-    def restore(self) -> None:
-        """Let the names mean those objects again."""
-        for module, values in self._values:
-            current = module.__dict__
-            for name in [name for name in current if name not in values]:
-                del current[name]
-            for name, value in values.items():
-                if name not in current or current[name] is not value:
-                    current[name] = value
-
-
 class FirstPass:
     """Context of the forward that will be repeated: remembers what it must, and refuses what it could not undo."""
 
     def __init__(self, state: SegmentState) -> None:
         self.state = state
         self.values: list[tuple[nn.Module, str, torch.Tensor]] = []
-        self.attributes = Attributes(())
+        self.before: Snapshot | None = None
+        self.observers = Observers(state.attributed)
         self.generators: HostGenerators | None = None
         self.settings = Settings()
         self.read = TensorsRead()
@@ -219,13 +206,19 @@ class FirstPass:
             (module, name, copies.setdefault(id(buffer), buffer.detach().clone()))
             for module, name, buffer in _slots(self.state.remembered)
         ]
-        self.attributes = Attributes(self.state.attributed)
+        if self.state.attributed or any_hooks_of_all():
+            self.before = Snapshot(self.state.attributed, small_bytes=SMALL_BYTES)
+            self.observers.watch()
         self.generators = HostGenerators() if self.state.attributed else None
         self.read = self.state.tensors_read()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self.before is not None:
+            self.observers.settle(self.before)
+            if error is None:
+                self.before.require_undoable()
         if error is None:
             self.read.require_untouched()
 
@@ -237,7 +230,7 @@ class Replay:
         self._first_pass = first_pass
         self._owners: list[tuple[nn.Module, str, torch.Tensor | None]] = []
         self._exchanged: list[Slot] = []
-        self._attributes = Attributes(())
+        self._present: Snapshot | None = None
         self._generators: HostGenerators | None = None
         self._settings: AbstractContextManager[None] = nullcontext()
 
@@ -245,8 +238,10 @@ class Replay:
         self._first_pass.read.require_unchanged()
         self._settings = self._first_pass.settings.restored()
         self._settings.__enter__()
-        self._attributes = Attributes(self._first_pass.state.attributed)
-        self._first_pass.attributes.restore()
+        if self._first_pass.before is not None:
+            self._present = self._first_pass.before.again()
+            self._first_pass.before.lend()
+            self._first_pass.observers.leave_out()
         if self._first_pass.generators is not None:
             self._generators = HostGenerators()
             self._first_pass.generators.restore()
@@ -278,8 +273,9 @@ class Replay:
         for table, name, tensor in self._exchanged:
             table[name] = tensor
         self._exchanged.clear()
-        self._attributes.restore()
-        self._attributes = Attributes(())
+        if self._present is not None:
+            present, self._present = self._present, None
+            present.restore()
         if self._generators is not None:
             self._generators.restore()
         self._settings.__exit__(None, None, None)

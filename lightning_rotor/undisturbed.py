@@ -12,7 +12,7 @@ from lightning_rotor.generators import HostGenerators
 from lightning_rotor.options import autocast_enabled
 from lightning_rotor.recomputation import repeating
 from lightning_rotor.sequential import Stage
-from lightning_rotor.state import Attributes
+from lightning_rotor.snapshot import Snapshot
 
 
 @contextmanager
@@ -35,11 +35,11 @@ def undisturbed(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def kept_attributes(stage: Stage) -> Iterator[None]:
-    """Set attributes of the stage's modules back at the end."""
-    before = Attributes(module for _, module in stage.submodules())
+def kept_attributes(stage: Stage) -> Iterator[Snapshot]:
+    """Set back at the end all that the stage's modules and hooks can reach."""
+    before = Snapshot(module for _, module in stage.submodules())
     try:
-        yield
+        yield before
     finally:
         before.restore()
 

@@ -27,7 +27,7 @@ from lightning_rotor.private.lightning_names import reset_loaders
 from lightning_rotor.sequential import Stage
 from lightning_rotor.target import TargetSearch, named_target
 from lightning_rotor.tensors import tensors_in
-from lightning_rotor.undisturbed import lent_buffers, undisturbed
+from lightning_rotor.undisturbed import kept_attributes, lent_buffers, undisturbed
 from lightning_rotor.units import format_bytes, parse_limit
 
 _log = logging.getLogger(__name__)
@@ -198,7 +198,8 @@ def _input_of(target: nn.Module, model: pl.LightningModule, batch: Any) -> tuple
     needs_index = is_param_in_hook_signature(model.training_step, "batch_idx", min_args=2)
     handle = target.register_forward_pre_hook(reached, prepend=True, with_kwargs=True)
     try:
-        with undisturbed(model.device), lent_buffers(Stage("", (model,))):
+        whole = Stage("", (model,))
+        with undisturbed(model.device), kept_attributes(whole), lent_buffers(whole):
             model.training_step(*((batch, 0) if needs_index else (batch,)))
     except _ReachedError as found:
         return found.arguments

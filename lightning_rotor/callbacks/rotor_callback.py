@@ -17,6 +17,7 @@ from lightning_rotor.callbacks.attachment import Attachment
 from lightning_rotor.callbacks.loggers import is_logging_step, log_hyperparameters, log_metrics, log_plan
 from lightning_rotor.callbacks.process_limit import ProcessLimit
 from lightning_rotor.callbacks.process_plan import ProcessPlan
+from lightning_rotor.callbacks.quiet_logs import hush, unhush
 from lightning_rotor.callbacks.ranks import Ranks
 from lightning_rotor.callbacks.saved_plans import SavedPlans
 from lightning_rotor.callbacks.step_watch import StepWatch
@@ -278,6 +279,7 @@ class RotorCallback(pl.Callback):
 
     def _attach(self, trainer: pl.Trainer, model: pl.LightningModule) -> None:
         self._trainer, self._model = trainer, model
+        hush(model)
         attachment = Attachment(trainer, model, self._planned_forward)
         self._attachment = attachment
         if attachment.begin(self._module_name, self._saved):
@@ -320,6 +322,8 @@ class RotorCallback(pl.Callback):
         self._save()
         if self._attachment is not None:
             self._attachment.end()
+        if self._model is not None:
+            unhush(self._model)
         self._attachment = self._trainer = self._model = None
         self._ranks = Ranks()
         self._batch = []

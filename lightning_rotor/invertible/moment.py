@@ -115,7 +115,7 @@ class Moment:
         """
         replayed = FirstPass(dataclasses.replace(self._first_pass.state, statistics=self._state().statistics))
         replayed.values = self._first_pass.values
-        replayed.attributes = self._first_pass.attributes
+        replayed.before, replayed.observers = self._first_pass.before, self._first_pass.observers
         replayed.settings = self._first_pass.settings
         replayed.read = self._first_pass.read.standing_in(parameters or {})
         with ExitStack() as stack:

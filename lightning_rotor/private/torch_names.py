@@ -243,6 +243,7 @@ STRUCTURE = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_b
     key for key in nn.Module().__dict__ if key.endswith("hooks") or "hooks_" in key or key.startswith("_backward")
 }
 """Attributes of a module that are torch's own bookkeeping."""
+_HOOK_TABLES = (*HOOKS, "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 OPTIMIZER_HOOKS = tuple(
     f"_optimizer_{event}_{when}_hooks"
     for event in ("step", "state_dict", "load_state_dict")
@@ -259,6 +260,33 @@ def has_forward_hooks(module: nn.Module) -> bool:
 def has_backward_hooks(module: nn.Module) -> bool:
     """True if something hears of a module's backward: registered there, or for all modules."""
     return any((module._backward_hooks, module._backward_pre_hooks, *_HOOKS_OF_ALL[2:]))
+
+
+def hook_tables(module: nn.Module | None) -> list[dict[int, Any]]:
+    """Where a module keeps hooks, and how they are called; None is all modules."""
+    return _tables_of(module, _HOOK_TABLES)
+
+
+def _tables_of(module: nn.Module | None, names: Sequence[str]) -> list[dict[int, Any]]:
+    # Not all that a module has, torch has for all modules; a scripted module has them elsewhere.
+    owner, prefix = (vars(nn_module), "_global") if module is None else (vars(module), "")
+    return [owner[f"{prefix}{name}"] for name in names if f"{prefix}{name}" in owner]
+
+
+def forward_hook_tables(module: nn.Module | None) -> list[dict[int, Any]]:
+    """Where a module keeps its hooks around the forward; None is all modules."""
+    return _tables_of(module, HOOKS[:2])
+
+
+def forget_always_called_hooks(module: nn.Module | None) -> None:
+    """Call no hook after an error; None is all modules."""
+    for table in _tables_of(module, ("_forward_hooks_always_called",)):
+        table.clear()
+
+
+def gradient_hooks(tensor: torch.Tensor) -> list[Any]:
+    """What ``Tensor.register_hook`` was given."""
+    return list((tensor._backward_hooks or {}).values())
 
 
 def any_hooks_of_all() -> bool:

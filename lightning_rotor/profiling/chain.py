@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -130,6 +130,7 @@ def profile_chain(
         measured: list[Measured] = []
         messages: list[tuple[UnitSizes, float]] = []
         checkpointing: list[str] = []
+        collecting: set[int] = set()
         before: Boundary | None = None
         values = dict(inputs)
         for number, (stage, group) in enumerate(zip(together, seen.groups, strict=True)):
@@ -148,6 +149,8 @@ def profile_chain(
                     raise ModelError(f"stage {stage.name!r} cannot be measured. {NO_CHECKPOINTS}")
                 checkpointing += [stage.name] * bool(noticed)
                 states.append(state_of(stage, passed.updating, scratch))
+                if passed.leaves_traces:
+                    collecting.add(number)
                 draws_random = any(seen.draws_random[index] for index in group) or may_draw(stage)
                 recomputable = passed.same_bits and not (number == 0 and seen.changes_input)
                 remembered = states[-1].remembered
@@ -160,6 +163,7 @@ def profile_chain(
                     last,
                     repeats,
                     remembered,
+                    SegmentState(attributed=states[-1].attributed),
                     generators,
                     interlude=interlude,
                     in_lockstep=in_lockstep,
@@ -214,7 +218,7 @@ def profile_chain(
             replace(_cost(*sized[number]), name=stage.name, waiting_gradient_bytes=size_bytes, **traits[number])
             for number, (stage, size_bytes) in enumerate(zip(together, waiting, strict=True))
         ]
-        _warn(costs)
+        _warn(costs, collecting)
         if checkpointing:
             warnings.warn(
                 f"{', '.join(map(repr, checkpointing))}: each is one stage. {NO_CHECKPOINTS}",
@@ -261,6 +265,7 @@ class _Passed:
 
     outputs: tuple[Boundary, ...]
     same_bits: bool
+    leaves_traces: bool
     updating: tuple[torch.nn.Module, ...]
 
 
@@ -268,18 +273,20 @@ def _pass(stage: Stage, boundary: Boundary, device: torch.device) -> _Passed:
     """Run a stage; if it is not made of torch's own layers, run it again as a recomputation would, and compare the bits."""
     states = GeneratorStates(device)
     parameters = list(stage.parameters())
-    before = stamps(parameters)
-    with kept_attributes(stage), lent_buffers(stage) as originals:
+    stamped = stamps(parameters)
+    with kept_attributes(stage) as before, lent_buffers(stage) as originals:
         output = run_stage(stage, boundary.fresh())
         updating = _updating(originals)
+        leaves_traces = bool(before.changed())
+        repeatable = before.is_undoable()
     outputs = tensors_in(output)
-    repeatable = first_changed(before, parameters) is None
+    repeatable = repeatable and first_changed(stamped, parameters) is None
     if repeatable and not is_stock(stage):
         states.restore()
         with kept_attributes(stage), lent_buffers(stage):
             again = tensors_in(run_stage(stage, boundary.fresh()))
         repeatable = len(again) == len(outputs) and all(map(same_bits, outputs, again))
-    return _Passed(outputs_of(stage, output), repeatable, updating)
+    return _Passed(outputs_of(stage, output), repeatable, leaves_traces, updating)
 
 
 # -------------------------------------------------------------------- what stages show about themselves
@@ -380,8 +387,8 @@ def _numbers(stage: Stage) -> list[int]:
     return [number for wire in stage.wiring.steps for number in (*wire.reads, *wire.writes)]
 
 
-def _warn(costs: Sequence[StageCost]) -> None:
-    for cost in costs:
+def _warn(costs: Sequence[StageCost], collecting: Collection[int]) -> None:
+    for number, cost in enumerate(costs):
         if cost.not_inverted:
             _log.info("%r is not inverted: %s", cost.name, cost.not_inverted)
         if not cost.recomputable:
@@ -392,7 +399,11 @@ def _warn(costs: Sequence[StageCost]) -> None:
                 RotorWarning,
                 stacklevel=4,
             )
-        if cost.pinned_bytes >= WORTH_MENTIONING_BYTES:
+        if cost.pinned_bytes >= WORTH_MENTIONING_BYTES and number in collecting:
+            _log.info(
+                "%r or its hooks keep %d bytes of activations, which the plan counts", cost.name, cost.pinned_bytes
+            )
+        elif cost.pinned_bytes >= WORTH_MENTIONING_BYTES:
             warnings.warn(
                 f"stage {cost.name!r} keeps {cost.pinned_bytes} bytes in its graph that no checkpoint can free (tensors stored on an autograd "
                 "context rather than saved by save_for_backward); the plan counts them",

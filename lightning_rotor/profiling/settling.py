@@ -92,7 +92,8 @@ class Measurable:
         """Costs of the stage with its variants and its inverse."""
         stage = profiler.stage
         units = units_in(stage.modules)
-        with gathered(units), kept_attributes(stage), lent_buffers(stage):
+        with gathered(units), kept_attributes(stage) as before, lent_buffers(stage):
+            profiler = replace(profiler, before=before)
             if units:  # a variant would be compiled together with what gathers the parameters
                 found = VariantsMeasurement(profiler.measure(recomputable=self.recomputable))
             else:

@@ -28,8 +28,10 @@ from lightning_rotor.profiling.gradients import NO_LAYOUTS, Layouts, LinkLayouts
 from lightning_rotor.profiling.meters import Meter
 from lightning_rotor.profiling.phases import Phases, peak_bytes_of
 from lightning_rotor.profiling.timing import is_enough, typical
-from lightning_rotor.recomputation import recomputed
+from lightning_rotor.recomputation import NO_STATE, recomputed
 from lightning_rotor.sequential import Stage
+from lightning_rotor.snapshot import Snapshot
+from lightning_rotor.state import SegmentState
 from lightning_rotor.tensors import address_of, bytes_in_blocks, tensors_in
 
 WORTH_MENTIONING_BYTES = 1024
@@ -111,7 +113,9 @@ class StageProfiler:
         last: The stage ends the chain, so the caller holds its output during the whole backward.
         repeats: Timed runs, see :mod:`lightning_rotor.profiling.timing`.
         remembered: Modules whose buffers a recomputation works on copies of.
+        state: What else a recomputation must leave alone.
         generators: If the stage may draw random numbers: where every run starts, so that all runs take the same course.
+        before: What user code can reach, likewise.
         gradients_exist: Parameters' gradients are given up as soon as they are there, as where autograd adds them to existing ones.
         option: Which of the stage's options runs.
         layouts: How later stages leave the gradients that it is given, if not each of them fills memory of its own.
@@ -127,7 +131,9 @@ class StageProfiler:
     last: bool
     repeats: int
     remembered: tuple[torch.nn.Module, ...] = ()
+    state: SegmentState = NO_STATE
     generators: GeneratorStates | None = None
+    before: Snapshot | None = None
     gradients_exist: bool = False
     option: int = 0
     layouts: Layouts = NO_LAYOUTS
@@ -319,9 +325,11 @@ class StageProfiler:
         )
 
     def rewind(self) -> None:
-        """Set the generators to where every run starts."""
+        """Set the generators, and what user code can reach, to where every run starts."""
         if self.generators is not None:
             self.generators.restore()
+        if self.before is not None:
+            self.before.rewind()
 
     def _segment_run(self) -> _SegmentRun:
         self.rewind()
@@ -334,7 +342,8 @@ class StageProfiler:
                 calls += 1
                 if calls == 1:
                     return self._run(tree_unflatten(inputs, spec))
-                self.rewind()
+                if self.generators is not None:
+                    self.generators.restore()
                 recording.mark("recompute")
                 try:
                     return self._run(tree_unflatten(inputs, spec))
@@ -344,7 +353,7 @@ class StageProfiler:
             leaves, spec = tree_flatten(self.boundary.fresh())
             lasting = self.ends.lasting(leaves)
             recording.mark("forward")
-            output = recomputed(function, *leaves, draws_random=False)
+            output = recomputed(function, *leaves, draws_random=False, state=self.state)
             recording.mark("root")
             backward = self.backward(leaves, output, elsewhere)
             del output
@@ -377,6 +386,7 @@ class StageProfiler:
 
     def timed_run(self) -> tuple[float, float]:
         """Seconds of a forward and its backward."""
+        self.rewind()
         value = self.boundary.fresh()
         self.interlude()
         start = self.meter.now()

@@ -12,6 +12,7 @@ import torch
 from torchmetrics import Metric
 
 from lightning_rotor.private import lightning_names as private
+from lightning_rotor.recomputation import is_recomputing
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,8 @@ class MicroBatchLogs:
         self._seen = {}
 
     def _note(self, name: str, value: Any, prog_bar: bool = False, logger: bool | None = None, **options: Any) -> None:
+        if is_recomputing():
+            return
         if isinstance(value, torch.Tensor):
             value = value.detach()
         elif isinstance(value, Metric):

@@ -15,6 +15,7 @@ from torch import fx, nn
 from lightning_rotor.errors import ModelError
 from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.sequential import Stage, wiring_of
+from lightning_rotor.snapshot import Snapshot, is_users
 from lightning_rotor.tensors import same_bits
 from lightning_rotor.tracing.boundaries import stages_of
 from lightning_rotor.tracing.call import Call
@@ -28,10 +29,9 @@ from lightning_rotor.tracing.recorder import Recorder
 from lightning_rotor.tracing.repeats import first_difference
 from lightning_rotor.tracing.samples import Samples
 from lightning_rotor.tracing.slices import GraphSlice
-from lightning_rotor.tracing.surroundings import is_users
 from lightning_rotor.tracing.tracer import Tracer, ambient
 from lightning_rotor.tracing.trainers import hide_trainers
-from lightning_rotor.tracing.watch import Restorer, Settings, Watch
+from lightning_rotor.tracing.watch import Watch
 from lightning_rotor.undisturbed import kept_attributes, lent_buffers, undisturbed
 from lightning_rotor.wiring import packed
 
@@ -197,7 +197,7 @@ def _footprints(
 
 def _tried(module: nn.Module, call: Call, run: Callable[[list[torch.Tensor]], _Seen]) -> _Seen | None:
     """What comes of a run on copies of the call's tensors, after which everything is as before; None if it fails."""
-    states, restorer = GeneratorStates(), Restorer(module.modules())
+    states = GeneratorStates()
     tensors = [tensor.detach().clone().requires_grad_(tensor.requires_grad).view_as(tensor) for tensor in call.tensors]
     try:
         with _lent(module, call), kept_attributes(Stage("", (module,))):
@@ -207,7 +207,6 @@ def _tried(module: nn.Module, call: Call, run: Callable[[list[torch.Tensor]], _S
     except Exception:
         return None
     finally:
-        restorer.restore()
         states.restore()
 
 
@@ -250,7 +249,7 @@ def _trace(
     paths = {submodule: path for path, submodule in module.named_modules()}
     opaque = {} if lessons is None else {module.get_submodule(path): why for path, why in lessons.opaque.items()}
     failures = Counter(map(type, opaque))
-    settings, unsettled = Settings(module.modules()), None
+    before, unsettled = Snapshot(module.modules()), None
     heap = Heap(is_users, lessons)
     while True:
         types = {
@@ -267,7 +266,7 @@ def _trace(
             tracer.surroundings.notes.restore()
             if unsettled is not None:
                 unsettled.restore()
-            settings.restore()
+            before.restore()
             return _trace(module, call, make, not_whole, None)
         if attempt.graph is not None:
             heap.closures.forget()
@@ -281,10 +280,11 @@ def _trace(
         tracer.surroundings.notes.restore()
         if attempt.may_settle and unsettled is not None:
             unsettled.restore()
+            before.restore()
         while culprit is not module and (culprit in opaque or culprit in tracer.calls.leaves):
             culprit = module.get_submodule(paths[culprit].rpartition(".")[0])
         if culprit is module or not paths[culprit]:
-            settings.restore()
+            before.restore()
             verb = "traced" if make is Tracer else "recorded"
             raise ModelError(
                 f"the forward of {type(module).__name__} cannot be {verb}: {attempt.reason}. Expected code whose course depends on the input's "
@@ -309,8 +309,10 @@ def _attempt(module: nn.Module, call: Call, tracer: Tracer | Recorder) -> _Attem
     modules = tuple(module.modules())
     records = isinstance(tracer, Recorder)
     with _lent(module, call) if records else nullcontext():
-        watch, restorer, states = Watch(module, modules, tensors=True), Restorer(modules), GeneratorStates()
+        watch, before, states = Watch(module, modules, tensors=True), Snapshot(modules), GeneratorStates()
         hide_trainers(module, tracer.calls.is_opaque)
+        if isinstance(tracer, Recorder):
+            tracer.allow(before.copied)
         try:
             graph = tracer.record(module)
             if not records and not states.equals(GeneratorStates()):
@@ -318,13 +320,17 @@ def _attempt(module: nn.Module, call: Call, tracer: Tracer | Recorder) -> _Attem
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
+            before.restore()
             return _Attempt(None, tracer.calls.culprit or module, _reason(error))
         finally:
             # Leaves have run for real, and will in every call.
             besides = {below for leaf in tracer.calls.leaves for below in leaf.modules()} if records else set()
             changed = watch.changed(besides)
-            restorer.restore()
+            # What a traced forward has set up, as in a configuration, may stay so.
+            before.restore(leaving=Snapshot((each for each in modules if each not in besides), hooks=False).objects)
             remaining = watch.changed(besides)
+            if not (records and remaining):
+                before.restore()
             states.restore()
     if changed is not None:
         return _Attempt(

@@ -15,9 +15,9 @@ from torch import fx, nn
 
 from lightning_rotor.private.torch_names import schema_of
 from lightning_rotor.sequential import has_own_call
+from lightning_rotor.snapshot import is_users
 from lightning_rotor.tracing.modules import UntraceableError, is_torchs_module
 from lightning_rotor.tracing.replaced import replaced
-from lightning_rotor.tracing.surroundings import is_users
 
 IS_TENSOR = "is_tensor"
 """Where nodes keep the answer."""

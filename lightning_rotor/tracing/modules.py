@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
 
@@ -18,6 +19,35 @@ BLOCKS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 class UntraceableError(Exception):
     """The code of a module does what a trace cannot hold."""
+
+
+class _Tracing(threading.local):
+    """Whether code runs of which a trace is made, and not code of one operation."""
+
+    active = False
+
+
+_tracing = _Tracing()
+
+
+@contextmanager
+def tracing(active: bool = True) -> Iterator[None]:
+    """Context of code that is traced, or of code inside of it that is not."""
+    before, _tracing.active = _tracing.active, active
+    try:
+        yield
+    finally:
+        _tracing.active = before
+
+
+def require_untraced(what: str) -> None:
+    """Check that nobody takes the running code down.
+
+    Raises:
+        UntraceableError: Somebody does.
+    """
+    if _tracing.active:
+        raise UntraceableError(what)
 
 
 class ModuleCalls:

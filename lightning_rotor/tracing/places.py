@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_rotor.tracing.appearance import LONG, PLAIN, frozen, generator_state, rewinding
+from lightning_rotor.generators import generator_state
+from lightning_rotor.snapshot import Snapshot
+from lightning_rotor.tracing.appearance import LONG, PLAIN, frozen
 
 _CONTAINERS = (list, dict, set, deque)
 _FIXED = frozenset((*PLAIN, FunctionType, BuiltinFunctionType, ModuleType, type))
@@ -70,7 +72,7 @@ class Place:
 class Noted:
     """The value at a place as it is now."""
 
-    __slots__ = ("_entries", "_namespace", "_rewind", "_seen", "_value", "place")
+    __slots__ = ("_before", "_entries", "_namespace", "_seen", "_value", "place")
 
     def __init__(self, place: Place) -> None:
         self.place, self._namespace = place, place.namespace
@@ -78,7 +80,7 @@ class Noted:
         self._entries = _entries(self._value)
         # What is one object for ever, or equal to itself, need not be looked at again as long as it is the same.
         self._seen = None if _is_fixed(self._value) else _appearance(self._value)
-        self._rewind = rewinding(self._value)
+        self._before = None if _is_fixed(self._value) else Snapshot((self._value,), hooks=False, objects=False)
 
     def holds(self) -> bool:
         """Whether the value is still the same."""
@@ -115,8 +117,8 @@ class Noted:
         """Put the value back, and what was in it."""
         if self.place.read() is not self._value:
             self.place.write(self._value)
-        if self._rewind is not None:
-            self._rewind()
+        if self._before is not None:
+            self._before.restore()
 
 
 class Notes:
@@ -200,15 +202,6 @@ class Closures:
     def forget(self) -> None:
         """Keep no function's variables alive."""
         self._found = None
-
-
-def namespace_of(holder: Any) -> dict[str, Any] | None:
-    """The dict that an object keeps its attributes in, if it has one. Asks no code of the object's class."""
-    try:
-        found = object.__getattribute__(holder, "__dict__")
-    except AttributeError:
-        return None
-    return found if type(found) is dict else None
 
 
 def _is_fixed(value: Any) -> bool:

@@ -18,7 +18,7 @@ Whatever it could not hold is an error; the module whose forward it happened in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -35,7 +35,7 @@ from lightning_rotor.tracing.call import Call
 from lightning_rotor.tracing.composites import FUNCTIONS, body_of, is_attention
 from lightning_rotor.tracing.guards import Guards, ancestors, appearance_of, require_as_recorded
 from lightning_rotor.tracing.heap import Heap
-from lightning_rotor.tracing.modules import BLOCKS, ModuleCalls, UntraceableError, hides_code, is_torchs_module
+from lightning_rotor.tracing.modules import BLOCKS, ModuleCalls, UntraceableError, hides_code, is_torchs_module, tracing
 from lightning_rotor.tracing.operations import METADATA, REFUSED, is_assignment, is_torchs, name_of, spell
 from lightning_rotor.tracing.replaced import replaced
 from lightning_rotor.tracing.surroundings import Surroundings
@@ -86,6 +86,10 @@ class Recorder:
         """For each name of a ``get_attr`` node, the module that has the tensor and its name there."""
         return self._writer.owners
 
+    def allow(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Modules that are one operation may change these, which are put back after the recording."""
+        self._witness.allow(tensors)
+
     def record(self, root: nn.Module) -> fx.Graph:
         """Run the root's forward on copies of the call's tensors, and return what it did."""
         copies = _copies(self._call.tensors)
@@ -109,12 +113,13 @@ class Recorder:
             stack.enter_context(self._witness)
             stack.enter_context(self._mode)
             stack.enter_context(self.surroundings.listening())
+            stack.enter_context(tracing())
             yield
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
         """Context of code that is one operation. The mode steps aside, for torch's fast paths ask whether there is one."""
-        with self._witness.aside(), self.surroundings.paused(), ExitStack() as stack:
+        with self._witness.aside(), self.surroundings.paused(), tracing(False), ExitStack() as stack:
             if private.function_mode() is self._mode:
                 stack.enter_context(private.without_function_mode())
             yield
@@ -232,6 +237,7 @@ class Recorder:
             versions = [version_of(tensor) for tensor in read]
             self._require_same_generators()
             witness.random = witness.reads_values = False
+            witness.in_module = kind == "call_module"
             result = run(*args, **kwargs)
             if not read and kind != "call_module":
                 if not tensors_in(result):

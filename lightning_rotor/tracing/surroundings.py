@@ -19,34 +19,21 @@ from __future__ import annotations
 
 import dis
 import gc
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, lru_cache
-from pathlib import Path
+from functools import lru_cache
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 import torch
 
 from lightning_rotor.private.torch_names import without_modes
-from lightning_rotor.tracing.places import Closures, Notes, Place, namespace_of
+from lightning_rotor.snapshot import is_users, namespace_of
+from lightning_rotor.tracing.places import Closures, Notes, Place
 
 _STAND_FOR_THEMSELVES = (torch.Tensor, torch.nn.Module)
-
-
-@cache
-def is_users(filename: str) -> bool:
-    """Whether code is neither torch's nor Python's nor ours."""
-    if filename.startswith(_TORCHS_AND_OURS):
-        return False
-    return not filename.startswith(_PYTHONS) or "-packages" in filename
-
-
-_TORCHS_AND_OURS = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
-_PYTHONS = (f"{Path(os.__file__).parent}{os.sep}", "<frozen ")
 
 
 # From then on, code that is profiled is rewritten when profiling starts or stops.

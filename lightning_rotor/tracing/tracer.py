@@ -22,7 +22,7 @@ from lightning_rotor.tracing.call import Call
 from lightning_rotor.tracing.composites import body_of, is_attention, is_composite
 from lightning_rotor.tracing.heap import Heap
 from lightning_rotor.tracing.kinds import IS_TENSOR, is_tensor, truthful_isinstance
-from lightning_rotor.tracing.modules import BLOCKS, ModuleCalls, UntraceableError, tensor_slots
+from lightning_rotor.tracing.modules import BLOCKS, ModuleCalls, UntraceableError, tensor_slots, tracing
 from lightning_rotor.tracing.patches import patched
 from lightning_rotor.tracing.proxies import Sampled, Value
 from lightning_rotor.tracing.samples import Known, Samples
@@ -78,7 +78,7 @@ class Tracer(fx.Tracer):
 
     def record(self, root: nn.Module) -> fx.Graph:
         """Trace the root's forward."""
-        with patched(), truthful_isinstance(self._examples), self.surroundings.listening():
+        with patched(), truthful_isinstance(self._examples), self.surroundings.listening(), tracing():
             return self.trace(root)
 
     # ---------------------------------------------------------------- what fx asks

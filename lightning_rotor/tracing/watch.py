@@ -6,16 +6,14 @@ be noticed when it changes.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Iterable
-from copy import copy
 from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_rotor.sequential import has_own_call
-from lightning_rotor.tracing.appearance import PLAIN, Same, frozen
+from lightning_rotor.tracing.appearance import Same, frozen
 from lightning_rotor.tracing.attribute_facts import AttributeFacts
 
 _STRUCTURE = (set(nn.Module().__dict__) - {"training"}) | {"_lightning_rotor", "forward"}
@@ -88,63 +86,3 @@ def _own_names(module: nn.Module) -> tuple[str, ...]:
     # Lightning keeps its trainer and bookkeeping of hooks in private attributes.
     hidden = any(kind.__name__ == "LightningModule" for kind in type(module).__mro__)
     return tuple(name for name in module.__dict__ if name not in _STRUCTURE and not (hidden and name.startswith("_")))
-
-
-class Restorer:
-    """Puts attributes back that a traced forward has changed: the forward has not really run."""
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._saved = [
-            (
-                module,
-                dict(module.__dict__),
-                {
-                    key: copy(value)
-                    for key, value in module.__dict__.items()
-                    if isinstance(value, (list, dict, set, deque)) and key not in _STRUCTURE
-                },
-                {key: dict(module.__dict__[key]) for key in ("_parameters", "_buffers", "_modules")},
-            )
-            for module in modules
-        ]
-
-    def restore(self) -> None:
-        """Put everything back."""
-        for module, attributes, containers, structure in self._saved:
-            for key in module.__dict__.keys() - attributes.keys():
-                del module.__dict__[key]
-            module.__dict__.update(attributes)
-            for key, value in (*containers.items(), *structure.items()):
-                current = module.__dict__[key]
-                if _entries(current) != _entries(value):
-                    current.clear()
-                    (current.extend if isinstance(current, (list, deque)) else current.update)(value)
-
-
-class Settings:
-    """Plain entries of objects that modules have as attributes, their configurations for instance."""
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        objects = {
-            id(value): value
-            for module in modules
-            for key, value in module.__dict__.items()
-            if key not in _STRUCTURE and hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type))
-        }
-        self._saved = [(value, _plain_entries(value)) for value in objects.values()]
-
-    def restore(self) -> None:
-        """Put everything back."""
-        for value, entries in self._saved:
-            for key in _plain_entries(value).keys() - entries.keys():
-                del vars(value)[key]
-            vars(value).update(entries)
-
-
-def _plain_entries(value: Any) -> dict[str, Any]:
-    return {key: entry for key, entry in vars(value).items() if type(entry) in PLAIN}
-
-
-def _entries(container: Any) -> list[int]:
-    entries = [*container.keys(), *container.values()] if isinstance(container, dict) else container
-    return [id(entry) for entry in entries]

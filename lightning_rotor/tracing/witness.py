@@ -32,6 +32,7 @@ class Witness(TorchDispatchMode):
         inside: How many recorded operations, or modules that are one, are running.
         random: Some operation has drawn random numbers since this was last set to False.
         reads_values: Some operation has read values that decide over sizes since this was last set to False.
+        in_module: A module that is one operation runs.
     """
 
     def __init__(self, heap: Heap) -> None:
@@ -39,6 +40,8 @@ class Witness(TorchDispatchMode):
         self.inside = 0
         self.random = False
         self.reads_values = False
+        self.in_module = False
+        self._undoable: set[StorageWeakRef] = set()
         self._heap = heap
         self._there = heap.inventory()
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
@@ -71,6 +74,10 @@ class Witness(TorchDispatchMode):
     def trust(self, tensors: Iterable[torch.Tensor]) -> None:
         """These tensors were made for the recording, which may change them in place."""
         self._memory.update(_memories(tensors))
+
+    def allow(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Modules that are one operation may change these, which are put back after the recording."""
+        self._undoable.update(_memories(tensors))
 
     def _before(self) -> Inventory:
         """What was there before the recording.
@@ -118,7 +125,9 @@ class Witness(TorchDispatchMode):
                     )
 
     def _was_there(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in memory that is older than the recording."""
+        """Whether a tensor lies in memory that is older than the recording, and that nobody puts back."""
+        if self.in_module and _memories([tensor]) <= self._undoable:
+            return False
         return (
             memory_of(tensor) != 0 and not _memories([tensor]) <= self._memory and self._before().has_memory_of(tensor)
         )

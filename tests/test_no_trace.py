@@ -1,0 +1,339 @@
+"""Training under a limit leaves what plain training leaves: in lists, counters, metrics, logs, and whatever else user code can reach."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_rotor import RotorCallback
+from tests.training import Run, assert_same_bits, assert_same_training, train
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*mem_limit 1.00 KiB")
+WAYS = pytest.mark.parametrize("way", ["sequential", "graph", "recording"])
+
+
+class Block(nn.Module):
+    """Its code runs as it is wherever a trace could not hold what it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class Net(nn.Module):
+    """Blocks in a row, which can be traced on symbols, or only recorded."""
+
+    def __init__(self, blocks: list[nn.Module], *, recorded: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.head = nn.Linear(16, 4)
+        self.recorded = recorded
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.recorded and x.shape[0] > 10_000:
+            return x
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def net_of(way: str, block: Callable[[], nn.Module] = Block) -> nn.Module:
+    blocks = [block() for _ in range(4)]
+    if way == "sequential":
+        # Blocks that hold layers are also looked into; these do not, for a Tanh comes behind each of them.
+        return nn.Sequential(*(layer for each in blocks for layer in (each, nn.Tanh())), nn.Linear(16, 4))
+    return Net(blocks, recorded=way == "recording")
+
+
+def layers_of(net: nn.Module) -> list[nn.Module]:
+    return [module for module in net.modules() if isinstance(module, Block)]
+
+
+class Task(L.LightningModule):
+    """A classifier; what a test adds to its loss, and notes after each step, are its business."""
+
+    def __init__(
+        self, net: nn.Module, loss: Callable[[], Any] = lambda: 0.0, note: Callable[[], Any] = lambda: None
+    ) -> None:
+        super().__init__()
+        self.stem = nn.Linear(16, 16)
+        self.net = net
+        self.__dict__["extra"], self.__dict__["note"], self.__dict__["notes"] = loss, note, []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = nn.functional.cross_entropy(self.net(self.stem(batch[0])).mean(1), batch[1]) + self.extra()
+        self.notes.append(self.note())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+TENSORS = (torch.randn(24, 64, 16, generator=torch.Generator().manual_seed(0)), torch.arange(24) % 4)
+
+
+def agree(make: Callable[[], Task], folder: Path, **options: Any) -> Run:
+    """Train plainly, under a plan that recomputes nothing, and under the least: three steps, each to the same bits and the same notes."""
+    plain = train(make, TENSORS, folder, **options)
+    assert len(plain.model.notes) == 3
+    for limit in ("10GiB", "1KiB"):
+        rotor = RotorCallback(limit, "net", on_infeasible="warn", show_table=False, log_plan=False)
+        planned = train(make, TENSORS, folder, callback=rotor, **options)
+        assert rotor.plan is not None
+        assert bool(rotor.plan.recomputed) == (limit == "1KiB")
+        assert_same_training(plain, planned)
+        assert_same_bits(plain.model.notes, planned.model.notes)
+    return plain
+
+
+# -------------------------------------------------------------------- hooks
+
+
+class Collector:
+    """A hook that is an object, or a method of one."""
+
+    def __init__(self) -> None:
+        self.found: list[torch.Tensor] = []
+        self.calls = 0
+
+    def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        self.calls += 1
+        self.found.append(output.detach().mean())
+
+    def collect(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        self(module, args, output)
+
+
+FOUND: dict[str, Any] = {"all": [], "calls": 0}
+
+
+def into_global(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+    FOUND["calls"] += 1
+    FOUND["all"].append(output.detach().mean())
+
+
+def into(found: list[torch.Tensor], module: nn.Module, args: Any, output: torch.Tensor) -> None:
+    found.append(output.detach().mean())
+
+
+def by_closure(layers: list[nn.Module]) -> Callable[[], list[torch.Tensor]]:
+    found: list[torch.Tensor] = []
+    for layer in layers:
+        layer.register_forward_hook(lambda module, args, output: found.append(output.detach().mean()))
+    return lambda: found
+
+
+def by_partial(layers: list[nn.Module]) -> Callable[[], list[torch.Tensor]]:
+    found: list[torch.Tensor] = []
+    for layer in layers:
+        layer.register_forward_hook(partial(into, found))
+    return lambda: found
+
+
+def by_default(layers: list[nn.Module]) -> Callable[[], list[torch.Tensor]]:
+    found: list[torch.Tensor] = []
+
+    def hook(
+        module: nn.Module, args: Any, kwargs: Any, output: torch.Tensor, found: list[torch.Tensor] = found
+    ) -> None:
+        found.append(output.detach().mean())
+
+    for layer in layers:
+        layer.register_forward_hook(hook, with_kwargs=True, always_call=True)
+    return lambda: found
+
+
+def by_object(layers: list[nn.Module]) -> Callable[[], list[torch.Tensor]]:
+    collector = Collector()
+    for layer in layers:
+        layer.register_forward_hook(collector)
+    return lambda: [*collector.found, torch.tensor(collector.calls)]
+
+
+def by_method(layers: list[nn.Module]) -> Callable[[], list[torch.Tensor]]:
+    collector = Collector()
+    for layer in layers:
+        layer.register_forward_hook(collector.collect)
+    return lambda: [*collector.found, torch.tensor(collector.calls)]
+
+
+def by_global(layers: list[nn.Module]) -> Callable[[], list[torch.Tensor]]:
+    FOUND.update(all=[], calls=0)
+    for layer in layers:
+        layer.register_forward_hook(into_global)
+    return lambda: [*FOUND["all"], torch.tensor(FOUND["calls"])]
+
+
+def by_pre_hook(layers: list[nn.Module]) -> Callable[[], list[torch.Tensor]]:
+    found: dict[str, list[torch.Tensor]] = {"here": []}
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda module, args: found["here"].append(args[0].detach().mean()))
+    return lambda: found["here"]
+
+
+def by_backward_hook(layers: list[nn.Module]) -> Callable[[], list[torch.Tensor]]:
+    found: list[torch.Tensor] = []
+    for layer in layers:
+        layer.register_full_backward_hook(lambda module, inputs, outputs: found.append(outputs[0].mean()))
+    return lambda: found
+
+
+def by_parameter_hook(layers: list[nn.Module]) -> Callable[[], list[torch.Tensor]]:
+    found: list[torch.Tensor] = []
+    for layer in layers:
+        layer.linear.weight.register_hook(lambda gradient: found.append(gradient.mean()))
+    return lambda: found
+
+
+HOOKS = [
+    by_closure, by_partial, by_default, by_object, by_method, by_global, by_pre_hook, by_backward_hook, by_parameter_hook,
+]  # fmt: skip
+
+
+@WAYS
+def test_hooks_that_collect(way: str, tmp_path: Path) -> None:
+    """The loss uses what they have collected before, as regularization by statistics does."""
+
+    def make() -> Task:
+        net = net_of(way)
+        found = [register(layers_of(net)) for register in HOOKS]
+
+        def penalty() -> torch.Tensor:
+            return sum((torch.stack(each()[-3:] or [torch.zeros(())]).mean() for each in found), torch.zeros(()))
+
+        return Task(net, penalty, lambda: [[value.clone() for value in each()] for each in found])
+
+    plain = agree(make, tmp_path)
+    assert all(len(found) >= 8 for found in plain.model.notes[-1])
+
+
+@WAYS
+def test_features_for_the_loss(way: str, tmp_path: Path) -> None:
+    def make() -> Task:
+        net = net_of(way)
+        features: list[torch.Tensor] = []
+        penalties: list[torch.Tensor] = []
+        for layer in layers_of(net):
+            layer.register_forward_hook(lambda module, args, output: features.append(output))
+            layer.register_forward_hook(lambda module, args, output: penalties.append(output.square().mean()))
+
+        def loss() -> torch.Tensor:
+            total = torch.stack([each.abs().mean() for each in features] + penalties).sum()
+            features.clear()
+            penalties.clear()
+            return total
+
+        return Task(net, loss, lambda: [len(features)])
+
+    agree(make, tmp_path)
+
+
+# -------------------------------------------------------------------- state that is neither buffer nor parameter
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.sum, self.history = 0.0, deque(maxlen=5)
+
+    def update(self, value: float) -> None:
+        self.sum += value
+        self.history.append(value)
+
+
+class Stateful(Block):
+    """Keeps state in every way that is not a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.seen: list[torch.Tensor] = []
+        self.recent: deque[float] = deque(maxlen=3)
+        self.nested: dict[str, Any] = {"counts": [0], "shapes": set()}
+        self.meter = Meter()
+        self.tables: dict[int, torch.Tensor] = {}
+        self.average = torch.zeros(16)
+        self.queue = torch.zeros(4, 16)
+        self.metric = MeanMetric()
+        self.metrics = MetricCollection({"accuracy": MulticlassAccuracy(16, average="micro")})
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        mean = x.detach().mean((0, 1))
+        self.seen.append(mean.norm())
+        self.recent.append(float(mean.sum()))
+        self.nested["counts"][0] += 1
+        self.nested["shapes"].add(tuple(x.shape))
+        self.meter.update(float(mean.sum()))
+        if x.shape[1] not in self.tables:
+            self.tables[x.shape[1]] = torch.randn(x.shape[1], 1)
+        x = x + self.tables[x.shape[1]] * self.average.mul_(0.9).add_(mean)
+        self.queue = torch.cat([self.queue[1:], mean[None]])
+        self.metric(mean)
+        self.metrics(torch.stack([mean, -mean]), torch.tensor([0, 1]))
+        noise = torch.rand((), generator=self.generator)
+        return super().forward(x + noise * self.queue.mean() + len(self.seen) * 0.01)
+
+    @property
+    def state(self) -> list[Any]:
+        return [
+            self.calls, [each.clone() for each in self.seen], [*self.recent], str(self.nested), self.meter.sum, [*self.meter.history],
+            {size: table.clone() for size, table in self.tables.items()}, self.average.clone(), self.queue.clone(), self.metric.compute(),
+            self.metric._update_count, self.metrics.compute(), self.generator.get_state(),
+        ]  # fmt: skip
+
+
+@WAYS
+def test_state_that_is_no_buffer(way: str, tmp_path: Path) -> None:
+    def make() -> Task:
+        net = net_of(way, Stateful)
+        return Task(net, note=lambda: [block.state for block in layers_of(net)])
+
+    plain = agree(make, tmp_path)
+    assert plain.model.notes[-1][0][0] == 3
+
+
+@WAYS
+def test_logs_from_inside(way: str, tmp_path: Path) -> None:
+    logged: list[dict[str, Any]] = []
+
+    owner: list[Task] = []
+
+    class Logging(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            owner[0].log("act", x.detach().mean(), on_step=True, on_epoch=True)
+            owner[0].log("sum", x.detach().sum(), on_step=False, on_epoch=True, reduce_fx="sum")
+            return super().forward(x)
+
+    def make() -> Task:
+        net = net_of(way, Logging)
+        task = Task(net, note=lambda: {name: value.clone() for name, value in task.trainer.callback_metrics.items()})
+        owner[:] = [task]
+        net.register_forward_hook(lambda module, args, output: task.log("out", output.mean()))
+        layers_of(net)[1].register_forward_hook(
+            lambda module, args, output: task.log("middle", output.mean(), on_epoch=True)
+        )
+        return task
+
+    class Epoch(L.Callback):
+        def on_train_epoch_end(self, trainer: L.Trainer, model: L.LightningModule) -> None:
+            logged.append({name: value.clone() for name, value in trainer.callback_metrics.items()})
+
+    agree(make, tmp_path, callbacks=[Epoch()], logger=CSVLogger(tmp_path), log_every_n_steps=1)
+    assert_same_bits(logged[0], logged[1])
+    assert_same_bits(logged[0], logged[2])
+    assert {"act_step", "act_epoch", "sum", "out", "middle_epoch"} <= set(logged[0])
