@@ -78,12 +78,16 @@ class Tail(nn.Module):
         return (x * 1, 3) if self.place == 0 else x[0] * x[1]
 
 
+_COUNTS: dict[int, list[int]] = {}
+
+
 class Counting(nn.Module):
     """Counts its forwards, and those that repeat one."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts = [0, 0]
+    @property
+    def counts(self) -> list[int]:
+        """Not an attribute, which would be put back after a recomputation."""
+        return _COUNTS.setdefault(id(self), [0, 0])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.counts[is_recomputing()] += 1
