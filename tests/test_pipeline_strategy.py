@@ -196,6 +196,7 @@ class Save(L.Callback):
 def saving(rank: int, folder: str, world: int, options: dict[str, Any]) -> dict[str, Any]:
     path = f"{folder}/piped.ckpt"
     model, made = fit(folder, RotorPipelineStrategy("net", **options), world, shuffle=False, callbacks=[Save(path)])
+    made.save_checkpoint(f"{folder}/behind.ckpt")
     return seen(model, made)
 
 
@@ -216,6 +217,9 @@ def test_checkpoints_are_those_of_one_process_and_resume_in_both_directions(grou
     for key, value in one["optimizer_states"][0]["state"].items():
         for name, tensor in value.items():
             assert torch.allclose(two["optimizer_states"][0]["state"][key][name], tensor, atol=1e-6), (key, name)
+    behind = torch.load(tmp_path / "behind.ckpt", weights_only=True)["optimizer_states"][0]
+    assert behind["state"].keys() == one["optimizer_states"][0]["state"].keys()
+    assert {int(state["step"]) for state in behind["state"].values()} == {12}
     # On the other kind of Trainer each goes on for the second epoch.
     rest = {**expected, "steps": expected["steps"][6:]}
     assert_equal(seen(*fit(str(tmp_path), None, 1, shuffle=False, resume=f"{tmp_path}/piped.ckpt")), rest)

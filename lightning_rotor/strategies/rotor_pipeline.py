@@ -96,6 +96,7 @@ class RotorPipelineStrategy(DDPStrategy):
         self._replicas: dist.ProcessGroup | None = None
         self._lifeline: Lifeline | None = None
         self._failed = self._ends_group = False
+        self._optimizer_states: dict[int, dict[str, Any]] = {}
 
     @property
     def partition(self) -> Partition | None:
@@ -137,6 +138,7 @@ class RotorPipelineStrategy(DDPStrategy):
         assert self.model is not None
         self.accelerator.setup(trainer)
         self._failed = False
+        self._optimizer_states = {}
         if not self._ends_group:
             # Else the group's threads outlive the interpreter, and the process aborts at its very end.
             atexit.register(_end_group)
@@ -279,7 +281,7 @@ class RotorPipelineStrategy(DDPStrategy):
     @override
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         if self._pipelined is None or self._failing:
-            return super().optimizer_state(optimizer)
+            return self._optimizer_states.get(id(optimizer)) or super().optimizer_state(optimizer)
         return self._pipelined.ownership.whole_optimizer_state(
             optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         )
@@ -326,6 +328,8 @@ class RotorPipelineStrategy(DDPStrategy):
             self._pipelined.runner.release()
             if not self._failing:
                 self._share_buffers()
+                # For checkpoints behind the fit.
+                self._optimizer_states = {id(each): self.optimizer_state(each) for each in self.optimizers}
             self._pipelined.ownership.restore(values=not self._failing)
             self._pipelined = self._steps = None
         if self._metrics is not None:
