@@ -38,12 +38,13 @@ GPU_BACKEND = "gloo" if "SIMULATED_DEVICES" in os.environ else "nccl"
 class Batches(IterableDataset[torch.Tensor]):
     """Of this process: other values on each, and other sizes too if asked for."""
 
-    def __init__(self, size: int = BATCH, *, ragged: bool = False) -> None:
+    def __init__(self, size: int = BATCH, *, ragged: bool = False, rank: int | None = None) -> None:
         self._size = size
         self._ragged = ragged
+        self._rank = rank
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        rank = dist.get_rank()
+        rank = dist.get_rank() if self._rank is None else self._rank
         generator = torch.Generator().manual_seed(rank)
         for step in range(STEPS):
             size = self._size - 8 * ((step + rank) % 3) if self._ragged else self._size
@@ -198,6 +199,12 @@ class StepPeak(L.Callback):
             self.peak_bytes = self._base + self._meter.stop().peak_bytes
             self._meter = None
 
+    def on_train_end(self, trainer: L.Trainer, model: L.LightningModule) -> None:
+        if model.device.type == "cuda":
+            before = torch.cuda.memory_allocated()
+            torch._C._cuda_clearCublasWorkspaces()
+            self.workspace_bytes = before - torch.cuda.memory_allocated()
+
     @staticmethod
     def _held_bytes(trainer: L.Trainer, model: L.LightningModule, batch: Any) -> int:
         parameters = list(model.parameters())
@@ -333,6 +340,43 @@ def seen(case: Case, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
+class Undropped(Net):
+    """Without dropout, which a pipeline draws for each micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(each for each in self.body if not isinstance(each, nn.Dropout)))
+
+
+def piped(folder: Path) -> dict[str, Any]:
+    """Weights of one pipeline over two GPUs, and of the same training on one; the most that this process took, and what was predicted."""
+    from lightning_rotor.strategies import RotorPipelineStrategy
+
+    batches, peak = Batches(8192, rank=0), StepPeak()
+    strategy = RotorPipelineStrategy("body", micro_batches=4, timeout=TIMEOUT, process_group_backend=GPU_BACKEND)
+    L.seed_everything(3, verbose=False)
+    model = Undropped()
+    trainer = L.Trainer(
+        accelerator="gpu", devices=2, strategy=strategy, max_epochs=1, callbacks=[peak], logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
+    )  # fmt: skip
+    trainer.fit(model, DataLoader(batches, batch_size=None))
+    L.seed_everything(3, verbose=False)
+    alone = Undropped().cuda()
+    optimizer = alone.configure_optimizers()
+    for batch in batches:
+        optimizer.zero_grad()
+        alone.training_step(batch.cuda(), 0).backward()
+        optimizer.step()
+    states = {"piped": model.state_dict(), "alone": alone.state_dict()}
+    assert strategy.partition is not None
+    return {
+        "balance": strategy.partition.balance, "peak": peak.peak_bytes, "predicted": strategy.partition.simulation.peak_bytes[dist.get_rank()],
+        "workspaces": peak.workspace_bytes,
+        **{name: {key: value.cpu() for key, value in state.items()} for name, state in states.items()},
+    }  # fmt: skip
+
+
 def advised(folder: Path) -> dict[str, Any]:
     """What each process is advised, whose limits differ, and the size that it trains with."""
     rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -350,8 +394,10 @@ def advised(folder: Path) -> dict[str, Any]:
 def main(folder: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
     cases = CASES | APART
+    others = {"advice": advised, "piped": piped}
     found = {
-        name: advised(folder) if name == "advice" else seen(cases[name], folder) for name in names or [*CASES, "advice"]
+        name: others[name](folder) if name in others else seen(cases[name], folder)
+        for name in names or [*CASES, "advice"]
     }
     torch.save(found, folder / f"rank{dist.get_rank()}.pt")
     dist.barrier()

@@ -179,7 +179,7 @@ def test_a_rank_without_a_plan_ends_all(tmp_path: Path) -> None:
 def gpu_runs(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     """What each process saw on a device of its own."""
     folder = tmp_path_factory.mktemp("gpus")
-    done = launch(folder, "ddp_gpus", "sync_batch_norm", "fsdp1")
+    done = launch(folder, "ddp_gpus", "sync_batch_norm", "fsdp1", "piped")
     assert not done.returncode, done.stderr[-3000:]
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
 
@@ -211,6 +211,16 @@ def test_the_limit_holds_on_each_gpu(gpu_runs: Seen) -> None:
         assert seen["predicted"] <= seen["limit"]
         assert seen["peak"] == pytest.approx(seen["predicted"], rel=0.02)
         assert seen["peak"] <= seen["limit"]
+
+
+@pytest.mark.gpu(devices=2)
+@pytest.mark.feature("Strategies", "RotorPipelineStrategy on two GPUs")
+def test_a_pipeline_over_two_gpus_trains_as_one_does(gpu_runs: Seen) -> None:
+    for seen in (each["piped"] for each in gpu_runs):
+        for name, value in seen["alone"].items():  # sums of micro-batches are rounded in another order
+            torch.testing.assert_close(seen["piped"][name], value, rtol=0, atol=1e-4)
+        beyond = seen["peak"] - seen["predicted"] - seen["workspaces"]  # the batch, and what is outside of the pipeline
+        assert 2**20 <= beyond <= 2**21 + 2**18
 
 
 @pytest.mark.feature("Strategies", "DDP, launched by spawned processes")
