@@ -5,8 +5,7 @@ stays as it is. ``python -m tests.cuda_device [--devices 2] [--memory 2GiB] -m p
 
 =================== ==========================================================================================================
 ``runtime.c``       CUDA's runtime and driver: memory within a size, copies, streams, events; kernels are accepted, not run
-``libraries.c``     cuBLAS and cuDNN: handles, sizes, algorithms
-``nvml.c``          what expandable segments ask; ``nvrtc.c``: the compiler of kernels that torch writes at run time
+``libraries.c``     cuBLAS and cuDNN: handles, sizes, algorithms. ``nvml.c``: what expandable segments ask
 ``build.py``        compiles them for the torch that is here, with stubs for what else it links
 ``operators.py``    after each operator of torch has allocated and launched, the CPU's operator writes its results there
 ``rules.py``        operators that only a GPU has
@@ -15,9 +14,8 @@ stays as it is. ``python -m tests.cuda_device [--devices 2] [--memory 2GiB] -m p
 =================== ==========================================================================================================
 
 What is exact: bytes of the caching allocator, its failures, random states, bits under recomputation, all that runs on the host. What is not
-there: seconds, workspaces that cuDNN and cuBLASLt choose (none, unless set), a kernel's own rounding, races, NCCL, CUDA graphs, Triton. Nor is an
-error that the host reads the device's memory without a copy, as gloo's send and receive do: there gloo stands for NCCL. An operator or kernel
-without known values is an error.
+there: seconds, workspaces that cuDNN and cuBLASLt choose (none, unless set), a kernel's own rounding, races, NCCL, CUDA graphs, Triton. An
+operator or kernel without known values is an error.
 """
 
 from __future__ import annotations

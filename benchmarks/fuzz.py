@@ -1,0 +1,908 @@
+# ruff: noqa: D102, D103  (tables of small things whose names say what they are)
+"""Random programs with and without the library: the same bits, or a typed error that leaves everything as it was.
+
+    python benchmarks/fuzz.py --programs 10000 --seed 0      writes benchmarks/results/fuzz.md; --resume goes on where a run was cut
+    python benchmarks/fuzz.py --seed 0 --only 17             one program, shrunk if it fails
+    python benchmarks/fuzz.py --text "Program(body=(linear, relu), limit=0.3)"
+
+benchmarks/fuzz_programs.py has the grammar. A program is trained twice from equal seeds, plainly and under a limit, and everything that user
+code can see is written down in order: losses, gradients, weights, buffers, optimizer state, metrics, generators, records of hooks,
+attributes, flags. What measuring reads from the clock is drawn from the seed, so that plans differ between programs and not between runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import hashlib
+import itertools
+import json
+import logging
+import multiprocessing
+import operator
+import os
+import platform
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import lightning.pytorch as L
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from benchmarks.fuzz_programs import HOOKS, Net, Node, Program, UserError, batches, draw, legal, parse
+from lightning_rotor import Checkpointable, RotorCallback, RotorError, RotorWarning, Schedule, is_recomputing, simulate
+from lightning_rotor.allowance import Allowance
+from lightning_rotor.callbacks.process_limit import ProcessLimit
+from lightning_rotor.planned import PlannedForward
+from lightning_rotor.planning import Plan, minimum_budget, scheduled
+from lightning_rotor.profiling import Profile, interlude, meters, timing
+from lightning_rotor.profiling.meters import AllocatorEvent, CpuMeter
+from lightning_rotor.strategies import RotorPipelineStrategy
+from lightning_rotor.units import MemoryLimit
+from tests.strategies import random_schedule
+
+RESULT = Path(__file__).parent / "results" / "fuzz.md"
+TIME_LIMIT = 600  # seconds of a program, on a machine that others use
+PRECISIONS = {"bf16-mixed", "64-true", "bf16-true"}
+ENOUGH = 8 * 2**30
+
+# -------------------------------------------------------------------------------------------------------- what is seen
+
+_WHILE_TRAINING = {"forward", "log", "_lightning_rotor"}
+_OWN = {"program", "note", "input", "net", "collected", "split"}  # what the fuzzer needs in a model
+_OF_MODULES = {*vars(nn.Module()), *vars(L.LightningModule()), *_WHILE_TRAINING, *_OWN}
+
+
+def plain(value: Any) -> Any:
+    """A copy that ``==`` compares to the bit."""
+    match value:
+        case torch.Tensor():
+            bits = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            return str(value.dtype), tuple(value.shape), bits
+        case torch.Generator():
+            return plain(value.get_state())
+        case random.Random():
+            return hash(value.getstate())
+        case dict():
+            return tuple((key, plain(each)) for key, each in value.items())
+        case list() | tuple() | deque():
+            return tuple(map(plain, value))
+        case float():
+            return repr(value)
+        case int() | str() | bytes() | None:
+            return value
+        case _:
+            own = getattr(value, "__dict__", None)
+            known = type(value).__module__ == Program.__module__
+            return type(value).__name__, plain(own) if own and known else ""
+
+
+def close(left: Any, right: Any) -> bool:
+    """Whether two such copies are equal up to rounding."""
+    if isinstance(left, tuple) and len(left) == 3 and isinstance(left[2], bytes):
+        if left == right or left[:2] != right[:2]:
+            return left == right
+        kind = getattr(torch, left[0].removeprefix("torch."))
+        one, other = (torch.frombuffer(bytearray(each[2]), dtype=kind).double() for each in (left, right))
+        tolerance = 0.05 if kind == torch.bfloat16 else 1e-5
+        return torch.allclose(one, other, atol=tolerance, rtol=10 * tolerance)
+    if isinstance(left, tuple) and isinstance(right, tuple):
+        return len(left) == len(right) and all(map(close, left, right))
+    return left == right
+
+
+def digest(value: Any) -> str:
+    return hashlib.blake2b(repr(value).encode(), digest_size=12).hexdigest()
+
+
+@dataclass
+class Seen:
+    """Of one run, in order.
+
+    Attributes:
+        events: What happened, and its value.
+        marks: Digests of the parameters, and of the whole model, at moments between which an error may stop a step.
+    """
+
+    events: list[tuple[str, Any]] = field(default_factory=list)
+    marks: set[str] = field(default_factory=set)
+    optimizer_steps: int = 0
+    net: Net | None = None
+    modules: list[tuple[str, nn.Module]] = field(default_factory=list)
+    remote: bool = False  # some of the model is on other processes
+    marking: bool = True
+    of_all: list[Any] = field(default_factory=list)  # notes of a hook on all modules
+
+    def watch(self, net: Net) -> None:
+        self.net, self.modules = net, list(net.named_modules())
+        self.note("mark")
+
+    def note(self, label: str, value: Any = None) -> None:
+        """Called by the program, too."""
+        if is_recomputing() or self.net is None or self.remote:
+            return
+        if label == "mark":
+            if self.marking:
+                self.marks |= {digest(self.parameters()), digest(self.model())}
+            return
+        if label == "gradients":
+            value = [parameter.grad for parameter in self.net.parameters()]
+            self.optimizer_steps += 1
+            self.note("mark")
+        self.events.append((label, plain(value)))
+
+    def parameters(self) -> Any:
+        assert self.net is not None
+        return [plain(parameter) for parameter in self.net.parameters()]
+
+    def model(self) -> Any:
+        """Weights, buffers, flags and attributes."""
+        modules = {}
+        for name, module in self.modules:
+            values = {**module._parameters, **module._buffers}
+            theirs = type(module).__module__.startswith("torch.nn.")
+            own = {} if theirs else {key: value for key, value in vars(module).items() if key not in _OF_MODULES}
+            flags = [module.training, *(each.requires_grad for each in module._parameters.values() if each is not None)]
+            modules[name] = plain([values, own, flags])
+        return modules
+
+    def step_is_over(self, loss: Any, metrics: Any, optimizers: list[torch.optim.Optimizer]) -> None:
+        assert self.net is not None
+        self.events += [("loss", plain(loss)), ("metrics", plain(metrics))]
+        if self.remote:
+            return
+        host: Any = np.random.get_state()  # noqa: NPY002
+        self.events += [
+            ("generators", plain([torch.get_rng_state(), hash(random.getstate()), host[1].tobytes(), host[2:]])),
+            ("model", self.model()),
+            ("hook on all modules", plain(self.of_all)),
+            ("optimizer", plain([each.state_dict() for each in optimizers])),
+        ]
+        if self.net.input is not None:
+            self.note("input gradient", self.net.input.grad)
+        self.note("mark")
+
+
+# ------------------------------------------------------------------------------------------------------------- running
+
+
+@dataclass
+class Run:
+    """What became of a program."""
+
+    seen: Seen
+    error: BaseException | None = None
+    recomputed: int = 0
+    warnings: list[str] = field(default_factory=list)
+    silently_over: bool = False
+    trace: str = ""
+
+
+class Library:
+    """How a program uses the library: the plain run has none."""
+
+    def __init__(self, program: Program) -> None:
+        self.program, self.recomputed, self.callbacks = program, 0, []
+
+    def wrap(self, net: Net) -> None:
+        if self.program.way == "checkpointable":
+            net.body = Limited(net.body, self)
+
+    def callback(self) -> list[L.Callback]:
+        if self.program.way != "callback":
+            return []
+        self.callbacks.append(LimitedCallback(self))
+        return self.callbacks[-1:]
+
+    def look(self, net: Net) -> None:
+        """Whether it recomputes."""
+        plans = [net.body.plan] if isinstance(net.body, Limited) else [each.plan for each in self.callbacks]
+        self.recomputed = max([self.recomputed, *(len(plan.recomputed) for plan in plans if plan is not None)])
+
+    def plan(self, planned: PlannedForward) -> PlannedForward:
+        """Leave the planning to chance, if the program says so."""
+        chance = random.Random(self.program.seed)
+
+        def solve(profile: Profile, allowed: Allowance) -> Plan:
+            schedule = random_schedule(chance, profile.chain, segment_probability=0.8)
+            return scheduled(profile.chain, schedule, **_simulated(allowed))
+
+        if self.program.limit is None:
+            planned._plans.solve = solve
+        return planned
+
+    def budget(self, profile: Profile, allowed: Allowance) -> int:
+        """As far from the least to the most as the program says."""
+        if self.program.limit is None or self.program.limit > 1:
+            return ENOUGH
+        least = minimum_budget(profile.chain, **_simulated(allowed)).peak_bytes
+        most = simulate(profile.chain, Schedule.keep_all(len(profile.chain)), **_simulated(allowed)).peak_bytes
+        share = self.program.limit
+        return int(least + share * (most - least) if share >= 0 else least * (1 + share))
+
+
+def _simulated(allowed: Allowance) -> dict[str, Any]:
+    return {"gradients_exist": allowed.gradients_exist, "lingering_bytes": allowed.lingering_bytes}
+
+
+class MarksAlone:
+    """In the place of torch's profiler, which takes most of the time: nothing was allocated. Good for schedules that do not look at bytes."""
+
+    def __init__(self) -> None:
+        self.events: list[AllocatorEvent] = []
+
+    def start(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+    def mark(self, label: str) -> None:
+        self.events.append(AllocatorEvent(len(self.events), 0, 0, label))
+
+
+class Limited(Checkpointable):
+    """Under a limit that follows from what was measured first."""
+
+    def __init__(self, module: nn.Module, library: Library) -> None:
+        super().__init__(module, show_progress=False)
+        limit = library.plan(self._planned)._plans._source
+
+        def allowance(profile: Profile) -> Allowance:
+            if limit.limit is None:
+                limit.limit = MemoryLimit(size_bytes=library.budget(profile, Allowance(ENOUGH)))
+            return limit(profile)
+
+        self._planned._plans._source = allowance
+
+
+class LimitedCallback(RotorCallback):
+    """Likewise."""
+
+    def __init__(self, library: Library) -> None:
+        has = library.program.has
+        self.chosen, self.library = False, library
+        super().__init__(ENOUGH, None if has("unnamed") else "" if has("whole") else "body", show_table=False)
+
+    def _reset(self) -> None:
+        super()._reset()
+        self.chosen = False
+
+    def _planned_forward(self, module: nn.Module, on_unsupported: Any) -> PlannedForward:
+        return self.library.plan(super()._planned_forward(module, on_unsupported))
+
+    def _allowance(self, profile: Profile) -> Allowance:
+        allowed = super()._allowance(profile)
+        if self.chosen:
+            return allowed
+        self.chosen = True
+        budget = self.library.budget(profile, allowed)
+        self._process = ProcessLimit(MemoryLimit(size_bytes=min(budget + allowed.reserved_bytes, ENOUGH)))
+        return super()._allowance(profile)
+
+
+class Watcher(L.Callback):
+    """Looks at the Trainer's steps, and does what programs do between them."""
+
+    def __init__(self, seen: Seen, library: Library | None, folder: str) -> None:
+        self.seen, self.library, self.folder = seen, library, folder
+
+    def on_train_batch_start(self, trainer: L.Trainer, net: Net, batch: Any, batch_idx: int) -> None:
+        before_step(net, batch_idx, self.seen)
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, net: Net, optimizer: Any) -> None:
+        if net.automatic_optimization:
+            self.seen.note("gradients")
+
+    def on_train_batch_end(self, trainer: L.Trainer, net: Net, outputs: Any, batch: Any, batch_idx: int) -> None:
+        loss = outputs["loss"] if isinstance(outputs, dict) else outputs
+        self.seen.step_is_over(loss, dict(trainer.callback_metrics), trainer.optimizers)
+        if self.library is not None:
+            self.library.look(net)
+        after_step(net, batch_idx)
+        if net.program.has("resume") and batch_idx == 0:
+            trainer.save_checkpoint(f"{self.folder}/half.ckpt")
+
+    def on_train_end(self, trainer: L.Trainer, net: Net) -> None:
+        self.seen.events.append(("metrics", plain([dict(trainer.callback_metrics), dict(trainer.logged_metrics)])))
+
+
+def before_step(net: Net, number: int, seen: Seen) -> None:
+    """What programs do between steps."""
+    if number == 1 and net.program.has("thaw"):
+        net.body.requires_grad_(True)
+    if number == 1 and net.program.has("late_hook"):
+        leaf = next(each for name, each in seen.modules if name.startswith("body.") and not list(each.children()))
+        leaf.register_forward_hook(HOOKS_LATER[net.program.seed % 2](net))
+    seen.note("mark")
+
+
+HOOKS_LATER = (
+    lambda net: lambda module, x, y: y * 0.5 if isinstance(y, torch.Tensor) else None,
+    lambda net: lambda module, x, y: net.records.append("late"),
+)
+
+
+def after_step(net: Net, number: int) -> None:
+    """Likewise."""
+    if net.program.has("edit_weights"):
+        with torch.no_grad():
+            for parameter in net.body.parameters():
+                parameter.mul_(0.99)
+    if net.program.has("copy") and number == 0:
+        torch.manual_seed(0)
+        net.history.append(copy.deepcopy(net.body).eval().state_dict())
+
+
+def fit(
+    program: Program, net: Net, seen: Seen, library: Library | None, folder: str, checkpoint: str | None = None
+) -> None:
+    """Under a Trainer."""
+    precision = next(iter(PRECISIONS & {*program.features}), "32-true")
+    options: dict[str, Any] = {"devices": 1}
+    if program.way == "pipeline" and library is not None:
+        schedule = "gpipe" if program.has("gpipe") else "interleaved" if program.has("interleaved") else "1f1b"
+        mode = "always" if program.has("always") else "rotor"
+        strategy = RotorPipelineStrategy("body", "auto", micro_batches(program), schedule, mode)
+        options = {"strategy": strategy, "devices": 2}
+    elif program.way == "pipeline":
+        net.split = micro_batches(program)
+    trainer = L.Trainer(
+        **options, accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        num_sanity_val_steps=0, default_root_dir=folder or None, precision=precision, detect_anomaly=program.has("anomaly"),
+        accumulate_grad_batches=2 if program.has("accumulate") else 1, gradient_clip_val=0.5 if program.has("clip") else None,
+        val_check_interval=1 if program.has("validation") else None, limit_val_batches=1 if program.has("validation") else 0,
+        callbacks=[*([] if library is None else library.callback()), Watcher(seen, library, folder)],
+    )  # fmt: skip
+    data = batches(program)
+    training, validation = DataLoader(data, batch_size=None), DataLoader(data[:1], batch_size=None)
+    trainer.fit(net, training, validation, ckpt_path=checkpoint, weights_only=False)
+
+
+def micro_batches(program: Program) -> int:
+    return 1 if program.has("gpipe") and not program.has("micro_batches") else 2
+
+
+def loop(program: Program, net: Net, seen: Seen, library: Library | None, first: int = 0, state: Any = None) -> Any:
+    """Without a Trainer."""
+    if program.has("64-true", "bf16-true"):
+        net.to(torch.float64 if program.has("64-true") else torch.bfloat16)
+    optimizer = net.optimizer(net.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    if state is not None:
+        optimizer.load_state_dict(state)
+    data = batches(program)
+    every = 2 if program.has("accumulate") else 1
+    for number, batch in list(enumerate(data))[first:]:
+        before_step(net, number, seen)
+        with torch.autocast("cpu", torch.bfloat16) if program.has("bf16-mixed") else nullcontext():
+            loss = net.loss(batch, number)
+        with torch.autograd.detect_anomaly(check_nan=False) if program.has("anomaly") else nullcontext():
+            (loss / every).backward(retain_graph=program.has("retain"))
+            if program.has("retain"):
+                loss.backward()
+        if (number + 1) % every == 0 or number + 1 == len(data):
+            seen.note("gradients")
+            if program.has("clip"):
+                nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            if program.has("schedule"):
+                schedule.step()
+        seen.step_is_over(loss, {}, [optimizer])
+        if library is not None:
+            library.look(net)
+        after_step(net, number)
+        if program.has("validation"):
+            net.eval()
+            with torch.no_grad():
+                net.validation_step(batch, number)
+            net.train()
+        if program.has("resume") and number == 0 and not first:
+            return copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+    return None
+
+
+def session(program: Program, seen: Seen, library: Library | None, folder: str) -> None:
+    """One program from its start to its end."""
+    net = Net(program, seen.note)
+    seen.watch(net)
+    if library is not None:
+        library.wrap(net)
+    train = program.way != "checkpointable"
+    first: Any = None
+    with suppress(UserError):
+        first = fit(program, net, seen, library, folder) if train else loop(program, net, seen, library)
+    if program.has("error", "refit"):
+        _ = fit(program, net, seen, library, folder) if train else loop(program, net, seen, library)
+    if program.has("resume"):
+        net = Net(program, seen.note)
+        seen.watch(net)
+        if library is not None:
+            library.wrap(net)
+        if train:
+            fit(program, net, seen, library, folder, f"{folder}/half.ckpt")
+        else:
+            net.load_state_dict(first[0])
+            loop(program, net, seen, library, 1, first[1])
+    seen.remote = False
+    left_behind = [name for module in net.modules() for name in vars(module) if name in _WHILE_TRAINING]
+    model = [] if program.way == "pipeline" else seen.model()
+    seen.events.append(("end", plain([dict(net.state_dict()), left_behind, model])))
+
+
+@contextmanager
+def surroundings(program: Program, seen: Seen) -> Iterator[list[warnings.WarningMessage]]:
+    """Equal seeds, a clock of the program's own, hooks on all modules, and what is warned of."""
+    L.seed_everything(program.seed, verbose=False)
+    chance = random.Random(program.seed)
+    ticks = itertools.accumulate(chance.choice([1, 2, 5, 10, 30]) * 1e-6 for _ in itertools.count())
+    hooks = []
+    if program.has("global_hook"):
+        hooks.append(nn.modules.module.register_module_forward_hook(partial(_note_outputs, seen.of_all)))
+    with warnings.catch_warnings(record=True) as caught, ExitStack() as patches:
+        warnings.simplefilter("always")
+        if program.way != "pipeline":  # where processes meet, time goes by
+            patches.enter_context(patch.object(CpuMeter, "now", lambda self: next(ticks)))
+        if program.limit is None:
+            patches.enter_context(patch.object(meters, "AllocatorLog", MarksAlone))
+        once = ((interlude, "_SMALLEST", 10**6), (interlude, "_ROUNDS", 1), (timing, "_ENOUGH_SECONDS", 1e-9))
+        for module, name, value in once:
+            patches.enter_context(patch.object(module, name, value))
+        try:
+            yield caught
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def _note_outputs(notes: list[Any], module: nn.Module, x: Any, y: Any) -> None:
+    if isinstance(module, (nn.Linear, nn.Conv2d)):
+        notes.append(y.detach().float().sum())
+
+
+def run(program: Program, *, with_library: bool, remote: bool = False) -> Run:
+    """Train a program."""
+    done = Run(Seen(remote=remote, marking=not with_library))
+    library = Library(program) if with_library else None
+    place = tempfile.TemporaryDirectory() if program.has("resume") else nullcontext("")
+    with surroundings(program, done.seen) as caught, place as folder:
+        try:
+            session(program, done.seen, library, folder)
+        except Exception as error:
+            done.error, done.trace = error, "".join(traceback.format_exception(error)[-6:])
+    done.warnings = [f"{each.category.__name__}: {each.message}" for each in caught]
+    if library is not None:
+        done.recomputed = library.recomputed
+        over = any((each.measured_peak_bytes or 0) > each.budget_bytes > 0 for each in library.callbacks)
+        done.silently_over = over and not any(each.category is RotorWarning for each in caught)
+    return done
+
+
+# ------------------------------------------------------------------------------------------------------------- judging
+
+
+@dataclass
+class Verdict:
+    """What two runs say about a program: ``equal``, ``refused`` and ``invalid`` (it fails in plain training, too) are good."""
+
+    kind: str
+    reason: str = ""
+    recomputed: int = 0
+    steps_before: int = 0
+    warnings: tuple[str, ...] = ()
+    silently_over: bool = False
+    trace: str = ""
+
+    @property
+    def failed(self) -> bool:
+        return self.kind not in ("equal", "refused", "invalid")
+
+
+def judge(program: Program) -> Verdict:
+    """Run a program both ways and compare."""
+    if program.way == "pipeline":
+        return judge_pipeline(program)
+    plainly = run(program, with_library=False)
+    planned = run(program, with_library=True)
+    verdict = compared(plainly, planned)
+    known = {each.split(": ")[0] + each[-30:] for each in plainly.warnings}
+    new = {each[:110] for each in planned.warnings if each.split(": ")[0] + each[-30:] not in known}
+    return replace(
+        verdict, recomputed=planned.recomputed, warnings=tuple(sorted(new)), silently_over=planned.silently_over
+    )
+
+
+def compared(plainly: Run, planned: Run) -> Verdict:
+    """The verdict from two runs."""
+    error, seen = planned.error, planned.seen
+    difference = first_difference(plainly.seen.events, seen.events, whole=error is None)
+    if isinstance(error, RotorError) and plainly.error is not None and not seen.optimizer_steps:
+        return Verdict("invalid", short(str(error)))
+    if isinstance(error, RotorError):
+        reason = f"{type(error).__name__}: {short(str(error))}"
+        known = plainly.seen.marks
+        if difference:
+            return Verdict("different before an error", f"{difference}; {reason}", trace=planned.trace)
+        if digest(seen.parameters()) not in known:
+            return Verdict("refused too late", reason, trace=planned.trace)
+        if digest(seen.model()) not in known:
+            return Verdict("refused and changed", reason, trace=planned.trace)
+        return Verdict("refused", reason, steps_before=seen.optimizer_steps, trace=planned.trace)
+    if plainly.error is not None:
+        same = type(error) is type(plainly.error) and not difference
+        reason = short(f"{type(plainly.error).__name__}: {plainly.error}; {error!r}")
+        return Verdict("invalid" if same else "fails otherwise", reason, trace=planned.trace)
+    if error is not None:
+        return Verdict("crash", short(f"{type(error).__name__}: {error}"), trace=planned.trace)
+    return Verdict("different", difference) if difference else Verdict("equal")
+
+
+def first_difference(
+    expected: list[tuple[str, Any]], found: list[tuple[str, Any]], *, whole: bool, same: Any = operator.eq
+) -> str:
+    """Where two runs part; empty if they do not."""
+    for number, (left, right) in enumerate(zip(expected, found, strict=False)):
+        if left[0] != right[0]:
+            return f"event {number}: {left[0]} became {right[0]}"
+        if not same(left[1], right[1]):
+            return f"event {number}: {left[0]}{where(left[1], right[1])}"
+    if (whole and len(expected) != len(found)) or len(found) > len(expected):
+        return f"{len(found)} events for {len(expected)}"
+    return ""
+
+
+def where(left: Any, right: Any) -> str:
+    """The path to the first difference inside of two values."""
+    if isinstance(left, dict) and isinstance(right, dict):
+        left, right = tuple(left.items()), tuple(right.items())
+    if isinstance(left, tuple) and isinstance(right, tuple) and not (len(left) == 3 and isinstance(left[2], bytes)):
+        if len(left) != len(right):
+            return f" has {len(right)} for {len(left)}"
+        for one, other in zip(left, right, strict=True):
+            if one != other:
+                named = isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], str)
+                return (f".{one[0]}" if named else "") + where(one, other)
+    return "" if isinstance(left, tuple) else f" {left!r} became {right!r}"[:80]
+
+
+def short(text: str) -> str:
+    """An error's text without what differs from program to program."""
+    words = ["#" if any(letter.isdigit() for letter in word) else word for word in text.split()]
+    return " ".join(words)[:150]
+
+
+# ----------------------------------------------------------------------------------------------------------- pipelines
+
+_PROCESSES: list[Any] = []
+
+
+def judge_pipeline(program: Program) -> Verdict:
+    """On two processes, against one that runs the same micro-batches one after the other."""
+    from tests.pipelines import Failure, Processes
+
+    plainly = run(program, with_library=False)
+    if not _PROCESSES:
+        _PROCESSES.append(Processes(2, ("lightning.pytorch", "torch.distributed.pipelining", "benchmarks.fuzz")))
+    for found in _PROCESSES[0].run(2, piped, repr(program)):
+        if isinstance(found, Failure):
+            return Verdict("crash", short(f"{found.kind}: {found.message}"), trace=found.text)
+        events, kind, message, trace, typed = found
+        if kind and typed and not any(label == "loss" for label, _ in events):
+            return Verdict("refused", f"{kind}: {short(message)}", trace=trace)
+        if kind and plainly.error is not None:
+            return Verdict("invalid")
+        if kind:
+            return Verdict("crash", f"{kind}: {short(message)}", trace=trace)
+        expected = [event for event in plainly.seen.events if event[0] in ("loss", "metrics", "end")]
+        same = close if micro_batches(program) > 1 else operator.eq
+        difference = first_difference(expected, events, whole=True, same=same)
+        if difference:
+            return Verdict("different", difference)
+    return Verdict("equal", recomputed=int(program.has("always")))
+
+
+def piped(rank: int, text: str) -> Any:
+    """The run of one process."""
+    done = run(parse(text), with_library=True, remote=True)
+    error = done.error
+    kind = "" if error is None else type(error).__name__
+    return done.seen.events, kind, str(error), done.trace, isinstance(error, RotorError)
+
+
+# ----------------------------------------------------------------------------------------------------------- shrinking
+
+
+def smaller(program: Program) -> Iterator[Program]:
+    """Programs that are a little simpler."""
+    for feature in program.features:
+        yield replace(program, features=tuple(each for each in program.features if each != feature))
+    for body in _smaller_rows(program.body):
+        if body:
+            yield replace(program, body=body)
+    simple = Program(program.body)
+    for name in ("way", "style", "family", "limit", "width", "batch", "steps", "seed"):
+        if getattr(program, name) != getattr(simple, name):
+            yield legal(replace(program, **{name: getattr(simple, name)}))
+    if program.steps > 1:
+        yield replace(program, steps=program.steps - 1)
+
+
+def _smaller_rows(row: tuple[Node, ...]) -> Iterator[tuple[Node, ...]]:
+    for number, node in enumerate(row):
+        before, after = row[:number], row[number + 1 :]
+        yield before + after
+        yield before + node.inner + after
+        if node.kind not in HOOKS:
+            yield from ((*before, Node(node.kind, inner), *after) for inner in _smaller_rows(node.inner) if inner)
+
+
+def shrunk(program: Program, verdict: Verdict, seconds: float = 60) -> tuple[Program, Verdict]:
+    """The simplest program found that fails in the same manner."""
+    end = time.monotonic() + seconds
+    tried = {program}
+    progress = True
+    while progress and time.monotonic() < end:
+        progress = False
+        for candidate in smaller(program):
+            if candidate in tried or time.monotonic() > end:
+                continue
+            tried.add(candidate)
+            found = judge(candidate)
+            if found.kind == verdict.kind and found.reason.split(":")[0] == verdict.reason.split(":")[0]:
+                program, verdict, progress = candidate, found, True
+                break
+    return program, verdict
+
+
+# ------------------------------------------------------------------------------------------------------------- workers
+
+
+def prepare() -> None:
+    """A process that is about to run many programs."""
+    torch.set_num_threads(1)
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning_rotor"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    gc.collect()
+    gc.freeze()  # the library collects garbage, and imported modules are none
+
+
+def work(pipe: Connection, seed: int) -> None:
+    """Judge the programs whose numbers come."""
+    os.setpgrp()
+    prepare()
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)  # torch's profiler tells of blocks that it does not know
+    while (number := pipe.recv()) is not None:
+        started = time.monotonic()
+        program = draw(seed, number)
+        try:
+            verdict = judge(program)
+        except Exception as error:
+            verdict = Verdict("fuzzer", repr(error), trace=traceback.format_exc())
+        pipe.send(_result(number, program, time.monotonic() - started, verdict))
+    for each in _PROCESSES:
+        each.close()
+
+
+def _result(number: int, program: Program, seconds: float, verdict: Verdict) -> dict[str, Any]:
+    return {"number": number, "program": repr(program), "seconds": round(seconds, 2), **asdict(verdict)}
+
+
+class Worker:
+    """A process that judges one program at a time, and is replaced when it hangs or dies."""
+
+    def __init__(self, seed: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["benchmarks.fuzz"])
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=work, args=(theirs, seed))
+        self.process.start()
+        theirs.close()
+        self.number: int | None = None
+        self.began, self.served = 0.0, 0
+
+    def give(self, number: int | None) -> None:
+        self.number, self.began = number, time.monotonic()
+        self.served += 1
+        self.pipe.send(number)
+
+    def end(self) -> None:
+        with suppress(OSError):
+            self.pipe.send(None)
+        self.process.join(5)
+        self.kill()
+
+    def kill(self) -> None:
+        """With the processes of its pipelines."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+
+def results(seed: int, numbers: Iterator[int], jobs: int) -> Iterator[dict[str, Any]]:
+    """Of all programs, as they come."""
+    workers = [Worker(seed) for _ in range(jobs)]
+    while True:
+        for place, worker in enumerate(workers):
+            if worker.number is None:
+                if worker.served >= 500:
+                    worker.end()
+                    worker = workers[place] = Worker(seed)
+                number = next(numbers, None)
+                if number is not None:
+                    worker.give(number)
+        busy = [worker for worker in workers if worker.number is not None]
+        if not busy:
+            break
+        ready = wait([worker.pipe for worker in busy], timeout=1)
+        for worker in busy:
+            late = time.monotonic() - worker.began > TIME_LIMIT
+            if worker.pipe not in ready and not late:
+                continue
+            try:
+                if worker.pipe not in ready:
+                    raise TimeoutError
+                yield worker.pipe.recv()
+                worker.number = None
+            except (EOFError, OSError) as error:
+                verdict = Verdict("hang" if late else "death", repr(error))
+                yield _result(worker.number, draw(seed, worker.number), time.monotonic() - worker.began, verdict)
+                worker.kill()
+                workers[workers.index(worker)] = Worker(seed)
+    for worker in workers:
+        worker.end()
+
+
+# ------------------------------------------------------------------------------------------------------------- telling
+
+
+def report(done: list[dict[str, Any]], seed: int, command: str) -> str:
+    """The tables, in Markdown."""
+    kinds = Counter(each["kind"] for each in done)
+    failures = [each for each in done if Verdict(each["kind"]).failed]
+    recomputing = sum(each["recomputed"] > 0 for each in done)
+    late = sum(each["kind"] == "refused" and each["steps_before"] > 0 for each in done)
+    programs = [parse(each["program"]) for each in done]
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
+    share = f"{kinds['refused'] / len(done):.1%}"
+    lines = [
+        "# Random programs with and without the library",
+        "",
+        f"`{command}` at {commit.strip()}, torch {torch.__version__}, lightning {L.__version__}, Python {platform.python_version()}, "
+        f"{platform.machine()}, {os.cpu_count()} cores. Seed {seed}, numbers {done[0]['number']} to {done[-1]['number']}, "
+        f"{sum(each['seconds'] for each in done) / 3600:.1f} hours of workers.",
+        "",
+        "| programs | equal to the bit | refused | failing in plain training, too | different |",
+        "|---:|---:|---:|---:|---:|",
+        f"| {len(done):,} | {kinds['equal']:,} | {kinds['refused']} ({share}) | {kinds['invalid']} | {len(failures)} |",
+        "",
+        f"{recomputing:,} of them ({recomputing / len(done):.0%}) recomputed something. {late} of the refused ones were refused in a later "
+        "step, with the weights and attributes of plain training at that moment; the others before any weight had changed. Pipelines with several "
+        "micro-batches are compared up to rounding.",
+        "",
+        "## Refused, by reason",
+        "",
+        "| programs | error |",
+        "|---:|---|",
+    ]
+    reasons = Counter(each["reason"] for each in done if each["kind"] == "refused")
+    lines += [f"| {count} | {reason.replace('|', '/')} |" for reason, count in reasons.most_common()]
+    if failures:
+        lines += ["", "## Different", "", "| number | what | program |", "|---:|---|---|"]
+        lines += [f"| {each['number']} | {each['kind']}: {each['reason']} | `{each['program']}` |" for each in failures]
+    lines += ["", "## What the programs were made of", "", "Share of programs with each, in percent."]
+    tables = {
+        "Settings": Counter(
+            value for each in programs for value in (each.way, each.style, each.family, _limit_name(each.limit))
+        ),
+        "Layers": Counter(name for each in programs for name in each.kinds()),
+        "Habits": Counter(name for each in programs for name in each.features),
+    }
+    for title, counts in tables.items():
+        shares = ", ".join(f"{name} {100 * count / len(done):.1f}" for name, count in counts.most_common())
+        lines += ["", f"**{title}:** {shares}"]
+    foreign = Counter(warning for each in done for warning in {_head(text) for text in each["warnings"]})
+    lines += ["", "## Warnings that plain training does not give", "", "| programs | warning |", "|---:|---|"]
+    lines += [f"| {count} | {warning.replace('|', '/')} |" for warning, count in foreign.most_common(20)]
+    over = sum(each["silently_over"] for each in done)
+    return "\n".join([*lines, "", f"Measured peaks above the limit without a warning: {over} programs.", ""])
+
+
+def _limit_name(limit: float | None) -> str:
+    if limit is None:
+        return "random schedules"
+    named = {0.0: "least limit", 1.0: "limit of keeping all", 2.0: "no limit", -0.1: "limit below the least"}
+    return named.get(limit, "limit between")
+
+
+def _head(warning: str) -> str:
+    return re.sub(r"'[^']*'|[0-9.]+", "#", warning)[:90]
+
+
+def main() -> int:
+    """Run programs, and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--programs", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="number of the first program")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--only", type=int, help="one program, by its number")
+    parser.add_argument("--text", help="one program, by its text")
+    parser.add_argument(
+        "--shrink", action="store_true", help="find a simpler program that fails alike (with --only or --text)"
+    )
+    parser.add_argument("--skip", default="", help="programs with these kinds and features: append_hook,refit")
+    parser.add_argument("--log", type=Path, default=Path("fuzz.jsonl"), help="a line for each program, as they come")
+    parser.add_argument("--resume", action="store_true", help="go on where the log ends")
+    parser.add_argument("--report", type=Path, help="where to write the tables")
+    asked = parser.parse_args()
+    if asked.only is not None or asked.text:
+        prepare()
+        program = parse(asked.text) if asked.text else draw(asked.seed, asked.only)
+        verdict = judge(program)
+        print(program, verdict, verdict.trace, sep="\n")
+        if asked.shrink and verdict.failed:
+            program, verdict = shrunk(program, verdict)
+            print("shrunk to", program, verdict, verdict.trace, sep="\n")
+        for each in _PROCESSES:
+            each.close()
+        return verdict.failed
+    done = {}
+    if asked.resume and asked.log.exists():
+        done = {each["number"]: each for each in map(json.loads, asked.log.read_text().splitlines())}
+    elif asked.log.exists():
+        asked.log.unlink()
+    numbers = iter([number for number in range(asked.first, asked.first + asked.programs) if number not in done])
+    if asked.skip:
+        skipped = set(asked.skip.split(","))
+        numbers = (
+            number
+            for number in numbers
+            if not skipped & {*(program := draw(asked.seed, number)).kinds(), *program.features, program.way}
+        )
+    started = time.monotonic()
+    for result in results(asked.seed, numbers, asked.jobs):
+        done[result["number"]] = result
+        with asked.log.open("a") as log:
+            log.write(json.dumps(result) + "\n")
+        if len(done) % 50 == 0 or Verdict(**{key: result[key] for key in ("kind",)}).failed:
+            counts = Counter(each["kind"] for each in done.values())
+            print(f"{time.monotonic() - started:.0f} s, {len(done)}: {dict(counts)}", flush=True)
+    if asked.report is not None and done:
+        ordered = sorted(done.values(), key=lambda each: each["number"])
+        command = f"python -m benchmarks.fuzz {' '.join(sys.argv[1:])}"
+        asked.report.write_text(report(ordered, asked.seed, command), encoding="utf-8")
+        kept = [
+            {key: each[key] for key in ("number", "kind", "reason", "recomputed")}
+            for each in ordered
+            if each["kind"] != "equal"
+        ]
+        asked.report.with_suffix(".json").write_text(
+            json.dumps({"seed": asked.seed, "programs": len(ordered), "not equal": kept}, indent=1) + "\n"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

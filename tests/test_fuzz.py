@@ -1,0 +1,58 @@
+"""Random programs train to the same bits with the library as without it, or are refused (benchmarks/fuzz.py), and what once failed does, too."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.fuzz import draw, judge, parse
+
+SEED, PROGRAMS, CHUNK = 1, 200, 10
+# Pipelines have tests with processes of their own.
+NUMBERS = [number for number in range(300) if draw(SEED, number).way != "pipeline"][:PROGRAMS]
+
+
+@pytest.mark.parametrize("first", range(0, PROGRAMS, CHUNK))
+def test_programs_train_to_the_same_bits_or_are_refused(first: int) -> None:
+    for number in NUMBERS[first : first + CHUNK]:
+        program = draw(SEED, number)
+        verdict = judge(program)
+        assert not verdict.failed, f"{number}: {program}\n{verdict}\n{verdict.trace}"
+
+
+# What the fuzzer found, shrunk.
+REGRESSIONS = {
+    "a hook that collects features for the loss": "body=(collecting_hook(linear), gelu), limit=None, seed=1",
+    "a hook that notes outputs": "body=(linear, append_hook(linear)), limit=None, features=('records_in_loss',), seed=1",
+    "a hook with a state": "body=(counting_hook(linear), linear), way='callback', limit=None, steps=3, seed=1",
+    "a hook that removes itself": "body=(once_hook(linear), linear), limit=None, seed=1",
+    "a hook on gradients": "body=(linear, gradient_hook(linear), linear), limit=None",
+    "a hook on the backward": "body=(backward_hook(linear), linear), limit=None, seed=1",
+    "a hook on all modules": "body=(linear, relu, linear), limit=None, features=('global_hook',), seed=1",
+    "a growing list": "body=(growing_list, linear, growing_list), style='traced', limit=None",
+    "a counter that the forward reads": "body=(uses_count, linear), style='recorded', limit=None, seed=1",
+    "tensors that are no buffers": "body=(average, linear, average), limit=None, steps=3",
+    "generators of the user's own": "body=(own_generator, linear), way='callback', limit=None, seed=1",
+    "a metric": "body=(metric, linear), way='callback', limit=None, features=('log',), seed=1",
+    "logging in a layer": "body=(logging, linear), way='callback', limit=None, features=('log', 'unnamed')",
+    "logging where nothing is recomputed": "body=(logging,), way='callback', limit=2.0",
+    "the input overwritten": "body=(add_, linear, tanh), limit=None, features=('overwrite_input',)",
+    "a bias changed before the backward": "body=(linear, linear, tanh), limit=None, features=('edit_bias',)",
+    "an optimizer toggled behind the forward": (
+        "body=(norm, norm, linear, linear), way='callback', limit=None, features=('two_optimizers', 'stem')"
+    ),
+    "a length planned from another one": (
+        "body=(relu, relu, gelu), family='sequence', limit=None, features=('lengths', 'validation'), steps=4, seed=987"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REGRESSIONS)
+def test_what_the_fuzzer_found_stays_mended(name: str) -> None:
+    verdict = judge(parse(f"Program({REGRESSIONS[name]})"))
+    assert not verdict.failed, f"{verdict}\n{verdict.trace}"
+
+
+def test_a_program_is_its_text() -> None:
+    for number in range(100):
+        program = draw(SEED, number)
+        assert parse(repr(program)) == program == draw(SEED, number)
