@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from lightning_rotor.allowance import Allowance, AllowanceSource
 from lightning_rotor.errors import BudgetError
@@ -37,7 +38,8 @@ class AllowedPlans:
 
     def allowance_without_ceiling(self, profile: Profile) -> Allowance:
         """What a plan might use if the device had as much as it seemed to have."""
-        return self._source(profile)
+        allowance = self._source(profile)
+        return replace(allowance, lingering_bytes=allowance.lingering_bytes + profile.copied_bytes)
 
     def allows(self, plan: Plan) -> bool:
         """Whether a plan keeps below the ceiling."""

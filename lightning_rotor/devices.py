@@ -22,6 +22,8 @@ from lightning_rotor.errors import ProfilingError, RotorWarning
 from lightning_rotor.units import MemoryLimit, format_bytes
 
 _ROOT = Path("/")
+# The size of the segments from which CUDA's caching allocator takes blocks of 1 to 10 MiB.
+_SEGMENT_BYTES = 20 * 2**20
 
 
 def total_bytes(device: torch.device | str, *, system_root: Path = _ROOT) -> int:
@@ -63,11 +65,32 @@ def free_bytes(device: torch.device | str, *, system_root: Path = _ROOT) -> int:
     return _accelerator(device).free_bytes
 
 
+def usable_bytes(device: torch.device | str, *, system_root: Path = _ROOT) -> int:
+    """What tensors of this process can still take on a device, without any allocation that fails.
+
+    Args:
+        device: A CPU, CUDA or XPU device; without an index, the current one.
+        system_root: Where ``proc`` and ``sys`` are mounted; tests give a folder.
+    Returns:
+        What is free, less what CUDA's caching allocator may have to reserve beyond what it gives out: room in segments that are in use, two
+        segments that are filled in part, and a twentieth for holes that no block fits. What it caches is given back first.
+    Raises:
+        ProfilingError: The memory of this kind of device cannot be read.
+    """
+    device = torch.device(device)
+    if device.type != "cuda":
+        return free_bytes(device, system_root=system_root)
+    torch.cuda.empty_cache()
+    free = free_bytes(device)
+    in_segments = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return max(0, free - in_segments - 2 * _SEGMENT_BYTES - free // 20)
+
+
 def resolve_limit(limit: MemoryLimit | None, device: torch.device | str, *, system_root: Path = _ROOT) -> int:
     """What a user's limit is in bytes on a device.
 
     Args:
-        limit: None means what is free now, beyond what the process has already allocated.
+        limit: None means what is usable now, beyond what the process has already allocated: :func:`usable_bytes`.
         device: Where the model trains.
         system_root: Where ``proc`` and ``sys`` are mounted; tests give a folder.
     Returns:
@@ -81,7 +104,7 @@ def resolve_limit(limit: MemoryLimit | None, device: torch.device | str, *, syst
         1048576
     """
     if limit is None:
-        return free_bytes(device, system_root=system_root)
+        return usable_bytes(device, system_root=system_root)
     if limit.fraction is not None:
         return limit.on_device(total_bytes(device, system_root=system_root))
     size_bytes = limit.on_device(0)

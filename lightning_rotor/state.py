@@ -87,6 +87,11 @@ class SegmentState:
         """What one first pass takes to remember them, from an allocator with blocks of this size."""
         return sum(_size(module, block_bytes) for module in self.remembered)
 
+    def copied_bytes(self, block_bytes: int) -> int:
+        """What copies of all that a forward may change take, see :class:`~lightning_rotor.shortage.BeforeForward`."""
+        statistics = sum(in_blocks(each.scratch.nbytes, block_bytes) for each in self.statistics)
+        return statistics + self.remembered_bytes(block_bytes)
+
     def __add__(self, other: SegmentState) -> SegmentState:
         def both(left: Iterable[_Entry], right: Iterable[_Entry]) -> tuple[_Entry, ...]:
             return tuple(dict.fromkeys((*left, *right)))

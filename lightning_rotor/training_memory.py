@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from lightning_rotor.allowance import Allowance
-from lightning_rotor.devices import free_bytes, resolve_limit
+from lightning_rotor.devices import resolve_limit, usable_bytes
 from lightning_rotor.optimizer_prediction import predict_optimizer_state_bytes
 from lightning_rotor.training_state import (
     buffer_bytes,
@@ -45,6 +45,8 @@ class ResidentMemory:
         chain_gradient_bytes: The part of them that belongs to the planned module.
         batch_bytes: The batch.
         communication_bytes: What a strategy keeps for messages between processes.
+        other_bytes: What else the allocator of a GPU has given out when the chain's forward begins: workspaces of libraries, what the step
+            holds already.
     """
 
     parameter_bytes: int
@@ -54,6 +56,7 @@ class ResidentMemory:
     chain_gradient_bytes: int
     batch_bytes: int
     communication_bytes: int = 0
+    other_bytes: int = 0
 
     @classmethod
     def of(
@@ -83,6 +86,7 @@ class ResidentMemory:
             + self.optimizer_bytes
             + self.batch_bytes
             + self.communication_bytes
+            + self.other_bytes
         )
 
     def allowance(self, limit_bytes: int, *, gradients_linger: bool, correction_bytes: int = 0) -> Allowance:
@@ -103,6 +107,7 @@ class ResidentMemory:
             ("gradients", outside_bytes + chain_gradients),
             ("the batch", self.batch_bytes),
             ("messages between processes", self.communication_bytes),
+            ("workspaces and what the step holds already", self.other_bytes),
             ("the rest of the step", correction_bytes),
         ]
         return Allowance(
@@ -123,6 +128,16 @@ def allocated_bytes(
     """What training holds on a device at this moment: on CUDA all that the allocator gave out, on the CPU what can be named."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
+    return named_bytes(model, optimizers, batch, device)
+
+
+def named_bytes(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    batch: Iterable[torch.Tensor],
+    device: torch.device,
+) -> int:
+    """What parameters, buffers, gradients, optimizers and the batch take at this moment."""
     return (
         parameter_bytes(model, device)
         + buffer_bytes(model, device)
@@ -141,7 +156,7 @@ def process_limit_bytes(
     *,
     sharing: int = 1,
 ) -> int:
-    """A user's limit for the whole process; None is what is free, and what training has taken already.
+    """A user's limit for the whole process; None is what is usable, and what training has taken already. On a GPU no limit is more.
 
     Args:
         limit: As the user gave it.
@@ -151,6 +166,16 @@ def process_limit_bytes(
         device: Where they are.
         sharing: Number of processes that divide what is free.
     """
-    if limit is None:
-        return free_bytes(device) // sharing + allocated_bytes(model, optimizers, batch, device)
-    return resolve_limit(limit, device)
+    limit_bytes = None if limit is None else resolve_limit(limit, device)
+    if limit_bytes is not None and device.type != "cuda":
+        return limit_bytes
+    available_bytes = usable_bytes(device) // sharing + allocated_bytes(model, optimizers, batch, device)
+    return available_bytes if limit_bytes is None else min(limit_bytes, available_bytes)
+
+
+def take_workspaces(device: torch.device) -> None:
+    """Let cuBLAS take the workspaces that it keeps for each thread: the forward's, and autograd's for a GPU."""
+    if device.type == "cuda":
+        with torch.enable_grad():
+            matrix = torch.ones(8, 8, device=device, requires_grad=True)
+            torch.autograd.grad((matrix @ matrix).sum(), matrix)

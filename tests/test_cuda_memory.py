@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
+import lightning.pytorch as L
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader
 
-from lightning_rotor import Checkpointable, Schedule, simulate
+from lightning_rotor import BudgetError, Checkpointable, RotorCallback, RotorWarning, Schedule, simulate
 from lightning_rotor.planning import minimum_budget
 from lightning_rotor.profiling.meters import await_autograd
 
@@ -128,3 +132,210 @@ def test_peaks_are_predicted_to_the_byte(model: str, autocast: bool) -> None:
         assert all(map(torch.equal, expected, received))
         # Under autocast the order in which gradients are cast may save a block of 512 bytes or two.
         assert plan.peak_bytes - 1024 * autocast <= peak <= plan.peak_bytes <= limit
+
+
+# -------------------------------------------------------------------- the whole process, on devices of any size
+
+MiB = 2**20
+ROWS = 8192
+
+
+class Classifier(L.LightningModule):
+    """Activations of 2 MiB, so that they outweigh the segments of the allocator, and little to compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = [[nn.Linear(64, 64), nn.Tanh(), nn.Dropout(0.1)] for _ in range(12)]
+        self.body = nn.Sequential(*(layer for block in blocks for layer in block), nn.Linear(64, 3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return F.cross_entropy(self.body(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class Device(L.Callback):
+    """A device of some size, and what a training takes of it.
+
+    Attributes:
+        size_bytes: Of the device, without what CUDA's context takes; None for the real one.
+        shrinks: By the name of a hook, the number of the batch and how much is left there beyond what is allocated then.
+        peaks: Of each step, in bytes allocated and reserved.
+        failed: Allocations that failed, be it that one after giving back what was cached did not.
+    """
+
+    def __init__(self, size_bytes: int | None = None, **shrinks: tuple[int, int]) -> None:
+        self.size_bytes, self.shrinks, self.peaks, self.failed = size_bytes, shrinks, [], 0
+        self._ballast: list[torch.Tensor] = []
+
+    def setup(self, *_: Any, **__: Any) -> None:
+        gc.collect()
+        torch._C._cuda_clearCublasWorkspaces()
+        self.resize(self.size_bytes)
+        torch.cuda.reset_accumulated_memory_stats()
+
+    def resize(self, size_bytes: int | None) -> None:
+        self._ballast.clear()
+        torch.cuda.empty_cache()
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(1.0 if size_bytes is None else size_bytes / total)
+
+    def _shrink(self, hook: str, trainer: L.Trainer) -> None:
+        batch, left = self.shrinks.get(hook, (None, 0))
+        if trainer.global_step == batch:
+            torch.cuda.empty_cache()
+            self.resize(torch.cuda.memory_reserved() + left)
+            with suppress(torch.OutOfMemoryError):
+                while not left:  # nor in segments that are there
+                    self._ballast.append(torch.empty(2 * MiB, dtype=torch.uint8, device=GPU))
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self._shrink("forward", trainer)
+        torch.cuda.reset_peak_memory_stats()
+
+    def on_before_backward(self, trainer: L.Trainer, *_: Any) -> None:
+        self._shrink("backward", trainer)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.peaks.append((torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()))
+        statistics = torch.cuda.memory_stats()
+        self.failed = statistics["num_alloc_retries"] + statistics["num_ooms"]
+
+
+def fit(device: Device, *callbacks: L.Callback, model: L.LightningModule | None = None) -> dict[str, Any]:
+    """Weights after four steps."""
+    model = model or Classifier()
+    generator = torch.Generator().manual_seed(1)
+    batches = [
+        (torch.randn(ROWS, 64, generator=generator), torch.randint(0, 3, (ROWS,), generator=generator))
+        for _ in range(4)
+    ]
+    trainer = L.Trainer(
+        accelerator="gpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[device, *callbacks],
+    )  # fmt: skip
+    torch.manual_seed(3)
+    try:
+        trainer.fit(model, DataLoader(batches, batch_size=None))
+    finally:
+        device.resize(None)
+    return {name: tensor.cpu() for name, tensor in model.state_dict().items()}
+
+
+@pytest.fixture(scope="module")
+def roomy() -> tuple[dict[str, Any], RotorCallback, Device]:
+    """Weights of a plain training, and the callback after one in which everything fits."""
+    rotor, device = RotorCallback(None, "body", show_table=False), Device()
+    plain = fit(Device())
+    assert_same(plain, fit(device, rotor))
+    return plain, rotor, device
+
+
+def assert_same(left: dict[str, Any], right: dict[str, Any]) -> None:
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def least_and_most(rotor: RotorCallback) -> tuple[int, int]:
+    """Peaks of the process with everything recomputed that can be, and with nothing."""
+    assert rotor.plan is not None
+    assert rotor.predicted_peak_bytes is not None
+    least = minimum_budget(rotor.plan.chain, lingering_bytes=rotor.plan.lingering_bytes).peak_bytes
+    return rotor.predicted_peak_bytes - rotor.plan.peak_bytes + least, rotor.predicted_peak_bytes
+
+
+def room_for(limit_bytes: int) -> int:
+    """Size of a device on which that much is usable, roughly."""
+    return int((limit_bytes + 56 * MiB) / 0.95)
+
+
+@pytest.mark.filterwarnings("ignore:nvmlDeviceGetGpuFabricInfoV failed:UserWarning")  # simulated devices have none
+@pytest.mark.parametrize("expandable", [False, True], ids=["native", "expandable"])
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_without_a_limit_no_allocation_fails_on_a_device_of_any_size(
+    roomy: tuple[dict[str, Any], RotorCallback, Device], share: float, expandable: bool
+) -> None:
+    plain, rotor, _ = roomy
+    least, most = least_and_most(rotor)
+    device = Device(room_for(int(least + share * (most - least))))
+    rotor = RotorCallback(None, "body", show_table=False)
+    torch.cuda.empty_cache()
+    torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{expandable}")
+    try:
+        assert_same(plain, fit(device, rotor))
+    finally:
+        torch.cuda.empty_cache()
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+    assert device.failed == 0
+    assert rotor.plan is not None
+    assert rotor.predicted_peak_bytes is not None
+    assert bool(rotor.plan.recomputed) == (share < 1)
+    for allocated, reserved in device.peaks:
+        assert 0.98 * rotor.predicted_peak_bytes <= allocated <= rotor.budget_bytes
+        assert reserved <= (device.size_bytes or 0)
+    assert rotor.measured_reserved_bytes == device.peaks[-1][1]
+
+
+@pytest.mark.parametrize("limit", ["bytes", "share"])
+def test_a_limit_bounds_what_is_allocated(roomy: tuple[dict[str, Any], RotorCallback, Device], limit: str) -> None:
+    plain, rotor, _ = roomy
+    wanted = sum(least_and_most(rotor)) // 2
+    total = torch.cuda.get_device_properties(0).total_memory
+    rotor = RotorCallback(wanted if limit == "bytes" else wanted / total, "body", show_table=False)
+    device = Device()
+    assert_same(plain, fit(device, rotor))
+    assert abs(rotor.budget_bytes - wanted) <= 1
+    assert rotor.plan is not None
+    assert rotor.plan.recomputed
+    assert all(allocated <= wanted for allocated, _ in device.peaks)
+    assert device.peaks[-1][0] == rotor.measured_peak_bytes
+
+
+def test_a_share_of_a_device_that_others_use_is_what_they_leave(
+    roomy: tuple[dict[str, Any], RotorCallback, Device],
+) -> None:
+    plain, rotor, _ = roomy
+    device = Device(room_for(sum(least_and_most(rotor)) // 2))
+    rotor = RotorCallback("100%", "body", show_table=False)
+    assert_same(plain, fit(device, rotor))
+    assert device.failed == 0
+    assert rotor.budget_bytes < (device.size_bytes or 0)
+
+
+def test_a_device_that_is_too_small_is_refused_before_anything_fails() -> None:
+    device = Device(64 * MiB)
+    with pytest.raises(BudgetError, match=r"is below the minimum .* for parameters .* workspaces"):
+        fit(device, RotorCallback(None, "body", show_table=False))
+    assert torch.cuda.memory_stats()["num_ooms"] == 0
+
+
+def test_another_process_that_takes_memory_makes_the_forward_run_again(
+    roomy: tuple[dict[str, Any], RotorCallback, Device], caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, rotor, _ = roomy
+    least, most = least_and_most(rotor)
+    device = Device(forward=(2, room_for((least + most) // 2) - 48 * MiB))
+    rotor = RotorCallback(None, "body", show_table=False)
+    with caplog.at_level("WARNING", "lightning_rotor"):
+        assert_same(plain, fit(device, rotor))
+    assert "the forward runs again" in caplog.text
+    assert rotor.plan is not None
+    assert rotor.plan.recomputed
+
+
+def test_a_backward_that_fails_ends_training_and_the_next_plans_with_less(
+    roomy: tuple[dict[str, Any], RotorCallback, Device],
+) -> None:
+    _, known, _ = roomy
+    rotor = RotorCallback(sum(least_and_most(known)) // 2, "body", show_table=False)
+    with (
+        pytest.warns(RotorWarning, match="A step cannot run again from where it failed, but the next training"),
+        pytest.raises(torch.OutOfMemoryError),
+    ):
+        fit(Device(backward=(2, 0)), rotor)
+    before = rotor.plan
+    assert before is not None
+    fit(Device(), rotor)
+    assert rotor.plan is not None
+    assert rotor.plan.peak_bytes < before.peak_bytes

@@ -44,6 +44,7 @@ class ProcessLimit:
         self._limit = limit
         self.limit_bytes = 0
         self._corrections: OrderedDict[str, _Correction] = OrderedDict()
+        self._others: dict[str, int] = {}
 
     @property
     def corrections(self) -> dict[str, list[int]]:
@@ -64,8 +65,12 @@ class ProcessLimit:
         target: nn.Module,
         batch: Sequence[torch.Tensor],
         agreed_bytes: int | None,
+        in_step: bool,
     ) -> Allowance:
-        """What a plan for a chain may use now, under the limit that all processes have agreed on, if they have."""
+        """What a plan for a chain may use now, under the limit that all processes have agreed on, if they have.
+
+        What else there is besides the chain shows in a step, when its forward begins; between steps the first such moment is remembered.
+        """
         memory = ProcessMemory.of(
             self._limit,
             trainer,
@@ -76,6 +81,11 @@ class ProcessLimit:
             agreed_bytes=agreed_bytes,
         )
         self.limit_bytes = memory.limit_bytes
+        other = memory.resident.other_bytes
+        other = (
+            self._others.setdefault(chain.fingerprint, other) if in_step else self._others.get(chain.fingerprint, other)
+        )
+        memory = replace(memory, resident=replace(memory.resident, other_bytes=other))
         correction = self._correction(chain)
         # There is no batch in a tuner's trial, which is known from its forward alone.
         batch_bytes = None if batch else chain.input_bytes

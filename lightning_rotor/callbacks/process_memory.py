@@ -13,7 +13,7 @@ from torch import nn
 from lightning_rotor.allowance import Allowance
 from lightning_rotor.callbacks.ranks import communication_bytes, processes_sharing
 from lightning_rotor.private.lightning_names import toggled_parameters
-from lightning_rotor.training_memory import ResidentMemory, process_limit_bytes
+from lightning_rotor.training_memory import ResidentMemory, named_bytes, process_limit_bytes
 from lightning_rotor.units import MemoryLimit
 
 
@@ -56,9 +56,13 @@ class ProcessMemory:
         """
         with _untoggled(model):
             resident = ResidentMemory.of(model, target, trainer.optimizers, batch, device)
+        resident = replace(resident, communication_bytes=communication_bytes(trainer, model))
+        if device.type == "cuda":
+            named = named_bytes(model, trainer.optimizers, batch, device) + resident.communication_bytes
+            resident = replace(resident, other_bytes=max(0, torch.cuda.memory_allocated(device) - named))
         return cls(
             agreed_bytes or own_limit_bytes(limit, trainer, model, batch, device),
-            replace(resident, communication_bytes=communication_bytes(trainer, model)),
+            resident,
             # zero_grad runs between forward and backward, so gradients of the step before linger through the forward. Not so when
             # several backwards add up, or when the user decides.
             gradients_linger=model.automatic_optimization and trainer.accumulate_grad_batches == 1,

@@ -10,6 +10,7 @@ from rich.table import Table
 from lightning_rotor.planning import Plan
 from lightning_rotor.planning.tables import rendered
 from lightning_rotor.report import plan_table, plot_timeline, stage_table
+from lightning_rotor.units import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,12 +24,14 @@ class ProcessPlan:
         plan: For the activations of one module.
         limit_bytes: For the whole process.
         measured_peak_bytes: Of the whole process, or None if no step was measured.
+        measured_reserved_bytes: What a GPU's caching allocator had reserved at most in that step, or None.
         target: The planned module, for people.
     """
 
     plan: Plan
     limit_bytes: int
     measured_peak_bytes: int | None
+    measured_reserved_bytes: int | None
     target: str
 
     @property
@@ -52,6 +55,8 @@ class ProcessPlan:
         }
         if self.measured_peak_bytes is not None:
             numbers["measured_peak_bytes"] = self.measured_peak_bytes
+        if self.measured_reserved_bytes is not None:
+            numbers["measured_reserved_bytes"] = self.measured_reserved_bytes
         return numbers
 
     def table(self) -> Table:
@@ -60,8 +65,13 @@ class ProcessPlan:
             self.plan,
             reserved_bytes=self.reserved_bytes,
             measured_peak_bytes=self.measured_peak_bytes,
-            extra_rows=[("Planned module", self.target)],
+            extra_rows=[*self._reserved_row(), ("Planned module", self.target)],
         )
+
+    def _reserved_row(self) -> list[tuple[str, str]]:
+        if self.measured_reserved_bytes is None:
+            return []
+        return [("Reserved by PyTorch", f"{format_bytes(self.measured_reserved_bytes)}, with what it keeps for reuse")]
 
     def text(self) -> str:
         """The table, and what is done with which stages, as text."""

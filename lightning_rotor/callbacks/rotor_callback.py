@@ -30,6 +30,7 @@ from lightning_rotor.planning import Plan
 from lightning_rotor.profiling import Profile
 from lightning_rotor.shortage import is_shortage, shortage_message
 from lightning_rotor.tensors import tensors_in
+from lightning_rotor.training_memory import take_workspaces
 from lightning_rotor.units import MemoryLimit, format_bytes, parse_limit
 
 
@@ -47,7 +48,10 @@ class RotorCallback(pl.Callback):
 
     Args:
         mem_limit: What the whole training process may use on the device: parameters, gradients, optimizer state, the batch and activations.
-            Bytes, ``"20GiB"``, ``"10GB"``, a fraction of the device such as ``0.8`` or ``"80%"``, or None for what is free.
+            Bytes, ``"20GiB"``, ``"10GB"``, a fraction of the device such as ``0.8`` or ``"80%"``, or None for what is free. On a GPU it bounds
+            what PyTorch allocates (``torch.cuda.max_memory_allocated``). What its caching allocator reserves beyond that comes on top, as does the
+            CUDA context: nvidia-smi shows all three. Whatever the limit, a plan leaves room for them on the device, and inside of
+            ``torch.cuda.set_per_process_memory_fraction``, which bounds what is reserved.
         module: Dotted name of the submodule to plan, such as ``"model.layers"``; ``""`` is the LightningModule itself. By default the
             submodule with most of the compute of a training step, among those that can be a chain: the FLOPs of the first batch's step are
             counted in a dry run without values, or failing that (the log says why) trainable parameters. It is the LightningModule itself
@@ -77,7 +81,7 @@ class RotorCallback(pl.Callback):
     each unit inside of the planned module is one stage.
 
     Logs to every logger, each key after ``RotorCallback/`` (or the logger's own separator): ``overhead_percent``, ``budget_bytes``,
-    ``predicted_peak_bytes``, ``measured_peak_bytes``, ``planning_seconds``, ``recomputed_stages``.
+    ``predicted_peak_bytes``, ``measured_peak_bytes``, ``measured_reserved_bytes`` (on a GPU), ``planning_seconds``, ``recomputed_stages``.
     """
 
     def __init__(
@@ -149,6 +153,11 @@ class RotorCallback(pl.Callback):
         """The allocator's peak in the step measured last, what was allocated before it included, or None."""
         return self._watch.peak_bytes
 
+    @property
+    def measured_reserved_bytes(self) -> int | None:
+        """What a GPU's caching allocator had reserved at most in that step, blocks that it keeps for reuse included; None on the CPU."""
+        return self._watch.reserved_bytes
+
     # ---------------------------------------------------------------- hooks
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -171,6 +180,7 @@ class RotorCallback(pl.Callback):
         self._batch = tensors_in(batch)
         if self._meeting_due:
             self._meeting_due = False
+            take_workspaces(pl_module.device)
             own_limit_bytes = self._process.own_limit_bytes(trainer, pl_module, self._batch, pl_module.device)
             self._ranks.meet(trainer, pl_module, own_limit_bytes)
         if self._attachment is not None:
@@ -341,6 +351,7 @@ class RotorCallback(pl.Callback):
             target=self._attachment.target.module,
             batch=self._batch,
             agreed_bytes=self._ranks.limit_bytes,
+            in_step=self._in_step,
         )
         # Tuners take all callbacks out of the Trainer; one of them tries another batch when memory does not suffice.
         callbacks: list[pl.Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
@@ -348,7 +359,10 @@ class RotorCallback(pl.Callback):
 
     def _process_plan(self) -> ProcessPlan:
         assert self._plan is not None
-        return ProcessPlan(self._plan, self._process.limit_bytes, self._watch.peak_bytes, self._planned_module)
+        watch = self._watch
+        return ProcessPlan(
+            self._plan, self._process.limit_bytes, watch.peak_bytes, watch.reserved_bytes, self._planned_module
+        )
 
     def _on_plan(self, plan: Plan) -> None:
         assert self._attachment is not None

@@ -24,11 +24,13 @@ class StepWatch:
 
     Attributes:
         peak_bytes: The allocator's peak in the step measured last, what was allocated before it included; None before the first.
-        backward_peak_bytes: The same until the optimizer's step, the only part that a plan can change.
+        reserved_bytes: What a GPU's caching allocator had reserved at most in that step, for all it keeps for reuse; None on the CPU.
+        backward_peak_bytes: The allocator's peak until the optimizer's step, the only part that a plan can change.
     """
 
     def __init__(self) -> None:
         self.peak_bytes: int | None = None
+        self.reserved_bytes: int | None = None
         self.backward_peak_bytes = 0
         self._left = 0
         self._meter: StepMeter | None = None
@@ -104,6 +106,7 @@ class StepWatch:
         self._consecutive = self._left > 0
         if self._exact:
             self.peak_bytes = self._base_bytes + trace.peak_bytes
+            self.reserved_bytes = trace.reserved_bytes
             self.backward_peak_bytes = self._base_bytes + trace.lap_peak_bytes
         return self._exact
 

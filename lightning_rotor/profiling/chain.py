@@ -46,6 +46,7 @@ from lightning_rotor.state import SegmentState, Statistic, state_of
 from lightning_rotor.tensors import is_fake, require_tensors, same_bits, tensors_in
 from lightning_rotor.tracing import GraphSlice
 from lightning_rotor.undisturbed import kept_attributes, lent_buffers, undisturbed
+from lightning_rotor.units import BLOCK_BYTES
 from lightning_rotor.versions import first_changed
 from lightning_rotor.wiring import unpacked
 
@@ -72,6 +73,12 @@ class Profile:
     def state(self) -> SegmentState:
         """What all stages together would have to leave alone."""
         return sum(self.states, SegmentState())
+
+    @cached_property
+    def copied_bytes(self) -> int:
+        """Copies of buffers that a forward holds in case that it must run again; on the CPU they lie outside of torch's memory."""
+        block_bytes = BLOCK_BYTES.get(torch.device(self.chain.device).type)
+        return 0 if block_bytes is None else self.state.copied_bytes(block_bytes)
 
     @cached_property
     def draws_random(self) -> bool:

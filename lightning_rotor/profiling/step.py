@@ -20,6 +20,7 @@ class StepTrace:
         peak_bytes: Highest level above that at the start.
         lap_peak_bytes: The same until the first :meth:`StepMeter.lap`, or of all of it if there was none.
         end_bytes: Level at the end above that at the start; negative if more was freed than allocated.
+        reserved_bytes: What a GPU's caching allocator had reserved at most, blocks that it keeps for reuse included; None on the CPU.
         timeline: Points ``(seconds, bytes)`` since the start, one for each change. Empty on CUDA, whose allocator gives the peak alone.
     """
 
@@ -27,6 +28,7 @@ class StepTrace:
     lap_peak_bytes: int
     end_bytes: int
     timeline: tuple[tuple[float, int], ...]
+    reserved_bytes: int | None = None
 
 
 class StepMeter:
@@ -80,7 +82,8 @@ class StepMeter:
         if self._device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._device) - self._base
             until_lap = peak if self._lap_peak is None else self._lap_peak
-            return StepTrace(peak, until_lap, torch.cuda.memory_allocated(self._device) - self._base, ())
+            end = torch.cuda.memory_allocated(self._device) - self._base
+            return StepTrace(peak, until_lap, end, (), torch.cuda.max_memory_reserved(self._device))
         if self._log is None:
             raise ProfilingError("StepMeter.stop() without start(): call start() before the step")
         log, self._log = self._log, None
