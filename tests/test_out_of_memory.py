@@ -6,6 +6,7 @@ import copy
 import pickle
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import lightning.pytorch as L
 import pytest
@@ -18,6 +19,8 @@ from lightning_rotor.planning import Plan
 from tests.training import assert_same_bits, generator_states
 
 HUGE = 2**60
+# By layer, in how many forwards it fails next. Here, for a forward that runs again sets back what its layers hold.
+FAILS: WeakKeyDictionary[nn.Module, list[int]] = WeakKeyDictionary()
 
 
 class Greedy(nn.Module):
@@ -25,8 +28,13 @@ class Greedy(nn.Module):
 
     def __init__(self, *fails: int, changes_input: bool = False) -> None:
         super().__init__()
-        self.fails, self.changes_input, self.armed = list(fails), changes_input, False
+        self.changes_input, self.armed = changes_input, False
+        FAILS[self] = list(fails)
         self.register_buffer("seen", torch.zeros(1))
+
+    @property
+    def fails(self) -> list[int]:
+        return FAILS.setdefault(self, [])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen += 1
