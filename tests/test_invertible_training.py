@@ -129,7 +129,8 @@ def test_a_fused_backward_evaluates_each_branch_once(wrap: Any, evaluations: int
     calls: list[str] = []
     for name, module in net.named_modules():
         if name.endswith((".f", ".g")):
-            module.register_forward_hook(lambda *_, name=name: calls.append(name))
+            # No hook: those that only look are not called again.
+            module.forward = lambda x, name=name, forward=module.forward: calls.append(name) or forward(x)
     invertible_checkpoint(net, batch(torch.float32).requires_grad_()).sum().backward()
     assert len(calls) == evaluations * len(set(calls)) == evaluations * 6
 
