@@ -165,7 +165,9 @@ def test_a_smaller_last_batch_runs_the_same_schedule_without_being_measured(batc
     assert plan is not None
     assert net.plan is not None
     assert net.plan.schedule == plan.schedule
-    assert all(not stage.takes for stage in net.plan.chain)  # only measured stages say what they take
+    first, *others = net.plan.chain
+    assert first.takes == (f"float32[100, {', '.join(map(str, batch.shape[1:]))}]",)
+    assert all(not stage.takes for stage in others)  # those of a measured chain say what they take
     with pytest.raises(BudgetError, match="lower the batch size"):
         net(torch.cat([batch, batch]))
     net(batch).sum().backward()
