@@ -73,6 +73,15 @@ def _why_not(mark: pytest.Mark | None) -> str | None:
     return None if torch.cuda.device_count() >= wanted else f"needs {wanted} CUDA devices"
 
 
+@pytest.fixture(autouse=True)
+def deterministic_mode() -> Iterator[None]:
+    """``Trainer(deterministic=True)`` sets it for the process, and leaves it on."""
+    mode = torch.get_deterministic_debug_mode()
+    yield
+    if torch.get_deterministic_debug_mode() != mode:
+        torch.set_deterministic_debug_mode(mode)
+
+
 @pytest.fixture(scope="session")
 def hugging() -> Iterator[Any]:
     """Hugging Face's package, which reports much."""
