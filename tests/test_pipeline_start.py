@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import warnings
 from collections.abc import Iterator
@@ -74,6 +75,9 @@ class Unseeded(L.LightningModule):
 
 
 def seed_apart(rank: int) -> None:
+    os.environ.pop(
+        "PL_GLOBAL_SEED", None
+    )  # of another test's seed_everything, which Lightning would seed all processes with
     random.seed(rank)
     np.random.seed(rank)  # noqa: NPY002
     torch.manual_seed(rank)
