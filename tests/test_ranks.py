@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_rotor import RotorCallback
-from tests.rank_runs import BLOCKS_LIMIT, CASES, LIMIT, STEPS, TIMEOUT, fit
+from tests.rank_runs import APART, BLOCKS_LIMIT, CASES, LIMIT, STEPS, TIMEOUT, WIDTH, fit
 from tests.training import assert_same_bits
 
 ROOT = Path(__file__).parents[1]
@@ -207,9 +207,11 @@ def test_two_gpus_train_as_without_the_callback(gpu_runs: Seen, case: str) -> No
 
 @pytest.mark.gpu(devices=2)
 def test_the_limit_holds_on_each_gpu(gpu_runs: Seen) -> None:
+    # A plan supposes that its caller holds the module's output through the backward. The step does not: its head has let go of it.
+    output_bytes = APART["ddp_gpus"].batch * WIDTH * 4
     for seen in (each["ddp_gpus"] for each in gpu_runs):
         assert seen["predicted"] <= seen["limit"]
-        assert seen["peak"] == pytest.approx(seen["predicted"], rel=0.02)
+        assert seen["peak"] == pytest.approx(seen["predicted"] - output_bytes, rel=0.02)
         assert seen["peak"] <= seen["limit"]
 
 
