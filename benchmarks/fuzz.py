@@ -1,9 +1,10 @@
 # ruff: noqa: D102, D103  (tables of small things whose names say what they are)
 """Random programs with and without the library: the same bits, or a typed error that leaves everything as it was.
 
-    python benchmarks/fuzz.py --programs 10000 --seed 0      writes benchmarks/results/fuzz.md; --resume goes on where a run was cut
-    python benchmarks/fuzz.py --seed 0 --only 17             one program, shrunk if it fails
-    python benchmarks/fuzz.py --text "Program(body=(linear, relu), limit=0.3)"
+    python -m benchmarks.fuzz --programs 10000 --seed 0 --log fuzz.jsonl --report benchmarks/results/fuzz.md
+    python -m benchmarks.fuzz ... --resume            goes on where a run was cut
+    python -m benchmarks.fuzz --only 17 --shrink      one program of seed 0, made simpler if it fails
+    python -m benchmarks.fuzz --text "Program(body=(linear, relu), limit=0.3)"
 
 benchmarks/fuzz_programs.py has the grammar. A program is trained twice from equal seeds, plainly and under a limit, and everything that user
 code can see is written down in order: losses, gradients, weights, buffers, optimizer state, metrics, generators, records of hooks,
@@ -62,7 +63,6 @@ from lightning_rotor.strategies import RotorPipelineStrategy
 from lightning_rotor.units import MemoryLimit
 from tests.strategies import random_schedule
 
-RESULT = Path(__file__).parent / "results" / "fuzz.md"
 TIME_LIMIT = 600  # seconds of a program, on a machine that others use
 PRECISIONS = {"bf16-mixed", "64-true", "bf16-true"}
 ENOUGH = 8 * 2**30
@@ -870,7 +870,9 @@ def main() -> int:
         return verdict.failed
     done = {}
     if asked.resume and asked.log.exists():
-        done = {each["number"]: each for each in map(json.loads, asked.log.read_text().splitlines())}
+        logged = map(json.loads, asked.log.read_text(encoding="utf-8").splitlines())
+        # What a process that hung or died says of its program may be the machine's fault.
+        done = {each["number"]: each for each in logged if each["kind"] not in ("hang", "death", "fuzzer")}
     elif asked.log.exists():
         asked.log.unlink()
     numbers = iter([number for number in range(asked.first, asked.first + asked.programs) if number not in done])
