@@ -1,4 +1,4 @@
-"""Settings of torch that stand around a forward and decide over its numbers. A recomputation runs under those of its forward.
+"""Settings of torch and its layers that decide over the numbers of a forward. A recomputation runs under those of its forward.
 
 A backward may run under others: outside of a ``with sdpa_kernel(...)``, after ``torch.set_default_dtype``, or in autograd's threads for
 CUDA, where the default device is nobody's. Autocast and grad mode are not among them: torch's checkpoint holds those.
@@ -6,13 +6,15 @@ CUDA, where the default device is nobody's. Autocast and grad mode are not among
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import product
+from operator import is_
 from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 from torch.backends import cuda, cudnn, mkldnn
 
 from lightning_rotor.private import torch_names as private
@@ -43,6 +45,56 @@ class Settings:
         finally:
             if settings() != before:
                 _change(before, older)
+
+
+class LayerSettings:
+    """What torch's own layers have in attributes at the moment when it is made: their mode, a dropout's ``p``, a normalization's ``eps``.
+
+    Args:
+        layers: No hooks run around their forwards.
+    """
+
+    __slots__ = ("_all_hooked", "_now", "_then")
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        self._now = [layer.__dict__ for layer in layers]
+        self._then = list(map(dict.copy, self._now))
+        self._all_hooked = private.any_hooks_of_all()
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Context in which they are set again, and hooks that were registered since are not called."""
+        changed = [(now, then) for now, then in zip(self._now, self._then, strict=True) if not _same(now, then)]
+        before = [now.copy() for now, _ in changed]
+        hooks = [table for now in self._now for table in (now["_forward_hooks"], now["_forward_pre_hooks"]) if table]
+        if not self._all_hooked:
+            hooks += filter(None, private.forward_hook_tables(None))
+        hooked = [table.copy() for table in hooks]
+        try:
+            for now, then in changed:
+                _set_attributes(now, then)
+            for table in hooks:
+                table.clear()
+            yield
+        finally:
+            for (now, _), attributes in zip(changed, before, strict=True):
+                _set_attributes(now, attributes)
+            for table, entries in zip(hooks, hooked, strict=True):
+                table.update(entries)
+
+
+def _same(now: dict[str, Any], then: dict[str, Any]) -> bool:
+    return len(now) == len(then) and all(map(is_, now.values(), then.values()))
+
+
+def _set_attributes(now: dict[str, Any], then: dict[str, Any]) -> None:
+    """All but tensors: FSDP1 puts parameters there, and they come and go."""
+    for name in now.keys() | then.keys():
+        if name not in then:
+            if not isinstance(now[name], torch.Tensor):
+                del now[name]
+        elif not isinstance(then[name], torch.Tensor):
+            now[name] = then[name]
 
 
 def settings() -> tuple[Any, ...]:

@@ -14,16 +14,18 @@ attributes of modules that are      are set to what the first pass saw, and back
 not torch's own, what their hooks   and objects there (:mod:`.snapshot`); tensors are lent like buffers. So are Python's and
 can reach                           NumPy's generators
 hooks that only look                are not called again (:mod:`.observers`)
-torch's settings                    are those of the first pass: the default dtype, kernels that are allowed, and so on
+torch's settings                    are those of the first pass: the default dtype, kernels that are allowed, and so on. So
+and those of its layers             are modes, probabilities and the like, and hooks that came later are not called
 parameters, and buffers that the    are the very tensors of the first pass, though functional_call has put others in place,
-first pass does not update          and must not have changed since; those of FSDP units come and go with the units' hooks
+first pass does not update          require gradients as they did, and must not have changed since; those of FSDP units come and
+                                    go with the units' hooks
 ==================================  =====================================================================================
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
@@ -35,7 +37,7 @@ from lightning_rotor.generators import HostGenerators
 from lightning_rotor.observers import Observers
 from lightning_rotor.private.torch_names import any_hooks_of_all
 from lightning_rotor.sequential import NORMALIZATIONS, Stage, is_plain_stock
-from lightning_rotor.settings import Settings
+from lightning_rotor.settings import LayerSettings, Settings
 from lightning_rotor.sharding import units_in
 from lightning_rotor.snapshot import SMALL_BYTES, Snapshot
 from lightning_rotor.units import in_blocks
@@ -68,6 +70,7 @@ class SegmentState:
         remembered: Modules whose buffers are remembered by each first pass.
         watched: Modules whose buffers must not change in a segment.
         attributed: Modules whose attributes, and all that their hooks can reach, are remembered by each first pass.
+        layers: Torch's own modules, whose settings are remembered by each first pass.
         parametrized: Modules whose own parameters a replay reads.
         buffered: Modules whose own buffers it reads.
         direct_reads: Tensors that it reads without calling their module: who has them, and under which name.
@@ -78,6 +81,7 @@ class SegmentState:
     remembered: tuple[nn.Module, ...] = ()
     watched: tuple[nn.Module, ...] = ()
     attributed: tuple[nn.Module, ...] = ()
+    layers: tuple[nn.Module, ...] = ()
     parametrized: tuple[nn.Module, ...] = ()
     buffered: tuple[nn.Module, ...] = ()
     direct_reads: tuple[tuple[nn.Module, str], ...] = ()
@@ -109,6 +113,7 @@ class SegmentState:
             remembered,
             both(self.watched, other.watched),
             both(self.attributed, other.attributed),
+            both(self.layers, other.layers),
             both(self.parametrized, other.parametrized),
             tuple(buffered),
             tuple(direct_reads),
@@ -187,6 +192,7 @@ def state_of(
         tuple(dict.fromkeys(remembered)),
         tuple(dict.fromkeys(watched)),
         tuple(dict.fromkeys(attributed)),
+        tuple(module for module in called if is_plain_stock(module)),
         tuple(parametrized),
         tuple(buffered),
         tuple(dict.fromkeys(direct_reads)),
@@ -203,6 +209,7 @@ class FirstPass:
         self.observers = Observers(state.attributed)
         self.generators: HostGenerators | None = None
         self.settings = Settings()
+        self.layers = LayerSettings(())
         self.read = TensorsRead()
 
     def __enter__(self) -> None:
@@ -215,6 +222,7 @@ class FirstPass:
             self.before = Snapshot(self.state.attributed, small_bytes=SMALL_BYTES)
             self.observers.watch()
         self.generators = HostGenerators() if self.state.attributed else None
+        self.layers = LayerSettings(self.state.layers)
         self.read = self.state.tensors_read()
 
     def __exit__(
@@ -237,12 +245,12 @@ class Replay:
         self._exchanged: list[Slot] = []
         self._present: Snapshot | None = None
         self._generators: HostGenerators | None = None
-        self._settings: AbstractContextManager[None] = nullcontext()
+        self._settings = ExitStack()
 
     def __enter__(self) -> None:
         self._first_pass.read.require_unchanged()
-        self._settings = self._first_pass.settings.restored()
-        self._settings.__enter__()
+        for settings in (self._first_pass.settings, self._first_pass.layers, self._first_pass.read):
+            self._settings.enter_context(settings.restored())
         if self._first_pass.before is not None:
             self._present = self._first_pass.before.again()
             self._first_pass.before.lend()
@@ -283,7 +291,7 @@ class Replay:
             present.restore()
         if self._generators is not None:
             self._generators.restore()
-        self._settings.__exit__(None, None, None)
+        self._settings.close()
 
 
 def _slots(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:

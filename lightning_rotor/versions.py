@@ -6,8 +6,10 @@ what is written through ``tensor.data``, through NumPy, or by fused optimizers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -17,6 +19,7 @@ from lightning_rotor.private.torch_names import stamps
 
 Slot: TypeAlias = tuple[dict[str, Any], str, Any]
 """A module's table of parameters or buffers, a name in it, and what is there."""
+_requires_grad = attrgetter("requires_grad")
 
 
 def first_changed(before: Sequence[int], tensors: Sequence[torch.Tensor]) -> int | None:
@@ -53,6 +56,7 @@ class TensorsRead:
         self._read = [slot for slot in self.slots if isinstance(slot[2], torch.Tensor)]
         self._tensors = [tensor for _, _, tensor in self._read]
         self._stamps = stamps(self._tensors)
+        self._learning = list(map(_requires_grad, self._tensors))
 
     def require_untouched(self) -> None:
         """Check at its end that the forward itself has not changed them.
@@ -78,6 +82,19 @@ class TensorsRead:
             raise changed_meanwhile(
                 self._spell(*self._read[number][:2]), "Step optimizers, average weights and update buffers behind it"
             )
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Context in which those that were frozen, or set free, since the forward read them are what they were."""
+        now = list(map(_requires_grad, self._tensors))
+        frozen = [] if now == self._learning else list(zip(self._tensors, now, self._learning, strict=True))
+        try:
+            for tensor, _, then in frozen:
+                tensor.requires_grad_(then)
+            yield
+        finally:
+            for tensor, after, _ in frozen:
+                tensor.requires_grad_(after)
 
     def standing_in(self, substitutes: Mapping[int, torch.Tensor]) -> TensorsRead:
         """The same with others in the slots of some tensors, by the ``id`` of each."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import re
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils.parametrizations import weight_norm
 
 from lightning_rotor import Checkpointable, is_recomputing
@@ -256,6 +259,103 @@ def test_tensors_that_functional_call_lends_are_those_of_the_recomputation() -> 
     add_in_place(lent["module.offset"])
     with pytest.raises(ExecutionError, match="the parameter 'offset' has changed"):
         output.sum().backward()
+
+
+# -------------------------------------------------------------------- settings of layers: a recomputation runs under those of the forward
+
+
+class Layered(nn.Module):
+    """Code that symbols can trace, or only a recording."""
+
+    def __init__(self, *, recorded: bool) -> None:
+        super().__init__()
+        self.rows = nn.ModuleList(layers() for _ in range(3))
+        self.recorded = recorded
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        if self.recorded and bool((image > 1e9).any()):
+            return image
+        for row in self.rows:
+            image = image + row(image)
+        return image
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5), nn.Tanh(), nn.LeakyReLU(0.1), nn.Linear(WIDTH, WIDTH)
+    )  # fmt: skip
+
+
+def every(kind: type[nn.Module], **values: Any) -> Callable[[nn.Module], Any]:
+    """Sets attributes of all layers of a kind."""
+    return lambda net: [vars(layer).update(values) for layer in net.modules() if isinstance(layer, kind)]
+
+
+def every_linear(change: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
+    return lambda net: [change(layer) for layer in net.modules() if isinstance(layer, nn.Linear)]
+
+
+LAYERED: dict[str, Callable[[], nn.Module]] = {
+    "sequential": lambda: nn.Sequential(layers(), layers(), layers()),
+    "graph": lambda: Layered(recorded=False),
+    "recording": lambda: Layered(recorded=True),
+}
+MEANWHILE: dict[str, Callable[[nn.Module], Any]] = {
+    "eval": nn.Module.eval,
+    "dropout": every(nn.Dropout, p=0.9),
+    "momentum": every(nn.BatchNorm1d, momentum=0.9, eps=0.1),
+    "statistics": every(nn.BatchNorm1d, track_running_stats=False),
+    "slope": every(nn.LeakyReLU, negative_slope=0.9),
+    "inplace": every(nn.LeakyReLU, inplace=True),
+    "frozen": lambda net: net.requires_grad_(False),
+    "thawed": lambda net: net.requires_grad_(True),
+    "one frozen": lambda net: next(net.parameters()).requires_grad_(False),
+    "forward": every(nn.Linear, forward=lambda image: image * 3),
+    "hook": every_linear(lambda layer: layer.register_forward_hook(lambda module, args, output: output * 2)),
+    "pre-hook": every_linear(lambda layer: layer.register_forward_pre_hook(lambda module, args: args[0] * 2)),
+    "hook of all": lambda net: ALL_HOOKED.append(register_module_forward_hook(lambda module, args, output: output * 2)),
+}
+ALL_HOOKED: list[Any] = []
+
+
+@contextmanager
+def undone(net: nn.Module) -> Iterator[None]:
+    attributes = [(vars(module), dict(vars(module))) for module in net.modules()]
+    learning = [(parameter, parameter.requires_grad) for parameter in net.parameters()]
+    try:
+        yield
+    finally:
+        for now, then in attributes:
+            now.clear()
+            now.update(then)
+            now["_forward_hooks"].clear()
+            now["_forward_pre_hooks"].clear()
+        for parameter, requires_grad in learning:
+            parameter.requires_grad_(requires_grad)
+        while ALL_HOOKED:
+            ALL_HOOKED.pop().remove()
+
+
+@pytest.mark.parametrize("schedule", ["(0-{0}) {1}", "((0-1) 2-{0}) {1}"], ids=["one segment", "nested"])
+@pytest.mark.parametrize("way", LAYERED)
+def test_layers_are_recomputed_as_they_ran(way: str, schedule: str) -> None:
+    """Whatever their settings are when the backward comes; those stay as they are."""
+    torch.manual_seed(0)
+    net, batch = LAYERED[way](), torch.randn(8, WIDTH)
+    every_linear(lambda layer: layer.bias.requires_grad_(False))(net)
+    twin = copy.deepcopy(net)
+    run = planned(net, batch, schedule)
+    for name, change in MEANWHILE.items():
+        found = []
+        for user, forward in ((twin, twin), (net, run)):
+            with undone(user):
+                torch.manual_seed(1)
+                grown = gradients(forward, batch, partial(change, user))
+                settings = [(module.training, sorted(vars(module)), module.extra_repr()) for module in user.modules()]
+                hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in user.modules()]
+                learning = [parameter.requires_grad for parameter in user.parameters()]
+                found.append((grown, [*user.buffers()], settings, hooks, learning, torch.get_rng_state()))
+        assert_same_bits(*found, name)
 
 
 def test_a_stage_that_changes_its_own_parameters_is_kept() -> None:

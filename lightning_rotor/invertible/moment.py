@@ -116,7 +116,7 @@ class Moment:
         replayed = FirstPass(dataclasses.replace(self._first_pass.state, statistics=self._state().statistics))
         replayed.values = self._first_pass.values
         replayed.before, replayed.observers = self._first_pass.before, self._first_pass.observers
-        replayed.settings = self._first_pass.settings
+        replayed.settings, replayed.layers = self._first_pass.settings, self._first_pass.layers
         replayed.read = self._first_pass.read.standing_in(parameters or {})
         with ExitStack() as stack:
             stack.enter_context(repeating())
