@@ -69,7 +69,7 @@ class BeforeForward:
         statistics: Makes copies of statistics.
     """
 
-    __slots__ = ("_before", "_copies", "_generators", "_owner", "_statistics", "_versions")
+    __slots__ = ("_before", "_copies", "_generators", "_owner", "_statistics", "_versions", "_written")
 
     def __init__(self, profile: Profile, value: Any, statistics: CopiedStatistics) -> None:
         state, tensors = profile.state, tensors_in(value)
@@ -81,11 +81,12 @@ class BeforeForward:
         self._before = Snapshot(state.attributed, small_bytes=SMALL_BYTES)
         self._owner, self._statistics = statistics, statistics.take(state)
         self._copies = [(buffer, uncounted_copy(buffer)) for buffer in _buffers(state.remembered)]
+        self._written = state.written
         self._versions = [(tensor, version_of(tensor)) for tensor in (*tensors, *_buffers(state.watched))]
 
     def restore(self) -> bool:
-        """Set everything back. Whether that was possible: an input or a large buffer that has changed is not remembered."""
-        if any(version_of(tensor) != version for tensor, version in self._versions):
+        """Set everything back. Whether that was possible: a parameter, an input or a large buffer that changes is not remembered."""
+        if self._written or any(version_of(tensor) != version for tensor, version in self._versions):
             return False
         self._before.restore()
         with torch.no_grad():

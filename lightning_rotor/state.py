@@ -74,6 +74,7 @@ class SegmentState:
         parametrized: Modules whose own parameters a replay reads.
         buffered: Modules whose own buffers it reads.
         direct_reads: Tensors that it reads without calling their module: who has them, and under which name.
+        written: Parameters that a forward changes. Stages of such are never replayed.
         root: The user's module, and the path that messages begin with.
     """
 
@@ -85,6 +86,7 @@ class SegmentState:
     parametrized: tuple[nn.Module, ...] = ()
     buffered: tuple[nn.Module, ...] = ()
     direct_reads: tuple[tuple[nn.Module, str], ...] = ()
+    written: tuple[nn.Parameter, ...] = ()
     root: tuple[nn.Module, str] | None = None
 
     def remembered_bytes(self, block_bytes: int) -> int:
@@ -117,6 +119,7 @@ class SegmentState:
             both(self.parametrized, other.parametrized),
             tuple(buffered),
             tuple(direct_reads),
+            both(self.written, other.written),
             other.root if self.root is None else self.root,
         )
 

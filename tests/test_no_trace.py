@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +18,7 @@ from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_rotor import RotorCallback
+from lightning_rotor.errors import ModelError
 from tests.training import Run, assert_same_bits, assert_same_training, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*mem_limit 1.00 KiB")
@@ -337,3 +339,49 @@ def test_logs_from_inside(way: str, tmp_path: Path) -> None:
     assert_same_bits(logged[0], logged[1])
     assert_same_bits(logged[0], logged[2])
     assert {"act_step", "act_epoch", "sum", "out", "middle_epoch"} <= set(logged[0])
+
+
+# -------------------------------------------------------------------- parameters
+
+
+def in_place(weight: nn.Parameter) -> None:
+    weight.data.mul_(0.9)
+    weight.detach()[:2].mul_(1.1)
+    with torch.no_grad():
+        weight.add_(0.01)
+
+
+def anew(weight: nn.Parameter) -> None:
+    weight.data = torch.renorm(weight.data * 0.9, 2, 0, 0.5)
+
+
+class Rewriting(Block):
+    """Changes its own weights in its forward."""
+
+    def __init__(self, change: Callable[[nn.Parameter], None]) -> None:
+        super().__init__()
+        self.change = change
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.change(self.linear.weight)
+        return super().forward(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*gives other bits when it runs again")
+@pytest.mark.parametrize("change", [in_place, anew])
+@WAYS
+def test_weights_that_the_forward_changes(way: str, change: Callable[[nn.Parameter], None], tmp_path: Path) -> None:
+    """Once a step, however often it was measured. A recording refuses changes in place before any happens."""
+
+    def make() -> Task:
+        blocks = iter((Rewriting(change), Block(), Rewriting(change), Block()))
+        return Task(net_of(way, blocks.__next__))
+
+    if way == "recording" and change is in_place:
+        task = make()
+        before = copy.deepcopy(task.state_dict())
+        with pytest.raises(ModelError, match="it changes a parameter, or another tensor that is no buffer"):
+            train(lambda: task, TENSORS, tmp_path, callback=RotorCallback("10GiB", "net"))
+        assert_same_bits(dict(task.state_dict()), dict(before))
+    else:
+        agree(make, tmp_path)

@@ -30,7 +30,7 @@ from lightning_rotor.errors import ModelError, RotorWarning
 from lightning_rotor.generators import GeneratorStates
 from lightning_rotor.invertible.trial import Objections, try_inverse
 from lightning_rotor.options import autocast_enabled, run_stage, way_of
-from lightning_rotor.private.torch_names import HOOKS, STRUCTURE, noticed_checkpoints, stamps, version_of
+from lightning_rotor.private.torch_names import HOOKS, STRUCTURE, noticed_checkpoints, version_of
 from lightning_rotor.profiling.boundary import Boundary
 from lightning_rotor.profiling.ends import StageEnds
 from lightning_rotor.profiling.interlude import Interlude, segment_seconds
@@ -45,9 +45,8 @@ from lightning_rotor.sharding import UnitSizes, gathered, units_in
 from lightning_rotor.state import SegmentState, Statistic, state_of
 from lightning_rotor.tensors import is_fake, require_tensors, same_bits, tensors_in
 from lightning_rotor.tracing import GraphSlice
-from lightning_rotor.undisturbed import kept_attributes, lent_buffers, undisturbed
+from lightning_rotor.undisturbed import kept_attributes, kept_parameters, lent_buffers, undisturbed
 from lightning_rotor.units import BLOCK_BYTES
-from lightning_rotor.versions import first_changed
 from lightning_rotor.wiring import unpacked
 
 _log = logging.getLogger(__name__)
@@ -149,13 +148,13 @@ def profile_chain(
                 start = meter.now()
                 stack.enter_context(gathered(units))
                 gathering_seconds = meter.seconds_between(start, meter.now()) if units else 0.0
-                stack.enter_context(kept_attributes(stage))
+                stack.enter_context(kept_attributes(stage, keep_parameters=False))
                 with noticed_checkpoints() as noticed:
                     passed = _pass(stage, boundary, device)
                 if True in noticed:
                     raise ModelError(f"stage {stage.name!r} cannot be measured. {NO_CHECKPOINTS}")
                 checkpointing += [stage.name] * bool(noticed)
-                states.append(state_of(stage, passed.updating, scratch))
+                states.append(replace(state_of(stage, passed.updating, scratch), written=passed.written))
                 if passed.leaves_traces:
                     collecting.add(number)
                 draws_random = any(seen.draws_random[index] for index in group) or may_draw(stage)
@@ -183,7 +182,7 @@ def profile_chain(
                     (_identity(stage, compiled, with_numbers=with_numbers), boundary.signature)
                     for with_numbers in (True, False)
                 )
-                measurable = Measurable(profiler, recomputable, identity, kin, way, tried.fused)
+                measurable = Measurable(profiler, recomputable, identity, kin, way, tried.fused, passed.written)
                 measured.append(Measured.of(number, measurable, bench.measured(measurable, boundary), unmeasured))
                 sizes = sum((unit.sizes for unit in units), UnitSizes())
             if before is not None:
@@ -274,26 +273,28 @@ class _Passed:
     same_bits: bool
     leaves_traces: bool
     updating: tuple[torch.nn.Module, ...]
+    written: tuple[torch.nn.Parameter, ...]
 
 
 def _pass(stage: Stage, boundary: Boundary, device: torch.device) -> _Passed:
     """Run a stage; if it is not made of torch's own layers, run it again as a recomputation would, and compare the bits."""
     states = GeneratorStates(device)
-    parameters = list(stage.parameters())
-    stamped = stamps(parameters)
-    with kept_attributes(stage) as before, lent_buffers(stage) as originals:
+    with ExitStack() as stack:
+        before = stack.enter_context(kept_attributes(stage, keep_parameters=False))
+        originals = stack.enter_context(lent_buffers(stage))
+        written = stack.enter_context(kept_parameters(stage))
         output = run_stage(stage, boundary.fresh())
         updating = _updating(originals)
         leaves_traces = bool(before.changed())
         repeatable = before.is_undoable()
     outputs = tensors_in(output)
-    repeatable = repeatable and first_changed(stamped, parameters) is None
+    repeatable = repeatable and not written
     if repeatable and not is_stock(stage):
         states.restore()
         with kept_attributes(stage), lent_buffers(stage):
             again = tensors_in(run_stage(stage, boundary.fresh()))
         repeatable = len(again) == len(outputs) and all(map(same_bits, outputs, again))
-    return _Passed(outputs_of(stage, output), repeatable, leaves_traces, updating)
+    return _Passed(outputs_of(stage, output), repeatable, leaves_traces, updating, tuple(written))
 
 
 # -------------------------------------------------------------------- what stages show about themselves

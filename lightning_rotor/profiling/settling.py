@@ -16,6 +16,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from lightning_rotor.compiled import CompiledModules
 from lightning_rotor.inversion import Way
 from lightning_rotor.options import run_stage
@@ -27,7 +29,7 @@ from lightning_rotor.profiling.storages import UnmeasuredSkip
 from lightning_rotor.profiling.variants import KnownSeconds, VariantsMeasurement, measure
 from lightning_rotor.sequential import Stage, wiring_of
 from lightning_rotor.sharding import gathered, units_in
-from lightning_rotor.undisturbed import kept_attributes, lent_buffers
+from lightning_rotor.undisturbed import kept_attributes, kept_parameters, lent_buffers
 from lightning_rotor.wiring import unpacked
 
 # Each takes a forward of the chain; longer rows of unlike stages that hand on an order are rare.
@@ -71,6 +73,7 @@ class Measurable:
         kin: Likewise, equal for those that should take the same time, for all that can be told before they run.
         way: To invert it, if there is one.
         not_fused: Why its own backward must not rebuild its input; empty if nothing speaks against it.
+        written: Parameters that its forward changes.
     """
 
     profiler: StageProfiler
@@ -79,6 +82,7 @@ class Measurable:
     kin: tuple[Any, ...]
     way: Way | None
     not_fused: str
+    written: tuple[torch.nn.Parameter, ...] = ()
 
     def key(self, layouts: Layouts) -> tuple[Any, ...]:
         """All that its measurement depends on."""
@@ -92,7 +96,12 @@ class Measurable:
         """Costs of the stage with its variants and its inverse."""
         stage = profiler.stage
         units = units_in(stage.modules)
-        with gathered(units), kept_attributes(stage) as before, lent_buffers(stage):
+        with (
+            gathered(units),
+            kept_attributes(stage, keep_parameters=False) as before,
+            lent_buffers(stage),
+            kept_parameters(stage, self.written),
+        ):
             profiler = replace(profiler, before=before)
             if units:  # a variant would be compiled together with what gathers the parameters
                 found = VariantsMeasurement(profiler.measure(recomputable=self.recomputable))

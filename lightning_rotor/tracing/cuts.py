@@ -32,7 +32,7 @@ from lightning_rotor.tracing.slices import GraphSlice
 from lightning_rotor.tracing.tracer import Tracer, ambient
 from lightning_rotor.tracing.trainers import hide_trainers
 from lightning_rotor.tracing.watch import Watch
-from lightning_rotor.undisturbed import kept_attributes, lent_buffers, undisturbed
+from lightning_rotor.undisturbed import kept_attributes, kept_parameters, lent_buffers, undisturbed
 from lightning_rotor.wiring import packed
 
 _Seen = TypeVar("_Seen")
@@ -200,7 +200,7 @@ def _tried(module: nn.Module, call: Call, run: Callable[[list[torch.Tensor]], _S
     states = GeneratorStates()
     tensors = [tensor.detach().clone().requires_grad_(tensor.requires_grad).view_as(tensor) for tensor in call.tensors]
     try:
-        with _lent(module, call), kept_attributes(Stage("", (module,))):
+        with _lent(module, call), kept_attributes(Stage("", (module,)), keep_parameters=False):
             return run(tensors)
     except torch.OutOfMemoryError:
         raise
@@ -371,9 +371,10 @@ def _repeated(module: nn.Module, call: Call, attempt: _Attempt, first: Recorder,
 
 @contextmanager
 def _lent(module: nn.Module, call: Call) -> Iterator[None]:
-    """Context in which a real forward leaves buffers and generators alone."""
+    """Context in which a real forward leaves parameters, buffers and generators alone."""
     device = call.tensors[0].device if call.tensors else torch.device("cpu")
-    with undisturbed(device), lent_buffers(Stage("", (module,))):
+    whole = Stage("", (module,))
+    with undisturbed(device), lent_buffers(whole), kept_parameters(whole):
         yield
 
 

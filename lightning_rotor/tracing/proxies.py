@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from lightning_rotor.tracing.kinds import IS_TENSOR
+from lightning_rotor.tracing.modules import UntraceableError
 
 if TYPE_CHECKING:
     from lightning_rotor.tracing.tracer import Tracer
@@ -22,6 +23,11 @@ class Value(fx.Proxy):
         if not hasattr(torch.Tensor, name) and self.node.meta.get(IS_TENSOR):
             raise AttributeError(f"a tensor has no attribute {name!r}")
         return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if hasattr(torch.Tensor, name):
+            raise UntraceableError(f"it sets {name!r} of a tensor")
+        super().__setattr__(name, value)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, key, value), {})
