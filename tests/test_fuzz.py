@@ -52,6 +52,9 @@ REGRESSIONS = {
     "an optimizer toggled behind the forward": (
         "body=(norm, norm, linear, linear), way='callback', limit=None, features=('two_optimizers', 'stem')"
     ),
+    "logs of a pipeline in double precision": (
+        "body=(linear, relu, linear), way='pipeline', features=('64-true', 'stem', 'log'), batch=6"
+    ),
     "a length planned from another one": (
         "body=(relu, relu, gelu), family='sequence', limit=None, features=('lengths', 'validation'), steps=4, seed=987"
     ),

@@ -102,9 +102,12 @@ class MicroBatchLogs:
 
     def _mean(self, numbers: Sequence[int], column: torch.Tensor) -> torch.Tensor:
         """Over rows."""
-        weights = torch.tensor([float(self._sizes[number]) for number in numbers], device=column.device)
-        return (column * weights).sum() / weights.sum()
+        exact = torch.promote_types(column.dtype, torch.float32)
+        weights = torch.tensor([self._sizes[number] for number in numbers], device=column.device, dtype=exact)
+        return ((column * weights).sum() / weights.sum()).to(column.dtype)
 
 
 def _column(values: Sequence[Any]) -> torch.Tensor:
-    return torch.stack([torch.as_tensor(value, dtype=torch.float32).mean() for value in values])
+    """As many numbers, of the type that one process would log."""
+    column = torch.stack([torch.as_tensor(value) for value in values])
+    return column if column.is_floating_point() else column.to(torch.get_default_dtype())

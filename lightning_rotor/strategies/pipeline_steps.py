@@ -108,7 +108,8 @@ class PipelineSteps:
             else:
                 with apart:
                     results = step()
-        logs.write()
+        with self._context():  # Lightning makes what adds up an epoch in the default dtype
+            logs.write()
         losses = [loss_of(result).detach() * (size / rows) for result, size in zip(results, sizes, strict=True)]
         return together(results, sizes, deferred(torch.stack(losses).sum(), apart, scale))
 
