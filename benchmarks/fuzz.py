@@ -613,10 +613,13 @@ def judge_pipeline(program: Program) -> Verdict:
             return Verdict("refused", f"{kind}: {short(message)}", trace=trace)
         if kind and plainly.error is not None:
             return Verdict("invalid")
-        if kind:
-            return Verdict("crash", f"{kind}: {short(message)}", trace=trace)
         expected = [event for event in plainly.seen.events if event[0] in ("loss", "metrics", "end")]
         same = close if micro_batches(program) > 1 else operator.eq
+        if kind and typed and not first_difference(expected, events, whole=False, same=same):
+            steps = sum(label == "loss" for label, _ in events)
+            return Verdict("refused", f"{kind}: {short(message)}", steps_before=steps, trace=trace)
+        if kind:
+            return Verdict("crash", f"{kind}: {short(message)}", trace=trace)
         difference = first_difference(expected, events, whole=True, same=same)
         if difference:
             return Verdict("different", difference)

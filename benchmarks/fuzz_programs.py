@@ -751,6 +751,7 @@ class Net(L.LightningModule):
             self.note("mark")
         if program.has("eval_call"):
             self.body.eval()
+            self.note("mark")
             self.history.append(self(x).detach().float().sum())
             self.body.train()
             self.collected.clear()

@@ -7,6 +7,7 @@ output is called again with that one, and its effects are put back (:mod:`.snaps
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -61,7 +62,7 @@ class Observers:
             self._quiet = [
                 (table, key)
                 for table, key, watched in quiet
-                if not (shared and shared & Snapshot((watched.innermost,), hooks=False).owners)
+                if not (watched.marked or (shared and shared & Snapshot((watched.innermost,), hooks=False).owners))
             ]
         self._watched = []
 
@@ -80,13 +81,14 @@ class _Watched:
     Attributes:
         hook: It.
         acted: Whether it has done more than look.
+        marked: Whether it has left something in attributes of its module, where others may read it.
     """
 
-    __slots__ = ("acted", "hook")
+    __slots__ = ("acted", "hook", "marked")
 
     def __init__(self, hook: Callable[..., Any]) -> None:
         self.hook = hook
-        self.acted = False
+        self.acted = self.marked = False
 
     @property
     def innermost(self) -> Callable[..., Any]:
@@ -98,7 +100,7 @@ class _Watched:
 
     def __call__(self, *given: Any) -> Any:
         """Call it."""
-        before = _looks_of(given)
+        before, marks = _looks_of(given), _marks_on(given[0])
         hooks = private.hooks_for_saved_tensors()
         if hooks is None:
             result = self.hook(*given)
@@ -112,7 +114,17 @@ class _Watched:
             with saved_tensors_hooks(note, unpack):
                 result = self.hook(*given)
         self.acted = self.acted or result is not None or before != _looks_of(given)
+        self.marked = self.marked or marks != _marks_on(given[0])
         return result
+
+
+def _marks_on(module: nn.Module) -> list[tuple[str, int, int]]:
+    """Comparable: changes if an attribute of the user's is set, or a container in one grows."""
+    return [
+        (name, id(value), len(value) if isinstance(value, (list, dict, set, deque)) else 0)
+        for name, value in vars(module).items()
+        if name not in private.STRUCTURE
+    ]
 
 
 def _looks_of(given: Iterable[Any]) -> list[Any]:

@@ -137,11 +137,11 @@ class _Inputs:
 
 
 def _unless_changed(
-    function: Callable[..., Any], before: list[int], spell_input: Callable[[int], str], *inputs: Any
+    function: Callable[..., Any], before: list[int], or_copies: bool, spell_input: Callable[[int], str], *inputs: Any
 ) -> Any:
     """Run a function on inputs that must be what they were."""
     tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
-    number = first_changed(before, tensors)
+    number = first_changed(before, tensors, or_copies=or_copies)
     if number is not None:
         place = next(place for place, value in enumerate(inputs) if value is tensors[number])
         raise changed_meanwhile(
@@ -174,17 +174,18 @@ def recomputed(
     tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
     before = expected = private.stamps(tensors)
     hooks: AbstractContextManager[Any] = nullcontext()
+    or_copies = False
     if _flags.checkpointing or _flags.recomputing:
         # Inside another segment. Its recomputation makes the inputs anew, in other memory, by the same operations.
         expected = before[: len(tensors)]
     elif private.hooks_for_saved_tensors() is not None:
-        expected = []  # somebody's hooks bring back what they like: copies
+        or_copies = True  # somebody's hooks bring back what they like
     else:
         held = _Inputs(name)
         hooks = torch.autograd.graph.saved_tensors_hooks(held.save, held.hand_out)
     with hooks:
         output = checkpoint(
-            partial(_unless_changed, function, expected, spell_input),
+            partial(_unless_changed, function, expected, or_copies, spell_input),
             *inputs,
             use_reentrant=False,
             preserve_rng_state=draws_random,

@@ -22,16 +22,21 @@ Slot: TypeAlias = tuple[dict[str, Any], str, Any]
 _requires_grad = attrgetter("requires_grad")
 
 
-def first_changed(before: Sequence[int], tensors: Sequence[torch.Tensor]) -> int | None:
+def first_changed(before: Sequence[int], tensors: Sequence[torch.Tensor], *, or_copies: bool = False) -> int | None:
     """Number of the first tensor that has changed since, or None.
 
     Args:
         before: Stamps of the tensors, or the first of these: what is left out is not compared.
         tensors: As many.
+        or_copies: They may be copies, in other memory.
     """
     now = stamps(tensors)[: len(before)]
     if now == before:
         return None
+    if or_copies:
+        count = len(tensors)
+        changed = (now[n + count] == before[n + count] and now[n] > before[n] for n in range(count))
+        return next((number for number, has_changed in enumerate(changed) if has_changed), None)
     return min(place % len(tensors) for place in range(len(now)) if now[place] != before[place])
 
 

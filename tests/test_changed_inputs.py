@@ -155,6 +155,21 @@ def test_what_lies_between_stages_is_checked_too(schedule: str) -> None:
         assert all(map(torch.equal, plain, gradients(run, batch, lambda: add_in_place(seen[-1]))))
 
 
+def test_inputs_are_checked_under_hooks_for_saved_tensors_that_do_not_copy() -> None:
+    net, batch = in_a_row(), torch.randn(8, WIDTH)
+    run = planned(net, batch, "(0-{0}) {1}")
+    plain = gradients(net, batch, lambda: None)
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.clone, lambda tensor: tensor):
+        assert_same_bits(plain, gradients(run, batch.clone(), lambda: None))
+        copied = batch.clone()
+        assert_same_bits(plain, gradients(run, copied, lambda: add_in_place(copied)))
+    with (
+        torch.autograd.graph.save_on_cpu(),  # on the CPU, the very tensor
+        pytest.raises(ExecutionError, match="the module's input has changed"),
+    ):
+        gradients(run, batch, lambda: add_in_place(batch))
+
+
 def test_a_batch_that_is_part_of_a_larger_buffer_may_be_overwritten_behind_the_backward_only() -> None:
     buffer = torch.randn(2, 8, WIDTH)
     net = in_a_row()

@@ -52,6 +52,16 @@ REGRESSIONS = {
     "an optimizer toggled behind the forward": (
         "body=(norm, norm, linear, linear), way='callback', limit=None, features=('two_optimizers', 'stem')"
     ),
+    "an input that hooks for saved tensors hand back as it is": (
+        "body=(twice(linear, add_), dropout, bernoulli, linear, linear, dropout, drop_path, norm, linear), limit=None, "
+        "features=('overwrite_input', 'offload'), steps=1, seed=679"
+    ),
+    "a refusal while a part of the model evaluates": (
+        "body=(linear,), way='callback', features=('eval_call', 'thaw', 'unnamed'), seed=415"
+    ),
+    "a recorded pipeline behind layers, which evaluates": (
+        "body=(linear, relu, linear), way='pipeline', style='recorded', features=('stem', 'validation'), batch=48"
+    ),
     "logs of a pipeline in double precision": (
         "body=(linear, relu, linear), way='pipeline', features=('64-true', 'stem', 'log'), batch=6"
     ),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import nn
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_rotor import RotorCallback
+from lightning_rotor import Checkpointable, RotorCallback
 from lightning_rotor.errors import ModelError
 from tests.training import Run, assert_same_bits, assert_same_training, train
 
@@ -244,6 +245,122 @@ def test_features_for_the_loss(way: str, tmp_path: Path) -> None:
     agree(make, tmp_path)
 
 
+def linears_in(net: nn.Module) -> list[nn.Module]:
+    return [module for module in net.modules() if isinstance(module, nn.Linear)]
+
+
+def on_its_module(net: nn.Module) -> Callable[[], Any]:
+    """Notes on attributes of torch's own layers: one hook leaves them there, another reads them."""
+
+    def note(module: Any, args: Any) -> None:
+        module.calls, module.given = getattr(module, "calls", 0) + 1, args[0].detach()
+
+    def use(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        module.made = output.detach()
+        return output + 0.1 * module.given.mean() * module.calls
+
+    for layer in linears_in(net):
+        layer.register_forward_pre_hook(note)
+        layer.register_forward_hook(use)
+    return lambda: sum(layer.made.mean() * layer.calls for layer in linears_in(net) if hasattr(layer, "made"))
+
+
+def for_a_while(net: nn.Module) -> Callable[[], Any]:
+    """Hooks that remove themselves, at once or later, and one that registers another."""
+    seen: list[torch.Tensor] = []
+
+    def once(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        module.once.remove()
+        return output * 0.5
+
+    def later(module: Any, args: Any, output: torch.Tensor) -> None:
+        seen.append(output.detach().mean())
+        if len(seen) > 5:
+            module.later.remove()
+
+    def begin(module: Any, args: Any, output: torch.Tensor) -> None:
+        if not hasattr(module, "begun"):
+            module.begun = module.register_forward_hook(lambda module, args, output: output * 0.7)
+
+    layers: list[Any] = linears_in(net)
+    for layer in layers:
+        layer.once, layer.later = layer.register_forward_hook(once), layer.register_forward_hook(later)
+        layer.register_forward_hook(begin)
+    return lambda: sum(seen, torch.zeros(()))
+
+
+def always(net: nn.Module) -> Callable[[], Any]:
+    """In every way that torch can call them."""
+    seen: list[torch.Tensor] = []
+    for layer in linears_in(net):
+        layer.register_forward_hook(
+            lambda m, a, k, out: seen.append(out.detach().mean()), with_kwargs=True, always_call=True
+        )
+        layer.register_forward_hook(lambda m, a, k, out: out * 1.5, with_kwargs=True, always_call=True)
+        layer.register_forward_pre_hook(lambda m, a, k: ((a[0] * 0.7,), k), with_kwargs=True)
+        layer.register_forward_hook(lambda m, a, out: out + 0.1, prepend=True, always_call=True)
+    return lambda: sum(seen[-4:], torch.zeros(()))
+
+
+def on_all(net: nn.Module) -> Callable[[], Any]:
+    """For every module of the process."""
+    seen: list[torch.Tensor] = []
+
+    def scale(module: nn.Module, args: Any, output: torch.Tensor) -> Any:
+        return output * 1.01 if isinstance(module, nn.Linear) else None
+
+    def note(module: nn.Module, gradients: Any, outputs: Any) -> None:
+        if isinstance(module, nn.Linear):
+            seen.append(outputs[0].mean())
+
+    def count(module: Any, args: Any) -> None:
+        module.calls = getattr(module, "calls", 0) + 1
+
+    of_all = nn.modules.module
+    ON_ALL.extend(
+        (
+            of_all.register_module_forward_hook(scale, always_call=True),
+            of_all.register_module_forward_pre_hook(count),
+            of_all.register_module_full_backward_hook(note),
+        )
+    )
+    return lambda: sum(seen[-6:], torch.tensor(sum(getattr(layer, "calls", 0) for layer in linears_in(net))))
+
+
+def normalizing(net: nn.Module) -> Callable[[], Any]:
+    """torch's own hooks and parametrizations of weights."""
+    kinds: Any = (nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm, nn.utils.weight_norm)
+    for layer, normalize in zip(linears_in(net), cycle(kinds)):
+        normalize(layer)
+    return lambda: 0.0
+
+
+ON_ALL: list[Any] = []
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated", "ignore:Full backward hook is firing")
+@pytest.mark.parametrize(
+    "registers", [(on_its_module, for_a_while, always, normalizing), (on_all,)], ids=["own", "all"]
+)
+@WAYS
+def test_hooks_of_every_kind(way: str, registers: Sequence[Callable[[nn.Module], Any]], tmp_path: Path) -> None:
+    def make() -> Task:
+        forget_on_all()
+        net = net_of(way)
+        found = [register(net) for register in registers]
+        return Task(net, lambda: sum(each() for each in found), lambda: [vars(m).get("calls") for m in linears_in(net)])
+
+    try:
+        agree(make, tmp_path)
+    finally:
+        forget_on_all()
+
+
+def forget_on_all() -> None:
+    while ON_ALL:
+        ON_ALL.pop().remove()
+
+
 # -------------------------------------------------------------------- state that is neither buffer nor parameter
 
 
@@ -307,6 +424,40 @@ def test_state_that_is_no_buffer(way: str, tmp_path: Path) -> None:
 
     plain = agree(make, tmp_path)
     assert plain.model.notes[-1][0][0] == 3
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated", "ignore:Full backward hook is firing")
+@WAYS
+def test_without_lightning(way: str) -> None:
+    """Hooks of every kind, features for the loss and state, under Checkpointable."""
+
+    def run(limit: str | None) -> Any:
+        torch.manual_seed(0)
+        net = net_of(way, Stateful)
+        found = [register(layers_of(net)) for register in HOOKS]
+        extra = [register(net) for register in (on_its_module, for_a_while, always, normalizing)]
+        features: list[torch.Tensor] = []
+        layers_of(net)[0].register_forward_hook(lambda module, args, output: features.append(output))
+        optimizer = torch.optim.SGD(net.parameters(), 0.01)
+        forward = net if limit is None else Checkpointable(net, TENSORS[0][:8], "1GiB")
+        if limit == "least":
+            forward.use(forward.frontier().points[0].schedule)
+            assert forward.plan.recomputed
+        for batch in TENSORS[0].split(8):
+            optimizer.zero_grad()
+            loss = forward(batch).square().mean() + torch.stack([each.abs().mean() for each in features]).sum()
+            features.clear()
+            loss = (
+                loss + sum(torch.stack(each()[-3:]).mean() for each in found if each()) + sum(each() for each in extra)
+            )
+            loss.backward()
+            optimizer.step()
+        state = [block.state for block in layers_of(net)]
+        return dict(net.state_dict()), loss.detach(), state, [[value.clone() for value in each()] for each in found]
+
+    plain = run(None)
+    assert_same_bits(plain, run("most"))
+    assert_same_bits(plain, run("least"))
 
 
 @WAYS

@@ -14,6 +14,7 @@ from lightning_rotor.pipeline.ownership import Ownership
 from lightning_rotor.pipeline.parts import PartPlan
 from lightning_rotor.pipeline_schedule import PipelineError
 from lightning_rotor.planning.partition import Partition
+from lightning_rotor.private.pytree import tree_flatten, tree_unflatten
 from lightning_rotor.profiling import Profile
 from lightning_rotor.sequential import Stage
 from lightning_rotor.tracing import GraphCut
@@ -32,9 +33,12 @@ def evaluation_cut(
         return training, None
     modes = [(each, each.training) for each in module.modules()]
     module.eval()
+    # What layers before it make requires no gradients then.
+    leaves, spec = tree_flatten(call)
+    args, kwargs = tree_unflatten([leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
     try:
         with torch.no_grad():
-            cut = sequentialize(module, *call)
+            cut = sequentialize(module, args, kwargs)
     except ModelError as error:
         raise PipelineError(f"{type(module).__name__} can be cut in training, but not in evaluation: {error}") from None
     finally:
