@@ -244,13 +244,19 @@ def _trace(
     make: type[Tracer | Recorder],
     not_whole: frozenset[nn.Module],
     lessons: Lessons | None,
+    *,
+    looks: bool = False,
 ) -> tuple[fx.Graph, Tracer | Recorder, dict[str, str], Lessons]:
-    """Trace or record, making opaque whatever cannot be traced, from the inside out."""
+    """Trace or record, making opaque whatever cannot be traced, from the inside out.
+
+    What is there before is looked at only if a first attempt has asked for it: most code does not, and looking through a large process takes
+    longer than a recording.
+    """
     paths = {submodule: path for path, submodule in module.named_modules()}
     opaque = {} if lessons is None else {module.get_submodule(path): why for path, why in lessons.opaque.items()}
     failures = Counter(map(type, opaque))
     before, unsettled = Snapshot(module.modules()), None
-    heap = Heap(is_users, lessons)
+    heap = Heap(is_users, lessons, looks=looks)
     while True:
         types = {
             kind
@@ -267,7 +273,7 @@ def _trace(
             if unsettled is not None:
                 unsettled.restore()
             before.restore()
-            return _trace(module, call, make, not_whole, None)
+            return _trace(module, call, make, not_whole, None, looks=heap.must_look)
         if attempt.graph is not None:
             heap.closures.forget()
             named = {paths[submodule]: why for submodule, why in opaque.items()}

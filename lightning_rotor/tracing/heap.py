@@ -24,21 +24,28 @@ class Heap:
 
     Args:
         is_users: Says of a file whether functions in it count.
-        lessons: Of an earlier recording of the module; without them, everything is looked at.
+        lessons: Of an earlier recording of the module.
+        looks: Whether to note what is there before a recording, which takes long where much is. Without, a recording that asks for it is of
+            no use, and the heap misled.
 
     Attributes:
         closures: The variables of functions.
     """
 
-    def __init__(self, is_users: Callable[[str], bool], lessons: Lessons | None) -> None:
+    def __init__(self, is_users: Callable[[str], bool], lessons: Lessons | None, *, looks: bool = False) -> None:
         self.closures = Closures(is_users, None if lessons is None else lessons.closures)
-        self._looks = lessons is None or lessons.asks_what_was_there
+        self._looks = looks or (lessons is not None and lessons.asks_what_was_there)
         self._was_asked = False
 
     @property
     def misled(self) -> bool:
-        """Whether the lessons do not fit, so that something that the code did was not looked at."""
-        return self.closures.misled or (self._was_asked and not self._looks)
+        """Whether something that the code did was not looked at: the lessons do not fit, or nobody has looked at what was there."""
+        return self.closures.misled or self.must_look
+
+    @property
+    def must_look(self) -> bool:
+        """Whether somebody has asked what was there, and nobody has looked."""
+        return self._was_asked and not self._looks
 
     def inventory(self) -> Inventory | None:
         """What is there now; None if it is expected that nobody will ask."""
