@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.lightning-rotor
 KEY := $(shell cat pyproject.toml constraints.txt | cksum) $(CURDIR)
 
-.PHONY: demo test test-gpu test-versions lint types suite docs bench format clean
+.PHONY: demo test test-all test-gpu test-versions lint types suite docs bench format clean
 .DEFAULT_GOAL := test
 
 # torch's profiler, which sees memory on the CPU, would warn of blocks that are older than the profile: there always are some.
@@ -33,6 +33,10 @@ types: $(STAMP)
 # Last, so that its summary closes the output.
 suite: $(STAMP) | lint types
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# The wide grids, too.
+test-all: lint types
+	$(BIN)/python -m pytest --all $(PYTEST_ARGS)
 
 # On real devices; without any, `make test` runs these tests on simulated ones. One process: they measure memory.
 test-gpu: $(STAMP)

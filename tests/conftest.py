@@ -34,6 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--features", type=Path, help="run the tests that show a feature, and write their results as a table"
     )
+    parser.addoption("--all", action="store_true", help="run the wide grids, too")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -54,6 +55,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--features") is not None:
         items[:] = [item for item in items if item.get_closest_marker("feature")]
+    if not config.getoption("--all"):
+        items[:] = [item for item in items if item.get_closest_marker("wide") is None]
     for item in items:  # reports from other processes carry properties, but no markers
         item.user_properties += [("feature", mark.args) for mark in item.iter_markers("feature")]
     for item in items:

@@ -18,6 +18,7 @@ from lightning_rotor import Checkpointable, sequentialize
 from lightning_rotor.profiling.reference import require_same
 from lightning_rotor.recomputation import recomputed
 from lightning_rotor.tracing import GraphCut, cut_graph, cut_recording
+from tests.grids import grid
 
 # torch says so of a mask of booleans next to one of numbers, without a plan as well.
 pytestmark = pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask")
@@ -95,11 +96,16 @@ def same_as_one_operation(net: Attending, way: str, **inputs: torch.Tensor | Non
     return cut
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("need_weights", [False, True])
-@pytest.mark.parametrize("batch_first", [False, True])
-@pytest.mark.parametrize("mask", [None, "float 2-D", "bool 2-D", "float 3-D", "bool 3-D"])
-@pytest.mark.parametrize("padding", [None, torch.float32, torch.bool])
+@pytest.mark.parametrize(
+    ("way", "need_weights", "batch_first", "mask", "padding"),
+    grid(
+        WAYS,
+        [False, True],
+        [False, True],
+        [None, "float 2-D", "bool 2-D", "float 3-D", "bool 3-D"],
+        [None, torch.float32, torch.bool],
+    ),
+)
 def test_masks(way: str, need_weights: bool, batch_first: bool, mask: str | None, padding: torch.dtype | None) -> None:
     net = Attending(need_weights=need_weights, batch_first=batch_first, dropout=0.2)
     x = torch.randn(BATCH, LENGTH, WIDTH) if batch_first else torch.randn(LENGTH, BATCH, WIDTH)
@@ -114,25 +120,23 @@ def test_masks(way: str, need_weights: bool, batch_first: bool, mask: str | None
     )
 
 
-@pytest.mark.parametrize("way", WAYS)
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"bias": False},
+    {"dropout": 0.3},
+    {"add_bias_kv": True},
+    {"add_zero_attn": True},
+    {"add_bias_kv": True, "add_zero_attn": True},
+    {"kdim": 6, "vdim": 6},
+    {"kdim": 6, "vdim": 6, "add_bias_kv": True},
+    {"kdim": 6, "vdim": 6, "bias": False},
+    {"average": False},
+]
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"bias": False},
-        {"dropout": 0.3},
-        {"add_bias_kv": True},
-        {"add_zero_attn": True},
-        {"add_bias_kv": True, "add_zero_attn": True},
-        {"kdim": 6, "vdim": 6},
-        {"kdim": 6, "vdim": 6, "add_bias_kv": True},
-        {"kdim": 6, "vdim": 6, "bias": False},
-        {"average": False},
-    ],
-    ids=str,
+    ("way", "options", "need_weights", "batched"), grid(WAYS, OPTIONS, [False, True], [False, True]), ids=str
 )
-@pytest.mark.parametrize("need_weights", [False, True])
-@pytest.mark.parametrize("batched", [False, True])
 def test_options_with_another_source(way: str, options: dict[str, Any], need_weights: bool, batched: bool) -> None:
     net = Attending(need_weights=need_weights, **options)
     source = options.get("kdim", WIDTH)

@@ -1,0 +1,33 @@
+"""Grids of parameters: ``make test`` runs as much of one as lets every two values meet, ``make test-all`` all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+
+
+def grid(*axes: Iterable[Any]) -> list[Any]:
+    """Every combination of one value of each axis, for ``parametrize``. Those that are not needed for every two values to meet are wide."""
+    axes = tuple(map(tuple, axes))
+    every = list(product(*(range(len(axis)) for axis in axes)))
+    missing: set[Any] = set().union(*map(_pairs, every))
+    chosen: set[tuple[int, ...]] = set()
+    while missing:
+        best = max(every, key=lambda places: len(_pairs(places) & missing))
+        chosen.add(best)
+        missing -= _pairs(best)
+    return [
+        pytest.param(
+            *(axis[place] for axis, place in zip(axes, places, strict=True)),
+            marks=[] if places in chosen else pytest.mark.wide,
+        )
+        for places in every
+    ]
+
+
+def _pairs(places: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
+    """Places of values on two axes each."""
+    return set(combinations(enumerate(places), 2))
