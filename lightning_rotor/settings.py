@@ -66,7 +66,7 @@ class LayerSettings:
         """Context in which they are set again, and hooks that were registered since are not called."""
         changed = [(now, then) for now, then in zip(self._now, self._then, strict=True) if not _same(now, then)]
         before = [now.copy() for now, _ in changed]
-        hooks = [table for now in self._now for table in (now["_forward_hooks"], now["_forward_pre_hooks"]) if table]
+        hooks = [now[name] for now in self._now for name in private.HOOKS[:2] if now[name]]
         if not self._all_hooked:
             hooks += filter(None, private.forward_hook_tables(None))
         hooked = [table.copy() for table in hooks]
