@@ -19,7 +19,7 @@ from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_rotor import Checkpointable, RotorCallback
-from lightning_rotor.errors import ModelError
+from lightning_rotor.errors import ExecutionError, ModelError
 from tests.training import Run, assert_same_bits, assert_same_training, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*mem_limit 1.00 KiB")
@@ -536,3 +536,89 @@ def test_weights_that_the_forward_changes(way: str, change: Callable[[nn.Paramet
         assert_same_bits(dict(task.state_dict()), dict(before))
     else:
         agree(make, tmp_path)
+
+
+# -------------------------------------------------------------------- what the forward has read
+
+
+class Place(Block):
+    """Autograd saves nothing of its input, nor of a bias, so plain training lets both change after the forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear.bias
+
+
+class Meanwhile(Task):
+    """Changes something between forward and backward."""
+
+    what: str
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x = batch[0].clone()
+        loss = nn.functional.cross_entropy(self.net(x).mean(1), batch[1])
+        with torch.no_grad():
+            if self.what == "input":
+                x.normal_()
+            else:
+                layers_of(self.net)[1].linear.bias.add_(0.1)
+        self.notes.append(batch_idx)
+        return loss
+
+
+@pytest.mark.parametrize("what", ["input", "bias"])
+@WAYS
+def test_a_change_between_forward_and_backward_is_refused_where_it_matters(way: str, what: str, tmp_path: Path) -> None:
+    """No weight has changed by then but what the user changed."""
+
+    def make() -> Task:
+        blocks = iter((Place(), Block(), Block(), Block()))
+        task = Meanwhile(net_of(way, blocks.__next__))
+        task.what = what
+        return task
+
+    plain = train(make, TENSORS, tmp_path)
+    assert_same_training(
+        plain, train(make, TENSORS, tmp_path, callback=RotorCallback("10GiB", "net", show_table=False))
+    )
+    task, rotor = make(), RotorCallback("1KiB", "net", on_infeasible="warn", show_table=False)
+    expected = copy.deepcopy(dict(task.state_dict()))
+    if what == "bias":
+        name = next(name for name, module in task.named_modules() if module is layers_of(task.net)[1])
+        expected[f"{name}.linear.bias"] += 0.1
+    with pytest.raises(ExecutionError, match=rf"the .*{what}.* has changed since the forward read it"):
+        train(lambda: task, TENSORS, tmp_path, callback=rotor)
+    assert_same_bits(dict(task.state_dict()), expected)
+
+
+class Experts(L.LightningModule):
+    """A mixture of experts, whose loss uses what hooks of the hub collect of the routers."""
+
+    def __init__(self, hugging: Any) -> None:
+        super().__init__()
+        config = hugging.MixtralConfig(
+            vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+            num_local_experts=3, num_experts_per_tok=2, output_router_logits=True, router_aux_loss_coef=0.1,
+        )  # fmt: skip
+        self.model = hugging.MixtralForCausalLM(config)
+        self.notes: list[torch.Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        output = self.model(input_ids=batch[0], labels=batch[0], use_cache=False)
+        self.notes.append(output.aux_loss.detach().clone())
+        return output.loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_a_mixture_of_experts(hugging: Any, tmp_path: Path) -> None:
+    ids = (torch.randint(3, 40, (12, 12), generator=torch.Generator().manual_seed(0)),)
+    plain = train(partial(Experts, hugging), ids, tmp_path, batch_size=4)
+    assert all(note > 0 for note in plain.model.notes)
+    for limit in ("10GiB", "1KiB"):
+        rotor = RotorCallback(limit, "model.model.layers.0", on_infeasible="warn", show_table=False)
+        planned = train(partial(Experts, hugging), ids, tmp_path, batch_size=4, callback=rotor)
+        assert bool(rotor.plan.recomputed) == (limit == "1KiB")
+        assert_same_training(plain, planned)
+        assert_same_bits(plain.model.notes, planned.model.notes)
