@@ -59,6 +59,10 @@ REGRESSIONS = {
     "a refusal while a part of the model evaluates": (
         "body=(linear,), way='callback', features=('eval_call', 'thaw', 'unnamed'), seed=415"
     ),
+    "logs of one micro-batch": (
+        "body=(linear, linear, changing_hook(prelu), row(add_, prelu, linear), linear, linear), way='pipeline', limit=None, "
+        "features=('clip', 'log', 'stem', 'gpipe', 'always'), batch=48, seed=668"
+    ),
     "a recorded pipeline behind layers, which evaluates": (
         "body=(linear, relu, linear), way='pipeline', style='recorded', features=('stem', 'validation'), batch=48"
     ),

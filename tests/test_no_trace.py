@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import cycle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as L
@@ -18,7 +20,7 @@ from torch import nn
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_rotor import Checkpointable, RotorCallback
+from lightning_rotor import Checkpointable, RotorCallback, Schedule, is_recomputing
 from lightning_rotor.errors import ExecutionError, ModelError
 from tests.training import Run, assert_same_bits, assert_same_training, train
 
@@ -622,3 +624,58 @@ def test_a_mixture_of_experts(hugging: Any, tmp_path: Path) -> None:
         assert bool(rotor.plan.recomputed) == (limit == "1KiB")
         assert_same_training(plain, planned)
         assert_same_bits(plain.model.notes, planned.model.notes)
+
+
+# -------------------------------------------------------------------- the exceptions that the README names
+
+
+class Beyond(Block):
+    """Leaves traces where nobody looks for them, and once where it asks."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        LEFT["always"].append(1)
+        if not is_recomputing():
+            LEFT["asked"].append(1)
+        self.linear.bias.detach().numpy()[:] *= 0.9
+        return super().forward(x)
+
+
+LEFT: dict[str, list[int]] = {"always": [], "asked": []}
+
+
+@pytest.mark.filterwarnings("ignore:.*gives other bits when it runs again")
+def test_what_cannot_be_undone_happens_once_where_code_asks() -> None:
+    """Globals that a layer's own code alone knows, and what NumPy writes."""
+    torch.manual_seed(0)
+    net = net_of("sequential", Beyond)
+    before = copy.deepcopy(layers_of(net)[0].linear.bias)
+    for found in LEFT.values():
+        found.clear()
+    Checkpointable(net, TENSORS[0][:8], "1GiB")(TENSORS[0][:8]).sum().backward()
+    assert len(LEFT["always"]) > len(LEFT["asked"]) == 4
+    assert not torch.equal(layers_of(net)[0].linear.bias, before * 0.9)
+
+
+class Configured(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(Block(), Block())
+        self.config = SimpleNamespace(model=SimpleNamespace(scale=1.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x) * self.config.model.scale + float(os.environ.get("ROTOR_TEST_SHIFT", "0"))
+
+
+def test_what_lies_deeper_than_one_attribute_or_outside_of_python_is_not_followed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    net, batch = Configured(), TENSORS[0][:8]
+    run = Checkpointable(net, batch, "1GiB")
+    run.use(Schedule.parse(f"(0-{len(run.chain) - 2}) {len(run.chain) - 1}"))
+    before = net(batch)
+    assert_same_bits(before, run(batch))
+    net.config.model.scale = 2.0
+    monkeypatch.setenv("ROTOR_TEST_SHIFT", "1")
+    assert_same_bits(before, run(batch))
+    net.config = SimpleNamespace(model=SimpleNamespace(scale=2.0))  # another one is
+    assert_same_bits(net(batch), run(batch))

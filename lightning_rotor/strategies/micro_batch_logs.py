@@ -101,7 +101,9 @@ class MicroBatchLogs:
         return metric
 
     def _mean(self, numbers: Sequence[int], column: torch.Tensor) -> torch.Tensor:
-        """Over rows."""
+        """Over rows; of one micro-batch, it to the bit."""
+        if len(column) == 1:
+            return column[0]
         exact = torch.promote_types(column.dtype, torch.float32)
         weights = torch.tensor([self._sizes[number] for number in numbers], device=column.device, dtype=exact)
         return ((column * weights).sum() / weights.sum()).to(column.dtype)
@@ -109,5 +111,7 @@ class MicroBatchLogs:
 
 def _column(values: Sequence[Any]) -> torch.Tensor:
     """As many numbers, of the type that one process would log."""
-    column = torch.stack([torch.as_tensor(value) for value in values])
-    return column if column.is_floating_point() else column.to(torch.get_default_dtype())
+    tensors = [torch.as_tensor(value) for value in values]
+    return torch.stack(
+        [(each if each.is_floating_point() else each.to(torch.get_default_dtype())).mean() for each in tensors]
+    )
