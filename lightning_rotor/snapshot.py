@@ -221,6 +221,8 @@ class Snapshot:
             for parameter in attributes["_parameters"].values():
                 if parameter is not None:
                     pending.extend(private.gradient_hooks(parameter))
+        if type(module).__module__.startswith("lightning_rotor."):
+            return
         self._kept.append((_NAMESPACE, attributes, dict(attributes)))
         self._kept.append((_DICT, attributes["_modules"], dict(attributes["_modules"])))
         for name in ("_parameters", "_buffers"):
