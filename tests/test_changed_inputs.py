@@ -373,6 +373,24 @@ def test_layers_are_recomputed_as_they_ran(way: str, schedule: str) -> None:
         assert_same_bits(*found, name)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning", "ignore:.*torch.jit.script:FutureWarning")
+def test_scripted_layers_are_kept() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.Tanh(), torch.jit.script(layers()), nn.Linear(WIDTH, WIDTH), nn.Tanh()
+    )
+    batch, found = torch.randn(8, WIDTH), []
+    with pytest.warns(RotorWarning, match="'2' gives other bits .*scripted modules"):
+        run = Checkpointable(net, batch)
+    assert [stage.name for stage in run.chain if not stage.recomputable] == ["2"]
+    run.use(Schedule.parse("(0-1) 2 (3-3) 4"))
+    for forward in (net, run):
+        torch.manual_seed(1)
+        net[2][1].running_mean.zero_()
+        found.append((gradients(forward, batch, net.eval), [*net.train().buffers()]))
+    assert_same_bits(*(grown for grown, _ in found))
+
+
 def test_a_stage_that_changes_its_own_parameters_is_kept() -> None:
     net = nn.Sequential(nn.Embedding(20, WIDTH, max_norm=0.5), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4))
     with pytest.warns(RotorWarning, match="'0' gives other bits .*embedding's max_norm"):

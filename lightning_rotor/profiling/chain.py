@@ -288,7 +288,9 @@ def _pass(stage: Stage, boundary: Boundary, device: torch.device) -> _Passed:
         leaves_traces = bool(before.changed())
         repeatable = before.is_undoable()
     outputs = tensors_in(output)
-    repeatable = repeatable and not written
+    # TorchScript lets no exception through as it is, and a recomputation ends in one.
+    scripted = any(isinstance(module, torch.jit.ScriptModule) for _, module in stage.submodules())
+    repeatable = repeatable and not written and not scripted
     if repeatable and not is_stock(stage):
         states.restore()
         with kept_attributes(stage), lent_buffers(stage):
@@ -353,7 +355,7 @@ def _identity(stage: Stage, compiled: CompiledModules, *, with_numbers: bool = T
             return value
         if isinstance(value, (tuple, list)):
             return tuple(plain(entry) for entry in value)
-        return id(value) if value != {} and value != set() else "empty"
+        return "empty" if isinstance(value, (dict, set)) and not value else id(value)
 
     places = {number: place for place, number in enumerate(dict.fromkeys((*stage.reads, *_numbers(stage))))}
     identity: list[Any] = [
@@ -402,8 +404,8 @@ def _warn(costs: Sequence[StageCost], collecting: Collection[int]) -> None:
         if not cost.recomputable:
             warnings.warn(
                 f"stage {cost.name!r} gives other bits when it runs again, so it is kept and never recomputed. Typical reasons are state "
-                "outside of buffers, spectral_norm, parameters that the forward itself changes (an embedding's max_norm), and operations in "
-                "place on the chain's own input",
+                "outside of buffers, spectral_norm, parameters that the forward itself changes (an embedding's max_norm), scripted modules, and "
+                "operations in place on the chain's own input",
                 RotorWarning,
                 stacklevel=4,
             )

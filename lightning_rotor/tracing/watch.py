@@ -70,7 +70,7 @@ class Watch:
         attributes = {name: frozen(module.__dict__[name]) for name in _own_names(module)}
         return (
             type(module),
-            Same(type(module).forward),
+            None if isinstance(module, torch.jit.ScriptModule) else Same(type(module).forward),
             module is self._root or has_own_call(module),
             attributes,
             {key: Same(child) for key, child in module._modules.items()},
