@@ -53,11 +53,13 @@ from torch.utils.data import DataLoader
 
 from benchmarks.fuzz_programs import HOOKS, Net, Node, Program, UserError, batches, draw, legal, parse
 from lightning_rotor import Checkpointable, RotorCallback, RotorError, RotorWarning, Schedule, is_recomputing, simulate
-from lightning_rotor.allowance import Allowance
 from lightning_rotor.callbacks.process_limit import ProcessLimit
-from lightning_rotor.planned import PlannedForward
+from lightning_rotor.memory.budget import Allowance
+from lightning_rotor.planned.forward import PlannedForward
 from lightning_rotor.planning import Plan, minimum_budget, scheduled
-from lightning_rotor.profiling import Profile, interlude, meters, timing
+from lightning_rotor.profiling import Profile, meters
+from lightning_rotor.profiling import stage as timing
+from lightning_rotor.profiling import surroundings as interlude
 from lightning_rotor.profiling.meters import AllocatorEvent, CpuMeter
 from lightning_rotor.strategies import RotorPipelineStrategy
 from lightning_rotor.units import MemoryLimit

@@ -83,8 +83,8 @@ def measure(name: str) -> dict[str, Any]:
     import torch
     import torchvision
 
-    from lightning_rotor.cutting import sequentialize
-    from lightning_rotor.execution import Executor
+    from lightning_rotor.capture.cutting import sequentialize
+    from lightning_rotor.execution.executor import Executor
     from lightning_rotor.planning import minimum_budget, plan
     from lightning_rotor.profiling import profile_chain
     from lightning_rotor.schedule import Schedule

@@ -37,7 +37,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_rotor import RotorCallback
-from lightning_rotor.attaching import attach, detach
+from lightning_rotor.planned.forward import attach, detach
 
 RESULT = Path(__file__).parent / "results" / "overhead.md"
 WARM_UP = 8  # the callback measures the first steps under a plan

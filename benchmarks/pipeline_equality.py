@@ -21,9 +21,9 @@ import torch
 from pipelines import Failure, Processes, processes
 from test_pipeline_runner import ten_steps
 
-from lightning_rotor.pipeline.options import PipelineOptions
-from lightning_rotor.pipeline_schedule import SCHEDULES
-from lightning_rotor.planning.partition import RecomputeMode
+from lightning_rotor.pipeline.partition import RecomputeMode
+from lightning_rotor.pipeline.pipelined import PipelineOptions
+from lightning_rotor.pipeline.schedule import SCHEDULES
 
 RESULT = Path(__file__).parent / "results" / "pipeline_equality.md"
 MODELS = {

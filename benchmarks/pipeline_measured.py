@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_rotor.pipeline.micro_batches import sizes_of, split
+from lightning_rotor.pipeline.partition import PipelineDevice
 from lightning_rotor.pipeline.pipelined import PipelinedModule, PipelineOptions, pipelined
-from lightning_rotor.pipeline.splitting import sizes_of, split
-from lightning_rotor.pipeline_schedule import PipelineScheduleName
-from lightning_rotor.planning.partition import PipelineDevice
+from lightning_rotor.pipeline.schedule import PipelineScheduleName
 
 SCHEDULES: tuple[PipelineScheduleName, ...] = ("gpipe", "1f1b", "interleaved")
 MICRO_BATCHES = (2, 4, 8, 16)

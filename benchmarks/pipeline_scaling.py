@@ -1,6 +1,7 @@
 """Simulated pipelines on 8, 64 and 512 devices; run by ``benchmarks/pipeline.py --simulate``.
 
-Chains come from shapes alone (``lightning_rotor.estimation``): bytes of activations as autograd keeps them, seconds of a roofline of the H100 under
+Chains come from shapes alone (``lightning_rotor.profiling.estimates``):
+bytes of activations as autograd keeps them, seconds of a roofline of the H100 under
 bf16 autocast. A GPT is estimated with few blocks, one of which is then repeated. Twice as many micro-batches as devices, links of 50 GB/s.
 
     rotor       ``partition``: cuts that take the least time, each stage under its own recomputation plan
@@ -25,16 +26,16 @@ from frontier_workloads import GPT, UNet, convolutions
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lightning_rotor.capture.cutting import SequentialCut
 from lightning_rotor.chain import Chain
-from lightning_rotor.cutting import SequentialCut
-from lightning_rotor.estimation import GPUS, EstimatingMeter, InputSpec, estimate_profile
-from lightning_rotor.estimation.building import give_fake_tensors
-from lightning_rotor.pipeline_schedule import PipelineScheduleName
-from lightning_rotor.pipeline_simulator import device_peak_bytes
-from lightning_rotor.planning.partition import Link, Partition, PartitionError, balance_by_time, partition
-from lightning_rotor.planning.partition.balance import cuts_of, even_balance, runs_of
-from lightning_rotor.planning.partition.problem import Costs, Problem, devices_of
+from lightning_rotor.pipeline.partition import Link, Partition, PartitionError, balance_by_time, partition
+from lightning_rotor.pipeline.partition.balance import cuts_of, even_balance, runs_of
+from lightning_rotor.pipeline.partition.problem import Costs, Problem, devices_of
+from lightning_rotor.pipeline.schedule import PipelineScheduleName
+from lightning_rotor.pipeline.simulator import device_peak_bytes
 from lightning_rotor.profiling import Profile, profile_chain
+from lightning_rotor.profiling.estimates import InputSpec, estimate_profile, give_fake_tensors
+from lightning_rotor.profiling.roofline import GPUS, EstimatingMeter
 
 DEVICES = (8, 64, 512)
 MODELS = ("ResNet-101", "U-Net", "GPT")

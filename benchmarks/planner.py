@@ -38,7 +38,7 @@ from lightning_rotor.chain import Chain, Option, Skip, StageCost
 from lightning_rotor.planning import Solver
 from lightning_rotor.planning.dynamic_program import Table
 from lightning_rotor.planning.machine_code import compiled_code, is_worthwhile
-from lightning_rotor.planning.thresholds import Thresholds, thresholds_of
+from lightning_rotor.planning.requirements import Thresholds, thresholds_of
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
 

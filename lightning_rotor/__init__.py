@@ -16,10 +16,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_rotor.batch_sizes import BatchSizeAdvice, advise_batch_size
+from lightning_rotor.capture.cutting import sequentialize
 from lightning_rotor.chain import Chain, Option, StageCost
 from lightning_rotor.checkpointable import Checkpointable
-from lightning_rotor.cutting import sequentialize
 from lightning_rotor.errors import (
     BudgetError,
     ExecutionError,
@@ -33,12 +32,13 @@ from lightning_rotor.errors import (
     ShortageError,
     UnitError,
 )
+from lightning_rotor.execution.recomputation import is_checkpointing, is_recomputing
+from lightning_rotor.planned.batch_sizes import BatchSizeAdvice, advise_batch_size
 from lightning_rotor.planning import Frontier, Plan, frontier, plan
 from lightning_rotor.profiling import profile_chain
-from lightning_rotor.recomputation import is_checkpointing, is_recomputing
 from lightning_rotor.schedule import Leaf, Schedule, Segment
-from lightning_rotor.sequential import sequential_stages
 from lightning_rotor.simulator import Simulation, simulate
+from lightning_rotor.stages.sequential import sequential_stages
 from lightning_rotor.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from lightning_rotor.command_line import main
+from lightning_rotor.report.command_line import main
 
 if __name__ == "__main__":
     sys.exit(main(program="python -m lightning_rotor"))

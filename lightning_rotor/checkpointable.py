@@ -11,18 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_rotor.allowance import Allowance
-from lightning_rotor.attaching import attached
+from lightning_rotor.capture.compiled import Variants, is_compiled, taken_apart
 from lightning_rotor.chain import Chain
-from lightning_rotor.compiled import Variants, is_compiled, taken_apart
-from lightning_rotor.devices import resolve_limit
 from lightning_rotor.errors import ModelError, ProfilingError, RotorWarning
-from lightning_rotor.planned import PlannedForward
+from lightning_rotor.memory.budget import Allowance
+from lightning_rotor.memory.devices import resolve_limit
+from lightning_rotor.planned.forward import PlannedForward, attached
 from lightning_rotor.planning import Frontier, Plan, frontier
 from lightning_rotor.private.torch_names import is_compiler_wrapper, module_inside
 from lightning_rotor.profiling import Profile
 from lightning_rotor.schedule import Schedule
-from lightning_rotor.sharding import units_below
+from lightning_rotor.stages.sharding import units_below
 from lightning_rotor.units import MemoryLimit, parse_limit
 
 _WRAPPED = "module"

@@ -21,6 +21,7 @@ its hash from when it was made, and whatever must visit all of it keeps a stack.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -319,3 +320,18 @@ def _parse(text: str) -> tuple[Item, ...]:
     if len(open_items) > 1:
         raise ScheduleError(f"schedule {text!r} lacks a closing parenthesis")
     return tuple(open_items[0])
+
+
+# ----------------------------------------------------------------------------------------------------
+# Room for functions that follow segments into one another: Python allows a thousand calls inside one another, whoever
+# makes them.
+
+
+# What programs have left of their limit, about.
+_USUAL = 1000
+
+
+def make_room_for(calls: int) -> None:
+    """Let so many calls more than usual be inside one another; in all threads, and for good, since another thread may need it by then."""
+    if sys.getrecursionlimit() < _USUAL + calls:
+        sys.setrecursionlimit(_USUAL + calls)

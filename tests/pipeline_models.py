@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from lightning_rotor.capture.cutting import sequentialize
 from lightning_rotor.chain import Chain
-from lightning_rotor.cutting import sequentialize
-from lightning_rotor.pipeline.seeding import mixed, seeded, with_seeds
-from lightning_rotor.recomputation import is_recomputing
-from lightning_rotor.sequential import wiring_of
+from lightning_rotor.execution.recomputation import is_recomputing
+from lightning_rotor.pipeline.surroundings import mixed, seeded, with_seeds
 from lightning_rotor.skip import pop, skippable, stash
+from lightning_rotor.stages.sequential import wiring_of
 
 ROWS = 10
 

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_rotor import BudgetError, Plan, Schedule, simulate
-from lightning_rotor.agreement import PublishedPlans
-from lightning_rotor.collectives import communicates
+from lightning_rotor.planned.ranks import PublishedPlans, communicates
 from lightning_rotor.planning import minimum_budget
 from tests.rank_runs import MeanOfAll
 from tests.strategies import random_chain

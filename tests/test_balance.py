@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_rotor.balance import balance_by_size, balance_by_time
-from lightning_rotor.cutting import sequentialize
+from lightning_rotor.capture.cutting import sequentialize
 from lightning_rotor.errors import SampleError
-from lightning_rotor.pipeline_schedule import PipelineError
-from lightning_rotor.planning.partition import check_balance, partition
+from lightning_rotor.pipeline.balance import balance_by_size, balance_by_time
+from lightning_rotor.pipeline.partition import check_balance, partition
+from lightning_rotor.pipeline.schedule import PipelineError
 from lightning_rotor.profiling import profile_chain
-from lightning_rotor.sequential import sequential_stages
+from lightning_rotor.stages.sequential import sequential_stages
 from tests.strategies import random_chain
 
 

@@ -21,8 +21,8 @@ from lightning_rotor import (
     profile_chain,
     sequential_stages,
 )
-from lightning_rotor.batch_sizes import AffineCosts
-from lightning_rotor.execution import Executor
+from lightning_rotor.execution.executor import Executor
+from lightning_rotor.planned.batch_sizes import AffineCosts
 from lightning_rotor.profiling import StepMeter
 from tests.training import assert_same_bits
 

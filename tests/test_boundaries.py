@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_rotor.cutting import sequentialize
+from lightning_rotor.capture import boundaries
+from lightning_rotor.capture.boundaries import MOST_STAGES, thinned
+from lightning_rotor.capture.cutting import sequentialize
 from lightning_rotor.planning import plan
 from lightning_rotor.profiling import profile_chain
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
-from lightning_rotor.tracing import boundaries
-from lightning_rotor.tracing.boundaries import MOST_STAGES, thinned
 
 WIDTH = 16
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_rotor import BudgetError, ModelError, RotorCallback, RotorWarning, UnitError
+from lightning_rotor.memory.budget import allocated_bytes
 from lightning_rotor.profiling import StepMeter
-from lightning_rotor.training_memory import allocated_bytes
 
 CPU = torch.device("cpu")
 BATCH = 64

@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader
 
-import lightning_rotor.preparation
+import lightning_rotor.planned.preparation
 from lightning_rotor import RotorCallback, UnitError
 from lightning_rotor.callbacks import step_watch
-from lightning_rotor.chain import Chain, Option, StageCost
-from lightning_rotor.combining import UnlikeChainsError
+from lightning_rotor.chain import Chain, Option, StageCost, UnlikeChainsError
+from lightning_rotor.planned.new_shapes import chain_at
 from lightning_rotor.profiling import profile_chain
-from lightning_rotor.shape_costs import chain_at
 from tests.training import Witness, assert_same_bits
 
 FIELDS = [
@@ -141,7 +140,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         samples.append(sample)
         return profile_chain(stages, sample, **options)
 
-    monkeypatch.setattr(lightning_rotor.preparation, "profile_chain", noting)
+    monkeypatch.setattr(lightning_rotor.planned.preparation, "profile_chain", noting)
     monkeypatch.setattr(step_watch, "_STEPS", 10**6)
     return samples
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_rotor.command_line import main
+from lightning_rotor.report.command_line import main
 from lightning_rotor.schedule import Schedule
 from tests.processes import run_python
 

@@ -25,12 +25,12 @@ from lightning_rotor import (
     plan,
     sequentialize,
 )
+from lightning_rotor.capture.compiled import CompiledModules, Variants
 from lightning_rotor.chain import Chain
-from lightning_rotor.compiled import CompiledModules, Variants
-from lightning_rotor.execution import Executor
-from lightning_rotor.options import run_stage
+from lightning_rotor.execution.executor import Executor
+from lightning_rotor.execution.options import run_stage
 from lightning_rotor.profiling import Profile, profile_chain
-from lightning_rotor.profiling.stages import StageProfiler, StageSeconds
+from lightning_rotor.profiling.stage import StageProfiler, StageSeconds
 from lightning_rotor.profiling.variants import KnownSeconds
 from lightning_rotor.schedule import Schedule, leaves
 from lightning_rotor.simulator import simulate
@@ -50,7 +50,7 @@ BUDGETS = (0.3, 0.0)
 @pytest.fixture(autouse=True)
 def _nothing_compiled_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
-    monkeypatch.setattr("lightning_rotor.compiled.BUDGETS", BUDGETS)  # compiling takes time
+    monkeypatch.setattr("lightning_rotor.capture.compiled.BUDGETS", BUDGETS)  # compiling takes time
     yield
     torch._dynamo.reset()
 
@@ -165,7 +165,7 @@ def test_buffers_are_updated_once_under_every_option() -> None:
 
 
 def test_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_rotor.compiled.BUDGETS", (0.0,))
+    monkeypatch.setattr("lightning_rotor.capture.compiled.BUDGETS", (0.0,))
     net = Net([compiled(Statistics(), backend="inductor") for _ in range(2)])
     case = Case(net, torch.randn(4, 16, 8))
     profile, state = profile_of(net, case.batch), state_of(net)
@@ -547,7 +547,7 @@ def test_a_planned_model_trains_as_the_compiled_one_within_its_limit() -> None:
 
 
 def test_what_torch_compile_returns_stays_compiled_as_one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_rotor.compiled.BUDGETS", (0.3,))
+    monkeypatch.setattr("lightning_rotor.capture.compiled.BUDGETS", (0.3,))
     batch, backend = torch.randn(4, 16, 8), Backend()
     wrapper = compiled(Net([Block()]), "wrapper", backend=backend)
     planned = Checkpointable(wrapper, (batch,))

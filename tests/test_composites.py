@@ -15,9 +15,9 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_rotor import Checkpointable, sequentialize
+from lightning_rotor.capture.cuts import GraphCut, cut_graph, cut_recording
+from lightning_rotor.execution.recomputation import recomputed
 from lightning_rotor.profiling.reference import require_same
-from lightning_rotor.recomputation import recomputed
-from lightning_rotor.tracing import GraphCut, cut_graph, cut_recording
 from tests.grids import grid
 
 # torch says so of a mask of booleans next to one of numbers, without a plan as well.

@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_rotor import ProfilingError, is_recomputing
-from lightning_rotor.compute import measure_compute
-from lightning_rotor.generators import GeneratorStates
+from lightning_rotor.planned.compute import measure_compute
+from lightning_rotor.stages.generators import GeneratorStates
 
 
 def test_small_numbers_by_hand():

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_rotor.devices import free_bytes, resolve_limit, total_bytes
 from lightning_rotor.errors import ProfilingError, RotorWarning
+from lightning_rotor.memory.devices import free_bytes, resolve_limit, total_bytes
 from lightning_rotor.units import MemoryLimit
 
 GIB = 2**30

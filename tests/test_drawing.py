@@ -20,11 +20,10 @@ from lightning_rotor.chain import Chain
 from lightning_rotor.errors import ScheduleError
 from lightning_rotor.profiling import profile_chain
 from lightning_rotor.report import draw_chain
-from lightning_rotor.report.folding import Run, folded, stage_keys
-from lightning_rotor.report.operators import operator_labels
-from lightning_rotor.report.svg import fitted, text_width, wrapped
+from lightning_rotor.report.drawing import operator_labels
+from lightning_rotor.report.layout import Run, fitted, folded, stage_keys, text_width, wrapped
 from lightning_rotor.schedule import Schedule
-from lightning_rotor.sequential import Stage, sequential_stages
+from lightning_rotor.stages.sequential import Stage, sequential_stages
 
 SVG = "{http://www.w3.org/2000/svg}"
 

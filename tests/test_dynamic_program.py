@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from strategies import KINDS, random_chain, with_skips
 
 from lightning_rotor.chain import Chain
+from lightning_rotor.planning.backtracking import Extraction
 from lightning_rotor.planning.dynamic_program import Table
-from lightning_rotor.planning.extraction import Extraction
-from lightning_rotor.planning.sharing import aligned_unit, first_twins
-from lightning_rotor.planning.thresholds import Thresholds, thresholds_of
+from lightning_rotor.planning.kernel import aligned_unit, first_twins
+from lightning_rotor.planning.requirements import Thresholds, thresholds_of
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
 

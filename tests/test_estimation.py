@@ -15,9 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_rotor import sequentialize
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import ModelError, SampleError
-from lightning_rotor.estimation import GPUS, Accelerator, EstimatingMeter, InputSpec, build_on_meta, estimate_profile
 from lightning_rotor.planning import minimum_budget
 from lightning_rotor.profiling import profile_chain
+from lightning_rotor.profiling.estimates import InputSpec, build_on_meta, estimate_profile
+from lightning_rotor.profiling.roofline import GPUS, Accelerator, EstimatingMeter
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
 from tests.processes import ROOT, run_python
@@ -181,8 +182,9 @@ def test_a_model_of_seventy_gigabytes_is_planned_in_less_than_two() -> None:
         import torch
         from pathlib import Path
         from test_estimation import Transformer
-        from lightning_rotor.estimation import GPUS, InputSpec, build_on_meta, estimate_profile
-        from lightning_rotor.training_state import parameter_bytes
+        from lightning_rotor.profiling.estimates import InputSpec, build_on_meta, estimate_profile
+        from lightning_rotor.profiling.roofline import GPUS
+        from lightning_rotor.memory.held import parameter_bytes
         from lightning_rotor.units import in_blocks
 
         model = build_on_meta(lambda: Transformer(width=8192, depth=22, vocabulary=50_000))

@@ -13,12 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from torch import nn
 
 from lightning_rotor.errors import ExecutionError, ScheduleError
-from lightning_rotor.execution import Executor
+from lightning_rotor.execution.executor import Executor
+from lightning_rotor.execution.recomputation import is_checkpointing, is_recomputing, recomputed
 from lightning_rotor.profiling import Profile, profile_chain
-from lightning_rotor.recomputation import is_checkpointing, is_recomputing, recomputed
 from lightning_rotor.schedule import Schedule
-from lightning_rotor.sequential import sequential_stages
 from lightning_rotor.simulator import simulate
+from lightning_rotor.stages.sequential import sequential_stages
 from tests.models import Case, assert_same_bits, cases, schedules, training_step
 
 # The product and the sum of the loss hold one number each.

@@ -13,12 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_rotor.chain import StageCost
 from lightning_rotor.errors import ExecutionError, InverseError
-from lightning_rotor.execution import Executor
+from lightning_rotor.execution.executor import Executor
 from lightning_rotor.invertible import AdditiveCoupling, AffineCoupling
 from lightning_rotor.profiling import Profile, inverted, profile_chain
 from lightning_rotor.schedule import Leaf, Schedule
-from lightning_rotor.sequential import sequential_stages
 from lightning_rotor.simulator import simulate
+from lightning_rotor.stages.sequential import sequential_stages
 from tests.invertible import assert_same_step
 from tests.models import Case, training_step
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from lightning_rotor.errors import ExecutionError
+from lightning_rotor.execution.recomputation import recomputed, repeating
 from lightning_rotor.profiling import StepMeter
-from lightning_rotor.recomputation import recomputed, repeating
 
 WIDTH, BATCH = 512, 64
 BOUNDARY_BYTES = WIDTH * BATCH * 4

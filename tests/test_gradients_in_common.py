@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_rotor.execution import Executor
+from lightning_rotor.execution.executor import Executor
 from lightning_rotor.planning import minimum_budget
 from lightning_rotor.profiling import Profile, profile_chain
 from lightning_rotor.schedule import Schedule
-from lightning_rotor.sequential import sequential_stages
 from lightning_rotor.simulator import simulate
+from lightning_rotor.stages.sequential import sequential_stages
 from tests.models import Case, training_step
 
 WIDTH = 32

@@ -26,13 +26,13 @@ from lightning_rotor import (
     sequentialize,
     simulate,
 )
-from lightning_rotor.compiled import CompiledModules
+from lightning_rotor.capture.compiled import CompiledModules
+from lightning_rotor.capture.cuts import GraphCut, cut_graph
+from lightning_rotor.execution.recomputation import is_recomputing
 from lightning_rotor.planning import minimum_budget
 from lightning_rotor.profiling import StepMeter
 from lightning_rotor.profiling.chain import _identity
-from lightning_rotor.recomputation import is_recomputing
 from lightning_rotor.schedule import Schedule
-from lightning_rotor.tracing import GraphCut, cut_graph
 
 CPU = torch.device("cpu")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,100 +12,24 @@ from tests.processes import ROOT, run_python
 
 PACKAGE = ROOT / "lightning_rotor"
 
-# What a part of the package may import directly; what those may import it may import as well. A part is a module or a folder.
-#
-#   errors ─► units ─┬► chain, schedule ─► simulator ─► planning ─────────────────────┐
-#                    └► sequential, recomputation ─► options ─► profiling, execution ─┴► planned ─► checkpointable
-#                                       └► undisturbed ─► tracing ─► cutting ────────────┘
-#                                                                                                   └► callbacks, strategies
-#   planning, profiling ─► report;  cutting, profiling ─► estimation;  report, estimation, planned ─► command_line
-MAY_IMPORT: dict[str, tuple[str, ...]] = {
-    "errors": (),
-    "units": ("errors",),
-    "wiring": (),
-    "recursion": (),
-    "chain": ("units",),
-    "schedule": ("units",),
-    "liveness": ("chain", "schedule"),
-    "simulator": ("liveness", "recursion"),
-    "pipeline_schedule": ("units",),
-    "pipeline_simulator": ("pipeline_schedule",),
-    "pipeline_lingering": ("pipeline_schedule",),
-    "pipeline_waves": ("pipeline_simulator",),
-    "planning": ("simulator", "pipeline_waves", "pipeline_lingering"),
-    "skip": ("errors", "wiring"),
-    "sequential": ("units", "wiring", "skip", "private"),
-    "invertible": ("recomputation", "tensors", "private"),
-    "private": (),
-    "settings": ("private",),
-    "versions": ("errors", "private"),
-    "snapshot": ("generators", "tensors", "private"),
-    "observers": ("snapshot", "sequential", "private"),
-    "state": ("sequential", "generators", "sharding", "settings", "observers", "versions"),
-    "recomputation": ("state", "private"),
-    "devices": ("units",),
-    "training_state": ("units", "private"),
-    "optimizer_prediction": ("training_state",),
-    "generators": ("tensors",),
-    "tensors": ("units", "private"),
-    "dropping": ("errors", "recomputation"),
-    "inversion": ("invertible", "dropping"),
-    "options": ("sequential", "inversion"),
-    "undisturbed": ("options", "recomputation"),
-    "tracing": ("undisturbed", "tensors"),
-    "sharding": ("private",),
-    "cutting": ("tracing", "sharding"),
-    "compiled": ("tracing",),
-    "profiling": ("undisturbed", "chain", "cutting", "compiled"),
-    "execution": ("options", "recomputation", "simulator", "recursion"),
-    "report": ("planning", "profiling"),
-    "estimation": ("cutting", "profiling"),
-    "pipeline": ("planning", "profiling", "execution", "cutting", "private"),
-    "balance": ("planning", "profiling", "cutting"),
-    "fake_copy": ("private",),
-    "compute": ("fake_copy", "recomputation", "snapshot"),
-    "target": ("compute", "cutting"),
-    "combining": ("chain",),
-    "shape_costs": ("combining",),
-    "allowance": ("planning", "profiling"),
-    "module_facts": ("private",),
-    "known_cuts": ("cutting", "profiling", "module_facts"),
-    "measurements": ("allowance", "known_cuts", "shape_costs"),
-    "plan_cache": ("known_cuts", "planning", "execution"),
-    "plan_records": ("planning", "profiling"),
-    "shortage": ("profiling",),
-    "agreement": ("planning",),
-    "collectives": (),
-    "allowed_plans": ("allowance",),
-    "preparation": ("allowed_plans", "measurements", "plan_cache", "plan_records", "agreement"),
-    "attempts": ("preparation", "shortage"),
-    "planned": ("attempts",),
-    "attaching": ("errors", "private"),
-    "training_memory": ("allowance", "devices", "optimizer_prediction"),
-    "batch_sizes": ("training_memory", "combining", "cutting", "collectives"),
-    "checkpointable": ("attaching", "planned", "report", "devices"),
-    "callbacks": ("checkpointable", "training_memory", "target", "batch_sizes", "collectives"),
-    "strategies": ("callbacks", "pipeline"),
-    "command_line": ("batch_sizes", "report", "estimation"),
-    "__main__": ("command_line",),
-}
+# A part is a module or a folder. Each may import those that stand before it.
+ORDER = (
+    *("errors", "units", "chain", "schedule", "simulator", "planning"),  # numbers alone, without torch
+    *("private", "skip", "stages", "execution", "invertible", "capture", "profiling"),
+    *("memory", "planned", "pipeline", "checkpointable", "report", "callbacks", "strategies", "__main__"),
+)
 WITH_LIGHTNING = {"callbacks", "strategies"}
-WITHOUT_TORCH = {"errors", "units", "chain", "schedule", "liveness", "recursion", "simulator", "planning"}
-WITHOUT_TORCH |= {"pipeline_schedule", "pipeline_simulator", "pipeline_waves", "pipeline_lingering"}
+# Modules and folders.
+WITHOUT_TORCH = {*ORDER[: ORDER.index("private")], "pipeline/partition", "pipeline/schedule", "pipeline/simulator"}
+WITHOUT_TORCH |= {"pipeline/batched_simulator"}
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics"}
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
 def part_of(path: Path) -> str:
-    """``planning`` for planning/dynamic.py, ``chain`` for chain.py, ``__init__`` for the package itself."""
+    """``planning`` for planning/plan.py, ``chain`` for chain.py, ``__init__`` for the package itself."""
     return path.relative_to(PACKAGE).with_suffix("").parts[0]
-
-
-@cache
-def reachable(part: str) -> frozenset[str]:
-    """Every part that ``part`` may import, itself included."""
-    return frozenset({part}).union(*(reachable(below) for below in MAY_IMPORT[part]))
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
@@ -141,28 +64,21 @@ def where(path: Path, line: int) -> str:
     return f"{path.relative_to(ROOT)}:{line}"
 
 
-def test_the_table_names_every_part():
-    unknown = {part_of(path) for path in MODULES} - set(MAY_IMPORT) - {"__init__"}
-    assert not unknown, f"say in MAY_IMPORT what {sorted(unknown)} may import"
-
-
-def test_the_table_has_no_cycle():
-    for part in MAY_IMPORT:
-        assert not any(part in reachable(below) for below in MAY_IMPORT[part]), part
+def test_the_order_names_every_part():
+    assert {part_of(path) for path in MODULES} == {"__init__", *ORDER}
 
 
 def test_imports_run_one_way():
     wrong = []
     for path in MODULES:
         part = part_of(path)
-        if part not in MAY_IMPORT:  # the package itself, which gathers the public names
+        if part == "__init__":  # the package itself, which gathers the public names
             continue
         for name, line in imports(ast.parse(path.read_text())):
             package, _, rest = name.partition(".")
-            if package == PACKAGE.name and rest.partition(".")[0] not in {"__version__", *reachable(part)}:
-                wrong.append(
-                    f"{where(path, line)} imports {name}; {part} may import {sorted(reachable(part) - {part})}"
-                )
+            imported = rest.partition(".")[0]
+            if package == PACKAGE.name and imported not in {"__version__", part, *ORDER[: ORDER.index(part)]}:
+                wrong.append(f"{where(path, line)} imports {name}, which stands behind {part} in ORDER")
     assert not wrong, "\n".join(wrong)
 
 
@@ -177,16 +93,22 @@ def test_only_callbacks_and_strategies_import_lightning():
     assert not wrong, "\n".join(wrong)
 
 
+def is_without_torch(module: str) -> bool:
+    """True if a module of the package, with slashes, is listed or in a folder that is."""
+    return any(module == part or module.startswith(part + "/") for part in WITHOUT_TORCH)
+
+
 def test_planning_and_its_data_import_no_torch():
-    assert set().union(*(reachable(part) for part in WITHOUT_TORCH)) == WITHOUT_TORCH
-    wrong = [
-        f"{where(path, line)} imports {name}"
-        for path in MODULES
-        if part_of(path) in WITHOUT_TORCH
-        for name, line in imports(ast.parse(path.read_text()))
-        if name.partition(".")[0] in {"torch", "torchvision"}
-    ]
-    assert not wrong, "\n".join(wrong)
+    for path in MODULES:
+        if not is_without_torch(str(path.relative_to(PACKAGE).with_suffix(""))):
+            continue
+        for name, line in imports(ast.parse(path.read_text())):
+            package, _, rest = name.partition(".")
+            assert package not in {"torch", "torchvision"}, f"{where(path, line)} imports {name}"
+            if package == PACKAGE.name:
+                assert is_without_torch(rest.replace(".", "/")), (
+                    f"{where(path, line)} imports {name}, which needs torch"
+                )
 
 
 def test_matplotlib_is_imported_only_by_functions_that_draw():

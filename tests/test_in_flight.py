@@ -7,10 +7,9 @@ from itertools import pairwise
 
 import pytest
 
+from lightning_rotor.pipeline.partition import InFlightPlanner, StagePlan, with_end
+from lightning_rotor.pipeline.partition.in_flight import END, checkpoint_all, keep_all, without_end
 from lightning_rotor.planning import plan
-from lightning_rotor.planning.partition import InFlightPlanner, StagePlan, with_end
-from lightning_rotor.planning.partition.in_flight import checkpoint_all, keep_all
-from lightning_rotor.planning.partition.sub_chains import END, without_end
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
 from tests.reference import all_schedules

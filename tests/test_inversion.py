@@ -19,14 +19,14 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_rotor import Checkpointable, RotorCallback, sequentialize
 from lightning_rotor.chain import StageCost
 from lightning_rotor.errors import ExecutionError, InverseError, ScheduleError
-from lightning_rotor.execution import Executor
+from lightning_rotor.execution.executor import Executor
+from lightning_rotor.execution.reverse import accumulate
 from lightning_rotor.invertible import AdditiveCoupling, InvertibleSequential
-from lightning_rotor.invertible.gradients import accumulate
 from lightning_rotor.planning import minimum_budget
 from lightning_rotor.profiling import Profile, inverted, profile_chain
 from lightning_rotor.schedule import Schedule
-from lightning_rotor.sequential import sequential_stages
 from lightning_rotor.simulator import first_inverted, simulate
+from lightning_rotor.stages.sequential import sequential_stages
 from tests.invertible import CHANNELS, Unfused, assert_same_step, exact_coupling, of_few_bits
 from tests.invertible import step as invertible_step
 from tests.models import Case, training_step

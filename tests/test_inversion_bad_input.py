@@ -13,13 +13,13 @@ from torch import nn
 from lightning_rotor import Checkpointable
 from lightning_rotor.chain import StageCost
 from lightning_rotor.errors import ExecutionError, InverseError, RotorWarning
-from lightning_rotor.execution import Executor
+from lightning_rotor.execution.executor import Executor
 from lightning_rotor.invertible import AdditiveCoupling
 from lightning_rotor.planning import minimum_budget
+from lightning_rotor.private.values import same_bits
 from lightning_rotor.profiling import inverted, profile_chain
 from lightning_rotor.schedule import Schedule
-from lightning_rotor.sequential import sequential_stages
-from lightning_rotor.tensors import same_bits
+from lightning_rotor.stages.sequential import sequential_stages
 from tests.test_invertible_check import Odd
 
 WIDTH = 8

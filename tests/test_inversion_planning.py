@@ -17,9 +17,9 @@ from strategies import random_chain, with_inversion, with_skips
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import ScheduleError
 from lightning_rotor.planning import Plan, Solver, fine_slots, lower_bound_seconds, minimum_budget, plan
+from lightning_rotor.planning.backtracking import Extraction
 from lightning_rotor.planning.dynamic_program import Table
-from lightning_rotor.planning.extraction import Extraction
-from lightning_rotor.planning.thresholds import thresholds_of
+from lightning_rotor.planning.requirements import thresholds_of
 from lightning_rotor.report import draw_chain, plot_timeline
 from lightning_rotor.report.style import INVERSION_COLOURS, INVERSION_LABEL
 from lightning_rotor.schedule import Leaf, Schedule

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 from benchmarks.invertible import Forward, held_and_peak
-from lightning_rotor.execution import Executor
+from lightning_rotor.execution.executor import Executor
 from lightning_rotor.invertible import AdditiveCoupling, InvertibleSequential, invertible_checkpoint
 from lightning_rotor.profiling import profile_chain
 from lightning_rotor.schedule import Schedule
-from lightning_rotor.sequential import sequential_stages
 from lightning_rotor.simulator import simulate
+from lightning_rotor.stages.sequential import sequential_stages
 from tests.invertible import Unfused
 
 ROWS, CHANNELS = 4096, 8

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_rotor import ModelError, sequentialize
-from lightning_rotor.known_cuts import KnownCuts
-from lightning_rotor.tracing import GraphCut
-from lightning_rotor.tracing.lessons import Lessons
+from lightning_rotor.capture.cuts import GraphCut
+from lightning_rotor.capture.modules import Lessons
+from lightning_rotor.planned.known_cuts import KnownCuts
 
 SCALE = torch.ones(16)
 SHORT, LONG = torch.randn(6, 16), torch.randn(8, 16)
@@ -67,7 +67,7 @@ def test_for_another_size_nobody_looks_at_all_objects_nor_traces_again(monkeypat
         raise AssertionError("it runs the forward on symbols")
 
     monkeypatch.setattr(gc, "get_objects", looks)
-    monkeypatch.setattr("lightning_rotor.cutting.cut_graph", traces)
+    monkeypatch.setattr("lightning_rotor.capture.cutting.cut_graph", traces)
     second, _ = known.bind((LONG,), {})
     assert second is not first
     assert [stage.name for stage in second.stages] == [stage.name for stage in first.stages]

@@ -16,7 +16,7 @@ from strategies import random_chain
 from torch import nn
 
 from lightning_rotor import Chain, Leaf, Schedule, Segment, profile_chain, sequential_stages, simulate
-from lightning_rotor.execution import Executor
+from lightning_rotor.execution.executor import Executor
 
 STAGES = 1000
 

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from lightning_rotor import Checkpointable
-from lightning_rotor.execution import Executor
+from lightning_rotor.execution.executor import Executor
 from lightning_rotor.invertible import AdditiveCoupling, invertible_checkpoint
 from lightning_rotor.profiling import profile_chain
 from lightning_rotor.schedule import Schedule
-from lightning_rotor.sequential import sequential_stages
+from lightning_rotor.stages.sequential import sequential_stages
 
 WIDTH = 8
 

@@ -13,13 +13,13 @@ import torch
 from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lightning_rotor.optimizer_prediction import (
+from lightning_rotor.memory.held import optimizer_state_bytes
+from lightning_rotor.memory.optimizer import (
     StatePrediction,
     predict_optimizer_state_bytes,
     predict_optimizer_step_peak_bytes,
 )
 from lightning_rotor.profiling.meters import CpuMeter
-from lightning_rotor.training_state import optimizer_state_bytes
 
 STOCK: list[tuple[str, dict[str, Any]]] = [
     ("SGD", {}),

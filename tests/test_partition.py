@@ -12,9 +12,7 @@ import pytest
 
 from lightning_rotor.chain import Skip
 from lightning_rotor.errors import RotorError
-from lightning_rotor.pipeline_schedule import PipelineError
-from lightning_rotor.pipeline_simulator import step_seconds
-from lightning_rotor.planning.partition import (
+from lightning_rotor.pipeline.partition import (
     Link,
     PartitionError,
     PipelineDevice,
@@ -24,7 +22,9 @@ from lightning_rotor.planning.partition import (
     partition,
     sub_chain,
 )
-from lightning_rotor.planning.partition.problem import Costs
+from lightning_rotor.pipeline.partition.problem import Costs
+from lightning_rotor.pipeline.schedule import PipelineError
+from lightning_rotor.pipeline.simulator import step_seconds
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
 from tests.strategies import KINDS, random_chain

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_rotor.planning.partition import Link, PartitionError, PipelineDevice, Problem, partition
-from lightning_rotor.planning.partition.balance import cuts_of, runs_of, simple_balances
-from lightning_rotor.planning.partition.problem import Costs
-from lightning_rotor.planning.partition.step_bounds import StepBounds
+from lightning_rotor.pipeline.partition import Link, PartitionError, PipelineDevice, Problem, partition
+from lightning_rotor.pipeline.partition.balance import cuts_of, runs_of, simple_balances
+from lightning_rotor.pipeline.partition.bounds import StepBounds
+from lightning_rotor.pipeline.partition.problem import Costs
 from tests.strategies import KINDS, random_chain
 
 LINKS = (Link(), Link(1e5, 1e-5), Link(1e6), Link(1e4))

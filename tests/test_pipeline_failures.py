@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from pipelines import Failure, Processes, good, processes
 from test_pipeline_strategy import Model, fit
 
-from lightning_rotor.pipeline.lifeline import Lifeline
+from lightning_rotor.pipeline.failure_watch import Lifeline
 from lightning_rotor.strategies import RotorPipelineStrategy
 
 SECONDS = 30

@@ -7,15 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_rotor.pipeline_lingering import lingering
-from lightning_rotor.pipeline_schedule import actions
-from lightning_rotor.pipeline_simulator import (
-    MicroBatchLoad,
-    PipelineStageLoad,
-    device_peak_bytes,
-    simulate_pipeline,
-)
-from lightning_rotor.planning.partition.moments import Moments
+from lightning_rotor.pipeline.partition.in_flight import Moments
+from lightning_rotor.pipeline.schedule import actions, lingering
+from lightning_rotor.pipeline.simulator import MicroBatchLoad, PipelineStageLoad, device_peak_bytes, simulate_pipeline
 
 
 def lasting(schedule, device, devices, m, outputs_linger=True):

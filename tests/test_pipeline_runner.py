@@ -14,12 +14,11 @@ from pipelines import Failure, Processes, good, processes
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_rotor.pipeline.options import PipelineOptions
-from lightning_rotor.pipeline.pipelined import PipelinedModule, pipelined
-from lightning_rotor.pipeline.splitting import join, rows_in, sizes_of, split
-from lightning_rotor.pipeline_schedule import PipelineError
-from lightning_rotor.pipeline_simulator import device_peak_bytes, simulate_pipeline
-from lightning_rotor.planning.partition import PartitionError, PipelineDevice
+from lightning_rotor.pipeline.micro_batches import join, rows_in, sizes_of, split
+from lightning_rotor.pipeline.partition import PartitionError, PipelineDevice
+from lightning_rotor.pipeline.pipelined import PipelinedModule, PipelineOptions, pipelined
+from lightning_rotor.pipeline.schedule import PipelineError
+from lightning_rotor.pipeline.simulator import device_peak_bytes, simulate_pipeline
 from lightning_rotor.profiling.meters import CpuMeter
 
 

@@ -7,15 +7,15 @@ import random
 import numpy as np
 import pytest
 
-from lightning_rotor.pipeline_schedule import Action, PipelineError, actions
-from lightning_rotor.pipeline_simulator import (
+from lightning_rotor.pipeline.batched_simulator import Waves, seconds_of
+from lightning_rotor.pipeline.schedule import Action, PipelineError, actions
+from lightning_rotor.pipeline.simulator import (
     MicroBatchLoad,
     PipelineStageLoad,
     device_peak_bytes,
     simulate_pipeline,
     step_seconds,
 )
-from lightning_rotor.pipeline_waves import Waves, seconds_of
 
 
 def stage(forward, backward, *, again=0.0, travel=(0.0, 0.0), **sizes):

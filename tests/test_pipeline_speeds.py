@@ -10,10 +10,8 @@ import torch
 from pipelines import Processes, good, processes
 from torch import nn
 
-from lightning_rotor.pipeline.options import PipelineOptions
-from lightning_rotor.pipeline.pipelined import pipelined
-from lightning_rotor.pipeline.speeds import speeds_beside_first
-from lightning_rotor.planning.partition import PipelineDevice
+from lightning_rotor.pipeline.partition import PipelineDevice
+from lightning_rotor.pipeline.pipelined import PipelineOptions, pipelined, speeds_beside_first
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from lightning_rotor.pipeline_schedule import actions
-from lightning_rotor.pipeline_simulator import MicroBatchLoad, PipelineStageLoad, simulate_pipeline
-from lightning_rotor.planning.partition import partition
+from lightning_rotor.pipeline.partition import partition
+from lightning_rotor.pipeline.schedule import actions
+from lightning_rotor.pipeline.simulator import MicroBatchLoad, PipelineStageLoad, simulate_pipeline
 from lightning_rotor.report import PlotError, plot_pipeline
 from lightning_rotor.report.style import PHASE_COLOURS
 from tests.strategies import random_chain

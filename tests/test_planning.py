@@ -16,11 +16,11 @@ from strategies import KINDS, Kind, chains, random_chain, with_skips
 from lightning_rotor.chain import Chain, Option, StageCost
 from lightning_rotor.errors import BudgetError, RotorError
 from lightning_rotor.planning import Solver, baselines, fine_slots, minimum_budget, plan
-from lightning_rotor.planning.edits import edits
+from lightning_rotor.planning.candidates import edits
 from lightning_rotor.profiling import profile_chain
 from lightning_rotor.schedule import Schedule
-from lightning_rotor.sequential import sequential_stages
 from lightning_rotor.simulator import simulate
+from lightning_rotor.stages.sequential import sequential_stages
 
 # Times within this factor are the same: they are sums of the same durations in another order.
 SAME = 1 + 1e-9

@@ -19,8 +19,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from lightning_rotor.private import lightning_names, pytree
+from lightning_rotor.private import lightning_names
 from lightning_rotor.private import torch_names as private
+from lightning_rotor.private import values as pytree
 from tests.private_names import private_names, private_names_below
 from tests.processes import ROOT
 

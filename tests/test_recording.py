@@ -20,12 +20,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 
 from lightning_rotor import Checkpointable, ExecutionError, ModelError, sequentialize
-from lightning_rotor.options import run_stage
+from lightning_rotor.capture.cuts import GraphCut, cut_graph, cut_recording
+from lightning_rotor.execution.options import run_stage
 from lightning_rotor.planning import minimum_budget
 from lightning_rotor.profiling import StepMeter
 from lightning_rotor.profiling.reference import require_same
-from lightning_rotor.sequential import wiring_of
-from lightning_rotor.tracing import GraphCut, cut_graph, cut_recording
+from lightning_rotor.stages.sequential import wiring_of
 
 X = (6, 16)
 

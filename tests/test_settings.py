@@ -13,9 +13,9 @@ from torch import nn
 from torch.backends import cuda, cudnn, mkldnn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lightning_rotor.execution.recomputation import recomputed
 from lightning_rotor.invertible import AdditiveCoupling, invertible_checkpoint
-from lightning_rotor.recomputation import recomputed
-from lightning_rotor.settings import settings
+from lightning_rotor.stages.generators import settings
 
 MATMULS: tuple[tuple[str, Any], ...] = (("cuda", cuda.matmul), ("mkldnn", mkldnn.matmul))
 

@@ -11,16 +11,8 @@ import torch
 from torch import nn
 
 from lightning_rotor import Checkpointable, Schedule, profile_chain, sequential_stages, simulate
-from lightning_rotor.execution import Executor
-from lightning_rotor.skip import (
-    Namespace,
-    SkipDeclarationError,
-    SkipError,
-    pop,
-    skippable,
-    stash,
-    verify_skippables,
-)
+from lightning_rotor.execution.executor import Executor
+from lightning_rotor.skip import Namespace, SkipDeclarationError, SkipError, pop, skippable, stash, verify_skippables
 
 
 @skippable(stash=["skip"])

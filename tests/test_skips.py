@@ -16,10 +16,10 @@ import transformers
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_rotor.capture.cutting import sequentialize
 from lightning_rotor.chain import Chain, Option, Skip, StageCost
-from lightning_rotor.cutting import sequentialize
 from lightning_rotor.errors import BudgetError, ScheduleError
-from lightning_rotor.execution import Executor
+from lightning_rotor.execution.executor import Executor
 from lightning_rotor.planning import minimum_budget, plan
 from lightning_rotor.planning.solver import Solver
 from lightning_rotor.profiling import Profile, StepMeter, profile_chain

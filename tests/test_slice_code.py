@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_rotor.tracing.slice_code import Ref, Step, function_of
+from lightning_rotor.capture.graph_stage import Ref, Step, function_of
 
 
 def call(target: Any, *args: Any, frees: tuple[int, ...] = (), **kwargs: Any) -> Step:

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from lightning_rotor.errors import ModelError
-from lightning_rotor.profiling.meters import CpuMeter
-from lightning_rotor.training_state import (
+from lightning_rotor.memory.held import (
     block_bytes,
     buffer_bytes,
     existing_gradient_bytes,
@@ -18,6 +17,7 @@ from lightning_rotor.training_state import (
     parameter_bytes,
     storage_bytes,
 )
+from lightning_rotor.profiling.meters import CpuMeter
 
 
 def convolutional() -> nn.Sequential:

@@ -25,10 +25,10 @@ from rich.table import Table
 
 from lightning_rotor.callbacks import RotorCallback
 from lightning_rotor.errors import RotorError
+from lightning_rotor.memory.budget import allocated_bytes
+from lightning_rotor.private.values import tensors_in
 from lightning_rotor.profiling import StepMeter, StepTrace
 from lightning_rotor.report import plot_timeline
-from lightning_rotor.tensors import tensors_in
-from lightning_rotor.training_memory import allocated_bytes
 from lightning_rotor.units import format_bytes, format_seconds, parse_bytes
 
 HERE = Path(__file__).parent

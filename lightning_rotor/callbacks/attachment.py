@@ -3,24 +3,78 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from types import MethodType
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
-from lightning_rotor.attaching import attach, detach, is_attached
 from lightning_rotor.callbacks.dry_step import best_by_compute
 from lightning_rotor.callbacks.ranks import same_target
-from lightning_rotor.callbacks.saved_plans import SavedPlans
-from lightning_rotor.compiled import is_compiled, taken_apart
+from lightning_rotor.capture.compiled import is_compiled, taken_apart
+from lightning_rotor.capture.modules import require_untraced
 from lightning_rotor.errors import ModelError, RotorWarning
-from lightning_rotor.planned import PlannedForward
+from lightning_rotor.execution.recomputation import is_recomputing
+from lightning_rotor.planned.cache import model_fingerprint
+from lightning_rotor.planned.forward import PlannedForward, attach, detach, is_attached
+from lightning_rotor.planned.target import Target, TargetSearch, may_be_planned, named_target
 from lightning_rotor.private.lightning_names import is_compiled as is_compiled_whole
 from lightning_rotor.private.torch_names import INNER
-from lightning_rotor.target import Target, TargetSearch, named_target
+
+# ----------------------------------------------------------------------------------------------------
+# What a fit leaves for the next one: in a checkpoint, or on the callback itself.
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPlans:
+    """Measurements and plans for one module, in plain types alone, so that checkpoints load with ``weights_only=True``.
+
+    Attributes:
+        module: Dotted name of the module in its model.
+        model: Its fingerprint.
+        corrections: What the closed loop had found out, from :attr:`.process_limit.ProcessLimit.corrections`.
+        ceiling_bytes: The most that a plan may take since the device ran out of memory, or None.
+        records: From :meth:`lightning_rotor.planned.forward.PlannedForward.records`.
+    """
+
+    module: str
+    model: str
+    corrections: dict[str, list[int]]
+    ceiling_bytes: int | None
+    records: list[dict[str, Any]]
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> SavedPlans | None:
+        """The state of a callback, or None if it is of another version of this package."""
+        try:
+            return cls(**state)
+        except TypeError:
+            return None
+
+    def to_state(self) -> dict[str, Any]:
+        """The state of a callback."""
+        return asdict(self)
+
+    def target_in(self, model: nn.Module) -> Target | None:
+        """The module in a model, or None if there is no such module in it."""
+        module = dict(model.named_modules()).get(self.module)
+        if module is None or not may_be_planned(module):
+            return None
+        target = Target(self.module, module, "as before")
+        return target if self.are_for(target) else None
+
+    def are_for(self, target: Target) -> bool:
+        """Whether a module has their name, and is made like the one that they are for."""
+        return target.name == self.module and model_fingerprint(target.module) == self.model
+
+
+# ----------------------------------------------------------------------------------------------------
+
 
 _log = logging.getLogger(__name__)
 
@@ -147,3 +201,28 @@ class Attachment:
         if not self._trainer.global_rank:
             level = logging.DEBUG if self._choice_due else logging.INFO
             _log.log(level, "RotorCallback plans %s. RotorCallback(module=...) names another", target)
+
+
+# ----------------------------------------------------------------------------------------------------
+# ``self.log`` inside of a planned module counts once: what is measured or recomputed logs nothing.
+
+
+def log(self: LightningModule, *args: Any, **kwargs: Any) -> None:
+    """Stands in for ``type(self).log``. Bound, and named like it, so that copies and pickles of the module get their own."""
+    require_untraced("it logs (self.log), which no trace would do again")
+    if not is_recomputing():
+        type(self).log(self, *args, **kwargs)
+
+
+def hush(model: pl.LightningModule) -> None:
+    """Let a model, and those inside of it, log nothing while their code runs again."""
+    for module in model.modules():
+        if isinstance(module, LightningModule) and "log" not in module.__dict__:
+            module.__dict__["log"] = MethodType(log, module)
+
+
+def unhush(model: pl.LightningModule) -> None:
+    """Undo :func:`hush`."""
+    for module in model.modules():
+        if getattr(module.__dict__.get("log"), "__func__", None) is log:
+            del module.__dict__["log"]

@@ -16,18 +16,18 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from rich.console import Console
 from torch import nn
 
-from lightning_rotor.allowance import Allowance
-from lightning_rotor.batch_sizes import BatchSizeAdvice, advice_from, measured_costs
 from lightning_rotor.callbacks.dry_step import best_by_compute
-from lightning_rotor.callbacks.process_memory import ProcessMemory, own_limit_bytes
+from lightning_rotor.callbacks.process_limit import ProcessMemory, own_limit_bytes
 from lightning_rotor.callbacks.ranks import least_limit_bytes
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import ModelError, RotorError
+from lightning_rotor.execution.options import kept_attributes, lent_buffers, undisturbed
+from lightning_rotor.memory.budget import Allowance
+from lightning_rotor.planned.batch_sizes import BatchSizeAdvice, advice_from, measured_costs
+from lightning_rotor.planned.target import TargetSearch, named_target
 from lightning_rotor.private.lightning_names import reset_loaders
-from lightning_rotor.sequential import Stage
-from lightning_rotor.target import TargetSearch, named_target
-from lightning_rotor.tensors import tensors_in
-from lightning_rotor.undisturbed import kept_attributes, lent_buffers, undisturbed
+from lightning_rotor.private.values import tensors_in
+from lightning_rotor.stages.sequential import Stage
 from lightning_rotor.units import format_bytes, parse_limit
 
 _log = logging.getLogger(__name__)

@@ -15,10 +15,10 @@ import torch
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from typing_extensions import Self
 
-from lightning_rotor.compute import StepCompute, measure_compute
 from lightning_rotor.errors import ProfilingError
+from lightning_rotor.planned.compute import StepCompute, measure_compute
+from lightning_rotor.planned.target import Target, TargetSearch
 from lightning_rotor.private.lightning_names import is_compiled
-from lightning_rotor.target import Target, TargetSearch
 
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.device, torch.dtype)
 

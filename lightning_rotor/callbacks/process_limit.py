@@ -3,21 +3,202 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import lightning.pytorch as pl
 import torch
 from torch import nn
 
-from lightning_rotor.allowance import Allowance
-from lightning_rotor.callbacks.closed_loop import ClosedLoop, Trial
-from lightning_rotor.callbacks.process_memory import ProcessMemory, own_limit_bytes
+from lightning_rotor.callbacks.ranks import communication_bytes, processes_sharing
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import BudgetError
-from lightning_rotor.planned import PlannedForward
+from lightning_rotor.memory.budget import Allowance, ResidentMemory, named_bytes, process_limit_bytes
+from lightning_rotor.planned.forward import PlannedForward
 from lightning_rotor.planning import Plan
+from lightning_rotor.private.lightning_names import toggled_parameters
 from lightning_rotor.units import MemoryLimit
+
+# ----------------------------------------------------------------------------------------------------
+# From measured peaks to a better budget: less after a peak above the limit, more after one far below it, and never
+# back and forth.
+
+
+# A peak this close to the limit is close enough; what is left of a gap that is smaller than the second figure is not worth a step.
+_CLOSE = 0.9
+_NARROW = 0.01
+_MOST_OVERSHOOTS = 5
+_MOST_GROWTHS = 8
+_MARGIN = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A plan, and what a step under it took.
+
+    Attributes:
+        budget_bytes: Of the plan.
+        plan_bytes: Its predicted peak.
+        measured_bytes: Peak of the whole process, until the optimizer's step.
+    """
+
+    budget_bytes: int
+    plan_bytes: int
+    measured_bytes: int
+
+
+class ClosedLoop:
+    """The search for one chain."""
+
+    def __init__(self) -> None:
+        self._good: Trial | None = None
+        self._bad: Trial | None = None
+        self._overshoots = 0
+        self._growths = 0
+
+    def too_much(self, trial: Trial, limit_bytes: int) -> int | None:
+        """The next budget after a peak above the limit, or None if so many did not help that another one would not either."""
+        if self._bad is None or trial.plan_bytes <= self._bad.plan_bytes:
+            self._bad = trial
+        if self._good is not None and self._good.budget_bytes >= trial.budget_bytes:
+            self._good = None  # what did once does not always
+        self._overshoots += 1
+        if self._good is not None:
+            between = None if self._overshoots > _MOST_OVERSHOOTS else self._between(limit_bytes)
+            return between or self._good.budget_bytes
+        if self._overshoots > _MOST_OVERSHOOTS:
+            return None
+        # Another plan peaks elsewhere, where what is outside of it may take more again: the steps grow.
+        return trial.plan_bytes - ((trial.measured_bytes - limit_bytes) << (self._overshoots - 1))
+
+    def too_little(self, trial: Trial, limit_bytes: int, *, calls: int) -> int | None:
+        """The next budget after a peak that kept the limit, or None if this one is good enough.
+
+        Args:
+            trial: Of a plan that recomputes.
+            limit_bytes: For the whole process.
+            calls: Of the planned module in the step: what each of them takes more may be alive at the same time.
+        """
+        if self._good is None or trial.budget_bytes > self._good.budget_bytes:
+            self._good = trial
+        if trial.measured_bytes >= _CLOSE * limit_bytes or self._growths >= _MOST_GROWTHS:
+            return None
+        grown: int | None = trial.plan_bytes + (limit_bytes - trial.measured_bytes) // max(calls, 1)
+        if self._bad is not None and grown is not None and grown >= self._bad.plan_bytes:
+            grown = self._between(limit_bytes)
+        if grown is None or grown <= trial.budget_bytes + _NARROW * limit_bytes:
+            return None
+        self._growths += 1
+        return grown
+
+    def _between(self, limit_bytes: int) -> int | None:
+        """Where the limit should be reached, going by the peaks of the good and the bad budget: any that allows the bad plan is bad."""
+        assert self._good is not None
+        assert self._bad is not None
+        gap = self._bad.plan_bytes - self._good.budget_bytes
+        if gap <= _NARROW * limit_bytes:
+            return None
+        share = (limit_bytes - self._good.measured_bytes) / (self._bad.measured_bytes - self._good.measured_bytes)
+        return self._good.budget_bytes + int(gap * min(max(share, _MARGIN), 1 - _MARGIN))
+
+
+# ----------------------------------------------------------------------------------------------------
+# What a Trainer's process holds besides the planned module's activations, under the user's limit.
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessMemory:
+    """A training process and its limit.
+
+    Attributes:
+        limit_bytes: For all of it.
+        resident: What it holds.
+        gradients_linger: Those of one step are there until after the next forward, and no longer.
+    """
+
+    limit_bytes: int
+    resident: ResidentMemory
+    gradients_linger: bool
+
+    @classmethod
+    def of(
+        cls,
+        limit: MemoryLimit | None,
+        trainer: pl.Trainer,
+        model: pl.LightningModule,
+        *,
+        target: nn.Module,
+        batch: Sequence[torch.Tensor],
+        device: torch.device,
+        agreed_bytes: int | None = None,
+    ) -> ProcessMemory:
+        """Count what is there, and predict what will be.
+
+        Args:
+            limit: As the user gave it.
+            trainer: Whose process.
+            model: What it trains.
+            target: The planned module.
+            batch: Tensors of one batch.
+            device: Where.
+            agreed_bytes: The limit that all processes have agreed on, if they have.
+        """
+        with _untoggled(model):
+            resident = ResidentMemory.of(model, target, trainer.optimizers, batch, device)
+        resident = replace(resident, communication_bytes=communication_bytes(trainer, model))
+        if device.type == "cuda":
+            named = named_bytes(model, trainer.optimizers, batch, device) + resident.communication_bytes
+            resident = replace(resident, other_bytes=max(0, torch.cuda.memory_allocated(device) - named))
+        return cls(
+            agreed_bytes or own_limit_bytes(limit, trainer, model, batch, device),
+            resident,
+            # zero_grad runs between forward and backward, so gradients of the step before linger through the forward. Not so when
+            # several backwards add up, or when the user decides.
+            gradients_linger=model.automatic_optimization and trainer.accumulate_grad_batches == 1,
+        )
+
+    def allowance(self, *, batch_bytes: int | None = None, correction_bytes: int = 0) -> Allowance:
+        """What remains for the planned module.
+
+        Args:
+            batch_bytes: Of another batch than the one that was counted.
+            correction_bytes: Found to be used by something else.
+        """
+        resident = self.resident if batch_bytes is None else replace(self.resident, batch_bytes=batch_bytes)
+        return resident.allowance(
+            self.limit_bytes, gradients_linger=self.gradients_linger, correction_bytes=correction_bytes
+        )
+
+
+def own_limit_bytes(
+    limit: MemoryLimit | None,
+    trainer: pl.Trainer,
+    model: pl.LightningModule,
+    batch: Sequence[torch.Tensor],
+    device: torch.device,
+) -> int:
+    """A limit as this process sees it."""
+    sharing = processes_sharing(trainer, device)
+    return process_limit_bytes(limit, model, trainer.optimizers, batch, device, sharing=sharing)
+
+
+@contextmanager
+def _untoggled(model: pl.LightningModule) -> Iterator[None]:
+    """Let every parameter require a gradient as it will once ``toggle_optimizer`` is undone: the others train later in the same step."""
+    toggled = toggled_parameters(model)
+    now = {parameter: parameter.requires_grad for parameter in toggled}
+    try:
+        for parameter, state in toggled.items():
+            parameter.requires_grad = state
+        yield
+    finally:
+        for parameter, state in now.items():
+            parameter.requires_grad = state
+
+
+# ----------------------------------------------------------------------------------------------------
+
 
 _MOST_CHAINS = 256
 

@@ -2,7 +2,7 @@
 
 They meet once, when the first batch starts: a moment that all of them reach, whatever their batches look like. There the least of their limits
 becomes the limit of all, and rank 0's choice of a module that of all. How they come to one plan after that is in
-:mod:`lightning_rotor.agreement`.
+:mod:`lightning_rotor.planned.ranks`.
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_rotor.agreement import Agreement, JointPlans, PublishedPlans
-from lightning_rotor.collectives import communicates
 from lightning_rotor.errors import BudgetError
+from lightning_rotor.memory.held import existing_gradient_bytes, gradient_bytes, storage_bytes
+from lightning_rotor.planned.ranks import Agreement, JointPlans, PublishedPlans, communicates
+from lightning_rotor.planned.target import Target
 from lightning_rotor.planning import Plan
 from lightning_rotor.private.torch_names import has_rebuilt_buckets, store_of_processes
-from lightning_rotor.sharding import messages_bytes
-from lightning_rotor.target import Target
-from lightning_rotor.training_state import existing_gradient_bytes, gradient_bytes, storage_bytes
+from lightning_rotor.stages.sharding import messages_bytes
 
 
 class Ranks:
-    """An :class:`~lightning_rotor.agreement.Agreement` that is no constraint until the processes have met, and for one alone.
+    """An :class:`~lightning_rotor.planned.ranks.Agreement` that is no constraint until the processes have met, and for one alone.
 
     Args:
         beyond: Where no plan fits, go on with the one that takes least.
@@ -62,15 +61,15 @@ class Ranks:
 
     @property
     def together(self) -> bool:
-        """As in :class:`~lightning_rotor.agreement.Agreement`."""
+        """As in :class:`~lightning_rotor.planned.ranks.Agreement`."""
         return self._agreement is not None and self._agreement.together
 
     def must_start_afresh(self, *, ready: bool) -> bool:
-        """As in :class:`~lightning_rotor.agreement.Agreement`."""
+        """As in :class:`~lightning_rotor.planned.ranks.Agreement`."""
         return self._agreement is not None and self._agreement.must_start_afresh(ready=ready)
 
     def settle(self, call: str, outcome: Plan | BudgetError) -> Plan:
-        """As in :class:`~lightning_rotor.agreement.Agreement`."""
+        """As in :class:`~lightning_rotor.planned.ranks.Agreement`."""
         if self._agreement is not None:
             return self._agreement.settle(call, outcome)
         if isinstance(outcome, BudgetError):

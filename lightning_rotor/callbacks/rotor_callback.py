@@ -12,25 +12,20 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from rich.console import Console
 from torch import nn
 
-from lightning_rotor.allowance import Allowance
-from lightning_rotor.callbacks.attachment import Attachment
-from lightning_rotor.callbacks.loggers import is_logging_step, log_hyperparameters, log_metrics, log_plan
+from lightning_rotor.callbacks.attachment import Attachment, SavedPlans, hush, unhush
 from lightning_rotor.callbacks.process_limit import ProcessLimit
-from lightning_rotor.callbacks.process_plan import ProcessPlan
-from lightning_rotor.callbacks.quiet_logs import hush, unhush
 from lightning_rotor.callbacks.ranks import Ranks
-from lightning_rotor.callbacks.saved_plans import SavedPlans
+from lightning_rotor.callbacks.shown import ProcessPlan, is_logging_step, log_hyperparameters, log_metrics, log_plan
 from lightning_rotor.callbacks.step_watch import StepWatch
-from lightning_rotor.compiled import Variants, check_variants
+from lightning_rotor.capture.compiled import Variants, check_variants
 from lightning_rotor.errors import BudgetError, ProfilerBusyError, RotorWarning, ShortageError, TrialError, UnitError
-from lightning_rotor.plan_cache import MAX_PLANS
-from lightning_rotor.plan_records import model_fingerprint
-from lightning_rotor.planned import PlannedForward
+from lightning_rotor.memory.budget import Allowance, take_workspaces
+from lightning_rotor.planned.cache import MAX_PLANS, model_fingerprint
+from lightning_rotor.planned.forward import PlannedForward
+from lightning_rotor.planned.out_of_memory import is_shortage, shortage_message
 from lightning_rotor.planning import Plan
+from lightning_rotor.private.values import tensors_in
 from lightning_rotor.profiling import Profile
-from lightning_rotor.shortage import is_shortage, shortage_message
-from lightning_rotor.tensors import tensors_in
-from lightning_rotor.training_memory import take_workspaces
 from lightning_rotor.units import MemoryLimit, format_bytes, parse_limit
 
 
@@ -77,7 +72,7 @@ class RotorCallback(pl.Callback):
         >>> trainer = L.Trainer(callbacks=[RotorCallback(mem_limit="2GiB")])  # doctest: +SKIP
 
     Of several processes each keeps inside the least of their limits, the buckets of DDP included, and those with batches of the same shape run one
-    plan; None is shared among those of one machine's CPU. :mod:`lightning_rotor.agreement` says how, and why nobody waits in vain. Under FSDP2
+    plan; None is shared among those of one machine's CPU. :mod:`lightning_rotor.planned.ranks` says how, and why nobody waits in vain. Under FSDP2
     each unit inside of the planned module is one stage.
 
     Logs to every logger, each key after ``RotorCallback/`` (or the logger's own separator): ``overhead_percent``, ``budget_bytes``,

@@ -11,9 +11,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_rotor.callbacks.ranks import may_take_new_buckets, unnamed_bytes
 from lightning_rotor.errors import ProfilingError, RotorWarning
+from lightning_rotor.memory.budget import allocated_bytes
+from lightning_rotor.memory.held import existing_gradient_bytes
 from lightning_rotor.profiling import StepMeter
-from lightning_rotor.training_memory import allocated_bytes
-from lightning_rotor.training_state import existing_gradient_bytes
 
 _STEPS = 3
 _PATIENCE = 8

@@ -1,5 +1,6 @@
-"""Running a schedule with exact gradients."""
+"""A schedule runs, with exact gradients.
 
-from lightning_rotor.execution.executor import Executor
-
-__all__ = ["Executor"]
+In: stages and a schedule. Out: an :class:`~lightning_rotor.execution.executor.Executor`, which is called like the stages
+one after the other. Read ``executor``, ``recomputation`` and ``segment_state``; ``inversion`` and ``reverse`` rebuild
+inputs instead of keeping them.
+"""

@@ -7,7 +7,8 @@ The recursion of the schedule is the recursion of the calls, so there is nothing
                                       checkpoint( stage 1, 2 )       first saved tensor of 2 → run 1, 2 again; stages 2, 1
                                       stage 3, recorded              stage 0
 
-What an item saves of its output is settled when it is known whether the stage behind will drop that: see :mod:`lightning_rotor.dropping`.
+What an item saves of its output is settled when it is known whether the stage behind will drop that: see
+:mod:`lightning_rotor.execution.dropped_inputs`.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ import torch
 from torch import nn
 
 from lightning_rotor.chain import Chain, Option
-from lightning_rotor.dropping import Output, SavedOutput
-from lightning_rotor.inversion import FusedInversion, Inversion
-from lightning_rotor.options import run_stage, way_of
-from lightning_rotor.private.pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
-from lightning_rotor.recomputation import recomputed
-from lightning_rotor.recursion import make_room_for
-from lightning_rotor.schedule import Item, Leaf, Schedule, Segment
-from lightning_rotor.sequential import Stage
-from lightning_rotor.sharding import Unit, left_as_found, units_in
+from lightning_rotor.errors import ExecutionError
+from lightning_rotor.execution.dropped_inputs import Output, SavedOutput
+from lightning_rotor.execution.inversion import FusedInversion, Inversion
+from lightning_rotor.execution.options import run_stage, way_of
+from lightning_rotor.execution.recomputation import recomputed
+from lightning_rotor.execution.segment_state import SegmentState
+from lightning_rotor.private.torch_names import backward_keeps_graph, backward_number
+from lightning_rotor.private.values import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from lightning_rotor.schedule import Item, Leaf, Schedule, Segment, make_room_for
 from lightning_rotor.simulator import check_schedule
-from lightning_rotor.state import SegmentState
-from lightning_rotor.wiring import Wire, Wiring, unpacked
+from lightning_rotor.stages.sequential import Stage, Wire, Wiring, unpacked
+from lightning_rotor.stages.sharding import Unit, left_as_found, units_in
 
 # Calls for one more segment inside others, most of them torch's.
 _CALLS = 60
@@ -220,3 +221,32 @@ class _InvertingRun:
             with saved.watching():
                 return row.steps[index](value)
         return row.steps[index](value)
+
+
+# ----------------------------------------------------------------------------------------------------
+# A second backward through segments whose saved tensors are freed, told in words that help.
+
+
+def guard_second_backward(output: Any, value: Any) -> None:
+    """Turn torch's error about a freed graph into one that names the remedy."""
+    given = {id(tensor.grad_fn) for tensor in tree_leaves(value) if isinstance(tensor, torch.Tensor)}
+    for tensor in tree_leaves(output):
+        # What is handed through belongs to the caller's graph.
+        if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None and id(tensor.grad_fn) not in given:
+            tensor.grad_fn.register_prehook(_once_unless_retained())
+
+
+def _once_unless_retained() -> Callable[[Any], None]:
+    finished: list[int | None] = []
+
+    def check(_: Any) -> None:
+        backward = backward_number()
+        if finished and finished[0] != backward:
+            raise ExecutionError(
+                "backward ran a second time through a graph whose saved tensors are freed: expected one backward per forward. "
+                "Call backward(retain_graph=True) the first time, or run the forward again"
+            )
+        if not backward_keeps_graph():
+            finished[:] = [backward]
+
+    return check

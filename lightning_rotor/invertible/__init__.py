@@ -10,13 +10,17 @@
 """
 
 from lightning_rotor.errors import InverseError
+from lightning_rotor.execution.reverse import Guard
 from lightning_rotor.invertible.check import InverseReport, check_inverse
 from lightning_rotor.invertible.checkpoint import invertible_checkpoint
-from lightning_rotor.invertible.convolution import InvertibleConvolution
-from lightning_rotor.invertible.coupling import AdditiveCoupling, AffineCoupling
-from lightning_rotor.invertible.guard import Guard
-from lightning_rotor.invertible.protocol import Invertible, Reversible, has_fused_backward, is_invertible
-from lightning_rotor.invertible.sequential import InvertibleSequential, reverse
+from lightning_rotor.invertible.layers import (
+    AdditiveCoupling,
+    AffineCoupling,
+    InvertibleConvolution,
+    InvertibleSequential,
+    reverse,
+)
+from lightning_rotor.stages.invertible import Invertible, Reversible, has_fused_backward, is_invertible
 
 __all__ = [
     "AdditiveCoupling",

@@ -17,8 +17,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from lightning_rotor.sequential import Stage
-from lightning_rotor.undisturbed import kept_attributes, lent_buffers, undisturbed
+from lightning_rotor.execution.options import kept_attributes, lent_buffers, undisturbed
+from lightning_rotor.stages.sequential import Stage
 
 BatchNorm: TypeAlias = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
 

@@ -9,39 +9,142 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_rotor.capture.cuts import GraphCut
+from lightning_rotor.capture.cutting import SequentialCut, sequentialize
 from lightning_rotor.chain import Chain
-from lightning_rotor.cutting import SequentialCut, sequentialize
 from lightning_rotor.errors import RotorError
+from lightning_rotor.execution.segment_state import SegmentState
 from lightning_rotor.pipeline.batch_statistics import values_per_row
-from lightning_rotor.pipeline.evaluation import evaluation_cut
-from lightning_rotor.pipeline.options import PipelineOptions
-from lightning_rotor.pipeline.ownership import Ownership
-from lightning_rotor.pipeline.parts import Part, PartPlan
+from lightning_rotor.pipeline.micro_batches import join, rows_in, sizes_of, split
+from lightning_rotor.pipeline.partition import Partition, PipelineDevice, RecomputeMode, partition
+from lightning_rotor.pipeline.paused_step import suspended_call
+from lightning_rotor.pipeline.placement import Ownership, first, gathered
 from lightning_rotor.pipeline.runner import PipelineRunner
-from lightning_rotor.pipeline.seeding import mixed
-from lightning_rotor.pipeline.sharing import first, gathered
-from lightning_rotor.pipeline.speeds import gathered_speeds
-from lightning_rotor.pipeline.splitting import join, rows_in, sizes_of, split
-from lightning_rotor.pipeline.suspended import suspended_call
-from lightning_rotor.pipeline_schedule import PipelineError
-from lightning_rotor.planning.partition import Partition, PipelineDevice, partition
-from lightning_rotor.private.pipelining import sent_outputs_linger
+from lightning_rotor.pipeline.schedule import PipelineError, PipelineScheduleName
+from lightning_rotor.pipeline.stage_runner import Part, PartPlan, evaluation_cut
+from lightning_rotor.pipeline.surroundings import mixed
+from lightning_rotor.private.torch_names import sent_outputs_linger
+from lightning_rotor.private.values import tensors_in
 from lightning_rotor.profiling import profile_chain
 from lightning_rotor.profiling.reference import require_same
-from lightning_rotor.sequential import Stage, wiring_of
-from lightning_rotor.state import SegmentState
-from lightning_rotor.tensors import tensors_in
-from lightning_rotor.tracing import GraphCut
-from lightning_rotor.wiring import unpacked
+from lightning_rotor.stages.sequential import Stage, unpacked, wiring_of
 
 if TYPE_CHECKING:
-    from lightning_rotor.pipeline.phases import Phases
+    from lightning_rotor.pipeline.step import Phases
+
+
+# ----------------------------------------------------------------------------------------------------
+# How fast the devices of a pipeline are beside each other: every process times the same stages.
+
+
+# Two devices are as fast as each other up to this ratio of their durations.
+_ALIKE = 1.15
+# A model whose stages take less in all is over before a process has been interrupted once.
+_LEAST_SECONDS = 0.02
+
+
+def gathered_speeds(
+    chain: Chain, group: dist.ProcessGroup | None = None, replicas: dist.ProcessGroup | None = None
+) -> list[float]:
+    """By process of the pipeline, its speed beside the first one's; every process calls it at once.
+
+    Args:
+        chain: As this process has measured it; the same stages everywhere.
+        group: Processes of the pipeline.
+        replicas: Processes with the same place in other pipelines: the slowest of them counts, for all wait for it.
+    """
+    mine = [stage.keep.forward_seconds + stage.keep.backward_seconds for stage in chain]
+    if replicas is not None:
+        mine = [max(each) for each in zip(*gathered(mine, replicas), strict=True)]
+    return speeds_beside_first(gathered(mine, group))
+
+
+def speeds_beside_first(seconds: Sequence[Sequence[float]]) -> list[float]:
+    """Speeds from durations.
+
+    Args:
+        seconds: By process, how long each stage takes it, the same stages everywhere.
+    Returns:
+        By process, its speed where the first one's is 1; alike ones have equal speeds.
+    Example:
+        >>> speeds_beside_first([[1.0, 2.0], [1.1, 2.0], [2.0, 4.0]])
+        [1.0, 1.0, 0.5]
+    """
+    first = seconds[0]
+    if min(map(sum, seconds)) < _LEAST_SECONDS:
+        return [1.0] * len(seconds)
+    ratios = [_middle_ratio(each, first) for each in seconds]
+    found = [1.0] * len(ratios)
+    for alike in _alike(ratios):
+        ratio = 1.0 if 0 in alike else ratios[alike[len(alike) // 2]]
+        for process in alike:
+            found[process] = 1 / ratio
+    return found
+
+
+def _middle_ratio(seconds: Sequence[float], first: Sequence[float]) -> float:
+    """The median of ``seconds / first`` over stages, each counted by how long it takes."""
+    ratios = sorted((own / other, other) for own, other in zip(seconds, first, strict=True) if own > 0 and other > 0)
+    half, passed = sum(weight for _, weight in ratios) / 2, 0.0
+    for ratio, weight in ratios:
+        passed += weight
+        if passed >= half:
+            return ratio
+    return 1.0
+
+
+def _alike(ratios: Sequence[float]) -> list[list[int]]:
+    """Processes in groups: those that are like the first; of the others, by rising ratio, those that are like the fastest of their group."""
+    order = sorted(range(len(ratios)), key=lambda process: ratios[process])
+    with_first = [process for process in order if 1 / _ALIKE < ratios[process] < _ALIKE]
+    groups = [with_first]
+    for process in order:
+        if process in with_first:
+            continue
+        last = groups[-1]
+        if last is not with_first and ratios[process] < _ALIKE * ratios[last[0]]:
+            last.append(process)
+        else:
+            groups.append([process])
+    return groups
+
+
+# ----------------------------------------------------------------------------------------------------
+# How to pipeline, as users say it.
+
+
+Balance: TypeAlias = Literal["auto"] | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineOptions:
+    """How to pipeline.
+
+    Attributes:
+        micro_batches: Into how many parts a batch is split.
+        schedule: In which order devices work.
+        recompute: See :class:`lightning_rotor.pipeline.partition.Problem`.
+        balance: ``"auto"``, or how many stages of the chain each pipeline stage gets.
+        stages_per_device: More than one for ``"interleaved"``.
+        deferred_batch_norm: Running statistics of BatchNorm are updated once for each batch, as if it had not been split.
+    """
+
+    micro_batches: int = 8
+    schedule: PipelineScheduleName = "1f1b"
+    recompute: RecomputeMode = "rotor"
+    balance: Balance = "auto"
+    stages_per_device: int = 1
+    deferred_batch_norm: bool = False
+
+
+# ----------------------------------------------------------------------------------------------------
+
 
 _log = logging.getLogger(__name__)
 

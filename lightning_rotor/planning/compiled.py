@@ -24,7 +24,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from lightning_rotor.planning.thresholds import NEVER
+from lightning_rotor.planning.requirements import NEVER
 
 Integers: TypeAlias = npt.NDArray[np.int64]
 Reals: TypeAlias = npt.NDArray[np.float64]

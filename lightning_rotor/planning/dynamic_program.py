@@ -20,7 +20,7 @@ Either stage ``i`` is kept, or the stages ``i..j-1`` become a segment, of which 
                             where h_i is what stages ``i - 1`` and ``i`` save of the boundary, counted once
     ======================  ====================================================================================
 
-Each decision has thresholds on ``m``, see :mod:`lightning_rotor.planning.thresholds`. Intervals that end at ``l = n - 1`` exist only
+Each decision has thresholds on ``m``, see :mod:`lightning_rotor.planning.requirements`. Intervals that end at ``l = n - 1`` exist only
 in the step's own forward, the others only in a recomputation, which the backward of ``l`` starts while it holds its gradient and
 which stops at the last saved tensor of ``l``. A stage ``l`` that saves nothing at the end of a segment is not recomputed at all:
 body(m, i, l) = backward of ``l`` + body(m, i, l - 1).
@@ -37,7 +37,7 @@ Columns are filled from the left, each from below::
 columns and follows the one before it, a few lengths behind.
 
 For ``n`` stages and ``S`` slots: time O(n³ S), memory O(n² S) for ``body`` and each ``rest_c``. Decisions are not stored; see
-:mod:`lightning_rotor.planning.extraction`.
+:mod:`lightning_rotor.planning.backtracking`.
 
 Optimal among all schedule trees when the unit divides every size, up to approximations which the simulator judges afterwards:
 
@@ -63,12 +63,9 @@ from functools import partial
 
 import numpy as np
 
-from lightning_rotor.planning.decisions import Decisions
-from lightning_rotor.planning.loops import Loops
+from lightning_rotor.planning.kernel import Loops, Seconds, Storage, first_twins
 from lightning_rotor.planning.machine_code import CompiledTable, compiled_code, is_worthwhile
-from lightning_rotor.planning.sharing import first_twins
-from lightning_rotor.planning.storage import Seconds, Storage
-from lightning_rotor.planning.thresholds import NEVER, Thresholds
+from lightning_rotor.planning.requirements import NEVER, Decisions, Thresholds
 
 # Columns of a band: what they need of one another fits the second cache.
 _COLUMNS = 32

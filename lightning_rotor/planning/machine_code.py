@@ -10,8 +10,8 @@ from types import ModuleType
 import numpy as np
 import numpy.typing as npt
 
-from lightning_rotor.planning.decisions import Decisions, Integers
-from lightning_rotor.planning.storage import Seconds, Storage
+from lightning_rotor.planning.kernel import Seconds, Storage
+from lightning_rotor.planning.requirements import Decisions, Integers
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class CompiledTable:
     Args:
         decisions: The chain.
         storage: Where its rows go, in single precision.
-        twins: See :func:`lightning_rotor.planning.sharing.first_twins`.
+        twins: See :func:`lightning_rotor.planning.kernel.first_twins`.
         whole: Where the numbers of the whole step go.
         code: :mod:`lightning_rotor.planning.compiled`.
     """

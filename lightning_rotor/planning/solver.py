@@ -10,11 +10,11 @@ from functools import cached_property
 from lightning_rotor.chain import Chain, Option, StageCost
 from lightning_rotor.errors import BudgetError
 from lightning_rotor.planning.baselines import keep_all_fastest, no_schedule_is_faster
+from lightning_rotor.planning.candidates import Proposal, Staircase
 from lightning_rotor.planning.dynamic_program import Table
+from lightning_rotor.planning.kernel import aligned_unit
 from lightning_rotor.planning.plan import DEFAULT_SLOTS, Plan
-from lightning_rotor.planning.proposals import Proposal, Staircase
-from lightning_rotor.planning.sharing import aligned_unit
-from lightning_rotor.planning.thresholds import retains_from_birth, thresholds_of
+from lightning_rotor.planning.requirements import retains_from_birth, thresholds_of
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
 from lightning_rotor.units import format_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from inspect import getclosurevars
 from operator import attrgetter
 from types import FunctionType, SimpleNamespace
@@ -454,3 +455,20 @@ def fsdp_order(group: Any) -> tuple[list[int], Any]:
 def fsdp_shard_elements(parameter: Any) -> int:
     """How many elements this process keeps of a parameter, padding included."""
     return int(parameter._sharded_param_data.numel())
+
+
+# ----------------------------------------------------------------------------------------------------
+# What differs between releases of :mod:`torch.distributed.pipelining` and no public function tells.
+
+
+@cache
+def sent_outputs_linger() -> bool:
+    """True if torch's schedules hold on to outputs whose sending is done: up to torch 2.14.
+
+    From 2.15 on they tell the stage that a send is done, by a public method of this name, and drop what they hold. Nothing public says so.
+    """
+    if not torch.distributed.is_available():
+        return True
+    from torch.distributed.pipelining import PipelineStage
+
+    return not hasattr(PipelineStage, "release_fwd_send_outputs")

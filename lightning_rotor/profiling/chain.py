@@ -7,7 +7,7 @@ with a gradient of its output that fills its memory; if the next one turns out t
 turn out to hand it on, and those that make or add to the gradient of a skip whose later readers leave such a one (:mod:`.settling`).
 
 Nothing is changed: generators are set back, buffers are lent (the stages write to copies), gradients are computed without touching
-``.grad``, and no module changes its mode. :func:`lightning_rotor.recomputation.is_recomputing` is true meanwhile, for users' own counters.
+``.grad``, and no module changes its mode. :func:`lightning_rotor.execution.recomputation.is_recomputing` is true meanwhile, for users' own counters.
 """
 
 from __future__ import annotations
@@ -15,39 +15,75 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 
+from lightning_rotor.capture.compiled import CompiledModules
+from lightning_rotor.capture.cutting import NO_CHECKPOINTS
+from lightning_rotor.capture.graph_stage import GraphSlice
 from lightning_rotor.chain import Chain, StageCost
-from lightning_rotor.compiled import CompiledModules
-from lightning_rotor.cutting import NO_CHECKPOINTS
 from lightning_rotor.errors import ModelError, RotorWarning
-from lightning_rotor.generators import GeneratorStates
-from lightning_rotor.invertible.trial import Objections, try_inverse
-from lightning_rotor.options import autocast_enabled, run_stage, way_of
+from lightning_rotor.execution.options import (
+    autocast_enabled,
+    kept_attributes,
+    kept_parameters,
+    lent_buffers,
+    run_stage,
+    undisturbed,
+    way_of,
+)
+from lightning_rotor.execution.segment_state import SegmentState, Statistic, state_of
+from lightning_rotor.invertible.check import Objections, try_inverse
 from lightning_rotor.private.torch_names import HOOKS, STRUCTURE, noticed_checkpoints, version_of
-from lightning_rotor.profiling.boundary import Boundary
-from lightning_rotor.profiling.ends import StageEnds
-from lightning_rotor.profiling.interlude import Interlude, segment_seconds
+from lightning_rotor.private.values import is_fake, require_tensors, same_bits, tensors_in
+from lightning_rotor.profiling.gradients import StageEnds
 from lightning_rotor.profiling.meters import Meter, meter_for
 from lightning_rotor.profiling.settling import Bench, Measurable, Measured, given, outputs_of, settle, unexpected
-from lightning_rotor.profiling.sharded import with_units
-from lightning_rotor.profiling.stages import WORTH_MENTIONING_BYTES, StageMeasurement, StageProfiler
-from lightning_rotor.profiling.storages import merged, scout
-from lightning_rotor.profiling.ties import waiting_gradient_bytes
-from lightning_rotor.sequential import DROPOUTS, Stage, is_plain_stock, wiring_of
-from lightning_rotor.sharding import UnitSizes, gathered, units_in
-from lightning_rotor.state import SegmentState, Statistic, state_of
-from lightning_rotor.tensors import is_fake, require_tensors, same_bits, tensors_in
-from lightning_rotor.tracing import GraphSlice
-from lightning_rotor.undisturbed import kept_attributes, kept_parameters, lent_buffers, undisturbed
-from lightning_rotor.units import BLOCK_BYTES
-from lightning_rotor.wiring import unpacked
+from lightning_rotor.profiling.stage import WORTH_MENTIONING_BYTES, StageMeasurement, StageProfiler
+from lightning_rotor.profiling.storages import Boundary, merged, scout
+from lightning_rotor.profiling.surroundings import Interlude, segment_seconds, with_units
+from lightning_rotor.stages.generators import GeneratorStates
+from lightning_rotor.stages.sequential import DROPOUTS, Stage, is_plain_stock, unpacked, wiring_of
+from lightning_rotor.stages.sharding import UnitSizes, gathered, units_in
+from lightning_rotor.units import BLOCK_BYTES, in_blocks
+
+# ----------------------------------------------------------------------------------------------------
+# Parameters that several stages share: the engine sums their gradients before it hands them on.
+
+
+def waiting_gradient_bytes(stages: Sequence[Stage], block_bytes: int) -> tuple[int, ...]:
+    """For each stage, gradients of tied parameters that wait after its backward for what an earlier stage adds to them.
+
+    Autograd gives a parameter the sum of its gradients, once: the first of them stays in the engine until the last is there::
+
+        backward    stage 5 ───► 4 ───► 3 ───► 2 ───► 1          stages 1 and 5 share a weight
+                    └──── its gradient waits ────────┘ then is added to the one that exists, and freed
+
+    Where no gradient exists, the sum becomes it, so that nothing waits that would not stay anyway.
+    """
+    readers: dict[int, list[int]] = {}
+    parameters: dict[int, torch.Tensor] = {}
+    for number, stage in enumerate(stages):
+        for parameter in stage.parameters():
+            if parameter.requires_grad:
+                parameters[id(parameter)] = parameter
+                readers.setdefault(id(parameter), []).append(number)
+    waiting = [0] * len(stages)
+    for key, numbers in readers.items():
+        for number in range(min(numbers) + 1, max(numbers) + 1):
+            waiting[number] += in_blocks(parameters[key].nbytes, block_bytes)
+    return tuple(waiting)
+
+
+# ----------------------------------------------------------------------------------------------------
+
 
 _log = logging.getLogger(__name__)
 
@@ -98,7 +134,7 @@ def profile_chain(
     """Measure bytes and seconds of every stage.
 
     Args:
-        stages: What :func:`~lightning_rotor.sequential.sequential_stages` returns.
+        stages: What :func:`~lightning_rotor.stages.sequential.sequential_stages` returns.
         sample: Input of the first stage: a tensor, or tensors in tuples, lists and dicts, on the device to measure. Whether its tensors
             require gradients matters.
         repeats: Timed runs of each stage, more of short ones and fewer of long ones.
@@ -443,3 +479,58 @@ def _warn_of_structure(layers: int, merged: Sequence[Stage]) -> None:
             RotorWarning,
             stacklevel=4,
         )
+
+
+# ----------------------------------------------------------------------------------------------------
+# A profile over the stages of another cut, or of another process: costs are numbers, stages are live modules.
+
+
+def group_sizes(stages: Sequence[Stage], together: Iterable[Stage]) -> list[int]:
+    """How many stages of a cut each stage of its profile was merged from."""
+    sizes, rest = [], iter(stages)
+    for stage in together:
+        modules = len(stage.modules)
+        sizes.append(0)
+        while modules > 0:
+            modules -= len(next(rest).modules)
+            sizes[-1] += 1
+    return sizes
+
+
+def remembered_places(profile: Profile) -> list[list[int]]:
+    """For each stage, by their places in it, the modules whose buffers a first pass remembers."""
+    return [
+        [place for place, (_, module) in enumerate(stage.submodules()) if module in state.remembered]
+        for stage, state in zip(profile.stages, profile.states, strict=True)
+    ]
+
+
+def profile_over(
+    stages: Sequence[Stage], chain: Chain, *, group_sizes: Sequence[int], remembered: Sequence[Sequence[int]]
+) -> Profile:
+    """Known costs over the stages of a cut.
+
+    Args:
+        stages: Of the cut, before any are merged.
+        chain: What they cost.
+        group_sizes: From :func:`group_sizes`, of the cut that was measured.
+        remembered: From :func:`remembered_places`, likewise.
+    Raises:
+        ValueError: The cut has other stages than the one that was measured.
+    """
+    starts = [0]
+    for size in group_sizes:
+        starts.append(starts[-1] + size)
+    if starts[-1] != len(stages) or len(chain) != len(starts) - 1:
+        raise ValueError("the costs are of other stages than the model has")
+    if any(len(cost.options) > 1 for cost in chain):
+        raise ValueError("a compiled stage was measured with variants, which only measuring compiles")
+    together = merged(stages, [range(start, end) for start, end in pairwise(starts)])
+    if chain.names != tuple(stage.name for stage in together):
+        raise ValueError("the costs name other stages than the model has")
+    scratch: dict[tuple[nn.Module, str], Statistic] = {}
+    states = []
+    for stage, places in zip(together, remembered, strict=True):
+        modules = [module for _, module in stage.submodules()]
+        states.append(state_of(stage, [modules[place] for place in places], scratch))
+    return Profile(chain, together, tuple(states))

@@ -10,17 +10,21 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_rotor.chain import BackwardPeaks, Option, StageCost
-from lightning_rotor.dropping import is_whole
-from lightning_rotor.inversion import FusedInversion, Inversion, Way
-from lightning_rotor.invertible.protocol import has_fused_backward, is_invertible
-from lightning_rotor.private.pytree import tree_leaves
+from lightning_rotor.execution.dropped_inputs import is_whole
+from lightning_rotor.execution.inversion import FusedInversion, Inversion, Way
 from lightning_rotor.private.torch_names import has_backward_hooks
+from lightning_rotor.private.values import address_of, tree_leaves
 from lightning_rotor.profiling.gradients import Gradients
-from lightning_rotor.profiling.phases import Phases, peak_bytes_of
-from lightning_rotor.profiling.stages import WORTH_MENTIONING_BYTES, StageMeasurement, StageProfiler
-from lightning_rotor.profiling.timing import typical
-from lightning_rotor.sequential import Stage
-from lightning_rotor.tensors import address_of
+from lightning_rotor.profiling.stage import (
+    WORTH_MENTIONING_BYTES,
+    Phases,
+    StageMeasurement,
+    StageProfiler,
+    peak_bytes_of,
+    typical,
+)
+from lightning_rotor.stages.invertible import has_fused_backward, is_invertible
+from lightning_rotor.stages.sequential import Stage
 
 NAMES = {Inversion: "invert", FusedInversion: "invert, fused"}
 """Of the options."""

@@ -9,18 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_rotor.capture.cuts import GraphCut
+from lightning_rotor.capture.modules import firsts_of
 from lightning_rotor.errors import InverseError, ModelError
-from lightning_rotor.generators import GeneratorStates
-from lightning_rotor.options import run_stage
-from lightning_rotor.private.pytree import tree_flatten, tree_leaves, tree_unflatten
+from lightning_rotor.execution.options import kept_attributes, lent_buffers, run_stage, undisturbed
+from lightning_rotor.execution.recomputation import recomputed
 from lightning_rotor.private.torch_names import version_of
-from lightning_rotor.profiling.boundary import Boundary
-from lightning_rotor.recomputation import recomputed
-from lightning_rotor.sequential import Stage, wiring_of
-from lightning_rotor.tensors import same_bits, tensors_in
-from lightning_rotor.tracing import GraphCut
-from lightning_rotor.tracing.call import firsts_of
-from lightning_rotor.undisturbed import kept_attributes, lent_buffers, undisturbed
+from lightning_rotor.private.values import same_bits, tensors_in, tree_flatten, tree_leaves, tree_unflatten
+from lightning_rotor.profiling.storages import Boundary
+from lightning_rotor.stages.generators import GeneratorStates
+from lightning_rotor.stages.sequential import Stage, wiring_of
 
 
 def require_same(module: nn.Module, cut: GraphCut, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -18,19 +18,16 @@ from typing import Any
 
 import torch
 
-from lightning_rotor.compiled import CompiledModules
-from lightning_rotor.inversion import Way
-from lightning_rotor.options import run_stage
-from lightning_rotor.profiling.boundary import Boundary
+from lightning_rotor.capture.compiled import CompiledModules
+from lightning_rotor.execution.inversion import Way
+from lightning_rotor.execution.options import kept_attributes, kept_parameters, lent_buffers, run_stage
 from lightning_rotor.profiling.gradients import NO_LAYOUTS, Layouts, SkipGradient
 from lightning_rotor.profiling.inverted import with_inversion
-from lightning_rotor.profiling.stages import StageProfiler
-from lightning_rotor.profiling.storages import UnmeasuredSkip
+from lightning_rotor.profiling.stage import StageProfiler
+from lightning_rotor.profiling.storages import Boundary, UnmeasuredSkip
 from lightning_rotor.profiling.variants import KnownSeconds, VariantsMeasurement, measure
-from lightning_rotor.sequential import Stage, wiring_of
-from lightning_rotor.sharding import gathered, units_in
-from lightning_rotor.undisturbed import kept_attributes, kept_parameters, lent_buffers
-from lightning_rotor.wiring import unpacked
+from lightning_rotor.stages.sequential import Stage, unpacked, wiring_of
+from lightning_rotor.stages.sharding import gathered, units_in
 
 # Each takes a forward of the chain; longer rows of unlike stages that hand on an order are rare.
 _MOST_FORWARDS = 4

@@ -1,7 +1,7 @@
 """Measuring the variants of a stage: what each saves and costs, and whether it computes the same.
 
 A variant that gives other bits than the stage is withheld, or, where the user allows for rounding, one that is farther from it than that. One
-that is nowhere better than another is left out. A stage that draws random numbers has none (:mod:`lightning_rotor.compiled` says why).
+that is nowhere better than another is left out. A stage that draws random numbers has none (:mod:`lightning_rotor.capture.compiled` says why).
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from lightning_rotor.capture.compiled import CannotRepeatError, CompiledModules
 from lightning_rotor.chain import StageCost
-from lightning_rotor.compiled import CannotRepeatError, CompiledModules
-from lightning_rotor.generators import GeneratorStates
-from lightning_rotor.options import run_stage
+from lightning_rotor.execution.options import kept_attributes, lent_buffers, run_stage
+from lightning_rotor.private.values import is_fake, same_bits, tensors_in
 from lightning_rotor.profiling.inverted import lost_inverse
-from lightning_rotor.profiling.stages import StageMeasurement, StageProfiler, StageSeconds
-from lightning_rotor.tensors import is_fake, same_bits, tensors_in
-from lightning_rotor.undisturbed import kept_attributes, lent_buffers
+from lightning_rotor.profiling.stage import StageMeasurement, StageProfiler, StageSeconds
+from lightning_rotor.stages.generators import GeneratorStates
 
 _log = logging.getLogger(__name__)
 

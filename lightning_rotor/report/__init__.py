@@ -15,7 +15,7 @@ Plots need matplotlib (``pip install "lightning-rotor[plot]"``), drawings and ta
 from lightning_rotor.planning.tables import frontier_table, plan_table, schedule_line, stage_table
 from lightning_rotor.report.curve import plot_frontier
 from lightning_rotor.report.drawing import draw_chain
-from lightning_rotor.report.pipeline_timeline import plot_pipeline
+from lightning_rotor.report.pipeline import plot_pipeline
 from lightning_rotor.report.style import PlotError
 from lightning_rotor.report.timeline import plot_timeline
 

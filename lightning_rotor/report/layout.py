@@ -3,11 +3,97 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from xml.sax.saxutils import escape, quoteattr
 
-from lightning_rotor.chain import Skip
-from lightning_rotor.report.folding import Run
+from lightning_rotor.chain import Chain, Option, Skip
+
+# ----------------------------------------------------------------------------------------------------
+# Which stages of a chain are equal, and where runs of them repeat.
+
+
+# A skip that is read within so many stages belongs to where it is; a longer one belongs to the whole chain.
+_NEAR = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive stages that are drawn once.
+
+    Attributes:
+        first: Number of the first stage.
+        length: How many stages are drawn.
+        repeats: How often they come, one after the other.
+    """
+
+    first: int
+    length: int
+    repeats: int
+
+    @property
+    def end(self) -> int:
+        """Number of the first stage behind it."""
+        return self.first + self.length * self.repeats
+
+
+def stage_keys(chain: Chain, details: Sequence[Hashable]) -> list[Hashable]:
+    """By stage, something that is equal for stages of the same operators, sizes and skips; durations are noise and not in it.
+
+    Args:
+        chain: The chain.
+        details: What else tells stages apart, one entry a stage.
+    """
+    made: list[list[Hashable]] = [[] for _ in chain]
+    for number, skip in enumerate(chain.skips):
+        near = skip.born >= 0 and skip.last_use - skip.born <= _NEAR
+        if skip.born >= 0:
+            made[skip.born].append(
+                ("makes", skip.size_bytes, tuple(use - skip.born for use in skip.uses) if near else number)
+            )
+        for use in skip.uses:
+            made[use].append(("reads", skip.size_bytes, use - skip.born if near else number))
+    return [
+        (
+            stage.output_bytes,
+            stage.recomputable,
+            detail,
+            tuple(map(_sizes, stage.options)),
+            tuple(sorted(map(repr, skips))),
+        )
+        for stage, detail, skips in zip(chain, details, made, strict=True)
+    ]
+
+
+def _sizes(option: Option) -> tuple[int, ...]:
+    return tuple(getattr(option, field.name) for field in fields(Option) if field.name.endswith("_bytes"))
+
+
+def folded(keys: Sequence[Hashable], *, longest: int = 64) -> list[Run]:
+    """Repetitions, found greedily from the left; where several begin, the one that leaves out most, and the shortest of those.
+
+    Args:
+        keys: Equal where stages are.
+        longest: Most stages that repeat together.
+    """
+    runs: list[Run] = []
+    start = 0
+    while start < len(keys):
+        best = Run(start, 1, 1)
+        for length in range(1, min(longest, (len(keys) - start) // 2) + 1):
+            repeats = 1
+            while keys[start + repeats * length : start + (repeats + 1) * length] == keys[start : start + length]:
+                repeats += 1
+            if length * (repeats - 1) > best.length * (best.repeats - 1):
+                best = Run(start, length, repeats)
+        # What comes before a repetition may be a part of it: ``c a b c a b c`` is ``c [a b c] × 2`` as well as ``[c a b] × 2 c``.
+        runs.append(best)
+        start = best.end
+    return runs
+
+
+# ----------------------------------------------------------------------------------------------------
+
 
 MARGIN, BOX, NAME, SMALL = 16.0, 250.0, 10.0, 8.5
 LINE, PADDING, GAP, FRAME = 11.0, 5.0, 17.0, 7.0
@@ -226,3 +312,68 @@ def _assign_lanes(strands: list[Strand]) -> None:
         else:
             strand.lane = len(taken)
             taken.append([strand])
+
+
+# ----------------------------------------------------------------------------------------------------
+# Just enough SVG: shapes and text as strings.
+
+
+FONT = "Helvetica, Arial, 'DejaVu Sans', sans-serif"
+_NARROW = frozenset("iljtfrI.,:;|'!()[] /·")
+_WIDE = frozenset("mwMW@%—…→×")
+
+
+def text_width(text: str, size: float) -> float:
+    """Width of a line in the widest of the fonts, in the unit of ``size``; a few percent too much rather than too little."""
+    return size * sum(0.37 if character in _NARROW else 0.9 if character in _WIDE else 0.62 for character in text)
+
+
+def fitted(text: str, width: float, size: float) -> str:
+    """A line without its inside if it is too long."""
+    if text_width(text, size) <= width:
+        return text
+    keep = len(text)
+    while keep > 2 and text_width(text[:keep], size) + size > width:
+        keep -= 1
+    head = keep // 3
+    return f"{text[:head]}…{text[len(text) - (keep - head) :]}"
+
+
+def wrapped(words: Sequence[str], width: float, size: float, separator: str = " · ") -> list[str]:
+    """Words in lines that are no wider than this, unless a word is."""
+    lines: list[str] = []
+    for word in words:
+        longer = f"{lines[-1]}{separator}{word}" if lines else word
+        if lines and text_width(longer, size) <= width:
+            lines[-1] = longer
+        else:
+            lines.append(word)
+    return lines
+
+
+def element(name: str, content: str = "", **attributes: object) -> str:
+    """One element; underscores in attributes' names become hyphens, numbers lose what nobody sees."""
+
+    def value(given: object) -> str:
+        return f"{given:.2f}".rstrip("0").rstrip(".") if isinstance(given, float) else str(given)
+
+    spelled = "".join(
+        f" {key.rstrip('_').replace('_', '-')}={quoteattr(value(given))}" for key, given in attributes.items()
+    )
+    return f"<{name}{spelled}>{content}</{name}>" if content else f"<{name}{spelled}/>"
+
+
+def text(content: str, x: float, y: float, size: float, **attributes: object) -> str:
+    """A line of text, from ``x`` on the baseline ``y``."""
+    return element("text", escape(content), x=x, y=y, font_size=size, **attributes)
+
+
+def document(parts: Iterable[str], width: float, height: float, title: str) -> str:
+    """The picture as a file."""
+    body = "\n".join(
+        [element("title", escape(title)), element("rect", width="100%", height="100%", fill="white"), *parts]
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}" '
+        f'font-family="{FONT}">\n{body}\n</svg>\n'
+    )

@@ -16,10 +16,16 @@ A decorated class is a subclass of the user's: keys of state dictionaries, ``isi
 pops it, so planners know what it takes (:class:`lightning_rotor.chain.Skip`) and recomputation hands it out again.
 """
 
-from lightning_rotor.skip.errors import SkipDeclarationError, SkipError
-from lightning_rotor.skip.namespace import Namespace
-from lightning_rotor.skip.skippable import Skippable, pop, skippable, stash
-from lightning_rotor.skip.verify import verify_skippables
+from lightning_rotor.skip.skippable import (
+    Namespace,
+    SkipDeclarationError,
+    SkipError,
+    Skippable,
+    pop,
+    skippable,
+    stash,
+    verify_skippables,
+)
 
 __all__ = [
     "Namespace",

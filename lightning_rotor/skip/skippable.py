@@ -1,17 +1,61 @@
-"""Layers that stash tensors for later layers, and layers that pop them."""
+"""What can be wrong with skip connections."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterable
+import uuid
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
+from functools import total_ordering
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import torch
 from torch import nn
 
-from lightning_rotor.skip.errors import SkipDeclarationError, SkipError
-from lightning_rotor.skip.namespace import Namespace
+from lightning_rotor.errors import RotorError
+
+
+class SkipDeclarationError(RotorError, TypeError):
+    """Declarations of skip connections do not match: something is stashed and never popped, or the other way round."""
+
+
+class SkipError(RotorError, RuntimeError):
+    """A layer did not do what it declared: it stashed or popped something else, or too little."""
+
+
+# ----------------------------------------------------------------------------------------------------
+# Namespaces keep apart skip connections of the same name.
+
+
+@total_ordering
+class Namespace:
+    """Isolates the skip connections of layers that share it: ``layer.isolate(Namespace())``.
+
+    Layers of one class use the same names over and over; each pair gets a namespace of its own. A namespace is equal to itself and to its
+    copies, those in other processes included, and sorted in an order that means nothing.
+    """
+
+    __slots__ = ("_id",)
+
+    def __init__(self) -> None:
+        self._id = uuid.uuid4()
+
+    def __repr__(self) -> str:
+        return f"<Namespace {self._id}>"
+
+    def __hash__(self) -> int:
+        return hash((Namespace, self._id))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Namespace) and self._id == other._id
+
+    def __lt__(self, other: object) -> bool:
+        return self._id < other._id if isinstance(other, Namespace) else NotImplemented
+
+
+# ----------------------------------------------------------------------------------------------------
+# Layers that stash tensors for later layers, and layers that pop them.
+
 
 Key: TypeAlias = tuple[Namespace | None, str]
 """A skip connection: its namespace, or None, and its name."""
@@ -195,3 +239,64 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(map(repr, sorted(names)))
+
+
+# ----------------------------------------------------------------------------------------------------
+# Do stashes and pops match?
+
+
+def verify_skippables(module: nn.Sequential) -> None:
+    """Check that every skip connection is stashed once, and popped once by a later layer.
+
+    Args:
+        module: Its layers may be sequential containers themselves.
+    Raises:
+        SkipDeclarationError: They do not match; says all that is wrong.
+    Example:
+        >>> verify_skippables(nn.Sequential(Layer1(), Layer2()))  # doctest: +SKIP
+    """
+    verify_layers(list(_layers(module, "")))
+
+
+def verify_layers(layers: Sequence[tuple[str, nn.Module]]) -> None:
+    """The same for layers in a row, with their names."""
+    complaints = _complaints(layers)
+    if complaints:
+        listed = "\n".join(f"* {complaint}" for complaint in complaints)
+        raise SkipDeclarationError(f"one or more pairs of stash and pop do not match:\n\n{listed}")
+
+
+def _layers(module: nn.Sequential, prefix: str) -> Iterable[tuple[str, nn.Module]]:
+    for name, child in module._modules.items():
+        if type(child).forward is nn.Sequential.forward and isinstance(child, nn.Sequential):
+            yield from _layers(child, f"{prefix}{name}.")
+        elif child is not None:
+            yield f"{prefix}{name}", child
+
+
+def _complaints(layers: Sequence[tuple[str, nn.Module]]) -> list[str]:
+    stashed: set[Key] = set()
+    popped: set[Key] = set()
+    complaints = []
+    for layer_name, layer in layers:
+        if not isinstance(layer, Skippable):
+            continue
+        both = layer.stashable_names & layer.poppable_names
+        complaints += [f"{layer_name!r} declared {name!r} both as stashable and as poppable" for name in sorted(both)]
+        for key in layer.stashable():
+            if key[1] in both:
+                continue
+            if key in stashed:
+                complaints.append(f"{layer_name!r} redeclared {key[1]!r} as stashable but not isolated by namespace")
+            stashed.add(key)
+        for key in layer.poppable():
+            if key[1] in both:
+                continue
+            if key in popped:
+                complaints.append(f"{layer_name!r} redeclared {key[1]!r} as poppable but not isolated by namespace")
+            elif key not in stashed:
+                complaints.append(f"{layer_name!r} declared {key[1]!r} as poppable but it was not stashed")
+            else:
+                popped.add(key)
+    left = sorted((key for key in stashed - popped), key=lambda key: key[1])
+    return complaints + [f"no module declared {name!r} as poppable but stashed" for _, name in left]

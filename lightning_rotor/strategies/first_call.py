@@ -8,23 +8,86 @@ from typing import Any, TypeAlias
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
+from torchmetrics import Metric
 
-from lightning_rotor.attaching import attached
 from lightning_rotor.callbacks.dry_step import Silence, best_by_compute
-from lightning_rotor.pipeline.splitting import rows_in
+from lightning_rotor.execution.options import kept_attributes, lent_buffers
+from lightning_rotor.pipeline.micro_batches import rows_in
+from lightning_rotor.pipeline.paused_step import SuspendedCall, suspended_call
+from lightning_rotor.pipeline.schedule import PipelineError
 from lightning_rotor.pipeline.surroundings import Surroundings
-from lightning_rotor.pipeline.suspended import SuspendedCall, suspended_call
-from lightning_rotor.pipeline_schedule import PipelineError
+from lightning_rotor.planned.forward import attached
+from lightning_rotor.planned.target import Target, TargetSearch, named_target
 from lightning_rotor.private.lightning_names import take_loader
-from lightning_rotor.sequential import Stage
-from lightning_rotor.strategies.metrics_in_common import kept_metrics
+from lightning_rotor.private.values import tree_map_only
+from lightning_rotor.stages.sequential import Stage
 from lightning_rotor.strategies.micro_batch_logs import MicroBatchLogs
-from lightning_rotor.target import Target, TargetSearch, named_target
-from lightning_rotor.undisturbed import kept_attributes, lent_buffers
+
+# ----------------------------------------------------------------------------------------------------
+# Metrics of torchmetrics in a pipeline, whose processes all see the same batches, and the first of them once more
+# before training.
+
+
+class MetricsInCommon:
+    """Synchronizes metrics between copies of a pipeline alone, until :meth:`release`.
+
+    By default a metric adds up the states of all processes. Those of one pipeline hold the same, which would count as many times.
+
+    Args:
+        model: Has the metrics.
+        replicas: Processes with the same stages, and other batches; None if there is one copy of the pipeline.
+    """
+
+    def __init__(self, model: nn.Module, replicas: dist.ProcessGroup | None) -> None:
+        self._before = [
+            (metric, metric.distributed_available_fn, metric.process_group) for metric in _metrics_of(model)
+        ]
+        for metric, _, _ in self._before:
+            if replicas is None:
+                metric.distributed_available_fn = _nobody_else
+            elif metric.process_group is None:
+                metric.process_group = replicas
+
+    def release(self) -> None:
+        """Leave the metrics as they were."""
+        for metric, available, group in self._before:
+            metric.distributed_available_fn, metric.process_group = available, group
+        self._before = []
+
+
+@contextmanager
+def kept_metrics(model: nn.Module) -> Iterator[None]:
+    """Context after which the metrics know as much as before."""
+    before = [
+        (metric, dict(metric.__dict__), tree_map_only(torch.Tensor, _copied, metric.metric_state))
+        for metric in _metrics_of(model)
+    ]
+    try:
+        yield
+    finally:
+        for metric, attributes, state in before:
+            metric.__dict__.update(attributes | state)
+
+
+def _metrics_of(model: nn.Module) -> list[Metric]:
+    return [module for module in model.modules() if isinstance(module, Metric)]
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone()  # most metrics add to their state in place
+
+
+def _nobody_else() -> bool:
+    return False
+
+
+# ----------------------------------------------------------------------------------------------------
+
 
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 _STEPS = {

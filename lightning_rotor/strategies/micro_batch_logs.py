@@ -11,8 +11,8 @@ import lightning.pytorch as pl
 import torch
 from torchmetrics import Metric
 
+from lightning_rotor.execution.recomputation import is_recomputing
 from lightning_rotor.private import lightning_names as private
-from lightning_rotor.recomputation import is_recomputing
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,18 +17,18 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch.distributed.device_mesh import init_device_mesh
 from typing_extensions import override
 
-from lightning_rotor.attaching import attach, detach
-from lightning_rotor.pipeline.lifeline import Lifeline, explain, forget_frames
+from lightning_rotor.pipeline.failure_watch import Lifeline, explain, forget_frames
+from lightning_rotor.pipeline.partition import Partition, RecomputeMode
 from lightning_rotor.pipeline.pipelined import PipelinedModule
-from lightning_rotor.pipeline.sharing import first, share, share_generators, share_model
-from lightning_rotor.pipeline_schedule import PipelineError, PipelineScheduleName
-from lightning_rotor.planning.partition import Partition, RecomputeMode
+from lightning_rotor.pipeline.placement import first, share, share_generators, share_model
+from lightning_rotor.pipeline.schedule import PipelineError, PipelineScheduleName
+from lightning_rotor.planned.forward import attach, detach
+from lightning_rotor.planned.target import Target
 from lightning_rotor.private import lightning_names as private
-from lightning_rotor.strategies import pipeline_checks as checks
-from lightning_rotor.strategies.metrics_in_common import MetricsInCommon
-from lightning_rotor.strategies.pipeline_building import PipelineBuilder, PipelineSettings
-from lightning_rotor.strategies.pipeline_steps import PipelineSteps
-from lightning_rotor.target import Target
+from lightning_rotor.strategies import checks
+from lightning_rotor.strategies.building import PipelineBuilder, PipelineSettings
+from lightning_rotor.strategies.first_call import MetricsInCommon
+from lightning_rotor.strategies.steps import PipelineSteps
 from lightning_rotor.units import parse_limit
 
 

@@ -1,0 +1,178 @@
+"""A plan for one module, seen from the whole training process: what users are shown."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from rich.table import Table
+
+from lightning_rotor.planning import Plan
+from lightning_rotor.planning.tables import rendered
+from lightning_rotor.private import lightning_names as private
+from lightning_rotor.report import PlotError, plan_table, plot_timeline, stage_table
+from lightning_rotor.units import format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessPlan:
+    """A plan and what the process holds besides.
+
+    Attributes:
+        plan: For the activations of one module.
+        limit_bytes: For the whole process.
+        measured_peak_bytes: Of the whole process, or None if no step was measured.
+        measured_reserved_bytes: What a GPU's caching allocator had reserved at most in that step, or None.
+        target: The planned module, for people.
+    """
+
+    plan: Plan
+    limit_bytes: int
+    measured_peak_bytes: int | None
+    measured_reserved_bytes: int | None
+    target: str
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What the process holds besides what was planned."""
+        return self.limit_bytes - self.plan.budget_bytes
+
+    @property
+    def predicted_peak_bytes(self) -> int:
+        """Of the whole process."""
+        return self.reserved_bytes + self.plan.peak_bytes
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers to log, by name."""
+        numbers: dict[str, float] = {
+            "overhead_percent": 100 * self.plan.overhead,
+            "budget_bytes": self.limit_bytes,
+            "predicted_peak_bytes": self.predicted_peak_bytes,
+            "planning_seconds": self.plan.solve_seconds,
+            "recomputed_stages": len(self.plan.recomputed),
+        }
+        if self.measured_peak_bytes is not None:
+            numbers["measured_peak_bytes"] = self.measured_peak_bytes
+        if self.measured_reserved_bytes is not None:
+            numbers["measured_reserved_bytes"] = self.measured_reserved_bytes
+        return numbers
+
+    def table(self) -> Table:
+        """What the plan costs, in a few rows."""
+        return plan_table(
+            self.plan,
+            reserved_bytes=self.reserved_bytes,
+            measured_peak_bytes=self.measured_peak_bytes,
+            extra_rows=[*self._reserved_row(), ("Planned module", self.target)],
+        )
+
+    def _reserved_row(self) -> list[tuple[str, str]]:
+        if self.measured_reserved_bytes is None:
+            return []
+        return [("Reserved by PyTorch", f"{format_bytes(self.measured_reserved_bytes)}, with what it keeps for reuse")]
+
+    def text(self) -> str:
+        """The table, and what is done with which stages, as text."""
+        return rendered(self.table(), stage_table(self.plan))
+
+    def timeline(self) -> Figure:
+        """Memory over one step, and which stage runs when.
+
+        Raises:
+            PlotError: matplotlib is not installed.
+        """
+        return plot_timeline(self.plan, reserved_bytes=self.reserved_bytes)
+
+
+# ----------------------------------------------------------------------------------------------------
+# A plan in the user's loggers, through each logger's own interface.
+
+
+_log = logging.getLogger(__name__)
+_WITH_PICTURES = (TensorBoardLogger, WandbLogger, MLFlowLogger)
+
+
+def is_logging_step(trainer: pl.Trainer) -> bool:
+    """Whether the Trainer logs after this step, and somebody listens."""
+    return bool(trainer.loggers) and private.logs_this_step(trainer)
+
+
+def log_metrics(trainer: pl.Trainer, prefix: str, metrics: Mapping[str, float]) -> None:
+    """Give numbers to every logger."""
+    for logger in trainer.loggers:
+        logger.log_metrics(_named(logger, prefix, metrics), step=private.logging_step(trainer))
+
+
+def log_hyperparameters(trainer: pl.Trainer, prefix: str, values: Mapping[str, Any]) -> None:
+    """Give settings to every logger, before the Trainer gives those of the model."""
+    for logger in trainer.loggers:
+        named = _named(logger, prefix, values)
+        if isinstance(logger, TensorBoardLogger):
+            named |= _hyperparameters_of_the_model(
+                trainer
+            )  # TensorBoard reads the first set that is written, and no other
+        logger.log_hyperparams(named)
+
+
+def _hyperparameters_of_the_model(trainer: pl.Trainer) -> dict[str, Any]:
+    """Those that the Trainer is about to log."""
+    owners = (trainer.lightning_module, getattr(trainer, "datamodule", None))
+    return {
+        name: value
+        for owner in owners
+        if owner is not None and private.logs_hyperparameters(owner)
+        for name, value in owner.hparams_initial.items()
+        if name != private.CLASS_PATH
+    }
+
+
+def log_plan(trainer: pl.Trainer, prefix: str, process: ProcessPlan) -> None:
+    """Give the plan, as a figure and as text, to the loggers that take such things."""
+    loggers = [logger for logger in trainer.loggers if isinstance(logger, _WITH_PICTURES)]
+    if not loggers:
+        return
+    text, figure = process.text(), _timeline(process)
+    for logger in loggers:
+        _log_text(logger, f"{prefix}{logger.group_separator}plan", text, private.logging_step(trainer))
+        if figure is not None:
+            _log_figure(logger, f"{prefix}{logger.group_separator}timeline", figure, private.logging_step(trainer))
+
+
+def _log_text(logger: Logger, key: str, text: str, step: int) -> None:
+    match logger:
+        case TensorBoardLogger():
+            indented = "\n".join(f"    {line}" for line in text.splitlines())  # Markdown's way to keep columns in line
+            logger.experiment.add_text(key, indented, step)
+        case WandbLogger():
+            logger.log_text(key, columns=["plan"], data=[[text]], step=step)
+        case MLFlowLogger():
+            logger.experiment.log_text(logger.run_id, text, f"{key}.txt")
+
+
+def _log_figure(logger: Logger, key: str, figure: Figure, step: int) -> None:
+    match logger:
+        case TensorBoardLogger():
+            logger.experiment.add_figure(key, figure, step)
+        case WandbLogger():
+            logger.log_image(key, [figure], step=step)
+        case MLFlowLogger():
+            logger.experiment.log_figure(logger.run_id, figure, f"{key}.png")
+
+
+def _timeline(process: ProcessPlan) -> Figure | None:
+    try:
+        return process.timeline()
+    except PlotError as error:
+        _log.info("RotorCallback logs no picture of the plan: %s", error)
+        return None
+
+
+def _named(logger: Logger, prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{prefix}{logger.group_separator}{name}": value for name, value in values.items()}

@@ -1,0 +1,476 @@
+r"""Where to cut a graph into stages.
+
+A plan chooses between cuts alone: what is behind one can be recomputed without what is before it. So there should be a cut between any
+two operations that save something for the backward. In a transformer's block that is what a planner needs to drop the cheap outputs and
+keep the dear ones, in a residual network what it needs to keep a convolution's output and recompute its normalization::
+
+    x ─┬─ norm ─ qkv ─ attention ─ proj ─ + ─┬─ norm ─ fc1 ─ gelu ─ fc2 ─ + ─
+       │      cut   cut         cut      │   cut     cut   cut    cut     │   cut
+       └─────────────────────────────────┘   └────────────────────────────┘
+
+Between two such operations the cut is where the least is alive, so additions and views belong to what is before them: a boundary of two
+tensors would be of no use there. What else is alive at a cut (the shortcut x, a mask) is carried along, see :class:`lightning_rotor.chain.Skip`.
+Parameters and buffers are none of it, for every stage reads them where they are.
+"""
+
+from __future__ import annotations
+
+import heapq
+import operator
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from itertools import accumulate, count, pairwise
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_rotor.capture.graph_stage import GraphSlice
+from lightning_rotor.capture.modules import ModuleCalls
+from lightning_rotor.capture.recorder import Recorder
+from lightning_rotor.capture.symbols import IN_PLACE, Tracer
+from lightning_rotor.errors import ModelError
+from lightning_rotor.private.torch_names import ASSERT
+from lightning_rotor.private.values import address_of, sizes_by_address, tensors_in
+from lightning_rotor.stages.sequential import Stage, Wire, Wiring, packed
+
+# ----------------------------------------------------------------------------------------------------
+# What each operation of a graph makes and saves, from one real run.
+
+
+Watch: TypeAlias = Callable[[fx.Node, list[fx.Node], Any, Any, dict[int, int]], None]
+"""Takes an operation, the nodes that it reads, their values, what it returns, and the sizes of what it saves by address."""
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Memory that one operation takes.
+
+    Attributes:
+        made_bytes: New storages in what it returns.
+        saved_bytes: Storages that autograd saves for its backward, parameters and buffers not among them.
+        storages: Sizes of the storages under what it returns, new or not, by a number for each.
+        pieces: Numbers of storages of which what it returns shows a part only.
+        saved: Numbers of the storages that autograd saves, as far as they are under values of the graph.
+        of_parameters: Whether what it returns shows parameters.
+    """
+
+    made_bytes: int
+    saved_bytes: int
+    storages: Mapping[int, int]
+    pieces: frozenset[int] = frozenset()
+    saved: frozenset[int] = frozenset()
+    of_parameters: bool = False
+
+
+def footprints_of(
+    module: nn.Module, graph: fx.Graph, tracer: Tracer | Recorder, tensors: Sequence[torch.Tensor]
+) -> dict[fx.Node, Footprint]:
+    """Run a graph, one operation after the other, and see what each of them makes and saves.
+
+    Args:
+        module: What it was traced from; the run updates its buffers and generators.
+        graph: Its operations.
+        tracer: What traced it.
+        tensors: Of the call.
+    """
+    parameters = {address_of(parameter) for parameter in module.parameters()} - {0}
+    numbers = count()
+    numbered: dict[fx.Node, dict[int, int]] = {}  # by address; only values that are alive are looked up
+    found: dict[fx.Node, Footprint] = {}
+
+    def watch(node: fx.Node, reads: list[fx.Node], _: Any, value: Any, saved: dict[int, int]) -> None:
+        old = {address: number for used in reads for address, number in numbered.get(used, {}).items()}
+        made = {
+            address: size for address, size in sizes_by_address(tensors_in(value)).items() if address not in lasting
+        }
+        numbered[node] = {address: old[address] if address in old else next(numbers) for address in made}
+        shown = _shown_bytes(value)
+        found[node] = Footprint(
+            made_bytes=sum(size for address, size in made.items() if address not in old),
+            saved_bytes=sum(size for address, size in saved.items() if address not in lasting),
+            storages={numbered[node][address]: size for address, size in made.items()},
+            pieces=frozenset(numbered[node][address] for address, size in made.items() if shown[address] < size),
+            saved=frozenset(number for address, number in (old | numbered[node]).items() if address in saved),
+            of_parameters=not parameters.isdisjoint(shown),
+        )
+
+    lasting = lasting_addresses(module, tracer, tensors)
+    run_watched(module, graph, tracer, tensors, watch)
+    return found
+
+
+def run_watched(
+    module: nn.Module, graph: fx.Graph, tracer: Tracer | Recorder, tensors: Sequence[torch.Tensor], watch: Watch
+) -> None:
+    """Run a graph, one operation after the other, and show each to a function.
+
+    What is saved is let go at once, so this takes no more memory than a forward without gradients.
+    """
+    inputs, body = parts_of(graph)
+    last_use = {used: index for index, node in enumerate(body) for used in node.all_input_nodes}
+    values: dict[fx.Node, Any] = dict(zip(inputs, tensors, strict=True))
+    for index, node in enumerate(body):
+        reads = [used for used in node.all_input_nodes if used.op != "get_attr"]
+        step = GraphSlice(reads, [node], node, root=module, owners=tracer.owners, constants=tracer.constants)
+        given = packed([values[used] for used in reads])
+        values[node], saved = _run(step, given)
+        watch(node, reads, given, values[node], saved)
+        del given
+        for used in (*reads, node):
+            if last_use.get(used, -1) <= index:
+                values.pop(used, None)
+
+
+def parts_of(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The inputs of a graph and its operations."""
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    return inputs, [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
+
+
+def lasting_addresses(module: nn.Module, tracer: Tracer | Recorder, tensors: Sequence[torch.Tensor]) -> set[int]:
+    """Storages that somebody holds anyway."""
+    return {address_of(tensor) for tensor in (*module.parameters(), *module.buffers(), *tracer.constants, *tensors)}
+
+
+def _run(step: GraphSlice, value: Any) -> tuple[Any, dict[int, int]]:
+    """What an operation returns, and the storages that it saves, which are dropped."""
+    saved: dict[int, int] = {}
+    with saved_tensors_hooks(lambda tensor: saved.update(sizes_by_address([tensor])), _never_unpacked):
+        return step(value), saved
+
+
+def _shown_bytes(value: Any) -> Counter[int]:
+    """Bytes of the tensors in a value, by address."""
+    shown: Counter[int] = Counter()
+    for tensor in tensors_in(value):
+        shown[address_of(tensor)] += tensor.nbytes
+    return shown
+
+
+def _never_unpacked(_: None) -> torch.Tensor:
+    raise AssertionError("nobody differentiates this run")
+
+
+# ----------------------------------------------------------------------------------------------------
+# Names of stages in the user's terms.
+
+
+# Not what a stage is named after.
+_VIEWS = {
+    "chunk",
+    "contiguous",
+    "expand",
+    "flatten",
+    "getitem",
+    "narrow",
+    "permute",
+    "reshape",
+    "select",
+    "split",
+    "split_with_sizes",
+    "squeeze",
+    "swapaxes",
+    "t",
+    "tensor_split",
+    "transpose",
+    "unbind",
+    "unflatten",
+    "unsqueeze",
+    "view",
+}
+_METADATA = ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "layout")
+
+
+class Names:
+    """Names of stages in the user's terms."""
+
+    def __init__(self, body: Sequence[fx.Node]) -> None:
+        self._silent = weightless(body)
+        # How many operations run inside of each module.
+        self._inside = Counter(path for node in body for path in _paths_around(node))
+        self._taken: Counter[str] = Counter()
+
+    def of(self, nodes: Sequence[fx.Node]) -> str:
+        """The module that all of it is, or from where to where it goes."""
+        name = self._describe(nodes)
+        self._taken[name] += 1
+        return name if self._taken[name] == 1 else f"{name} ({self._taken[name]})"
+
+    def _describe(self, nodes: Sequence[fx.Node]) -> str:
+        audible = [node for node in nodes if node not in self._silent and node.target is not ASSERT]
+        working = [node for node in audible if not _is_view(node)] or audible or list(nodes)
+        paths = [str(node.meta["module"]).split(".") for node in working]
+        common: list[str] = []
+        for parts in zip(*paths, strict=False):
+            if len(set(parts)) > 1:
+                break
+            common.append(parts[0])
+        prefix = ".".join(common)
+        if prefix and self._inside[prefix] == sum(prefix in _paths_around(node) for node in nodes):
+            return prefix
+        first, last = self._label(working[0]), self._label(working[-1])
+        return first if first == last else f"{first} … {last}"
+
+    @staticmethod
+    def _label(node: fx.Node) -> str:
+        path = str(node.meta["module"])
+        if node.op == "call_module":
+            return path
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+        return f"{path}.{name}" if path else str(name)
+
+
+def weightless(body: Sequence[fx.Node]) -> set[fx.Node]:
+    """Sizes, dtypes and devices, and what arithmetic makes of them."""
+    found: set[fx.Node] = set()
+    for node in body:
+        is_metadata = (node.op == "call_function" and node.target is getattr and node.args[1] in _METADATA) or (
+            node.op == "call_method" and node.target in ("size", "dim", "numel", "ndimension", "is_floating_point")
+        )
+        arithmetic = node.op == "call_function" and getattr(node.target, "__module__", "") in (
+            "_operator",
+            "math",
+            "builtins",
+        )
+        if is_metadata or (arithmetic and node.all_input_nodes and all(used in found for used in node.all_input_nodes)):
+            found.add(node)
+    return found
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether an operation only shows its input in another way; a few of these copy if they must."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return node.op != "call_module" and name in _VIEWS
+
+
+def _paths_around(node: fx.Node) -> list[str]:
+    """The module that an operation runs in, and those around it."""
+    return list(accumulate(str(node.meta["module"]).split("."), "{}.{}".format))
+
+
+# ----------------------------------------------------------------------------------------------------
+
+
+# The time of planning grows with the cube of the stages, and the least of several hundred matter little.
+MOST_STAGES = 256
+
+
+def stages_of(
+    module: nn.Module, graph: fx.Graph, tracer: Tracer | Recorder, footprints: Mapping[fx.Node, Footprint] | None = None
+) -> list[Stage]:
+    """Cut a graph into stages.
+
+    Args:
+        module: What it was traced from.
+        graph: Its operations.
+        tracer: What traced it.
+        footprints: What each operation takes; without them only places where one value is alive are cut.
+    Raises:
+        ModelError: There are no operations.
+    """
+    inputs, body = parts_of(graph)
+    (result,) = [node for node in graph.nodes if node.op == "output"]
+    if not body:
+        raise ModelError(f"the forward of {type(module).__name__} computes nothing: expected at least one operation")
+    lives = _Lives(module, inputs, body, result, tracer.calls)
+    cuts = lives.behind_results(lives.single_cuts() if footprints is None else lives.cuts(footprints))
+    names = Names(body)
+    values = (*inputs, *body)
+    number = {node: index for index, node in enumerate(values)}
+    stages: list[Stage] = []
+    for start, end in zip((0, *cuts), (*cuts, len(body)), strict=True):
+        nodes, is_last = body[start:end], end == len(body)
+        inside = set(nodes)
+        read = [node for step in nodes for node in step.all_input_nodes] + (result.all_input_nodes if is_last else [])
+        reads = sorted({number[node] for node in read if node in number and node not in inside})
+        outputs = [node for node in nodes if lives.last_use[node] >= end]
+        given = result.args[0] if is_last else packed(outputs)
+        piece = GraphSlice(
+            [values[index] for index in reads],
+            nodes,
+            given,
+            root=module,
+            owners=tracer.owners,
+            constants=tracer.constants,
+        )
+        writes = (len(values),) if is_last else tuple(number[node] for node in outputs)
+        stages.append(Stage(names.of(nodes), (piece,), Wiring.of([Wire(tuple(reads), writes)], writes)))
+    return stages
+
+
+class _Lives:
+    """What is alive after each operation."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        inputs: Sequence[fx.Node],
+        body: Sequence[fx.Node],
+        result: fx.Node,
+        calls: ModuleCalls,
+    ) -> None:
+        self._module = module
+        self._calls = calls
+        self._body = body
+        position = {node: index for index, node in enumerate(body)} | {result: len(body)}
+        self.last_use = {node: max((position[user] for user in node.users), default=-1) for node in (*inputs, *body)}
+        self._weightless = weightless(body)
+        # By the number of operations that have run: what is read later. The chain's inputs are not among it, the caller holds them anyway.
+        self._alive: list[list[fx.Node]] = []
+        alive: dict[fx.Node, None] = {}
+        for index, node in enumerate(body):
+            self._alive.append(list(alive))
+            for used in node.all_input_nodes:
+                if self.last_use.get(used) == index:
+                    alive.pop(used, None)
+            if self.last_use[node] > index:
+                alive[node] = None
+        self._alive.append(list(alive))
+
+    def single_cuts(self) -> list[int]:
+        """After how many operations one value alone is alive, a new one each time."""
+        before: fx.Node | None = None
+        cuts: list[int] = []
+        for place in range(1, len(self._body)):
+            values = self._values(place)
+            if len(values) == 1 and values[0] is not before and self._is_possible(place):
+                before = values[0]
+                cuts.append(place)
+        return cuts
+
+    def cuts(self, footprints: Mapping[fx.Node, Footprint]) -> list[int]:
+        """After how many operations to cut: once between any two that save something, where the least is alive."""
+        saving = [index for index, node in enumerate(self._body) if footprints[node].saved_bytes]
+        held = [self._held_bytes(place, footprints) for place in range(len(self._body))]
+        cuts = set(self.single_cuts())
+        saved: set[int] = set()
+        for index, following in pairwise(saving):
+            saved |= footprints[self._body[index]].saved
+            places = [
+                place
+                for place in range(index + 1, following + 1)
+                if self._is_possible(place) and not self._misleads(place, saved, footprints)
+            ]
+            if places:
+                # Where that is the same, copies in another layout belong to what is before them as well.
+                cuts.add(min(places, key=lambda place: (held[place], len(self._alive[place]), -place)))
+        alone = {index for index, node in enumerate(self._body) if self._inverts_as_a_whole(node)}
+        cuts.update(place for index in alone for place in (index, index + 1) if self._may_cut(place))
+        return thinned(
+            sorted(cuts), [footprints[node].made_bytes + footprints[node].saved_bytes for node in self._body], alone
+        )
+
+    def _may_cut(self, place: int) -> bool:
+        return 0 < place < len(self._body) and self._is_possible(place)
+
+    def _inverts_as_a_whole(self, node: fx.Node) -> bool:
+        return node.op == "call_module" and self._calls.inverts_as_a_whole(self._module.get_submodule(str(node.target)))
+
+    def behind_results(self, cuts: Sequence[int]) -> list[int]:
+        """The cuts before which something is made that is read behind them."""
+        # torch's attention, for one, may prepare a mask that it does not need.
+        kept, start = [], 0
+        for place in cuts:
+            made = set(self._body[start:place])
+            if not made.isdisjoint(self._values(place)):
+                kept.append(place)
+                start = place
+        return kept
+
+    def _misleads(self, place: int, saved: Set[int], footprints: Mapping[fx.Node, Footprint]) -> bool:
+        """Whether the stages around a cut would look larger, each by itself, than they are together.
+
+        That is so where a part of something is carried along, the value in attention written by hand for instance: for its sake query and
+        key are held, too, which may have been saved before. And where a parameter is that was divided for a few operations: a copy of it
+        is a tensor like others. Code that carries a part past other modules means it (ShuffleNet).
+        """
+        around = {str(self._body[index].meta["module"]) for index in (place - 1, place)}
+        return any(
+            footprints[node].pieces & saved
+            or ((footprints[node].pieces or footprints[node].of_parameters) and around == {str(node.meta["module"])})
+            for node in self._values(place)
+        )
+
+    def _held_bytes(self, place: int, footprints: Mapping[fx.Node, Footprint]) -> int:
+        storages: dict[int, int] = {}
+        for node in self._values(place):
+            storages.update(footprints[node].storages)
+        return sum(storages.values())
+
+    def _values(self, place: int) -> list[fx.Node]:
+        """What weighs something."""
+        return [node for node in self._alive[place] if node not in self._weightless]
+
+    def _is_possible(self, place: int) -> bool:
+        return (
+            bool(self._values(place))
+            and not any(node.target in _PIECES for node in self._alive[place])
+            and not self._in_place(self._body[place])
+        )
+
+    def _in_place(self, node: fx.Node) -> bool:
+        # Such a stage cannot start behind a cut. The profiler would see it and merge the two; this way they have one name.
+        target = self._module.get_submodule(str(node.target)) if node.op == "call_module" else node.target
+        return (
+            bool(getattr(target, "inplace", False))
+            or node.kwargs.get("inplace") is True
+            or target in (*IN_PLACE, operator.setitem)
+            or (node.op == "call_method" and str(target).endswith("_") and not str(target).endswith("__"))
+        )
+
+
+def thinned(cuts: Sequence[int], weights: Sequence[int], alone: Set[int] = frozenset()) -> list[int]:
+    """The cuts that matter: the lightest stage joins its lighter neighbour, as long as it weighs next to nothing or there are too many.
+
+    Args:
+        cuts: Rising places.
+        weights: Bytes that each operation makes and saves.
+        alone: Operations to which nothing is joined, unless there are too many stages.
+    """
+    sums = [0, *accumulate(weights)]
+    left = {end: start for start, end in pairwise((0, *cuts, len(weights)))}
+    right = {start: end for end, start in left.items()}
+    lightest = [(sums[end] - sums[start], start, end) for end, start in left.items()]
+    heapq.heapify(lightest)
+    while len(right) > 1 and lightest:
+        weight, start, end = heapq.heappop(lightest)
+        if right.get(start) != end:
+            continue  # it has joined another since
+        if len(right) <= MOST_STAGES and weight >= sums[-1] / _NOTHING:
+            break
+        before, after = left.get(start), right.get(end)
+        if len(right) <= MOST_STAGES:
+            before = None if before is not None and not alone.isdisjoint(range(before, start)) else before
+            after = None if after is not None and not alone.isdisjoint(range(end, after)) else after
+            if before is after is None or not alone.isdisjoint(range(start, end)):
+                continue
+        if after is None or (before is not None and sums[start] - sums[before] <= sums[after] - sums[end]):
+            del right[start]
+            start = left.pop(start)
+        else:
+            del left[end]
+            end = right.pop(end)
+        left[end], right[start] = start, end
+        heapq.heappush(lightest, (sums[end] - sums[start], start, end))
+    return sorted(right)[1:]
+
+
+# A stage that weighs less than this part of all is not worth a cut.
+_NOTHING = 4096
+
+
+# Several views of one storage: a stage that takes them cannot be measured alone, for a copy of each is another storage.
+_PIECES = (
+    "chunk",
+    "split",
+    "unbind",
+    "tensor_split",
+    "split_with_sizes",
+    torch.chunk,
+    torch.split,
+    torch.unbind,
+    torch.tensor_split,
+)

@@ -1,0 +1,241 @@
+"""Modules that the user compiled, and the same code compiled under other activation memory budgets.
+
+``torch.compile`` decides by itself what a graph saves for its backward and what it computes again there. How much it may save is
+``torch._functorch.config.activation_memory_budget``, a share between 0 (the inputs alone) and 1 (whatever is fastest), which its partitioner
+reads once, when it compiles. So each budget gets compiled code of its own::
+
+    block ──► compiled by the user                     option 0, keep
+          ├─► compiled with the budget set to 0.7      option 1
+          └─► ...
+
+Modules that run the same code share what is compiled, as they do when the user compiles them: what is compiled is a function that takes the
+module as an argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from types import FunctionType
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+from torch import fx, nn
+
+from lightning_rotor.capture.graph_stage import GraphSlice
+from lightning_rotor.errors import UnitError
+from lightning_rotor.private import torch_names as private
+from lightning_rotor.private.torch_names import FakeTensor, TorchDispatchMode
+from lightning_rotor.stages.sequential import Stage
+
+Variants: TypeAlias = Literal["exact", "close", "off"]
+"""Which variants may be used, see :class:`CompiledModules`."""
+BUDGETS = (0.7, 0.5, 0.3, 0.1, 0.0)
+"""Activation memory budgets that are tried besides the user's own."""
+
+
+class CannotRepeatError(Exception):
+    """A compiled module can have no variants; says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """What the user asked ``torch.compile`` for."""
+
+    backend: Callable[..., Any]
+    fullgraph: bool
+    dynamic: bool | None
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether the user compiled this very module, by ``module.compile()`` or ``torch.compile(module)``."""
+    return private.is_compiler_wrapper(module) or private.is_compiled_in_place(module)
+
+
+def taken_apart(name: str) -> str:
+    """A warning about a module of this name that was compiled as a whole, and is to run under plans that take it apart."""
+    return (
+        f"{name} was compiled as a whole, but a plan takes it apart, so it runs uncompiled from now on: expected its blocks to be compiled "
+        "(for block in net.blocks: block.compile()), which stay compiled under every plan"
+    )
+
+
+def check_variants(choice: Variants) -> Variants:
+    """The choice, if it is one.
+
+    Raises:
+        UnitError: It is none.
+    """
+    if choice not in get_args(Variants):
+        raise UnitError(f"compiled_variants is {choice!r}: expected {', '.join(map(repr, get_args(Variants)))}")
+    return choice
+
+
+class CompiledModules:
+    """Compiles the modules of one model under other budgets, equal ones once.
+
+    Args:
+        variants: Which may be used: ``"exact"``, those that compute the bits of the user's code; ``"close"``, also those that differ from it by
+            rounding, as it differs from eager code; ``"off"``, none.
+    Raises:
+        UnitError: It is none of these.
+    """
+
+    def __init__(self, variants: Variants = "exact") -> None:
+        self.choice = check_variants(variants)
+        self._settings: list[_Settings] = []
+        self._functions: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]] = {}  # with their backends
+
+    def variants(self, stage: Stage) -> dict[str, Callable[[Any], Any]]:
+        """By name, the stage with each of its compiled modules under each of the budgets; nothing if it calls none.
+
+        Nothing is compiled before a variant is called. Code that is not a single graph is an error then: its pieces would be kept with the
+        user's own compiled code, of which torch allows a few.
+
+        Raises:
+            CannotRepeatError: A compiled module cannot be compiled in the same way again.
+        """
+        return self._variants(stage, one_graph=True)
+
+    def with_variants(self, stage: Stage, names: Sequence[str]) -> Stage:
+        """The stage with the variants of these names, to train with: where the compiler gives up, it does so as it would for the user."""
+        variants = self._variants(stage, one_graph=False) if names else {}
+        return replace(stage, variants=tuple(variants[name] for name in names))
+
+    def _variants(self, stage: Stage, *, one_graph: bool) -> dict[str, Callable[[Any], Any]]:
+        modules = _compiled_in(stage) if self.choice != "off" else []
+        if not modules:
+            return {}
+        return {
+            f"budget {budget:g}": _calling(
+                stage, {module: self._under(budget, module, one_graph=one_graph) for module in modules}
+            )
+            for budget in BUDGETS
+        }
+
+    def identity(self, module: nn.Module) -> tuple[Any, frozenset[str]]:
+        """What can be told of how a module is compiled, equal for equal settings; and the attributes that say nothing more."""
+        if not is_compiled(module):
+            return None, frozenset()
+        try:
+            number = self._number(_settings_of(module))
+        except CannotRepeatError:
+            return None, frozenset()
+        return number, private.COMPILER_ATTRIBUTES if private.is_compiler_wrapper(module) else frozenset(
+            (private.COMPILED_CALL,)
+        )
+
+    def _number(self, settings: _Settings) -> int:
+        """Backends can be compared, but not hashed."""
+        if settings not in self._settings:
+            self._settings.append(settings)
+        return self._settings.index(settings)
+
+    def _under(self, budget: float, module: nn.Module, *, one_graph: bool) -> Callable[..., Any]:
+        settings = _settings_of(module)
+        inner = private.module_inside(module) if private.is_compiler_wrapper(module) else module
+        # One function for each code that the user's own compiled code is kept with: the compiler gives up when one has too many variants.
+        key = self._number(settings), budget, type(inner).forward
+        if key not in self._functions:
+            # Compiled code is kept with the code object that it stands for, so each function needs its own.
+            own = FunctionType(private.call_uncompiled.__code__.replace(), globals())
+            self._functions[key] = own, partial(_compile_under, settings.backend, budget)
+        function, backend = self._functions[key]
+        fullgraph = one_graph or settings.fullgraph
+        return partial(torch.compile(function, backend=backend, fullgraph=fullgraph, dynamic=settings.dynamic), inner)
+
+
+def _compile_under(
+    backend: Callable[..., Any], budget: float, graph: fx.GraphModule, inputs: Sequence[Any], **options: Any
+) -> Any:
+    """A backend that compiles with the user's under a budget, for as long as the graph draws no random numbers.
+
+    Where torch recomputes an operation that draws, it draws other numbers and the gradients are wrong without a word
+    (https://github.com/pytorch/pytorch/issues/190758). A dropout that is switched on later makes a new graph, which comes by here.
+    """
+    if _may_draw(graph):
+        return backend(graph, inputs, **options)
+    with private.activation_budget(budget):
+        return backend(graph, inputs, **options)
+
+
+# -------------------------------------------------------------------- random numbers
+
+
+class _Draws(TorchDispatchMode):
+    """Notes whether an operation draws random numbers."""
+
+    seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags and _argument(func, "dropout_p", args, kwargs) != 0:
+            self.seen = True
+        return func(*args, **kwargs)
+
+
+def _argument(function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The value of an argument, or None if there is none of this name. Attention is said to draw, and does so if it drops out."""
+    for place, argument in enumerate(private.schema_of(function).arguments):
+        if argument.name == name:
+            return args[place] if place < len(args) else kwargs.get(name, argument.default_value)
+    return None
+
+
+def _may_draw(graph: fx.GraphModule) -> bool:
+    """Whether a graph draws random numbers, as far as a run without values can tell."""
+    values = [node.meta.get("example_value") for node in graph.graph.nodes if node.op == "placeholder"]
+    fake = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
+    if fake is None:
+        return True
+    draws = _Draws()
+    # Symbols for values that are read out of tensors are those of this run alone.
+    symbols = fake.shape_env.ignore_fresh_unbacked_symbols() if fake.shape_env is not None else nullcontext()
+    try:
+        with torch.no_grad(), symbols, fake, draws:
+            graph(*(value.detach() if isinstance(value, torch.Tensor) else value for value in values))
+    except Exception:  # operations of higher order may refuse a mode that they do not know
+        return True
+    return draws.seen
+
+
+# -------------------------------------------------------------------- what the user asked for
+
+
+def _settings_of(module: nn.Module) -> _Settings:
+    """How a module was compiled."""
+    found = private.compiler_settings(module)
+    if found is None:
+        raise CannotRepeatError("this version of torch does not tell how it was compiled")
+    settings = _Settings(found.backend, found.fullgraph, found.dynamic)
+    if private.is_compiler_wrapper(module) and any(getattr(module, hooks) for hooks in private.HOOKS):
+        raise CannotRepeatError("there are hooks on what torch.compile returned: register them on the module itself")
+    if found.has_more:
+        raise CannotRepeatError("it was compiled with guard_filter_fn or dynamic_shapes")
+    if (getattr(settings.backend, "config", None) or {}).get("triton.cudagraphs"):
+        raise CannotRepeatError("CUDA graphs hold on to their memory")
+    return settings
+
+
+# -------------------------------------------------------------------- stages that call something else
+
+
+def _compiled_in(stage: Stage) -> list[nn.Module]:
+    """The compiled modules that a stage calls by itself."""
+    called: list[nn.Module] = []
+    for module in stage.modules:
+        called += module.called_modules if isinstance(module, GraphSlice) else [module]
+    return [module for module in dict.fromkeys(called) if is_compiled(module)]
+
+
+def _calling(stage: Stage, replacements: dict[nn.Module, Callable[..., Any]]) -> Callable[[Any], Any]:
+    """The stage with other callables in the place of some modules."""
+    modules = [
+        module.calling(replacements) if isinstance(module, GraphSlice) else replacements.get(module, module)
+        for module in stage.modules
+    ]
+    if len(modules) == 1:
+        return modules[0]
+    return partial(stage.wiring.run, functions=modules)

@@ -1,0 +1,224 @@
+"""The way that turns a module into a chain: an ``nn.Sequential`` of layers is cut between them, anything else along its graph.
+
+The graph is traced on symbols, and then holds for inputs of any size. Code that symbols cannot run is recorded on the call's own tensors.
+An ``nn.Sequential`` of blocks is cut along its graph as well, so that a plan can choose inside the blocks; between them if it has none.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar, Protocol
+
+from torch import nn
+
+from lightning_rotor.capture.cuts import GraphCut, cut_graph, cut_recording
+from lightning_rotor.capture.modules import Lessons
+from lightning_rotor.errors import ModelError
+from lightning_rotor.private.torch_names import is_compiler_wrapper, module_inside, noticed_checkpoints
+from lightning_rotor.private.values import require_tensors
+from lightning_rotor.stages.sequential import Rows, Stage, sequential_members, sequential_stages
+from lightning_rotor.stages.sharding import Unit, units_below, wrapped_by_fsdp1
+
+NO_CHECKPOINTS = (
+    "It calls torch.utils.checkpoint by itself: expected no other recomputation than the plan's, which is faster within the same memory. Switch it "
+    "off: model.gradient_checkpointing_disable() for Hugging Face's models, model.set_grad_checkpointing(False) for timm's, or call the layers "
+    "directly"
+)
+"""Why not, and the remedy."""
+WAYS = {
+    "sequential": "as an nn.Sequential",
+    "graph": "as a graph",
+    "recording": "as a recording",
+}
+"""How messages spell the ways to a chain."""
+
+
+class Cut(Protocol):
+    """A module as stages, for calls like the one that it was cut for."""
+
+    @property
+    def way(self) -> str:
+        """``"sequential"``, ``"graph"`` or ``"recording"``."""
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages, in order."""
+
+    @property
+    def module(self) -> nn.Module:
+        """What was cut."""
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """How messages call the values that the chain takes, by number."""
+
+    @property
+    def reasons(self) -> Mapping[str, str]:
+        """For each other way that was tried, why it was not taken."""
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The first stage's input for a call, or None if the stages do not speak of this call or of the module as it is now."""
+
+
+class SequentialCut:
+    """The members of an ``nn.Sequential``, nested ones flattened.
+
+    Raises:
+        ModelError: It is none, or an empty one.
+    """
+
+    way: ClassVar[str] = "sequential"
+    inputs: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, module: nn.Module) -> None:
+        self.reasons: Mapping[str, str] = {}
+        self.module = module
+        self._stages = sequential_stages(module)
+        self._rows = Rows(module)
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """One for each member."""
+        return self._stages
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The one input, unless a layer was replaced, or a container got hooks that the flat chain would never fire."""
+        if len(args) != 1 or kwargs:
+            inspect.signature(type(self.module).forward).bind(self.module, *args, **kwargs)
+        (value,) = (*args, *kwargs.values())
+        if self._rows.hold():
+            return value
+        now = sequential_members(self.module)
+        if len(now) != len(self._stages) or any(
+            stage.modules != (member,) for stage, member in zip(self._stages, now, strict=True)
+        ):
+            return None
+        self._rows = Rows(self.module)
+        return value
+
+
+def sequentialize(
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    lessons: Lessons | None = None,
+) -> SequentialCut | GraphCut:
+    """Turn a module into a chain of stages.
+
+    Args:
+        module: Nothing about it changes.
+        args: Positional arguments of a call as in training. An ``nn.Sequential`` takes one, which may be a tuple.
+        kwargs: Keyword arguments of that call.
+        lessons: Of a recording of the same module for other sizes.
+    Returns:
+        The stages, what they take as input for a given call, and in ``way`` how they were found.
+    Raises:
+        ModelError: No way works; says why for each.
+        SampleError: The call holds no tensor.
+    Example:
+        >>> import torch
+        >>> net = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+        >>> sequentialize(net, (torch.ones(1, 2),)).way
+        'sequential'
+    """
+    check_module(module)
+    require_tensors((args, kwargs))
+    reasons: dict[str, str] = {}
+    best: SequentialCut | GraphCut | None = None
+    try:
+        best = SequentialCut(module)
+        blocks = [stage.name for stage in best.stages if _has_layers(stage)]
+        if not blocks:
+            return best
+        reasons["sequential"] = f"there are several layers in {blocks[0]!r}, between which a graph can be cut"
+    except ModelError as error:
+        reasons["sequential"] = str(error)
+    impossible = {} if lessons is None else dict(lessons.impossible)
+    for way, find in (("graph", cut_graph), ("recording", partial(cut_recording, lessons=lessons))):
+        cut = None
+        try:
+            with noticed_checkpoints() as noticed:
+                cut = find(module, args, kwargs) if way not in impossible else None
+        except ModelError as error:
+            impossible[way] = f"{error}{f'. {NO_CHECKPOINTS}' * bool(noticed)}"
+        if cut is None:
+            reasons[way] = impossible[way]
+            continue
+        if best is None or len(cut.stages) > len(best.stages):
+            best = cut
+        objection = _objection(module, cut)
+        if objection is None:
+            break
+        reasons[way] = objection
+    if best is None or (len(best.stages) < 2 and isinstance(best, GraphCut)):
+        tried = ". ".join(f"{WAYS[way][0].upper()}{WAYS[way][1:]}: {reason}" for way, reason in reasons.items())
+        raise ModelError(f"{type(module).__name__} cannot be planned. {tried}")
+    if isinstance(best, GraphCut) and best.lessons is not None:
+        best.lessons = replace(best.lessons, impossible=impossible)
+    best.reasons = {way: reason for way, reason in reasons.items() if way != best.way}
+    return best
+
+
+def _has_layers(stage: Stage) -> bool:
+    """Whether a stage is more than one layer. Attention holds its projection, but runs as one function."""
+    return any(module._modules and not isinstance(module, nn.MultiheadAttention) for module in stage.modules)
+
+
+def _objection(module: nn.Module, cut: GraphCut) -> str | None:
+    """Why another way might do better."""
+    if len(cut.stages) < 2:
+        return (
+            "there is no point between its operations where little is alive, so it is a single stage. Name a submodule that is a chain of "
+            "layers"
+        )
+    units = units_below(module)  # meant to be stages
+    opaque = {
+        parameter for path in cut.opaque if path not in units for parameter in module.get_submodule(path).parameters()
+    }
+    sizes = [(parameter.numel(), parameter in opaque) for parameter in module.parameters()]
+    if 2 * sum(size for size, inside in sizes if inside) > sum(size for size, _ in sizes):
+        return f"most of it is in {', '.join(map(repr, cut.opaque))}, which cannot be traced, so it is {len(cut.stages)} stages"
+    return None
+
+
+def check_module(module: nn.Module) -> None:
+    """Find out without any input that a module can be no chain.
+
+    Raises:
+        ModelError: It is a single layer of torch, a container without a forward, an empty ``nn.Sequential``, or holds modules that FSDP has
+            wrapped, or taken together, or is what ``torch.compile`` returns.
+    """
+    name = type(module).__name__
+    wrapped = wrapped_by_fsdp1(module)
+    if wrapped:
+        raise ModelError(
+            f"{name} holds modules that FullyShardedDataParallel wraps (the first is {wrapped[0]!r}), which gathers parameters in a way that "
+            "cannot be measured or planned: expected units of fully_shard (FSDP2, ModelParallelStrategy), or a module inside of one wrapper, "
+            f"such as {wrapped[0]!r}"
+        )
+    shared = [unit for unit in units_below(module) if Unit(module.get_submodule(unit)).shares_hooks]
+    if shared:
+        raise ModelError(
+            f"{name} holds {shared[0]!r}, which fully_shard was given in a list, so that it gathers its parameters together with other "
+            "modules, and cannot be recomputed alone: expected fully_shard for each of these modules, or a module to plan without them"
+        )
+    if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
+        sequential_stages(module)
+    if is_compiler_wrapper(module):
+        raise ModelError(
+            f"{type(module_inside(module)).__name__} was compiled as a whole, which leaves nothing to cut: expected its blocks to be "
+            "compiled instead (for block in net.blocks: block.compile()), Checkpointable(torch.compile(net)), which chooses among compiled code "
+            "for the whole, or the module inside, ._orig_mod, which runs uncompiled under a plan"
+        )
+    if type(module).forward is nn.Module.forward:
+        raise ModelError(
+            f"{name} has no forward, so it is no chain of layers: expected an nn.Sequential, or a module that calls its layers"
+        )
+    if type(module).__module__.startswith("torch.nn.modules.") and not module._modules:
+        raise ModelError(
+            f"{name} is a single layer, so there is nothing to cut: expected an nn.Sequential, or a module with several layers"
+        )

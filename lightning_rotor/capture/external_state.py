@@ -1,0 +1,385 @@
+"""Places outside of modules where code finds values, and what these values look like at one moment."""
+
+from __future__ import annotations
+
+import dis
+import gc
+import sys
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from operator import is_
+from types import BuiltinFunctionType, CellType, CodeType, FrameType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import fx
+
+from lightning_rotor.capture.watched import LONG, PLAIN, frozen
+from lightning_rotor.private.torch_names import without_modes
+from lightning_rotor.stages.generators import generator_state
+from lightning_rotor.stages.snapshot import Snapshot, is_users, namespace_of
+
+_CONTAINERS = (list, dict, set, deque)
+_FIXED = frozenset((*PLAIN, FunctionType, BuiltinFunctionType, ModuleType, type))
+_ABSENT = object()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """An entry of a namespace or of a class, or the cell of a closure.
+
+    Attributes:
+        owner: Where the value is.
+        name: What code calls it.
+    """
+
+    owner: dict[str, Any] | CellType | type
+    name: str
+
+    @property
+    def key(self) -> tuple[int, str]:
+        """Equal for the same place."""
+        return id(self.owner), "" if isinstance(self.owner, CellType) else self.name
+
+    @property
+    def namespace(self) -> Mapping[str, Any] | None:
+        """Where the value is an entry, if it is not in a cell."""
+        if isinstance(self.owner, CellType):
+            return None
+        return vars(self.owner) if isinstance(self.owner, type) else self.owner
+
+    def shows(self, variables: dict[str, Any]) -> bool:
+        """Whether a frame's variables have the value."""
+        return self.read() is variables.get(self.name, _ABSENT)
+
+    def read(self) -> Any:
+        """The value, or something that is no other value."""
+        if self.namespace is not None:
+            return self.namespace.get(self.name, _ABSENT)
+        try:
+            return self.owner.cell_contents  # type: ignore[union-attr]
+        except ValueError:  # not assigned yet
+            return _ABSENT
+
+    def write(self, value: Any) -> None:
+        """Put another value there."""
+        if isinstance(self.owner, CellType):
+            self.owner.cell_contents = value
+        elif isinstance(self.owner, type):
+            setattr(self.owner, self.name, value)
+        else:
+            self.owner[self.name] = value
+
+
+class Noted:
+    """The value at a place as it is now."""
+
+    __slots__ = ("_before", "_entries", "_namespace", "_seen", "_value", "place")
+
+    def __init__(self, place: Place) -> None:
+        self.place, self._namespace = place, place.namespace
+        self._value = place.read()
+        self._entries = _entries(self._value)
+        # What is one object for ever, or equal to itself, need not be looked at again as long as it is the same.
+        self._seen = None if _is_fixed(self._value) else _appearance(self._value)
+        self._before = None if _is_fixed(self._value) else Snapshot((self._value,), hooks=False, objects=False)
+
+    def holds(self) -> bool:
+        """Whether the value is still the same."""
+        # This runs for every place at every training call.
+        value = self.place.read() if self._namespace is None else self._namespace.get(self.place.name, _ABSENT)
+        if value is self._value:
+            if self._seen is None:
+                return True
+            if self._entries is not None:
+                now = _entries(value)
+                if now is not None and len(now) == len(self._entries) and all(map(is_, now, self._entries)):
+                    return True
+        return bool(_appearance(value) == (_appearance(self._value) if self._seen is None else self._seen))
+
+    @property
+    def has_value(self) -> bool:
+        """Whether something else than another object without a value of its own was there, or is now."""
+        return not (_is_object(self._value) and _is_object(self.place.read()))
+
+    def has(self, kind: type) -> bool:
+        """Whether the value is of this kind now, or holds one that is."""
+        pending = [self.place.read()]
+        for _ in range(LONG):
+            if not pending:
+                break
+            value = pending.pop()
+            if issubclass(type(value), kind):
+                return True
+            if issubclass(type(value), (*_CONTAINERS, tuple)):
+                pending.extend(dict.values(value) if issubclass(type(value), dict) else value)
+        return False
+
+    def restore(self) -> None:
+        """Put the value back, and what was in it."""
+        if self.place.read() is not self._value:
+            self.place.write(self._value)
+        if self._before is not None:
+            self._before.restore()
+
+
+class Notes:
+    """Values at places as they were. Refers to nothing of the trace for which they were taken."""
+
+    def __init__(self) -> None:
+        self._noted: dict[tuple[int, str], tuple[Noted, str]] = {}
+
+    def take(self, place: Place, module_path: str) -> None:
+        """Note what is at a place, unless it was noted before, and whose code is about to read it."""
+        if place.key not in self._noted:
+            self._noted[place.key] = Noted(place), module_path
+
+    def changed(self) -> tuple[str, str] | None:
+        """Path of a module and the name of a variable that is another since the module's code read it, or None.
+
+        It is nobody's business that code has put another object in the place of a logger or a cache.
+        """
+        for noted, path in self._noted.values():
+            if not noted.holds() and noted.has_value:
+                return path, noted.place.name
+        return None
+
+    def hold_symbols(self) -> bool:
+        """Whether the code has left values of a trace there, in a cache for instance."""
+        return any(noted.has(fx.Proxy) for noted, _ in self._noted.values() if not noted.holds())
+
+    def settle(self) -> None:
+        """Take for granted what is there now."""
+        self._noted = {
+            key: (noted if noted.holds() else Noted(noted.place), path) for key, (noted, path) in self._noted.items()
+        }
+
+    def holds(self) -> bool:
+        """Whether everything is as it was."""
+        return all(noted.holds() for noted, _ in self._noted.values())
+
+    def restore(self) -> None:
+        """Put back what the code has changed: variables, what is in lists and dicts, random generators."""
+        for noted, _ in self._noted.values():
+            if not noted.holds():
+                noted.restore()
+
+
+class Closures:
+    """The variables of enclosing functions that functions use. Looks for all functions once, when it is first asked.
+
+    Args:
+        wanted: Says of a file whether functions in it count.
+        expected: No other code will be asked for; None if that is not known.
+
+    Attributes:
+        asked: The code that was asked for, by address: equal code may be another function's.
+        misled: Whether other code was asked for than expected.
+    """
+
+    def __init__(self, wanted: Callable[[str], bool], expected: Sequence[CodeType] | None = None) -> None:
+        self.asked: dict[int, CodeType] = {}
+        self.misled = False
+        self._wanted = wanted
+        self._expected = None if expected is None else {id(code): code for code in expected}
+        self._found: dict[int, list[tuple[Place, ...]]] | None = None
+
+    def of(self, code: CodeType) -> Sequence[tuple[Place, ...]]:
+        """For each function that has this code, its variables."""
+        self.asked[id(code)] = code
+        self.misled = self.misled or (self._expected is not None and id(code) not in self._expected)
+        if self._found is None:
+            self._found = defaultdict(list)
+            for function in self._functions():
+                if function.__closure__ and self._wanted(function.__code__.co_filename):
+                    cells = zip(function.__closure__, function.__code__.co_freevars, strict=True)
+                    self._found[id(function.__code__)].append(tuple(Place(cell, name) for cell, name in cells))
+        return self._found.get(id(code), ())
+
+    def _functions(self) -> list[FunctionType]:
+        # Who refers to a few objects is found in half the time that it takes to list all.
+        some = gc.get_objects() if self._expected is None else gc.get_referrers(*self._expected.values())
+        return [thing for thing in some if type(thing) is FunctionType]
+
+    def forget(self) -> None:
+        """Keep no function's variables alive."""
+        self._found = None
+
+
+def _is_fixed(value: Any) -> bool:
+    return type(value) in PLAIN or _is_object(value)
+
+
+def _is_object(value: Any) -> bool:
+    """Whether all that counts about a value is which object it is."""
+    kind = type(value)
+    if kind in PLAIN or issubclass(kind, (*_CONTAINERS, tuple, torch.Tensor)):
+        return False
+    return generator_state(value) is None
+
+
+def _appearance(value: Any) -> Any:
+    return frozen(value, objects=False)
+
+
+def _entries(value: Any) -> tuple[Any, ...] | None:
+    """What is in a list, tuple, or dict, if it can only be replaced and not changed."""
+    kind = type(value)
+    if kind is dict:
+        entries = (*value, *value.values())
+    elif kind in (list, tuple):
+        entries = tuple(value)
+    else:
+        return None
+    return entries if len(entries) <= LONG and all(type(entry) in _FIXED for entry in entries) else None
+
+
+# ----------------------------------------------------------------------------------------------------
+# What traced code reads outside of modules: globals, variables of enclosing functions, attributes of classes.
+
+
+_STAND_FOR_THEMSELVES = (torch.Tensor, torch.nn.Module)
+
+
+# From then on, code that is profiled is rewritten when profiling starts or stops.
+_COSTLY_TO_PAUSE = sys.version_info >= (3, 12)
+
+
+class Surroundings:
+    """Watches what code could read outside of modules.
+
+    Args:
+        module_path: Says at any moment which module's code runs; None if it is code that no trace holds.
+        closures: Where variables of enclosing functions are.
+
+    Attributes:
+        notes: What was there when the code came to read it.
+    """
+
+    def __init__(self, module_path: Callable[[], str | None], closures: Closures) -> None:
+        self._module_path = module_path
+        self._closures = closures
+        self.notes = Notes()
+        self._collecting = self._is_interrupted = False
+        self._thread = threading.get_ident()
+        self._known: set[tuple[CodeType, type]] = set()
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Context of a trace. A profiler that follows Python's calls by the same means pauses for its time."""
+        profiler: Any = sys.getprofile()
+        # First and last, so that what others do whenever garbage is collected, and finalizers, is no code of the module's.
+        gc.callbacks.insert(0, self._pause)
+        gc.callbacks.append(self._go_on)
+        if hasattr(profiler, "disable"):  # cProfile before Python 3.12, which Lightning's AdvancedProfiler uses
+            profiler.disable()
+        sys.setprofile(self._listen)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+            gc.callbacks.remove(self._pause)
+            gc.callbacks.remove(self._go_on)
+            if hasattr(profiler, "enable"):
+                profiler.enable()
+            else:
+                sys.setprofile(profiler)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context of code that is not the module's. It runs several times as fast."""
+        if _COSTLY_TO_PAUSE or sys.getprofile() != self._listen:
+            yield
+            return
+        sys.setprofile(None)
+        try:
+            yield
+        finally:
+            sys.setprofile(self._listen)
+
+    # ---------------------------------------------------------------- while the code runs
+
+    def _pause(self, phase: str, _: Any) -> None:
+        if phase == "start" and threading.get_ident() == self._thread:
+            self._collecting = True
+            self._is_interrupted = sys.getprofile() == self._listen
+
+    def _go_on(self, phase: str, _: Any) -> None:
+        if phase == "stop" and threading.get_ident() == self._thread:
+            self._collecting = False
+            if self._is_interrupted and sys.getprofile() != self._listen:
+                # A cProfile.Profile that was never disabled takes away whatever profiles, should it be garbage.
+                sys.setprofile(self._listen)
+
+    def _listen(self, frame: FrameType, event: str, _: Any) -> None:
+        if event != "call" or self._collecting:
+            return
+        code = frame.f_code
+        if not is_users(code.co_filename):
+            return
+        path = self._module_path()
+        if path is None:
+            return
+        first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        kind: type = first if issubclass(type(first), type) else type(first)  # type: ignore[assignment]
+        if (code, kind) not in self._known:
+            self._known.add((code, kind))
+            for place in _named(frame, kind):
+                self._note(place, path)
+        if code.co_freevars:
+            for place in self._enclosing(frame):
+                self._note(place, path)
+
+    def _enclosing(self, frame: FrameType) -> Iterator[Place]:
+        """Variables of enclosing functions. A frame has their values and not their cells, which are looked for among all functions."""
+        for places in self._closures.of(frame.f_code):
+            if all(place.shows(frame.f_locals) for place in places):
+                yield from places
+
+    def _note(self, place: Place, path: str) -> None:
+        # Looking at a tensor or a generator is none of the operations that a trace listens to.
+        with without_modes():
+            self.notes.take(place, path)
+
+
+def _named(frame: FrameType, kind: type) -> Iterator[Place]:
+    """What the names in code may mean: globals, and entries of those and of the class of the first argument."""
+    code, outside = frame.f_code, frame.f_globals
+    # ``getattr(args, "scale", 1)`` names it, too.
+    names = tuple(dict.fromkeys((*code.co_names, *(entry for entry in code.co_consts if type(entry) is str))))
+    holders: list[Any] = [kind]
+    for name in _globals_of(code):
+        if name in outside:
+            yield Place(outside, name)
+            holders.append(outside[name])
+    for holder in holders:
+        yield from _entries_of_class(holder, names)
+
+
+@lru_cache(maxsize=4096)
+def _globals_of(code: CodeType) -> tuple[str, ...]:
+    """Names that code looks up among globals. Names of attributes are not among them."""
+    names = (step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    return tuple(dict.fromkeys(names))
+
+
+def _entries_of_class(holder: Any, names: tuple[str, ...]) -> Iterator[Place]:
+    """The places under names in one of the user's modules, classes or objects."""
+    if isinstance(holder, type):
+        for kind in holder.__mro__:
+            file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""  # a notebook has none
+            if kind.__module__ != "builtins" and is_users(file):
+                yield from (Place(kind, name) for name in names if name in vars(kind))
+        return
+    if isinstance(holder, ModuleType):
+        if not is_users(getattr(holder, "__file__", None) or "<frozen "):
+            return
+    elif issubclass(type(holder), _STAND_FOR_THEMSELVES):
+        return
+    namespace = namespace_of(holder)
+    if namespace is not None:
+        yield from (Place(namespace, name) for name in names if name in namespace)

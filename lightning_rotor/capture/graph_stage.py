@@ -1,0 +1,406 @@
+"""A stage made of a piece of a graph: a few operations that run one after the other on the user's own modules and parameters."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from types import CodeType, MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Size, fx, nn
+
+from lightning_rotor.capture.symbols import CONSTANT, IN_PLACE
+from lightning_rotor.private import torch_names as private
+
+# ----------------------------------------------------------------------------------------------------
+# Python functions for runs of operations, so that a step costs the host no more than the user's own code does.
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A value that an operation reads, by its place in the run."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """An operation: what to call, with which values, and which values nobody needs afterwards."""
+
+    kind: str
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    frees: tuple[int, ...]
+
+
+def encoded(value: Any, places: Mapping[fx.Node, int]) -> Any:
+    """Arguments with references in the place of nodes, and fx's immutable containers as plain ones."""
+    if isinstance(value, fx.Node):
+        return Ref(places[value])
+    if isinstance(value, tuple) and not isinstance(value, Size):
+        return tuple(encoded(entry, places) for entry in value)
+    if isinstance(value, list):
+        return [encoded(entry, places) for entry in value]
+    if isinstance(value, dict):
+        return {key: encoded(entry, places) for key, entry in value.items()}
+    if isinstance(value, slice):
+        return slice(*(encoded(entry, places) for entry in (value.start, value.stop, value.step)))
+    return value
+
+
+def function_of(inputs: int, steps: Sequence[Step], output: Any) -> Callable[[Any], Any]:
+    """A function that runs operations.
+
+    It holds no value longer than :attr:`Step.frees` says, as the user's code would. What it calls and reads is bound by name, so that equal
+    operations on other modules share their code.
+
+    Args:
+        inputs: How many values it takes: one as it is, several as a tuple. They have the first places.
+        steps: Each makes the value of the next place.
+        output: What it returns, with references to values.
+    """
+    writer = _Writer()
+    lines = [f"{', '.join(_value(place) for place in range(inputs))} = value"] if inputs else []
+    lines.append("del value")
+    for place, step in enumerate(steps, inputs):
+        lines.append(f"{_value(place)} = {writer.call(step)}")
+        if step.frees:
+            lines.append(f"del {', '.join(map(_value, step.frees))}")
+    lines.append(f"return {writer.spell(output)}")
+    namespace = dict(writer.bound)
+    exec(_code("\n    ".join(["def run(value):", *lines])), namespace)
+    run: Callable[[Any], Any] = namespace["run"]
+    return run
+
+
+@lru_cache(maxsize=4096)  # recordings for other lengths have other numbers in them
+def _code(source: str) -> CodeType:
+    return compile(source, "<stage of lightning_rotor>", "exec")
+
+
+def _value(place: int) -> str:
+    return f"v{place}"
+
+
+class _Writer:
+    """Spells operations as Python, and binds what cannot be spelled to names."""
+
+    def __init__(self) -> None:
+        self.bound: dict[str, Any] = {}
+
+    def call(self, step: Step) -> str:
+        if step.kind == "constant":
+            return self._bind(step.target)
+        if step.kind == "read":
+            owner, name = step.target
+            return f"getattr({self._bind(owner)}, {name!r})"
+        args = step.args
+        if step.kind == "call_method":
+            called, args = f"getattr({self.spell(args[0])}, {step.target!r})", args[1:]
+        else:
+            called = self._bind(step.target)
+        words = [*map(self.spell, args)]
+        if step.kwargs:
+            words.append(f"**{self.spell(step.kwargs)}")
+        return f"{called}({', '.join(words)})"
+
+    def spell(self, value: Any) -> str:
+        """An argument: containers are made anew at each call, as they would be by the user's code."""
+        kind = type(value)
+        if kind is Ref:
+            return _value(value.index)
+        if kind is tuple:
+            return f"({''.join(f'{self.spell(entry)}, ' for entry in value)})"
+        if kind is list:
+            return f"[{', '.join(map(self.spell, value))}]"
+        if kind is dict:
+            return f"{{{', '.join(f'{self.spell(key)}: {self.spell(entry)}' for key, entry in value.items())}}}"
+        if kind is slice:
+            return f"slice({self.spell(value.start)}, {self.spell(value.stop)}, {self.spell(value.step)})"
+        if kind in (bool, int, str) or value is None:
+            return repr(value)
+        return self._bind(value)
+
+    def _bind(self, value: Any) -> str:
+        name = f"c{len(self.bound)}"
+        self.bound[name] = value
+        return name
+
+
+# ----------------------------------------------------------------------------------------------------
+
+
+class GraphSlice(nn.Module):
+    """Runs consecutive operations of a graph.
+
+    It calls the user's modules and reads the user's parameters from where they are at that moment, so a replaced parameter is seen. A value
+    is let go after the last operation that reads it, as it would be in the user's code.
+
+    Args:
+        inputs: Values that it takes; a single one is the stage's input itself, several are a tuple.
+        nodes: Operations in order.
+        outputs: What becomes of them: nodes in any nesting, for the last slice; a single node or a tuple otherwise.
+        owners: Where parameters and buffers are.
+        constants: Tensors that the forward made out of nothing.
+    """
+
+    def __init__(
+        self,
+        inputs: Sequence[fx.Node],
+        nodes: Sequence[fx.Node],
+        outputs: Any,
+        *,
+        root: nn.Module,
+        owners: Mapping[str, tuple[nn.Module, str]],
+        constants: Sequence[torch.Tensor],
+    ) -> None:
+        super().__init__()
+        self._inputs = len(inputs)
+        self._reads: list[tuple[nn.Module, str]] = []
+        self._constants: list[torch.Tensor] = []
+        self._targets: dict[int, nn.Module] = {}
+        self._steps: list[Step] = []
+        self._function: Callable[[Any], Any] | None = None  # made at the first call
+        known_functions = True
+        places = {node: index for index, node in enumerate(inputs)}
+        uses = {node: index for index, step in enumerate(nodes) for node in step.all_input_nodes}
+        kept = set(_nodes_in(outputs))
+        reads = [
+            node
+            for node in dict.fromkeys(_nodes_in(tuple(n.args for n in nodes), [n.kwargs for n in nodes], outputs))
+            if node.op == "get_attr"
+        ]
+        first_use = {node: index for index, step in reversed([*enumerate(nodes)]) for node in step.all_input_nodes}
+        for number, node in enumerate([*nodes, None]):
+            for read in reads:
+                if first_use.get(read, len(nodes)) == number:
+                    places[read] = len(places)
+                    self._steps.append(self._read(read, owners, constants, frees=()))
+            if node is None:
+                break
+            places[node] = len(places)
+            dying = [n for n in node.all_input_nodes if uses[n] == number and n not in kept]
+            if node not in uses and node not in kept:
+                dying.append(node)
+            self._steps.append(
+                Step(
+                    node.op,
+                    self._target(node, root),
+                    encoded(node.args, places),
+                    encoded(node.kwargs, places),
+                    tuple(places[n] for n in dying),
+                )
+            )
+            known_functions = known_functions and (node.op == "call_module" or _is_known(node))
+        self._output = encoded(outputs, places)
+        self.known_functions = known_functions
+        """Whether all functions that it calls are torch's, draw nothing and give the same bits each time."""
+
+    def _read(
+        self,
+        node: fx.Node,
+        owners: Mapping[str, tuple[nn.Module, str]],
+        constants: Sequence[torch.Tensor],
+        frees: tuple[int, ...],
+    ) -> Step:
+        name = str(node.target)
+        if name.startswith(CONSTANT):
+            self._constants.append(constants[int(name[len(CONSTANT) :])])
+            return Step("constant", self._constants[-1], (), {}, frees)
+        self._reads.append(owners[name])
+        return Step("read", owners[name], (), {}, frees)
+
+    def _target(self, node: fx.Node, root: nn.Module) -> Any:
+        if node.op != "call_module":
+            return node.target
+        module = root.get_submodule(str(node.target))
+        if id(module) not in self._targets:
+            self._targets[id(module)] = module
+            self._modules[str(len(self._modules))] = module
+        return module
+
+    # Not nn.Module's: hooks for all modules are the business of the user's modules.
+    def __call__(self, value: Any) -> Any:
+        """Run the operations."""
+        if self._function is None:
+            self._function = function_of(self._inputs, self._steps, self._output)
+        return self._function(value)
+
+    @property
+    def only_module(self) -> nn.Module | None:
+        """The module that it calls, if calling it is all that is done."""
+        match self._steps:
+            case [Step(kind="call_module", target=module, args=(Ref(0),), kwargs={}) as step] if (
+                self._inputs == 1 and not step.kwargs and self._output == Ref(1)
+            ):
+                return module if isinstance(module, nn.Module) else None
+            case _:
+                return None
+
+    def calling(self, replacements: Mapping[nn.Module, Callable[..., Any]]) -> GraphSlice:
+        """The same operations, with other callables in the place of some modules."""
+        other = copy(self)
+        other._function = None
+        other._steps = [
+            replace(step, target=replacements.get(step.target, step.target)) if step.kind == "call_module" else step
+            for step in self._steps
+        ]
+        return other
+
+    # ---------------------------------------------------------------- what belongs to it
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Parameters of the modules that it calls, and those that it reads by itself."""
+        for module in self._modules.values():
+            if module is not None:
+                yield from module.parameters()
+        for tensor in self.direct_tensors():
+            if isinstance(tensor, nn.Parameter):
+                yield tensor
+
+    def direct_tensors(self) -> Iterator[torch.Tensor]:
+        """Parameters, buffers and tensors in attributes that it reads by itself."""
+        for owner, name in self._reads:
+            yield getattr(owner, name)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """The user's modules that it calls, and those whose buffers it reads by itself.
+
+        It is not among them itself, unless it calls functions of which nobody knows what they do.
+        """
+        memo = set() if memo is None else memo
+        if not self.known_functions:
+            yield prefix, self
+        for name, module in self._modules.items():
+            if module is not None:
+                yield from module.named_modules(memo, f"{prefix}.{name}", remove_duplicate)
+        for index, (owner, name) in enumerate(self._reads):
+            if owner._buffers.get(name) is not None and owner not in memo:
+                memo.add(owner)
+                yield f"{prefix}.owner{index}", owner
+
+    @property
+    def constants(self) -> tuple[torch.Tensor, ...]:
+        """Tensors that the forward made out of nothing, and that every call shares."""
+        return tuple(self._constants)
+
+    @property
+    def operators(self) -> tuple[Any, ...]:
+        """What it runs, in order: modules, functions, and tensors' methods by name."""
+        return tuple(step.target for step in self._steps if step.kind not in ("read", "constant"))
+
+    @property
+    def called_modules(self) -> tuple[nn.Module, ...]:
+        """The user's modules that it calls."""
+        return tuple(self._targets.values())
+
+    @property
+    def reads(self) -> list[tuple[nn.Module, str]]:
+        """The parameters, buffers and attributes that it reads by itself: who has them, and under which name."""
+        return self._reads
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """Equal for slices that cost the same if the modules that they call do."""
+        tensors = tuple((tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in self.direct_tensors())
+        return self.operations, tuple(map(id, self._constants)), tensors
+
+    @property
+    def operations(self) -> tuple[Any, ...]:
+        """Equal for slices that do the same with modules and tensors of their own; what those look like is not in it."""
+        places = {id(module): place for place, module in enumerate(self._targets.values())}
+
+        def spell(step: Step) -> Any:
+            target = step.target
+            if step.kind == "call_module":
+                target = places[id(target)]
+            elif step.kind == "read":
+                target = step.target[1]
+            elif step.kind == "constant":
+                target = tuple(target.shape)
+            elif isinstance(target, MethodType):
+                target = (id(target.__func__), id(target.__self__))
+            elif callable(target):
+                target = id(target)
+            # The message of an assertion spells the names of values.
+            args = step.args[:1] if step.target is private.ASSERT else step.args
+            return step.kind, target, _spell(args), _spell(step.kwargs), step.frees
+
+        return self._inputs, tuple(map(spell, self._steps)), _spell(self._output)
+
+
+def _nodes_in(*values: Any) -> list[fx.Node]:
+    found: list[fx.Node] = []
+
+    def note(node: fx.Node) -> fx.Node:
+        found.append(node)
+        return node
+
+    fx.node.map_arg(values, note)
+    return found
+
+
+def _spell(value: Any) -> Any:
+    """Something hashable that is equal for equal arguments."""
+    if isinstance(value, Ref):
+        return "%", value.index
+    if isinstance(value, (tuple, list)):
+        return type(value).__name__, tuple(map(_spell, value))
+    if isinstance(value, dict):
+        return "dict", tuple((key, _spell(entry)) for key, entry in value.items())
+    if isinstance(value, slice):
+        return "slice", _spell(value.start), _spell(value.stop), _spell(value.step)
+    if isinstance(value, (bool, int, float, complex, str, type(None), type(Ellipsis), torch.dtype, torch.device)):
+        return type(value).__name__, repr(value)
+    return "object", id(value)
+
+
+# -------------------------------------------------------------------- functions whose behaviour is known
+
+_KNOWN_METHODS = frozenset(
+    name
+    for line in (
+        "abs add addcmul addmm adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool2d arange avg_pool2d baddbmm",
+        "batch_norm bmm cat celu chunk clamp concat contiguous conv1d conv2d conv3d dim div elu exp expand flatten gelu getattr glu",
+        "group_norm hardsigmoid hardswish hardtanh interpolate layer_norm leaky_relu linear log log_softmax masked_fill matmul max_pool2d",
+        "mean mish mul narrow normalize pad permute pixel_shuffle pow relu relu6 relu_ repeat reshape roll rms_norm rsqrt selu sigmoid silu",
+        "size softmax softplus split sqrt squeeze stack sub sum tanh to transpose unbind unflatten unsqueeze view where",
+    )
+    for name in line.split()
+)
+_DROPOUT_PLACE = 4  # among the arguments of torch's attention
+_KNOWN_OPERATORS = "getitem setitem add sub mul truediv floordiv mod matmul neg eq ne lt le gt ge"  # and those in place
+_KNOWN_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
+    [
+        *(
+            function
+            for holder in (torch, F, private.LAYERS)
+            for name in _KNOWN_METHODS
+            if callable(function := getattr(holder, name, None))
+        ),
+        *(getattr(operator, name) for name in _KNOWN_OPERATORS.split()),
+        *IN_PLACE,
+        getattr,
+        private.ASSERT,
+    ]
+)
+
+
+def _is_known(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        return node.target in _KNOWN_METHODS
+    if node.target is F.scaled_dot_product_attention:
+        dropout = node.args[_DROPOUT_PLACE] if len(node.args) > _DROPOUT_PLACE else node.kwargs.get("dropout_p", 0)
+        return isinstance(dropout, (int, float)) and dropout == 0
+    try:
+        return node.target in _KNOWN_FUNCTIONS
+    except TypeError:  # a callable without a hash
+        return False

@@ -1,0 +1,331 @@
+"""The modules that a trace goes through: whose forward is running, which become one operation, where their tensors are."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import BuiltinFunctionType, CodeType, FunctionType
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from lightning_rotor.errors import ModelError
+from lightning_rotor.private.lightning_names import TRAINERS
+from lightning_rotor.private.torch_names import is_compiler_wrapper
+from lightning_rotor.private.values import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+from lightning_rotor.stages.invertible import is_invertible
+from lightning_rotor.stages.sequential import has_own_call, runs_members_in_a_row
+
+BLOCKS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+"""Modules of torch that are several layers, so that one wants to choose between these."""
+
+
+class UntraceableError(Exception):
+    """The code of a module does what a trace cannot hold."""
+
+
+class _Tracing(threading.local):
+    """Whether code runs of which a trace is made, and not code of one operation."""
+
+    active = False
+
+
+_tracing = _Tracing()
+
+
+@contextmanager
+def tracing(active: bool = True) -> Iterator[None]:
+    """Context of code that is traced, or of code inside of it that is not."""
+    before, _tracing.active = _tracing.active, active
+    try:
+        yield
+    finally:
+        _tracing.active = before
+
+
+def require_untraced(what: str) -> None:
+    """Check that nobody takes the running code down.
+
+    Raises:
+        UntraceableError: Somebody does.
+    """
+    if _tracing.active:
+        raise UntraceableError(what)
+
+
+class ModuleCalls:
+    """Follows the calls of submodules while a module is traced.
+
+    Args:
+        root: The module.
+        opaque: Modules whose code was found to be untraceable.
+        opaque_types: Types of which the same is taken for granted.
+        not_whole: Modules that are traced through although they have an inverse.
+
+    Attributes:
+        modules: The submodules by path, the root included.
+        root: The module.
+        opaque: What is not traced through: modules, and types.
+        leaves: Modules that became one operation.
+        not_whole: See above.
+        culprit: The innermost module whose forward could not be traced.
+    """
+
+    def __init__(
+        self, root: nn.Module, opaque: set[nn.Module], opaque_types: set[type], not_whole: Set[nn.Module]
+    ) -> None:
+        self.modules = dict(root.named_modules())
+        self.leaves: set[nn.Module] = set()
+        self.culprit: nn.Module | None = None
+        self.root = root
+        self.opaque = opaque, opaque_types
+        self.not_whole = not_whole
+        self._paths: dict[nn.Module, str] = {module: path for path, module in self.modules.items()}
+        self._running = [""]
+
+    @property
+    def path(self) -> str:
+        """Where the module is whose forward is running; empty for the root."""
+        return self._running[-1]
+
+    def __contains__(self, module: nn.Module) -> bool:
+        return module in self._paths
+
+    def is_opaque(self, module: nn.Module) -> bool:
+        """Whether a module was found to be untraceable, calling it does more than its code says, or it can be inverted as a whole alone."""
+        opaque, opaque_types = self.opaque
+        return module in opaque or type(module) in opaque_types or hides_code(module) or self.inverts_as_a_whole(module)
+
+    def inverts_as_a_whole(self, module: nn.Module) -> bool:
+        """Whether a module stays one operation for the sake of its inverse."""
+        return module not in self.not_whole and is_invertible_as_a_whole(module)
+
+    def path_of(self, module: nn.Module) -> str:
+        """Where a module is that is called.
+
+        Raises:
+            UntraceableError: It is no submodule.
+        """
+        path = self._paths.get(module)
+        if path is None:
+            raise UntraceableError(
+                f"{type(module).__name__} is called but is no submodule, so its parameters are hidden"
+            )
+        return path
+
+    @contextmanager
+    def inside(self, module: nn.Module) -> Iterator[None]:
+        """Context of a submodule's call."""
+        self._running.append(self._paths[module])
+        try:
+            yield
+        except Exception:
+            if self.culprit is None and module not in self.leaves:
+                self.culprit = module
+            raise
+        finally:
+            self._running.pop()
+
+
+def hides_code(module: nn.Module) -> bool:
+    """Whether calling a module does more than its code says, or its code is not Python's."""
+    return (
+        has_own_call(module)
+        or "parametrizations" in module._modules
+        or isinstance(module, torch.jit.ScriptModule)
+        or is_compiler_wrapper(module)
+    )
+
+
+def is_invertible_as_a_whole(module: nn.Module) -> bool:
+    """Whether a module has an inverse, and is no row of modules, each of which may have one of its own."""
+    return is_invertible(module) and not (isinstance(module, nn.Sequential) and runs_members_in_a_row(module))
+
+
+def is_torchs_module(module: nn.Module) -> bool:
+    """Whether a module's class is torch's own."""
+    return type(module).__module__.startswith(("torch.nn.", "torch.ao.nn."))
+
+
+def tensor_slots(
+    root: nn.Module,
+) -> tuple[dict[str, tuple[nn.Module, str]], dict[int, tuple[torch.Tensor, str]]]:
+    """Parameters, buffers and tensors in attributes: by name who has them, and by address the tensor and its first name."""
+    owners: dict[str, tuple[nn.Module, str]] = {}
+    names: dict[int, tuple[torch.Tensor, str]] = {}
+    for path, module in root.named_modules():
+        plain = {key: value for key, value in module.__dict__.items() if isinstance(value, torch.Tensor)}
+        for key, tensor in (*module._parameters.items(), *module._buffers.items(), *plain.items()):
+            if tensor is not None:
+                name = f"{path}.{key}" if path else key
+                owners[name] = (module, key)
+                names.setdefault(id(tensor), (tensor, name))
+    return owners, names
+
+
+# ----------------------------------------------------------------------------------------------------
+# What a LightningModule's code may not ask while it is traced: its Trainer, whose answers change in every step.
+
+
+class _Hidden:
+    """Stands in for a Trainer."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise UntraceableError(
+            f"it asks the Trainer for {name!r} (as self.global_step, self.current_epoch and self.log do), which is another in every step"
+        )
+
+
+def hide_trainers(module: nn.Module, is_opaque: Callable[[nn.Module], bool]) -> None:
+    """Put something that answers nothing in the place of the Trainers of a module and of what is in it. The caller puts them back.
+
+    Args:
+        module: Its code is about to be traced.
+        is_opaque: Says of a submodule whether its code runs as it is.
+    """
+    attributes: dict[str, Any] = module.__dict__
+    attributes.update({name: _Hidden() for name in TRAINERS if attributes.get(name) is not None})
+    for child in module.children():
+        if not is_opaque(child):
+            hide_trainers(child, is_opaque)
+
+
+# ----------------------------------------------------------------------------------------------------
+# One call of a module: which of its arguments are tensors, and which a trace takes for granted.
+
+
+PLAIN = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    type(Ellipsis),
+    enum.Enum,
+    slice,
+    torch.dtype,
+    torch.device,
+    torch.memory_format,
+    torch.Size,
+    FunctionType,
+    BuiltinFunctionType,
+    type,
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """The arguments of a call, flattened. A trace speaks of the tensors; every other leaf is baked into it.
+
+    Attributes:
+        tensors: In the order of the signature.
+        key: Equal for calls that the same trace could serve: the structure and all leaves that are no tensor.
+        leaves: Everything, with None where a tensor was.
+        spec: How leaves make the bound arguments.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    key: Any
+    leaves: tuple[Any, ...]
+    spec: TreeSpec
+    _signature: inspect.Signature
+
+    @classmethod
+    def of(cls, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+        """Bind arguments to the module's forward, defaults included.
+
+        Raises:
+            ModelError: An argument may hold tensors where nobody can see them.
+            TypeError: The arguments do not fit the forward.
+        """
+        signature = inspect.signature(type(module).forward)
+        bound = signature.bind(module, *args, **kwargs)
+        bound.apply_defaults()
+        arguments = list(bound.arguments.items())[1:]
+        flat, spec = tree_flatten(dict(arguments))
+        for leaf in flat:
+            if not isinstance(leaf, (torch.Tensor, *PLAIN)):
+                names = [name for name, value in arguments if any(entry is leaf for entry in tree_flatten(value)[0])]
+                raise ModelError(
+                    f"the forward of {type(module).__name__} takes {type(leaf).__name__} as {' or '.join(map(repr, names))}: expected tensors "
+                    "and plain values, or tuples, lists and dicts of them (register other containers with torch.utils._pytree)"
+                )
+        tensors = tuple(leaf for leaf in flat if isinstance(leaf, torch.Tensor))
+        constants = tuple(
+            "tensor"
+            if isinstance(leaf, torch.Tensor)
+            else (type(leaf), repr(leaf) if isinstance(leaf, (slice, float)) else leaf)
+            for leaf in flat
+        )
+        leaves = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in flat)
+        return cls(tensors, (str(spec), constants), leaves, spec, signature)
+
+    @property
+    def firsts(self) -> tuple[int, ...]:
+        """For each tensor, the number of the first one that is the same object: code may ask whether two arguments are one."""
+        return firsts_of(self.tensors)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """How messages call the tensors: by the argument, and the place in it."""
+        paths, _ = tree_flatten_with_path(tree_unflatten(range(len(self.leaves)), self.spec))
+        named = [f"input {getattr(path[0], 'key', None)!r}{keystr(path[1:])}" for path, _ in paths]
+        return tuple(name for name, kind in zip(named, self.key[1], strict=True) if kind == "tensor")
+
+    @property
+    def signature(self) -> Any:
+        """What code can tell about the tensors without looking at their values, besides which are the same object."""
+        return tuple(
+            (tensor.shape, _strides(tensor), tensor.dtype, tensor.device, tensor.requires_grad)
+            for tensor in self.tensors
+        )
+
+    def with_tensors(self, replacements: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments, with something else in the place of each tensor."""
+        pending = iter(replacements)
+        leaves = [
+            next(pending) if kind == "tensor" else leaf for kind, leaf in zip(self.key[1], self.leaves, strict=True)
+        ]
+        bound = self._signature.bind_partial()
+        bound.arguments.update({next(iter(self._signature.parameters)): None}, **tree_unflatten(leaves, self.spec))
+        return bound.args[1:], bound.kwargs
+
+
+def firsts_of(values: Sequence[Any]) -> tuple[int, ...]:
+    """For each value, the number of the first one that is the same object."""
+    addresses = [id(value) for value in values]
+    return tuple(map(addresses.index, addresses))
+
+
+def _strides(tensor: torch.Tensor) -> Any:
+    return tensor.stride() if tensor.layout is torch.strided and not tensor.is_nested else None
+
+
+# ----------------------------------------------------------------------------------------------------
+# What one recording of a module teaches about the next, for inputs of other sizes.
+
+
+@dataclass(frozen=True, slots=True)
+class Lessons:
+    """What came of a recording that holds for some sizes.
+
+    None of it is taken on trust: where a recording for other sizes meets something else, it starts over without lessons.
+
+    Attributes:
+        opaque: Modules that had to become one operation, by name, and why. They run as they are, which is right for any size.
+        asks_what_was_there: Whether it mattered which tensors and modules were there before.
+        closures: Code of the functions that ran and use variables of enclosing ones.
+        impossible: Ways to a chain that hold for all sizes, or for none, and why they failed.
+    """
+
+    opaque: Mapping[str, str]
+    asks_what_was_there: bool
+    closures: tuple[CodeType, ...]
+    impossible: Mapping[str, str] = field(default_factory=dict)

@@ -1,0 +1,243 @@
+"""The graph of a recording, as it is written: nodes for operations, their arguments, and the tensors in their results."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx, nn
+
+from lightning_rotor.capture.checks import Witness
+from lightning_rotor.capture.guards import ancestors
+from lightning_rotor.capture.modules import PLAIN, ModuleCalls, UntraceableError, tensor_slots
+from lightning_rotor.capture.symbols import CONSTANT
+from lightning_rotor.capture.watched import Values
+from lightning_rotor.private.values import TreeSpec, tensors_in, tree_flatten, tree_leaves, tree_unflatten
+
+
+class GraphWriter:
+    """Writes a graph.
+
+    Args:
+        calls: Whose forward an operation belongs to.
+        witness: Knows tensors that were there before.
+
+    Attributes:
+        graph: What was written.
+        constants: Tensors that the forward made out of nothing, in the order of their ``get_attr`` nodes.
+        owners: For each name of a ``get_attr`` node, the module that has the tensor and its name there.
+    """
+
+    def __init__(self, calls: ModuleCalls, witness: Witness) -> None:
+        self.graph = fx.Graph()
+        self.constants: list[torch.Tensor] = []
+        self.owners: dict[str, tuple[nn.Module, str]] = {}
+        self._calls = calls
+        self._witness = witness
+        self._named: dict[int, tuple[torch.Tensor, str]] = {}
+        self._reads: dict[str, fx.Node] = {}
+        self._values = Values()
+        self._impure: dict[fx.Node, str] = {}
+
+    def begin(self, root: nn.Module, tensors: Sequence[torch.Tensor]) -> list[fx.Node]:
+        """Placeholders for the tensors of a call. Parameters and buffers are those that the root has now."""
+        self.owners, self._named = tensor_slots(root)
+        inputs = [self.node("placeholder", f"input_{index}", (), {}) for index in range(len(tensors))]
+        for tensor, node in reversed(list(zip(tensors, inputs, strict=True))):
+            self._values.put(tensor, node)
+        return inputs
+
+    def node(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        """A new node of the module whose forward is running."""
+        name = target if isinstance(target, str) else getattr(target, "__name__", "operation")
+        node = self.graph.create_node(kind, target, args, kwargs, str(name).replace(".", "_"))
+        node.meta["module"] = self._calls.path
+        for used in node.all_input_nodes:
+            if used in self._impure:
+                self._impure[node] = self._impure[used]
+        return node
+
+    def node_of(self, tensor: torch.Tensor) -> fx.Node:
+        """The node of a tensor that an operation reads.
+
+        Raises:
+            UntraceableError: Nobody has seen it being made.
+        """
+        owned, name = self._named.get(id(tensor), (None, ""))
+        if owned is not tensor:
+            node = self._values.node_of(tensor)
+            if node is not None:
+                return node
+            if not self._witness.is_constant(tensor):
+                raise UntraceableError(
+                    "it reads a tensor that was made where no recording sees it (kept by a module from its forward, shared with NumPy, or made "
+                    "by code in C++)"
+                )
+            if tensor.requires_grad:
+                raise UntraceableError("it computes with parameters that it keeps elsewhere than in attributes")
+            name = f"{CONSTANT}{len(self.constants)}"
+            self.constants.append(tensor)
+            self._named[id(tensor)] = tensor, name
+        if name not in self._reads:
+            self._reads[name] = self.node("get_attr", name, (), {})
+            if tensor.requires_grad:
+                self._impure[self._reads[name]] = f"the parameter {name!r}, which learns"
+            self._values.put(tensor, self._reads[name])
+        return self._reads[name]
+
+    # ---------------------------------------------------------------- what operations take and give
+
+    def encode(self, value: Any, *, exact: bool = False) -> Any:
+        """Arguments with nodes in the place of tensors.
+
+        Args:
+            value: Tensors and plain values in any nesting.
+            exact: A ``torch.Size``, which fx takes for a tuple, stays one. torch's own operations take both.
+        """
+        kind = type(value)
+        if isinstance(value, torch.Tensor):
+            return self.node_of(value)
+        if kind in (tuple, list):
+            return kind(self.encode(entry, exact=exact) for entry in value)
+        if kind is dict:
+            return {key: self.encode(entry, exact=exact) for key, entry in value.items()}
+        if kind is slice:
+            return slice(self.encode(value.start), self.encode(value.stop), self.encode(value.step))
+        if isinstance(value, nn.Module):
+            raise UntraceableError(
+                f"it hands the module {kind.__name__} to a function, where its parameters are hidden"
+            )
+        if kind is torch.Size and exact:
+            return self.node("call_function", torch.Size, (tuple(value),), {})
+        if _is_plain(value):
+            return value
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return self.node("call_function", kind, tuple(self.encode(entry, exact=exact) for entry in value), {})
+        leaves, spec = tree_flatten(value)
+        if len(leaves) == 1 and leaves[0] is value:
+            raise UntraceableError(
+                f"it hands {kind.__name__} to an operation, which may hold tensors or be another one next time"
+            )
+        return self.node("call_function", tree_unflatten, (self.encode(leaves, exact=exact), _interned(spec)), {})
+
+    def encode_output(self, output: Any) -> Any:
+        """What the module returns, with nodes in the place of tensors.
+
+        Raises:
+            UntraceableError: It may hold tensors where nobody can see them.
+        """
+        for leaf in tree_leaves(output):
+            if not isinstance(leaf, torch.Tensor) and not _is_plain(leaf):
+                raise UntraceableError(
+                    f"it returns {type(leaf).__name__}, which may hold tensors where nobody can see them: return tensors and plain values, or "
+                    "tuples, lists and dicts of them (call a model of transformers with use_cache=False; register other containers with "
+                    "torch.utils._pytree)"
+                )
+        return self.encode(output, exact=True)
+
+    def unpack(self, value: Any, node: fx.Node, read: Sequence[torch.Tensor], *, fresh_objects: bool = False) -> Any:
+        """Give every tensor in an operation's result a node.
+
+        Args:
+            value: The result.
+            node: The operation.
+            read: Tensors that it read.
+            fresh_objects: Hand out another object for a tensor that was handed in: at another call it may be a new one.
+        """
+        if isinstance(value, torch.Tensor):
+            is_named = self._named.get(id(value), (None,))[0] is value
+            if fresh_objects and (is_named or any(value is tensor for tensor in read)):
+                value = value.view_as(value)
+            elif is_named:
+                return value  # a buffer that was changed in place: every stage reads it where it is
+            self._values.put(value, node, read)
+            return value
+        if not tensors_in(value):
+            return value
+        entries: Sequence[tuple[Any, Any]]
+        if isinstance(value, (tuple, list)):
+            entries = list(enumerate(value))
+        elif type(value) is dict:
+            entries = list(value.items())
+        else:
+            leaves, spec = tree_flatten(value)
+            flat = self.node("call_function", tree_leaves, (node,), {})
+            seen = self.unpack(leaves, flat, read, fresh_objects=fresh_objects)
+            return value if seen is leaves else tree_unflatten(seen, spec)
+        unpacked = {}
+        for key, entry in entries:
+            if tensors_in(entry):
+                piece = self.node("call_function", operator.getitem, (node, key), {})
+                unpacked[key] = self.unpack(entry, piece, read, fresh_objects=fresh_objects)
+            else:
+                unpacked[key] = entry
+        if all(unpacked[key] is entry for key, entry in entries):
+            return value
+        if type(value) is dict:
+            return unpacked
+        return type(value)(*unpacked.values()) if hasattr(value, "_fields") else type(value)(unpacked.values())
+
+    # ---------------------------------------------------------------- what depends on more than the call's inputs
+
+    def mark_impure(self, node: fx.Node, why: str) -> None:
+        """The node's value depends on something else, too, and so does all that is computed from it."""
+        self._impure.setdefault(node, why)
+
+    def note_change(self, tensor: torch.Tensor) -> None:
+        """An operation has changed the tensor in place.
+
+        Raises:
+            UntraceableError: The next call would find it changed.
+        """
+        node = self.node_of(tensor)
+        if is_constant(node):
+            raise UntraceableError("it changes a tensor in place that it has made itself without any input")
+        self._values.mark_changed(tensor)
+
+    def require_computable(self, node: fx.Node, what: str) -> None:
+        """Check that the value of a node can be computed from a call's inputs alone.
+
+        Raises:
+            UntraceableError: It cannot.
+        """
+        if node in self._impure:
+            raise UntraceableError(f"its course depends on {what}, which depends on {self._impure[node]}")
+        if any(self._values.has_changed(ancestor) for ancestor in ancestors([node])):
+            raise UntraceableError(f"its course depends on {what}, which was changed in place before")
+
+    def erase(self, nodes: Sequence[fx.Node]) -> None:
+        """Take nodes and what was computed for them out of the graph, unless somebody else reads it; likewise pieces that nobody does."""
+        needed = ancestors(nodes)
+        for node in reversed(list(self.graph.nodes)):
+            pure = node in needed or node.target is operator.getitem or node.op == "get_attr"
+            if pure and not node.users and node.op not in ("placeholder", "output"):
+                self.graph.erase_node(node)
+
+
+def is_constant(node: fx.Node) -> bool:
+    """Whether a node is a tensor that the forward made out of nothing."""
+    return node.op == "get_attr" and str(node.target).startswith(CONSTANT)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether an argument is the same whenever the code runs, and holds no tensor."""
+    if isinstance(value, FunctionType):
+        return not value.__closure__
+    return isinstance(value, (*PLAIN, np.generic, np.ndarray))
+
+
+_SPECS: dict[str, list[TreeSpec]] = {}
+
+
+def _interned(spec: TreeSpec) -> TreeSpec:
+    """One object for equal structures, so that two recordings of the same code have equal operations."""
+    known = _SPECS.setdefault(repr(spec), [])
+    for other in known:
+        if other == spec:
+            return other
+    known.append(spec)
+    return spec

@@ -1,0 +1,229 @@
+"""One inverted stage: it drops its input when it has run, and rebuilds it from its output in the backward.
+
+There are two ways to do so. Their names count evaluations of the stage, where a plain step takes a forward and a backward::
+
+    Inversion         any module with an        forward ┄┄┄┄ inverse, forward, backward: the second forward is that of a recomputed
+                      inverse                   segment of one stage, which starts from ``inverse(y)`` at the first tensor asked for
+    FusedInversion    one that also has a       forward ┄┄┄┄ reversible_backward(y, dy): one node of autograd's graph, whose inputs are
+                      ``reversible_backward``   the stage's input and parameters. These get their gradients from autograd, once, so
+                                                accumulation and hooks (DistributedDataParallel's) are those of plain training
+
+In both, generators, autocast and buffers are those of the first run for all that follows, and a few elements that were noted in the forward
+say whether the inverse has drifted, see :mod:`lightning_rotor.execution.reverse`. What others hold of the input is told in
+:mod:`lightning_rotor.execution.dropped_inputs`.
+
+Inside a segment all this happens for real only when the segment is recomputed: what is saved for the backward goes through the hooks of the
+segment, under which its first pass drops it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_rotor.errors import ExecutionError
+from lightning_rotor.execution.dropped_inputs import Boundary, Output, second_backward
+from lightning_rotor.execution.recomputation import is_last_backward_through, recomputed
+from lightning_rotor.execution.reverse import Guard, Moment, first_derivatives_only, stand_ins
+from lightning_rotor.execution.segment_state import FirstPass, Replay, SegmentState
+from lightning_rotor.private.torch_names import backward_keeps_graph, version_of
+from lightning_rotor.private.values import TreeSpec, tree_flatten, tree_unflatten
+from lightning_rotor.stages.generators import GeneratorStates
+from lightning_rotor.stages.invertible import require_like
+
+_NO_STATE = SegmentState()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Way:
+    """How a stage runs and how it is inverted.
+
+    Attributes:
+        name: Of the stage.
+        module: What the stage runs.
+        forward: Maps its input to its output.
+        inverse: Maps its output to its input.
+        draws_random: Remember the random number generators, from whose states forward, inverse and the second forward start.
+        state: What the forward changes besides.
+    """
+
+    name: str
+    module: nn.Module
+    forward: Callable[[Any], Any]
+    inverse: Callable[[Any], Any]
+    draws_random: bool = True
+    state: SegmentState = _NO_STATE
+
+
+class Inversion:
+    """One run of an inverted stage.
+
+    Args:
+        way: How the stage runs.
+        value: Its input. Whoever calls lets go of it afterwards.
+
+    Attributes:
+        boundary: The input, for those before who refer to it.
+        output: The output, to be told whether it stays.
+    """
+
+    def __init__(self, way: Way, value: Any) -> None:
+        leaves, self._taken = tree_flatten(value)
+        self.boundary = Boundary(way.name)
+        self.output = Output(way.name)
+        self._way = way
+        self._value: Any = value
+        self._nodes = [leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None]
+        self._requires_grad = [leaf.requires_grad for leaf in leaves]
+        self._like = torch.empty_strided((0,), (1,), dtype=leaves[0].dtype, device=leaves[0].device)
+        self._shapes = [(leaf.shape, leaf.dtype) for leaf in leaves]
+        self._strides = [leaf.stride() for leaf in leaves]
+        self._guard = Guard.of(leaves, name=way.name)
+        self._made: TreeSpec
+
+    def run(self) -> Any:
+        """Run the stage; its output belongs to the caller.
+
+        Raises:
+            ExecutionError: It has changed its input in place.
+        """
+        leaves = tree_flatten(self._value)[0]
+        versions = [version_of(leaf) for leaf in leaves]
+        output = self._first_run(leaves)
+        self._made = tree_flatten(output)[1]
+        if [version_of(leaf) for leaf in leaves] != versions:
+            raise ExecutionError(
+                f"{self._way.name!r} changes its input in place, so it cannot be inverted: expected an untouched input. "
+                "Use an operation that is not in place there, or measure again if the model has changed since"
+            )
+        return output
+
+    def _first_run(self, leaves: Sequence[torch.Tensor]) -> Any:
+        way = self._way
+        output = recomputed(self._run, self._like, name=repr(way.name), draws_random=way.draws_random, state=way.state)
+        # Before autograd, which does not know the stage, finds its own tensors gone.
+        for node in {leaf.grad_fn for leaf in tree_flatten(output)[0] if leaf.grad_fn is not None}:
+            node.register_prehook(self.output.require_there)
+        return output
+
+    def _run(self, _: torch.Tensor) -> Any:
+        """Called in the forward, and again in the backward. The argument says on which device."""
+        if self._value is not None:
+            value, self._value = self._value, None
+            return self._way.forward(value)
+        leaves = [
+            leaf.requires_grad_(wanted) for leaf, wanted in zip(self._rebuilt(), self._requires_grad, strict=True)
+        ]
+        return self._way.forward(tree_unflatten(leaves, self._taken))
+
+    def _rebuilt(self) -> list[torch.Tensor]:
+        with torch.no_grad():
+            states = GeneratorStates(self._like.device) if self._way.draws_random else None
+            before = FirstPass(self._way.state)
+            with before:
+                pass
+            before.generators = None  # they are among the states
+            with Replay(before):
+                outputs = self.output.get(for_good=is_last_backward_through(self._nodes))
+                value = self._way.inverse(tree_unflatten(_drained(outputs), self._made))
+            if states is not None:
+                states.restore()
+            return self._accepted(value, what="inverse")
+
+    def _accepted(self, value: Any, *, what: str) -> list[torch.Tensor]:
+        """What was rebuilt, checked, laid out as it was, and there for those who refer to it."""
+        leaves = require_like(value, self._shapes, name=self._way.name, what=what)
+        self._guard.check(leaves, draws_random=self._way.draws_random)
+        placed = [_placed(leaf, stride) for leaf, stride in zip(leaves, self._strides, strict=True)]
+        self.boundary.fill(placed)
+        return [leaf.detach() for leaf in placed]
+
+
+class FusedInversion(Inversion):
+    """One run of an inverted stage whose module has a ``reversible_backward``."""
+
+    def __init__(self, way: Way, value: Any) -> None:
+        super().__init__(way, value)
+        self._parameters = tuple(way.module.parameters())
+        self._moment = Moment(way.module, self._like.device, state=way.state, may_draw=way.draws_random)
+
+    @property
+    def inputs(self) -> int:
+        """How many tensors the stage takes."""
+        return len(self._shapes)
+
+    def _first_run(self, leaves: Sequence[torch.Tensor]) -> Any:
+        self._value = None
+        return tree_unflatten(_Fused.apply(self, *leaves, *self._parameters), self._made)
+
+    def require_unchanged(self) -> None:
+        """Check that the module reads what it has read."""
+        self._moment.require_unchanged()
+
+    def forward(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run the module; the tensors of its output."""
+        with self._moment.first():
+            outputs, self._made = tree_flatten(self._way.forward(tree_unflatten(leaves, self._taken)))
+        return outputs
+
+    def backward(self, gradients: Sequence[torch.Tensor], *, for_good: bool) -> Sequence[torch.Tensor | None]:
+        """Rebuild the input and run the backward.
+
+        Args:
+            gradients: For the tensors of the output.
+            for_good: There is no other backward after this one.
+        Returns:
+            Gradients for the tensors of the input, and for the parameters.
+        """
+        way: Any = self._way
+        substitutes = stand_ins(self._parameters)
+        outputs = self.output.get(for_good=for_good)
+        with torch.no_grad(), self._moment.again(dict(zip(map(id, self._parameters), substitutes, strict=True))):
+            rebuilt, for_input = way.module.reversible_backward(
+                tree_unflatten(_drained(outputs), self._made), tree_unflatten(gradients, self._made)
+            )
+        self._accepted(rebuilt, what="fused backward")
+        needed = require_like(for_input, self._shapes, name=way.name, what="fused backward")
+        found = [gradient if wanted else None for gradient, wanted in zip(needed, self._requires_grad, strict=True)]
+        return first_derivatives_only(way.name, [*found, *(substitute.grad for substitute in substitutes)])
+
+
+class _Fused(torch.autograd.Function):
+    """The node of one fused run. Parameters are among its inputs: they get their gradients from it, as from any other node."""
+
+    @staticmethod
+    def forward(ctx: Any, run: FusedInversion, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        outputs = run.forward(tensors[: run.inputs])
+        ctx.run, ctx.name = run, run.output.name
+        ctx.save_for_backward(*tensors[run.inputs :])  # whoever changes one of them meanwhile hears of it
+        ctx.mark_non_differentiable(*(each for each in outputs if not (each.is_floating_point() or each.is_complex())))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        run, for_good = ctx.run, not backward_keeps_graph()
+        if run is None:
+            raise second_backward(ctx.name)
+        run.require_unchanged()
+        _ = ctx.saved_tensors  # a segment around is recomputed here
+        if for_good:
+            ctx.run = None  # nodes live as long as their graph, which the loss holds
+        return (None, *run.backward(gradients, for_good=for_good))
+
+
+def _placed(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """The tensor with this layout."""
+    if tensor.stride() == stride:
+        return tensor
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def _drained(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What a list holds, which it then does no more."""
+    content = tensors[:]
+    tensors.clear()
+    return content

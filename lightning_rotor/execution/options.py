@@ -1,0 +1,231 @@
+"""How one stage runs. The profiler and the executor both call this, so that what was measured is what runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_rotor.errors import InverseError
+from lightning_rotor.execution.inversion import Way
+from lightning_rotor.execution.recomputation import repeating
+from lightning_rotor.execution.segment_state import SegmentState
+from lightning_rotor.private import torch_names as private
+from lightning_rotor.private.values import is_fake, tensors_in
+from lightning_rotor.stages.generators import HostGenerators
+from lightning_rotor.stages.sequential import Stage
+from lightning_rotor.stages.sharding import units_in
+from lightning_rotor.stages.snapshot import Snapshot
+
+
+def run_stage(stage: Stage, value: Any, option: int = 0) -> Any:
+    """Run a stage under one of its options: plainly under the first one, ``keep``, and else its variant.
+
+    Autocast caches every weight that it casts until its context ends. That would pin a second copy of all weights during the
+    forward, and let a recomputation save other tensors than the first pass did, so the cache lives for one stage only. A weight that
+    is used twice within a stage is still cast once, as without this package.
+
+    Raises:
+        InverseError: A coupling of the stage cannot split its input.
+    """
+    try:
+        return stage.variants[option - 1](value) if option else stage(value)
+    except InverseError as error:  # modules know their type, not where they are
+        raise error.located(stage.name) from error
+    finally:
+        forget_casts()
+
+
+def way_of(stage: Stage, *, draws_random: bool, state: SegmentState) -> Way:
+    """How a stage with an inverse runs if it is inverted.
+
+    Args:
+        stage: The stage.
+        draws_random: Whether it reads random number generators.
+        state: What recomputation must leave alone.
+    """
+    assert stage.invertible is not None
+    return Way(
+        stage.name,
+        stage.invertible,
+        partial(run_stage, stage),
+        partial(_run_inverse, stage),
+        draws_random=draws_random,
+        state=state,
+    )
+
+
+def _run_inverse(stage: Stage, output: Any) -> Any:
+    assert stage.inverse is not None
+    try:
+        return stage.inverse(output)
+    finally:
+        # What was cast without gradients must not serve the forward that follows.
+        forget_casts()
+
+
+def forget_casts() -> None:
+    """Empty autocast's cache if it is in use."""
+    if autocast_enabled() and torch.is_autocast_cache_enabled():
+        torch.clear_autocast_cache()
+
+
+def autocast_enabled() -> bool:
+    """Whether any autocast context is active."""
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+
+
+# ----------------------------------------------------------------------------------------------------
+# Running a user's module for real and leaving everything as it was: generators, parameters, buffers, attributes,
+# autocast's cache.
+
+
+@contextmanager
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """Set generators back at the end, compute with gradients, and tell users' code that this is no step of theirs.
+
+    Saved tensors are kept plainly, whatever hooks are set around the call (a checkpoint of the user's, say).
+    """
+    devices = [device] if device.type == "cuda" else []
+    host = HostGenerators()
+    # Detached: a node that saves its own output would hold the tensor that holds the node, and nobody would ever free the two.
+    kept_plainly = saved_tensors_hooks(torch.Tensor.detach, _same)
+    with torch.random.fork_rng(devices=devices, device_type="cuda"), torch.enable_grad(), repeating(), kept_plainly:
+        try:
+            yield
+        finally:
+            host.restore()
+            if autocast_enabled():
+                torch.clear_autocast_cache()
+
+
+@contextmanager
+def kept_attributes(stage: Stage, *, keep_parameters: bool = True) -> Iterator[Snapshot]:
+    """Set back at the end all that the stage's modules and hooks can reach.
+
+    Args:
+        stage: Its modules.
+        keep_parameters: See :func:`kept_parameters`.
+    """
+    before = Snapshot(module for _, module in stage.submodules())
+    try:
+        with kept_parameters(stage) if keep_parameters else nullcontext():
+            yield before
+    finally:
+        before.restore()
+
+
+class _Written(private.TorchDispatchMode):
+    """Copies parameters that operations are about to change in place. It slows them down, so nobody measures under it.
+
+    Args:
+        parameters: All that count.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        super().__init__()
+        # Putting back is not counted, as writing to .data is not: it would look like a change of the user's.
+        self._kept = [(parameter, parameter.data) for parameter in parameters]
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._waiting = {_memory_of(data): data for _, data in self._kept}
+
+    def copy(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Somebody is going to write to these."""
+        for data in (self._waiting.pop(_memory_of(tensor), None) for tensor in tensors):
+            if data is not None:
+                self._copies.append((data, data.clone()))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(func, private.OpOverload) and (schema := private.schema_of(func)).is_mutable:
+            for place, argument in enumerate(schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    self.copy(tensors_in(args[place] if place < len(args) else kwargs.get(argument.name)))
+        return func(*args, **kwargs)
+
+    def restore(self) -> list[torch.nn.Parameter]:
+        """Put all back; those that had changed."""
+        memory = {_memory_of(data) for data, _ in self._copies}
+        changed = [
+            each for each, data in self._kept if _memory_of(each) != _memory_of(data) or _memory_of(data) in memory
+        ]
+        for parameter, data in self._kept:
+            if _memory_of(parameter) != _memory_of(data):
+                parameter.data = data
+        for data, copy in self._copies:
+            data.copy_(copy)
+        return changed
+
+
+@contextmanager
+def kept_parameters(
+    stage: Stage, known: Iterable[torch.nn.Parameter] | None = None
+) -> Iterator[list[torch.nn.Parameter]]:
+    """Set back at the end the values of parameters that the stage's forward changes; the list then has them, and those it has replaced.
+
+    Args:
+        stage: Its parameters. Those of FSDP's units and around compiled code are left alone, and what NumPy writes is not seen.
+        known: Those that it is known to change, so that it runs as fast as ever. By default, what runs is watched.
+    """
+    found: list[torch.nn.Parameter] = []
+    parameters = [parameter for parameter in _parameters_of(stage) if _has_values(parameter)]
+    if not parameters or units_in(stage.modules) or any(map(_is_compiled, stage.called_modules())):
+        yield found
+        return
+    written = _Written(parameters)
+    written.copy(known or ())
+    try:
+        with written if known is None else nullcontext():
+            yield found
+    finally:
+        present = _parameters_of(stage)
+        found += [*written.restore(), *(parameter for parameter in parameters if parameter not in present)]
+
+
+def _parameters_of(stage: Stage) -> dict[torch.nn.Parameter, None]:
+    read = (module._parameters.get(name) for module, name in stage.direct_reads())
+    return dict.fromkeys((*stage.parameters(), *(parameter for parameter in read if parameter is not None)))
+
+
+def _has_values(tensor: Any) -> bool:
+    is_distributed = private.is_traceable_wrapper_subclass(tensor)
+    return tensor.layout is torch.strided and not is_distributed and not is_fake(tensor)
+
+
+def _is_compiled(module: torch.nn.Module) -> bool:
+    """True if the code would not run compiled under a mode."""
+    return private.is_compiler_wrapper(module) or private.is_compiled_in_place(module)
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    return private.identity_of(tensor.untyped_storage()) if tensor.layout is torch.strided else 0
+
+
+@contextmanager
+def lent_buffers(stage: Stage) -> Iterator[list[tuple[torch.nn.Module, str, torch.Tensor]]]:
+    """Give the stage copies of its buffers for the time being; yields the slots with the originals, which nothing changes."""
+    slots = {
+        (id(module), name): (module, name, buffer)
+        for _, module in stage.submodules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    }
+    originals = list(slots.values())
+    copies: dict[int, torch.Tensor] = {}
+    for module, name, original in originals:
+        module._buffers[name] = copies.setdefault(id(original), original.detach().clone())
+    try:
+        yield originals
+    finally:
+        for module, name, original in originals:
+            module._buffers[name] = original
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

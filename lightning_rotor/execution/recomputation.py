@@ -1,0 +1,204 @@
+"""One recomputed segment: the single place where this package touches ``torch.utils.checkpoint``.
+
+torch's non-reentrant checkpoint builds the original graph, drops every tensor that it saves, and runs the function again when
+the backward first asks for one. What this module adds is what that function must not do twice: update buffers, draw other
+random numbers, count calls.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.autograd.graph import Node
+from torch.utils.checkpoint import checkpoint
+
+from lightning_rotor.errors import ExecutionError
+from lightning_rotor.execution.segment_state import FirstPass, Replay, SegmentState
+from lightning_rotor.private import torch_names as private
+from lightning_rotor.stages.versions import changed_meanwhile, first_changed
+
+NO_STATE = SegmentState()
+
+
+class _Flags(threading.local):
+    """Backward passes of CUDA graphs run in other threads than the forward, each with its own flags."""
+
+    recomputing = 0
+    checkpointing = 0
+
+
+_flags = _Flags()
+
+
+def is_recomputing() -> bool:
+    """Whether the current forward repeats one that has already run, so that nothing should come of it.
+
+    True while a segment is recomputed in the backward, and while costs are measured. What modules and their hooks can reach in Python is put back
+    by itself. Ask here before writing to a file or a server, which cannot be undone.
+    """
+    return _flags.recomputing > 0
+
+
+def is_checkpointing() -> bool:
+    """Whether the current forward drops its saved tensors because it will be recomputed."""
+    return _flags.checkpointing > 0
+
+
+@contextmanager
+def repeating() -> Iterator[None]:
+    """Context in which :func:`is_recomputing` is true."""
+    _flags.recomputing += 1
+    try:
+        yield
+    finally:
+        _flags.recomputing -= 1
+
+
+@contextmanager
+def _first_pass(first_pass: FirstPass) -> Iterator[None]:
+    _flags.checkpointing += 1
+    try:
+        with first_pass:
+            yield
+    finally:
+        _flags.checkpointing -= 1
+
+
+class _Again:
+    """Context of the recomputation. It is entered once for each backward, so no generator will do."""
+
+    def __init__(self, first_pass: FirstPass) -> None:
+        self._replay = Replay(first_pass)
+
+    def __enter__(self) -> None:
+        self._replay.__enter__()
+        _flags.recomputing += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _flags.recomputing -= 1
+        self._replay.__exit__(kind, error, trace)
+
+
+def is_last_backward_through(nodes: Collection[Node]) -> bool:
+    """Whether a backward is running that goes on to all of some nodes and frees what is before them; False if there are none."""
+    if private.backward_number() is None:
+        return False
+    return bool(nodes) and not private.backward_keeps_graph() and all(map(private.backward_reaches, nodes))
+
+
+class _Inputs:
+    """Inputs of one segment, until the last backward that runs through it has them.
+
+    A recomputation needs its inputs once, unless somebody keeps the graph. The backwards of the segment, its most expensive moments, then
+    go without them. Segments inside other ones have their inputs from the recomputation around them, which does the same.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._tensors: list[torch.Tensor | None] = []
+        self._last_backward: int | None = None  # the one that gives them up
+
+    def save(self, tensor: torch.Tensor) -> int:
+        self._tensors.append(tensor)
+        return len(self._tensors) - 1
+
+    def hand_out(self, number: int) -> torch.Tensor:
+        tensor = self._tensors[number]
+        if tensor is None:
+            raise ExecutionError(
+                f"{self._name} is recomputed again after a backward that did not keep the graph: "
+                "pass retain_graph=True to all but the last backward"
+            )
+        if self._are_needed_no_more():
+            self._tensors[number] = None
+        return tensor
+
+    def _are_needed_no_more(self) -> bool:
+        """Whether the running backward goes on to what made the inputs, all of them, and frees that graph.
+
+        Any later backward that comes by the segment then meets freed nodes, as it does in plain training, unless what it meets saved
+        nothing at all. If it does not go on to one of them, another backward may still come from there: two heads that read one input
+        each, a gradient for some of the inputs, an input that nobody trains.
+        """
+        backward = private.backward_number()
+        if backward is not None and backward != self._last_backward:
+            nodes = [tensor.grad_fn for tensor in self._tensors if tensor is not None and tensor.grad_fn is not None]
+            if is_last_backward_through(nodes):
+                self._last_backward = backward
+        return backward is not None and backward == self._last_backward
+
+
+def _unless_changed(
+    function: Callable[..., Any], before: list[int], or_copies: bool, spell_input: Callable[[int], str], *inputs: Any
+) -> Any:
+    """Run a function on inputs that must be what they were."""
+    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+    number = first_changed(before, tensors, or_copies=or_copies)
+    if number is not None:
+        place = next(place for place, value in enumerate(inputs) if value is tensors[number])
+        raise changed_meanwhile(
+            spell_input(place), "Overwrite it behind that, give the module a copy of its own (x.clone())"
+        )
+    return function(*inputs)
+
+
+def recomputed(
+    function: Callable[..., Any],
+    *inputs: Any,
+    name: str = "segment",
+    draws_random: bool = True,
+    state: SegmentState = NO_STATE,
+    spell_input: Callable[[int], str] = "input {}".format,
+) -> Any:
+    """Run a function without keeping what its backward needs; the backward runs it again.
+
+    Args:
+        function: Maps the inputs to its output, the same bits every time.
+        inputs: Tensors and other objects. Tensors are held until the backward has recomputed the segment, if it frees the graph.
+        name: For error messages.
+        draws_random: Remember the random number generators and set them back for the recomputation. Costs 5 kB on the host.
+        state: What the function reads and changes besides, or might change some day.
+        spell_input: How messages call an input, by its number.
+    Raises:
+        ExecutionError: The function changes one of its inputs in place, or a parameter or buffer that nobody expected it to change, which
+            would silently spoil the recomputation. In the backward: an input, a parameter or a buffer has changed since.
+    """
+    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+    before = expected = private.stamps(tensors)
+    hooks: AbstractContextManager[Any] = nullcontext()
+    or_copies = False
+    if _flags.checkpointing or _flags.recomputing:
+        # Inside another segment. Its recomputation makes the inputs anew, in other memory, by the same operations.
+        expected = before[: len(tensors)]
+    elif private.hooks_for_saved_tensors() is not None:
+        or_copies = True  # somebody's hooks bring back what they like
+    else:
+        held = _Inputs(name)
+        hooks = torch.autograd.graph.saved_tensors_hooks(held.save, held.hand_out)
+    with hooks:
+        output = checkpoint(
+            partial(_unless_changed, function, expected, or_copies, spell_input),
+            *inputs,
+            use_reentrant=False,
+            preserve_rng_state=draws_random,
+            context_fn=partial(_contexts, state),
+        )
+    if first_changed(before, tensors) is not None:
+        raise ExecutionError(
+            f"{name} changes its input in place, so it cannot be recomputed from it: expected an untouched input. "
+            "Use an operation that is not in place there, or measure again if the model has changed since"
+        )
+    return output
+
+
+def _contexts(state: SegmentState) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    first_pass = FirstPass(state)
+    return _first_pass(first_pass), _Again(first_pass)

@@ -1,0 +1,414 @@
+"""A backward inside of a backward: gradients for inputs and parameters that touch no ``grad`` and fire no hook of the user's."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from lightning_rotor.errors import ExecutionError, InverseError, RotorWarning
+from lightning_rotor.execution.recomputation import repeating
+from lightning_rotor.execution.segment_state import FirstPass, Replay, SegmentState, state_of
+from lightning_rotor.private.torch_names import version_of
+from lightning_rotor.stages.generators import GeneratorStates
+from lightning_rotor.stages.invertible import DRAWS
+from lightning_rotor.stages.sequential import Stage
+
+
+def stand_ins(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Leaves with the memory of parameters and gradients of their own, to compute with in the parameters' place.
+
+    A parameter itself would not do: its hooks, and those of its accumulation (DistributedDataParallel's), would see a gradient twice.
+    """
+    return [
+        nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+        if isinstance(parameter, nn.Parameter)
+        else parameter.detach().requires_grad_(parameter.requires_grad)
+        for parameter in parameters
+    ]
+
+
+def learning(tensor: torch.Tensor, *, wanted: bool = True) -> torch.Tensor:
+    """A leaf with the memory of a tensor that receives a gradient, if it can have one and that is wanted."""
+    return tensor.detach().requires_grad_(wanted and (tensor.is_floating_point() or tensor.is_complex()))
+
+
+class Roots:
+    """Where a backward begins: outputs of a forward, of which only the graph is kept.
+
+    Args:
+        outputs: Those without a graph have no part in the backward.
+        gradients: Of the loss, for each.
+    """
+
+    def __init__(self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+        pairs = [
+            (get_gradient_edge(output), gradient)
+            for output, gradient in zip(outputs, gradients, strict=True)
+            if output.requires_grad
+        ]
+        self._edges: list[GradientEdge] = [edge for edge, _ in pairs]
+        self._gradients = [gradient for _, gradient in pairs]
+
+    def gradients_for(self, inputs: Sequence[torch.Tensor], *, name: str) -> list[torch.Tensor | None]:
+        """Run the backward.
+
+        Args:
+            inputs: Leaves; for those that require no gradient, and those that had no part in the outputs, there is None.
+            name: Of the module, for error messages.
+        Raises:
+            ExecutionError: The outputs depend on a tensor that is not among the inputs and would silently go without its gradient.
+        """
+        learning = [tensor for tensor in inputs if tensor.requires_grad]
+        if not (self._edges and learning):
+            return [None for _ in inputs]
+        self._require_no_other_leaves(learning, name)
+        found = iter(torch.autograd.grad(self._edges, learning, self._gradients, allow_unused=True))
+        return [next(found) if tensor.requires_grad else None for tensor in inputs]
+
+    def _require_no_other_leaves(self, known: Sequence[torch.Tensor], name: str) -> None:
+        numbers = {id(tensor) for tensor in known}
+        pending: list[Any] = [edge.node for edge in self._edges]
+        seen = set(pending)
+        while pending:
+            node = pending.pop()
+            leaf = getattr(node, "variable", None)
+            if isinstance(leaf, torch.Tensor) and id(leaf) not in numbers:
+                raise ExecutionError(
+                    f"{name!r} uses a tensor of shape {tuple(leaf.shape)} that requires a gradient and is neither its input nor one of its "
+                    "parameters: expected no other, for its gradient would be lost. Give it as an input (in a tuple), or register it"
+                )
+            fresh = [
+                following for following, _ in node.next_functions if following is not None and following not in seen
+            ]
+            seen.update(fresh)
+            pending.extend(fresh)
+
+
+def accumulate(tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+    """Add gradients to those that tensors have, as a backward does."""
+    for tensor, gradient in zip(tensors, gradients, strict=True):
+        if gradient is not None:
+            tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient
+
+
+def first_derivatives_only(name: str, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+    """Gradients; if somebody wants gradients of them, such that ask for the reason why there are none.
+
+    Args:
+        name: Of the module that made them.
+        gradients: Made without a graph, in a backward.
+    """
+    if not torch.is_grad_enabled():
+        return gradients
+    numbers = [number for number, gradient in enumerate(gradients) if gradient is not None]
+    anchor = torch.zeros((), requires_grad=True)
+    guarded = _NoSecondDerivative.apply(name, anchor, *(gradients[number] for number in numbers))
+    result = list(gradients)
+    for number, gradient in zip(numbers, guarded, strict=True):
+        result[number] = gradient
+    return result
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    """The identity, for gradients that have none themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, anchor: torch.Tensor, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.name = name
+        return tuple(gradient.view_as(gradient) for gradient in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> None:
+        raise ExecutionError(
+            f"gradients of the gradients of {ctx.name!r} are wanted, but its backward rebuilt its input outside of autograd's graph: expected first "
+            "derivatives alone. Call the module plainly where create_graph=True is needed"
+        )
+
+
+# ----------------------------------------------------------------------------------------------------
+# The runtime guard: a few elements of what is dropped, compared with what the inverse rebuilds.
+
+
+SAMPLES = 8
+"""Elements of each tensor that are compared."""
+
+_TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Guard:
+    """Samples of tensors that are about to be dropped.
+
+    Positions are fixed, and the global random number generators are left alone. A few bytes on the device; a comparison there waits for it.
+
+    Attributes:
+        name: Of the module that will rebuild the tensors.
+        samples: Of each tensor; None for what holds no floating-point numbers.
+        precision: What the module computes in.
+    """
+
+    name: str
+    samples: tuple[torch.Tensor | None, ...]
+    precision: torch.dtype
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor], *, name: str) -> Guard:
+        """Sample some tensors.
+
+        Args:
+            tensors: The input of a module, under the autocast that the module runs in.
+            name: Of the module.
+        """
+        floating = [tensor for tensor in tensors if tensor.is_floating_point()]
+        coarsest = max((precision_of(tensor) for tensor in floating), key=tolerance_of, default=torch.float64)
+        return cls(name, tuple(_sample(tensor) if tensor.is_floating_point() else None for tensor in tensors), coarsest)
+
+    def check(self, rebuilt: Sequence[torch.Tensor], *, draws_random: bool = False) -> float:
+        """Compare what the inverse rebuilt.
+
+        Args:
+            rebuilt: As many tensors as were sampled, with their shapes.
+            draws_random: The module draws random numbers, which the message then names as a possible reason.
+        Returns:
+            The largest error in the samples.
+        Raises:
+            InverseError: It is beyond the tolerance of float32 or float64, or not finite.
+        Warns:
+            RotorWarning: It is beyond the tolerance of float16 or bfloat16.
+        """
+        errors = [
+            _error_and_scale(sample, _sample(tensor))
+            for sample, tensor in zip(self.samples, rebuilt, strict=True)
+            if sample is not None and sample.numel()
+        ]
+        for error, scale in errors:
+            tolerance = tolerance_of(self.precision) * max(scale, 1.0)
+            if not math.isfinite(error) or (error > tolerance and self.precision not in _LOW_PRECISION):
+                message = self._message(error, tolerance, draws_random=draws_random)
+                raise InverseError(message, stage=self.name, error=error, tolerance=tolerance)
+            if error > tolerance:
+                message = self._message(error, tolerance, draws_random=draws_random)
+                warnings.warn(message, RotorWarning, stacklevel=2)
+        return max((error for error, _ in errors), default=0.0)
+
+    def _message(self, error: float, tolerance: float, *, draws_random: bool) -> str:
+        found = "is not finite" if not math.isfinite(error) else f"is off by {error:.2g}"
+        remedy = (
+            "Keep activations in float32 (autocast does), or run fewer modules in a row without their inputs"
+            if self.precision in _LOW_PRECISION
+            else "Bound what the inverse divides by (a smaller clamp), use float64, or run fewer modules in a row without their inputs"
+        )
+        return (
+            f"the input of {self.name!r} as rebuilt by its inverse {found}: expected at most {tolerance:.2g} in {_short(self.precision)}, "
+            f"judged by {SAMPLES} elements that were noted before it was dropped. {remedy}{f'. {DRAWS}' * draws_random}"
+        )
+
+
+def precision_of(tensor: torch.Tensor) -> torch.dtype:
+    """What a module computes in if it takes this tensor: its dtype, or autocast's if that is coarser."""
+    kind = tensor.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return max(tensor.dtype, torch.get_autocast_dtype(kind), key=tolerance_of)
+    return tensor.dtype
+
+
+def tolerance_of(dtype: torch.dtype) -> float:
+    """What a rebuilt input may be off by in some precision, relative to its largest element."""
+    return _TOLERANCES.get(dtype, _TOLERANCES[torch.bfloat16])
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Elements at fixed positions; a tensor of its own."""
+    # Not through a flat view: one of a channels-last tensor is a copy of all of it.
+    places = [torch.tensor(place) for place in _places(tensor.shape)]
+    detached = tensor.detach()
+    return detached[tuple(places)] if places else detached.clone().reshape(min(SAMPLES, tensor.numel()))
+
+
+@lru_cache(maxsize=256)
+def _places(shape: torch.Size) -> tuple[tuple[int, ...], ...]:
+    """Where to look, by dimension."""
+    # Any regular pattern may fall into few columns of a matrix, that is, into one half of a coupling. The generator is our own.
+    size = shape.numel()
+    numbers = random.Random(size).sample(range(size), min(SAMPLES, size))
+    return tuple(zip(*(_place(number, shape) for number in numbers), strict=True))
+
+
+def _place(number: int, shape: torch.Size) -> tuple[int, ...]:
+    place: list[int] = []
+    for size in reversed(shape):
+        number, rest = divmod(number, size)
+        place.append(rest)
+    return tuple(reversed(place))
+
+
+def _error_and_scale(sample: torch.Tensor, rebuilt: torch.Tensor) -> tuple[float, float]:
+    """The largest difference and the largest element; where the sample itself is not finite, nothing is expected."""
+    expected, found = sample.double(), rebuilt.double()
+    known = torch.isfinite(expected)
+    numbers = torch.stack(
+        [
+            torch.where(known, (found - expected).abs(), 0.0).max(),
+            torch.where(known, expected.abs(), 0.0).max(),
+        ]
+    )
+    error, scale = numbers.tolist()  # one wait for the device
+    return error, scale
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# ----------------------------------------------------------------------------------------------------
+# One call of a module that will be undone and repeated: what it saw, and how to see that again.
+
+
+class Moment:
+    """The state of generators, buffers, attributes and autocast at one call of a module.
+
+    :meth:`first` wraps the call; :meth:`again` wraps whatever undoes or repeats it. Of what the call did not use nothing is kept: the
+    generators only if it drew, buffers only if it changed them.
+
+    Args:
+        module: Whose call it is.
+        device: Of its input.
+        keep_buffers: Keep all buffers, and let the first call work on copies as well, so that nothing in the module changes.
+        state: What the module may change, if somebody has found out before.
+        may_draw: Whether it may draw random numbers.
+        name: Of the module, for messages.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        *,
+        keep_buffers: bool = False,
+        state: SegmentState | None = None,
+        may_draw: bool = True,
+        name: str = "",
+    ) -> None:
+        self._stage = Stage(type(module).__name__, (module,))
+        self._root = module, name
+        self._device = device
+        self._keep_buffers = keep_buffers
+        self._known_state = state
+        self._may_draw = may_draw
+        self._first_pass = FirstPass(
+            dataclasses.replace(self._state(), statistics=())
+        )  # scratch is made when it is needed
+        self._generators: GeneratorStates | None = None
+        self._autocast = tuple(
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in dict.fromkeys(("cpu", "cuda", device.type))
+            if torch.amp.is_autocast_available(kind)
+        )
+        self._cache = torch.is_autocast_cache_enabled()
+
+    @property
+    def draws_random(self) -> bool:
+        """Whether the first call drew random numbers."""
+        return self._generators is not None
+
+    @contextmanager
+    def first(self) -> Iterator[None]:
+        """Context of the first call.
+
+        Raises:
+            ExecutionError: The call changes parameters, or large buffers, which it reads again later.
+        """
+        buffers = [(slots, name, slots[name], _version(slots[name])) for slots, name in self._remembered()]
+        with self._first_pass:
+            self._first_pass.generators = None  # they are among ours
+            before = GeneratorStates(self._device) if self._may_draw else None
+            with ExitStack() as stack:
+                if self._keep_buffers:
+                    stack.enter_context(Replay(self._first_pass))
+                    stack.enter_context(repeating())
+                yield
+            if before is not None and not before.equals(GeneratorStates(self._device)):
+                self._generators = before
+        if not self._keep_buffers:
+            changed = {
+                (id(slots), name)
+                for slots, name, buffer, version in buffers
+                if slots[name] is not buffer or _version(buffer) != version
+            }
+            unchanged = [
+                (slots, name, buffer) for slots, name, buffer, _ in buffers if (id(slots), name) not in changed
+            ]
+            self._first_pass.read = self._first_pass.state.tensors_read(unchanged)
+            self._first_pass.values = [
+                (module, name, value)
+                for module, name, value in self._first_pass.values
+                if (id(module._buffers), name) in changed
+            ]
+        clear_autocast_cache()
+
+    def require_unchanged(self) -> None:
+        """Check that the call would read the parameters and buffers that it has read.
+
+        Raises:
+            ExecutionError: One of them has changed.
+        """
+        self._first_pass.read.require_unchanged()
+
+    @contextmanager
+    def again(self, parameters: Mapping[int, torch.Tensor] | None = None) -> Iterator[None]:
+        """Context of the inverse, or of another forward: sees what the first call saw, and leaves everything as it is.
+
+        Args:
+            parameters: What to use in the place of parameters, by the ``id`` of each.
+        """
+        replayed = FirstPass(dataclasses.replace(self._first_pass.state, statistics=self._state().statistics))
+        replayed.values = self._first_pass.values
+        replayed.before, replayed.observers = self._first_pass.before, self._first_pass.observers
+        replayed.settings, replayed.layers = self._first_pass.settings, self._first_pass.layers
+        replayed.read = self._first_pass.read.standing_in(parameters or {})
+        with ExitStack() as stack:
+            stack.enter_context(repeating())
+            if self._generators is not None:
+                stack.callback(GeneratorStates(self._device).restore)
+                self._generators.restore()
+            stack.enter_context(Replay(replayed))
+            for kind, dtype, enabled in self._autocast:
+                stack.enter_context(torch.autocast(kind, dtype, enabled=enabled, cache_enabled=self._cache))
+            stack.callback(clear_autocast_cache)
+            yield
+
+    def _state(self) -> SegmentState:
+        if self._known_state is not None:
+            return self._known_state
+        state = dataclasses.replace(state_of(self._stage, (), {}), root=self._root)
+        if self._keep_buffers:
+            owners = tuple(dict.fromkeys(module for _, module in self._stage.submodules() if module._buffers))
+            return dataclasses.replace(state, statistics=(), watched=(), remembered=owners, buffered=())
+        return state
+
+    def _remembered(self) -> Iterator[tuple[dict[str, torch.Tensor | None], str]]:
+        for module in self._first_pass.state.remembered:
+            for name in module._buffers:
+                yield module._buffers, name
+
+
+def clear_autocast_cache() -> None:
+    """Forget the weights that autocast has cast: those cast without gradients must not serve a forward with them, and none be pinned."""
+    if torch.is_autocast_cache_enabled() and any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
+        torch.clear_autocast_cache()
+
+
+def _version(buffer: torch.Tensor | None) -> int:
+    return 0 if buffer is None else version_of(buffer)

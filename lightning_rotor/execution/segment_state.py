@@ -1,0 +1,437 @@
+"""What a forward changes besides making its output, and how a recomputation neither sees nor repeats it.
+
+A recomputation runs the forward a second time, so it would count a batch twice in running statistics, move an average twice, and start from
+other values than the first pass did. What is done depends on the module:
+
+==================================  =====================================================================================
+torch's normalization, training     never reads its running statistics: a replay writes to scratch buffers
+any other module seen to update     the first pass remembers the values from before it, and a replay works on a copy of
+its buffers, and modules that       them: it sees what the first pass saw
+are not torch's own, if small
+modules that are not torch's own    are watched: the first update of a large buffer in a segment is refused, since its
+                                    earlier value is gone
+attributes of modules that are      are set to what the first pass saw, and back afterwards, and so is what is in lists, dicts
+not torch's own, what their hooks   and objects there (:mod:`.snapshot`); tensors are lent like buffers. So are Python's and
+can reach                           NumPy's generators
+hooks that only look                are not called again (:mod:`.observers`)
+torch's settings                    are those of the first pass: the default dtype, kernels that are allowed, and so on. So
+and those of its layers             are modes, probabilities and the like, and hooks that came later are not called
+parameters, and buffers that the    are the very tensors of the first pass, though functional_call has put others in place,
+first pass does not update          require gradients as they did, and must not have changed since; those of FSDP units come and
+                                    go with the units' hooks
+==================================  =====================================================================================
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_rotor.private import torch_names as private
+from lightning_rotor.private.torch_names import any_hooks_of_all
+from lightning_rotor.private.values import tensors_in
+from lightning_rotor.stages.generators import HostGenerators, LayerSettings, Settings
+from lightning_rotor.stages.sequential import NORMALIZATIONS, Stage, has_own_code, is_plain_stock
+from lightning_rotor.stages.sharding import units_in
+from lightning_rotor.stages.snapshot import SMALL_BYTES, Snapshot
+from lightning_rotor.stages.versions import Slot, TensorsRead
+from lightning_rotor.units import in_blocks
+
+# ----------------------------------------------------------------------------------------------------
+# Hooks that only look: what they do outside of Python's reach (a line in a file) must not happen again in a
+# recomputation.
+
+
+class Observers:
+    """Watches the hooks of some modules during one pass.
+
+    Args:
+        modules: All whose hooks may be called, or whose own code may run.
+    """
+
+    __slots__ = ("_modules", "_quiet", "_watched")
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        self._watched: list[tuple[dict[int, Any], int, _Watched]] = []
+        self._quiet: list[tuple[dict[int, Any], int]] = []
+
+    def watch(self) -> None:
+        """Begin."""
+        for table in (table for module in (None, *self._modules) for table in private.forward_hook_tables(module)):
+            for key, hook in [*table.items()]:
+                # One in another pass around this one hears of it, too.
+                table[key] = watched = _Watched(hook)
+                self._watched.append((table, key, watched))
+
+    def settle(self, before: Snapshot) -> None:
+        """The pass is over.
+
+        Args:
+            before: What its code can reach, as it was.
+        """
+        for table, key, watched in self._watched:
+            if table.get(key) is watched:  # else it is gone, or is another now
+                table[key] = watched.hook
+        quiet = [each for each in self._watched if not each[2].acted]
+        self._quiet = [(table, key) for table, key, _ in quiet]
+        acting = [watched.innermost for _, _, watched in self._watched if watched.acted]
+        own_code = [module for module in self._modules if has_own_code(module)]
+        if quiet and (acting or own_code):
+            again = Snapshot((*own_code, *acting), hooks=False)
+            shared = again.owners & before.changed()
+            self._quiet = [
+                (table, key)
+                for table, key, watched in quiet
+                if not (watched.marked or (shared and shared & Snapshot((watched.innermost,), hooks=False).owners))
+            ]
+        self._watched = []
+
+    def leave_out(self) -> None:
+        """Take the observers away. The caller puts all hooks back."""
+        for table, key in self._quiet:
+            table.pop(key, None)
+        # A recomputation ends with an error where it has all that it needs, which is none that a hook should hear of.
+        for module in (None, *self._modules):
+            private.forget_always_called_hooks(module)
+
+
+class _Watched:
+    """A hook that notes what it does.
+
+    Attributes:
+        hook: It.
+        acted: Whether it has done more than look.
+        marked: Whether it has left something in attributes of its module, where others may read it.
+    """
+
+    __slots__ = ("acted", "hook", "marked")
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self.hook = hook
+        self.acted = self.marked = False
+
+    @property
+    def innermost(self) -> Callable[..., Any]:
+        """The user's."""
+        hook = self.hook
+        while isinstance(hook, _Watched):
+            hook = hook.hook
+        return hook
+
+    def __call__(self, *given: Any) -> Any:
+        """Call it."""
+        before, marks = _looks_of(given), _marks_on(given[0])
+        hooks = private.hooks_for_saved_tensors()
+        if hooks is None:
+            result = self.hook(*given)
+        else:
+            pack, unpack = hooks
+
+            def note(tensor: torch.Tensor) -> Any:
+                self.acted = True
+                return pack(tensor)
+
+            with saved_tensors_hooks(note, unpack):
+                result = self.hook(*given)
+        self.acted = self.acted or result is not None or before != _looks_of(given)
+        self.marked = self.marked or marks != _marks_on(given[0])
+        return result
+
+
+def _marks_on(module: nn.Module) -> list[tuple[str, int, int]]:
+    """Comparable: changes if an attribute of the user's is set, or a container in one grows."""
+    return [
+        (name, id(value), len(value) if isinstance(value, (list, dict, set, deque)) else 0)
+        for name, value in vars(module).items()
+        if name not in private.STRUCTURE
+    ]
+
+
+def _looks_of(given: Iterable[Any]) -> list[Any]:
+    """Comparable: changes if a tensor does."""
+    return [
+        (
+            tensor.data_ptr() if tensor.layout is torch.strided else 0,
+            0 if tensor.is_inference() else private.version_of(tensor),
+            tensor.requires_grad,
+        )
+        for tensor in tensors_in(tuple(given))
+    ]
+
+
+# ----------------------------------------------------------------------------------------------------
+
+
+_Entry = TypeVar("_Entry")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Statistic:
+    """A buffer that training writes and never reads.
+
+    Attributes:
+        module: The module that owns the buffer.
+        name: Its name there.
+        scratch: Same shape, dtype and device; replays write to it. One for each buffer, however many stages use it.
+    """
+
+    module: nn.Module
+    name: str
+    scratch: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SegmentState:
+    """The state of some stages, by what a recomputation must do about it.
+
+    Attributes:
+        statistics: Buffers that are written to scratch.
+        remembered: Modules whose buffers are remembered by each first pass.
+        watched: Modules whose buffers must not change in a segment.
+        attributed: Modules whose attributes, and all that their hooks can reach, are remembered by each first pass.
+        layers: Torch's own modules, whose settings are remembered by each first pass.
+        parametrized: Modules whose own parameters a replay reads.
+        buffered: Modules whose own buffers it reads.
+        direct_reads: Tensors that it reads without calling their module: who has them, and under which name.
+        written: Parameters that a forward changes. Stages of such are never replayed.
+        root: The user's module, and the path that messages begin with.
+    """
+
+    statistics: tuple[Statistic, ...] = ()
+    remembered: tuple[nn.Module, ...] = ()
+    watched: tuple[nn.Module, ...] = ()
+    attributed: tuple[nn.Module, ...] = ()
+    layers: tuple[nn.Module, ...] = ()
+    parametrized: tuple[nn.Module, ...] = ()
+    buffered: tuple[nn.Module, ...] = ()
+    direct_reads: tuple[tuple[nn.Module, str], ...] = ()
+    written: tuple[nn.Parameter, ...] = ()
+    root: tuple[nn.Module, str] | None = None
+
+    def remembered_bytes(self, block_bytes: int) -> int:
+        """What one first pass takes to remember them, from an allocator with blocks of this size."""
+        return sum(_size(module, block_bytes) for module in self.remembered)
+
+    def copied_bytes(self, block_bytes: int) -> int:
+        """What copies of all that a forward may change take, see :class:`~lightning_rotor.planned.out_of_memory.BeforeForward`."""
+        statistics = sum(in_blocks(each.scratch.nbytes, block_bytes) for each in self.statistics)
+        return statistics + self.remembered_bytes(block_bytes)
+
+    def __add__(self, other: SegmentState) -> SegmentState:
+        def both(left: Iterable[_Entry], right: Iterable[_Entry]) -> tuple[_Entry, ...]:
+            return tuple(dict.fromkeys((*left, *right)))
+
+        remembered = both(self.remembered, other.remembered)
+        # What one stage alone reads may be updated by another.
+        buffered = [module for module in both(self.buffered, other.buffered) if module not in set(remembered)]
+        direct_reads = [
+            (module, name)
+            for module, name in both(self.direct_reads, other.direct_reads)
+            if not (name in module._buffers and module in set(remembered))
+        ]
+        return SegmentState(
+            tuple({(entry.module, entry.name): entry for entry in (*self.statistics, *other.statistics)}.values()),
+            remembered,
+            both(self.watched, other.watched),
+            both(self.attributed, other.attributed),
+            both(self.layers, other.layers),
+            both(self.parametrized, other.parametrized),
+            tuple(buffered),
+            tuple(direct_reads),
+            both(self.written, other.written),
+            other.root if self.root is None else self.root,
+        )
+
+    def tensors_read(self, more: Iterable[Slot] = ()) -> TensorsRead:
+        """Parameters and buffers that a replay reads as they are now, and others."""
+        return TensorsRead((*self._slots(), *more), self._spell)
+
+    def _spell(self, table: dict[str, Any], name: str) -> str:
+        """How messages call a tensor."""
+        modules = (*self.parametrized, *self.buffered, *self.remembered, *(owner for owner, _ in self.direct_reads))
+        owner = next(each for each in modules if table is each._parameters or table is each._buffers)
+        kind = "parameter" if table is owner._parameters else "buffer"
+        root, prefix = (None, "") if self.root is None else self.root
+        for path, module in root.named_modules() if root is not None else ():
+            if module is owner:
+                return f"{kind} {'.'.join(filter(None, (prefix, path, name)))!r}"
+        return f"{kind} {name!r} of {type(owner).__name__}"
+
+    def _slots(self) -> Iterator[Slot]:
+        for module in self.parametrized:
+            for name, parameter in module._parameters.items():
+                yield module._parameters, name, parameter
+        for module in self.buffered:
+            # In training, normalization does not read its statistics.
+            if not (module.training and isinstance(module, NORMALIZATIONS)):
+                for name, buffer in module._buffers.items():
+                    yield module._buffers, name, buffer
+        for module, name in self.direct_reads:
+            for table in (module._parameters, module._buffers):  # attributes are not followed
+                if name in table:
+                    yield table, name, table[name]
+
+
+def state_of(
+    stage: Stage, updating: Iterable[nn.Module], scratch: dict[tuple[nn.Module, str], Statistic]
+) -> SegmentState:
+    """Sort the state of a stage.
+
+    Args:
+        stage: Its modules' buffers and attributes.
+        updating: Modules that were seen to update buffers in a forward.
+        scratch: Scratch that other stages have for modules they share with this one; grows.
+    """
+    statistics: list[Statistic] = []
+    remembered: list[nn.Module] = []
+    watched: list[nn.Module] = []
+    seen_updating = set(updating)
+    for _, module in stage.submodules():
+        buffers = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
+        if not buffers:
+            continue
+        if isinstance(module, NORMALIZATIONS) and is_plain_stock(module):
+            for name, buffer in buffers.items():
+                if (module, name) not in scratch:
+                    scratch[module, name] = Statistic(module, name, torch.empty_like(buffer))
+                statistics.append(scratch[module, name])
+        elif module in seen_updating or not (is_plain_stock(module) or _size(module) > SMALL_BYTES):
+            remembered.append(module)
+        elif not is_plain_stock(module):
+            watched.append(module)
+    modules = [module for _, module in stage.submodules()]
+    attributed = [module for module in modules if not is_plain_stock(module)]
+    # FSDP gives its units other parameters around each forward, the very same ones in a recomputation.
+    exchanged = {module for unit in units_in(stage.modules) for module in unit.module.modules()}
+    called = list(stage.called_modules())
+    parametrized = [module for module in called if module._parameters and module not in exchanged]
+    buffered = [module for module in called if module._buffers and module not in remembered]
+    direct_reads = [
+        (owner, name) for owner, name in stage.direct_reads() if not (owner in remembered and name in owner._buffers)
+    ]
+    return SegmentState(
+        tuple(statistics),
+        tuple(dict.fromkeys(remembered)),
+        tuple(dict.fromkeys(watched)),
+        tuple(dict.fromkeys(attributed)),
+        tuple(module for module in called if is_plain_stock(module)),
+        tuple(parametrized),
+        tuple(buffered),
+        tuple(dict.fromkeys(direct_reads)),
+    )
+
+
+class FirstPass:
+    """Context of the forward that will be repeated: remembers what it must, and refuses what it could not undo."""
+
+    def __init__(self, state: SegmentState) -> None:
+        self.state = state
+        self.values: list[tuple[nn.Module, str, torch.Tensor]] = []
+        self.before: Snapshot | None = None
+        self.observers = Observers(state.attributed)
+        self.generators: HostGenerators | None = None
+        self.settings = Settings()
+        self.layers = LayerSettings(())
+        self.read = TensorsRead()
+
+    def __enter__(self) -> None:
+        copies: dict[int, torch.Tensor] = {}
+        self.values = [
+            (module, name, copies.setdefault(id(buffer), buffer.detach().clone()))
+            for module, name, buffer in _slots(self.state.remembered)
+        ]
+        if self.state.attributed or any_hooks_of_all():
+            self.before = Snapshot(self.state.attributed, small_bytes=SMALL_BYTES)
+            self.observers.watch()
+        self.generators = HostGenerators() if self.state.attributed else None
+        self.layers = LayerSettings(self.state.layers)
+        self.read = self.state.tensors_read()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.before is not None:
+            self.observers.settle(self.before)
+            if error is None:
+                self.before.require_undoable()
+        if error is None:
+            self.read.require_untouched()
+
+
+class Replay:
+    """Context of a forward that repeats an earlier one: it sees the state that the first one saw, and changes none."""
+
+    def __init__(self, first_pass: FirstPass) -> None:
+        self._first_pass = first_pass
+        self._owners: list[tuple[nn.Module, str, torch.Tensor | None]] = []
+        self._exchanged: list[Slot] = []
+        self._present: Snapshot | None = None
+        self._generators: HostGenerators | None = None
+        self._settings = ExitStack()
+
+    def __enter__(self) -> None:
+        self._first_pass.read.require_unchanged()
+        for settings in (self._first_pass.settings, self._first_pass.layers, self._first_pass.read):
+            self._settings.enter_context(settings.restored())
+        if self._first_pass.before is not None:
+            self._present = self._first_pass.before.again()
+            self._first_pass.before.lend()
+            self._first_pass.observers.leave_out()
+        if self._first_pass.generators is not None:
+            self._generators = HostGenerators()
+            self._first_pass.generators.restore()
+        for table, name, tensor in self._first_pass.read.slots:
+            if (
+                table.get(name, tensor) is not tensor
+            ):  # FSDP1 has moved its own out of the way, and into plain attributes
+                self._exchanged.append((table, name, table[name]))
+                table[name] = tensor
+        for statistic in self._first_pass.state.statistics:
+            if statistic.module.training:
+                self._lend(statistic.module, statistic.name, statistic.scratch)
+        copies: dict[int, torch.Tensor] = {}
+        for module, name, value in self._first_pass.values:
+            # A copy of the copy: with retain_graph there is another replay after this one.
+            self._lend(module, name, copies.setdefault(id(value), value.clone()))
+
+    def _lend(self, module: nn.Module, name: str, loan: torch.Tensor) -> None:
+        self._owners.append((module, name, module._buffers[name]))
+        module._buffers[name] = loan
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # Last in, first out: what was lent twice gets its first owner back.
+        for module, name, owner in reversed(self._owners):
+            module._buffers[name] = owner
+        self._owners.clear()
+        for table, name, tensor in self._exchanged:
+            table[name] = tensor
+        self._exchanged.clear()
+        if self._present is not None:
+            present, self._present = self._present, None
+            present.restore()
+        if self._generators is not None:
+            self._generators.restore()
+        self._settings.close()
+
+
+def _slots(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    for module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                yield module, name, buffer
+
+
+def _size(module: nn.Module, block_bytes: int = 1) -> int:
+    sizes = {id(buffer): buffer.nbytes for buffer in module._buffers.values() if buffer is not None}
+    return sum(in_blocks(size, block_bytes) for size in sizes.values())

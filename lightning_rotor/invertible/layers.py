@@ -1,0 +1,447 @@
+"""Couplings: one half of the channels changes by what a network makes of the other half, which passes unchanged.
+
+The networks may be anything that keeps the shape of a half; they are never inverted.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import nn
+
+from lightning_rotor.errors import InverseError, ModelError
+from lightning_rotor.execution.reverse import Roots, accumulate, learning
+from lightning_rotor.private.torch_names import has_forward_hooks, no_dispatch
+from lightning_rotor.stages.generators import GeneratorStates
+from lightning_rotor.stages.invertible import Invertible, require_invertible
+from lightning_rotor.stages.sequential import DROPOUTS, has_own_call
+
+# ----------------------------------------------------------------------------------------------------
+# Random numbers that do not depend on which part of a module runs first.
+
+
+_DROPPING = (*DROPOUTS, nn.MultiheadAttention, nn.RNNBase)
+_DRAWING = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
+
+
+class PartSeeds:
+    """Generators for the parts of one call. Draws one number from torch's generator on the host, if any part may draw.
+
+    Args:
+        parts: The modules that will run, each under its number.
+        device: Where they run.
+    """
+
+    def __init__(self, parts: tuple[nn.Module, ...], device: torch.device) -> None:
+        self._device = device
+        self._seed: int | None = None
+        if any(_may_draw(module) for part in parts for module in part.modules()):
+            with no_dispatch():
+                self._seed = int(torch.randint(2**62, (), device="cpu"))
+
+    @contextmanager
+    def part(self, number: int) -> Iterator[None]:
+        """Context in which a part draws its own numbers; the generators are as before afterwards."""
+        if self._seed is None:
+            yield
+            return
+        before = GeneratorStates(self._device)
+        _seed_all(self._seed + number, self._device)
+        try:
+            yield
+        finally:
+            before.restore()
+
+
+def _may_draw(module: nn.Module) -> bool:
+    """Whether a module itself may draw random numbers. Of those that are not torch's nobody knows, in training."""
+    if isinstance(module, _DROPPING):
+        return module.training and bool(getattr(module, "p", 0.0) or getattr(module, "dropout", 0.0))
+    if isinstance(module, _DRAWING):
+        return module.training or not isinstance(module, nn.RReLU)
+    is_torchs = type(module).__module__.startswith("torch.")
+    has_hooks = has_forward_hooks(module)
+    return module.training and (has_hooks or not (is_torchs or getattr(module, "draws_by_parts", False)))
+
+
+def _seed_all(seed: int, device: torch.device) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002  (the one that users' code shares)
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
+
+
+# ----------------------------------------------------------------------------------------------------
+
+
+class _Coupling(nn.Module):
+    """Two halves along a dimension."""
+
+    draws_by_parts = True
+    """Random numbers come from :class:`~lightning_rotor.invertible.layers.PartSeeds` alone."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def extra_repr(self) -> str:
+        """What is not a submodule."""
+        return f"dim={self.dim}"
+
+    def _halves(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = tuple(tensor.shape)
+        if not -tensor.ndim <= self.dim < tensor.ndim or shape[self.dim] % 2 or not shape[self.dim]:
+            raise InverseError(
+                f"{type(self).__name__} cannot split a tensor of shape {shape} in two along dimension {self.dim}: expected an even size there. "
+                "Change dim, or the number of channels",
+                stage=type(self).__name__,
+            )
+        first, second = tensor.chunk(2, self.dim)
+        return first, second
+
+
+class AdditiveCoupling(_Coupling):
+    """The block of reversible residual networks: ``y1 = x1 + f(x2)``, ``y2 = x2 + g(y1)``.
+
+    Its fused backward runs f and g once each: with the forward, 4 evaluations of each in a step (a backward counts twice) where an inverse and
+    another forward make 5. If f or g may draw random numbers, each has generators of its own, seeded from the global one, so that the inverse
+    finds the same numbers.
+
+    Args:
+        f: Maps a half ``(batch, channels / 2, ...)`` to its own shape.
+        g: Likewise.
+        dim: Dimension along which the input is split; its size is even.
+    Raises:
+        InverseError: When called: that size is odd.
+    Example:
+        >>> block = AdditiveCoupling(nn.Linear(4, 4), nn.Linear(4, 4))
+        >>> block.inverse(block(torch.randn(2, 8))).shape
+        torch.Size([2, 8])
+    Source:
+        Gomez et al., "The reversible residual network", NeurIPS 2017, arXiv:1707.04585.
+    """
+
+    def __init__(self, f: nn.Module, g: nn.Module, dim: int = 1) -> None:
+        super().__init__(dim)
+        self.f = f
+        self.g = g
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The output ``(y1, y2)``, of the shape and dtype of the input."""
+        first, second = self._halves(x)
+        seeds = self._seeds(x)
+        first = first + self._run_f(second, seeds)
+        return torch.cat([first, second + self._run_g(first, seeds)], self.dim)
+
+    def inverse(self, output: torch.Tensor) -> torch.Tensor:
+        """The input that made an output."""
+        first, second = self._halves(output)
+        seeds = self._seeds(output)
+        second = second - self._run_g(first, seeds)
+        return torch.cat([first - self._run_f(second, seeds), second], self.dim)
+
+    def reversible_backward(self, output: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The input that made an output, and the gradient for it; parameters accumulate theirs."""
+        first, second = self._halves(output)
+        first_gradient, second_gradient = self._halves(gradient)
+        seeds = self._seeds(output)
+
+        leaf = learning(first)
+        with torch.enable_grad():
+            made = self._run_g(leaf, seeds)
+        old_second = second - made.detach()
+        roots = Roots([made], [second_gradient])
+        del made, second
+        first_gradient = _add(first_gradient, _backward_through(self.g, roots, leaf))
+        del roots, leaf
+
+        rebuilt = torch.empty_like(output)
+        del output
+        old_first, slot = self._halves(rebuilt)
+        slot.copy_(old_second)
+        del old_second
+        leaf = learning(slot.data)  # counts its own versions: the other half of this memory is yet to be written
+        with torch.enable_grad():
+            made = self._run_f(leaf, seeds)
+        torch.sub(first, made.detach(), out=old_first)
+        roots = Roots([made], [first_gradient])
+        del made, first
+        second_gradient = _add(second_gradient, _backward_through(self.f, roots, leaf))
+        return rebuilt, torch.cat([first_gradient, second_gradient], self.dim)
+
+    def _seeds(self, tensor: torch.Tensor) -> PartSeeds:
+        return PartSeeds((self.f, self.g), tensor.device)
+
+    def _run_f(self, half: torch.Tensor, seeds: PartSeeds) -> torch.Tensor:
+        with seeds.part(0):
+            return _like(self.f(half), half)
+
+    def _run_g(self, half: torch.Tensor, seeds: PartSeeds) -> torch.Tensor:
+        with seeds.part(1):
+            return _like(self.g(half), half)
+
+
+class AffineCoupling(_Coupling):
+    """The block of RealNVP and Glow: ``y1 = x1``, ``y2 = x2 * exp(s) + t`` with ``(s, t) = net(x1)``.
+
+    The inverse divides by ``exp(s)``, so s is always clamped: ``s = clamp * tanh(raw / clamp)`` lies within ±clamp. The way from the output back to
+    the input then multiplies rounding errors by ``exp(clamp)`` at most. The fused backward runs the network once.
+
+    Args:
+        net: Maps a half ``(batch, channels / 2, ...)`` to twice as many channels: raw scales, then shifts.
+        dim: Dimension along which the input is split; its size is even.
+        clamp: Bound of the logarithm of the scale, positive and finite.
+    Raises:
+        ModelError: ``clamp`` is not positive and finite.
+        InverseError: When called: the size of ``dim`` is odd.
+    Source:
+        Dinh et al., "Density estimation using Real NVP", ICLR 2017, arXiv:1605.08803.
+    """
+
+    def __init__(self, net: nn.Module, dim: int = 1, *, clamp: float = 2.0) -> None:
+        super().__init__(dim)
+        if not (math.isfinite(clamp) and clamp > 0):
+            raise ModelError(
+                f"clamp is {clamp}: expected a positive, finite bound of the logarithm of the scale, such as 2.0, "
+                "for the inverse divides by the scale"
+            )
+        self.net = net
+        self.clamp = float(clamp)
+
+    def extra_repr(self) -> str:
+        """What is not a submodule."""
+        return f"{super().extra_repr()}, clamp={self.clamp}"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The output, of the shape and dtype of the input."""
+        first, second = self._halves(x)
+        log_scale, shift = self._log_scale_and_shift(first)
+        return torch.cat([first, second * log_scale.exp() + shift], self.dim)
+
+    def inverse(self, output: torch.Tensor) -> torch.Tensor:
+        """The input that made an output."""
+        first, second = self._halves(output)
+        log_scale, shift = self._log_scale_and_shift(first)
+        return torch.cat([first, (second - shift) * (-log_scale).exp()], self.dim)
+
+    def reversible_backward(self, output: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The input that made an output, and the gradient for it; parameters accumulate theirs."""
+        first, second = self._halves(output)
+        first_gradient, second_gradient = self._halves(gradient)
+        leaf = learning(first)
+        with torch.enable_grad():
+            log_scale, shift = self._log_scale_and_shift(leaf)
+        scale = log_scale.detach().exp()
+        old_second = (second - shift.detach()) / scale
+        rebuilt = torch.cat([first, old_second], self.dim)
+        # y2 = x2 * exp(s) + t, so its derivative for s is x2 * exp(s), for t one and for x2 exp(s).
+        for_old_second = second_gradient * scale
+        roots = Roots([log_scale, shift], [for_old_second * old_second, second_gradient])
+        del output, first, second, log_scale, shift, old_second, scale
+        first_gradient = _add(first_gradient, _backward_through(self.net, roots, leaf))
+        return rebuilt, torch.cat([first_gradient, for_old_second], self.dim)
+
+    def _log_scale_and_shift(self, half: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        made = self.net(half)
+        raw, shift = _like(made, half).chunk(2, self.dim)
+        return self.clamp * (raw / self.clamp).tanh(), shift
+
+
+def _like(made: torch.Tensor, half: torch.Tensor) -> torch.Tensor:
+    """What a network made, in the dtype of what it took: under autocast it may be coarser, and the output shall be as the input."""
+    return made.to(half.dtype)
+
+
+def _add(gradient: torch.Tensor, more: torch.Tensor | None) -> torch.Tensor:
+    return gradient if more is None else gradient + more
+
+
+def _backward_through(network: nn.Module, roots: Roots, leaf: torch.Tensor) -> torch.Tensor | None:
+    """Run the backward of a network: parameters accumulate their gradients, that of the leaf is returned."""
+    parameters = list(network.parameters())
+    with torch.autocast(leaf.device.type, enabled=False):  # as a backward outside of the forward's context
+        for_leaf, *for_parameters = roots.gradients_for([leaf, *parameters], name=type(network).__name__)
+    accumulate(parameters, for_parameters)
+    return for_leaf
+
+
+# ----------------------------------------------------------------------------------------------------
+# The invertible 1x1 convolution of Glow, by an LU decomposition.
+
+
+class InvertibleConvolution(nn.Module):
+    """Mixes channels by a matrix ``P L U``: a fixed permutation, a unit lower and an upper triangle with a diagonal that is never zero.
+
+    Any number of spatial dimensions, none included: ``(batch, channels)``, ``(batch, channels, height, width)``, ... It begins as a random
+    rotation. The diagonal's signs are fixed; its logarithms are clamped, since the inverse divides by it. The matrix is in float32
+    or float64, under autocast as well: a coarser one would not be inverted.
+
+    Args:
+        channels: Number of channels.
+        clamp: Bound of the logarithms of the diagonal, positive.
+    Raises:
+        ModelError: ``channels`` or ``clamp`` is not positive.
+        InverseError: When called: the input has another number of channels.
+    Source:
+        Kingma and Dhariwal, "Glow", NeurIPS 2018, arXiv:1807.03039, section 3.2.
+    """
+
+    permutation: torch.Tensor
+    signs: torch.Tensor
+
+    def __init__(self, channels: int, *, clamp: float = 4.0) -> None:
+        super().__init__()
+        if channels < 1 or not clamp > 0:
+            raise ModelError(f"channels is {channels} and clamp {clamp}: expected both positive, such as 16 and 4.0")
+        rotation, _ = torch.linalg.qr(torch.randn(channels, channels))
+        permutation, lower, upper = torch.linalg.lu(rotation)
+        diagonal = upper.diagonal()
+        self.channels = channels
+        self.clamp = float(clamp)
+        self.lower = nn.Parameter(lower.tril(-1))
+        self.upper = nn.Parameter(upper.triu(1))
+        # Where the clamp lets it through, the matrix begins as the rotation itself.
+        bounded = (diagonal.abs().log() / clamp).clamp(-0.999, 0.999)
+        self.raw_logarithms = nn.Parameter(clamp * bounded.atanh())
+        self.register_buffer("permutation", permutation.argmax(dim=1))
+        self.register_buffer("signs", diagonal.sign())
+
+    def extra_repr(self) -> str:
+        """What is not a parameter."""
+        return f"channels={self.channels}, clamp={self.clamp}"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The output, of the shape and dtype of the input."""
+        with torch.autocast(x.device.type, enabled=False):
+            lower, upper = self._triangles()
+            matrix = (lower @ upper)[self.permutation]
+            columns = self._columns(x)
+            # Not "@", which takes another way, to other last bits, where no gradient is wanted.
+            mixed = torch.bmm(matrix.expand(len(columns), -1, -1), columns)
+            return mixed.reshape(x.shape).to(x.dtype)
+
+    def inverse(self, output: torch.Tensor) -> torch.Tensor:
+        """The input that made an output; two triangular systems are solved."""
+        with torch.autocast(output.device.type, enabled=False):
+            lower, upper = self._triangles()
+            columns = self._columns(output)[:, self.permutation.argsort()]
+            halfway = torch.linalg.solve_triangular(lower, columns, upper=False, unitriangular=True)
+            solved: torch.Tensor = torch.linalg.solve_triangular(upper, halfway, upper=True)
+            return solved.reshape(output.shape).to(output.dtype)
+
+    def _triangles(self) -> tuple[torch.Tensor, torch.Tensor]:
+        lower, upper, raw_logarithms, signs = (
+            tensor.to(self._dtype) for tensor in (self.lower, self.upper, self.raw_logarithms, self.signs)
+        )
+        identity = torch.eye(self.channels, dtype=lower.dtype, device=lower.device)
+        logarithms = self.clamp * (raw_logarithms / self.clamp).tanh()
+        return lower.tril(-1) + identity, upper.triu(1) + (signs * logarithms.exp()).diag()
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """What systems are solved in: float32 at least."""
+        return torch.promote_types(self.lower.dtype, torch.float32)
+
+    def _columns(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor as ``(batch, channels, places)``."""
+        if tensor.ndim < 2 or tensor.shape[1] != self.channels:
+            raise InverseError(
+                f"{type(self).__name__} takes {self.channels} channels, and got a tensor of shape {tuple(tensor.shape)}: expected "
+                f"(batch, {self.channels}, ...). Give that shape, or construct it for another number of channels",
+                stage=type(self).__name__,
+            )
+        return tensor.reshape(tensor.shape[0], self.channels, -1).to(self._dtype)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Invertible modules in a row, and the other way round.
+
+
+class InvertibleSequential(nn.Sequential):
+    """An ``nn.Sequential`` of invertible modules, with their inverses in reverse order.
+
+    :func:`~lightning_rotor.invertible.invertible_checkpoint` and the planner take it apart, so that its members need no more memory than one of them.
+    Modules in it that draw random numbers are undone only there: in :meth:`inverse` nobody knows in which state each found the generators.
+
+    Args:
+        *modules: As for ``nn.Sequential``.
+    Raises:
+        InverseError: One of them has no inverse.
+    """
+
+    def __init__(self, *modules: Any) -> None:
+        super().__init__(*modules)
+        self._require_inverses()
+
+    def inverse(self, output: Any) -> Any:
+        """The input that made an output."""
+        self._require_inverses()  # members may have been added since
+        for module in reversed(self._modules.values()):
+            output = cast("Invertible", module).inverse(output)
+        return output
+
+    def _require_inverses(self) -> None:
+        for name, module in self._modules.items():
+            require_invertible(module, name=labelled(module, name))
+
+
+class Reversed(nn.Module):
+    """A module with forward and inverse swapped: what :func:`reverse` makes.
+
+    Args:
+        module: With ``forward`` and ``inverse``. Its parameters are shared.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        require_invertible(module, name=type(module).__name__)
+        self.module = module
+
+    def forward(self, x: Any) -> Any:
+        """The module's inverse."""
+        return cast("Invertible", self.module).inverse(x)
+
+    def inverse(self, output: Any) -> Any:
+        """The module's forward."""
+        return self.module(output)
+
+
+def reverse(module: nn.Module) -> nn.Module:
+    """Swap forward and inverse of a module: a flow's sampler from its encoder.
+
+    Args:
+        module: With ``forward`` and ``inverse``; nothing is copied. Reversing an :class:`InvertibleSequential` reverses its members.
+    Returns:
+        The reversed module; of a reversed one, the module itself.
+    Raises:
+        InverseError: It has no inverse.
+    """
+    if isinstance(module, Reversed):
+        return module.module
+    if type(module) is InvertibleSequential and not has_own_call(module):
+        return InvertibleSequential(*map(reverse, reversed(list(module._modules.values()))))
+    return Reversed(module)
+
+
+def members(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """A module, or the modules that it runs in a row, each with a name for error messages."""
+    if type(module) is InvertibleSequential and not has_own_call(module):
+        for name, member in module._modules.items():  # a module that appears twice counts twice
+            if member is not None:
+                yield from members(member, f"{path}.{name}" if path else name)
+    else:
+        yield labelled(module, path), module
+
+
+def labelled(module: nn.Module, path: str) -> str:
+    """How a module is called in error messages: ``2.0 (AdditiveCoupling)``."""
+    kind = type(module).__name__
+    return f"{path} ({kind})" if path else kind

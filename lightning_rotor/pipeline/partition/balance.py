@@ -1,0 +1,167 @@
+"""How many stages of a chain go to which part: checked, or found from one number per stage as torchgpipe does it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from lightning_rotor.chain import Chain
+from lightning_rotor.pipeline.partition.problem import Reals
+from lightning_rotor.pipeline.schedule import PipelineError
+
+
+def balance_by_time(chain: Chain, partitions: int) -> list[int]:
+    """Cut a chain so that the slowest part is as fast as can be.
+
+    Forward and backward count, recomputation and memory do not: see :func:`lightning_rotor.pipeline.partition.partition` for both. Modules
+    are measured by :func:`lightning_rotor.profile_chain`.
+
+    Args:
+        chain: Costs of ``n`` stages.
+        partitions: How many parts, at most ``n``.
+    Returns:
+        How many stages are in each part.
+    Raises:
+        PipelineError: There are fewer stages than parts.
+    Example:
+        >>> balance_by_time(chain, 4)  # doctest: +SKIP
+        [12, 9, 8, 8]
+    """
+    return _least_largest(_stage_seconds(chain), partitions, "balance_by_time(chain, {})")
+
+
+def balance_by_size(chain: Chain, partitions: int, *, param_scale: float = 2.0) -> list[int]:
+    """Cut a chain so that the part that takes most memory takes as little as can be.
+
+    What plain training saves counts, and the parameters with what training needs for them.
+
+    Args:
+        chain: Costs of ``n`` stages.
+        partitions: How many parts, at most ``n``.
+        param_scale: What a byte of trained parameters takes in all: 2 with its gradient alone (plain SGD), 3 with momentum, 4 for Adam.
+    Returns:
+        How many stages are in each part.
+    Raises:
+        PipelineError: There are fewer stages than parts, or ``param_scale`` is negative.
+    """
+    if not (math.isfinite(param_scale) and param_scale >= 0):
+        raise PipelineError(
+            f"param_scale is {param_scale!r}: expected a number that is not negative, such as 2 for SGD, 3 with momentum, 4 for Adam"
+        )
+    sizes = [
+        stage.keep.saved_bytes + stage.output_bytes + param_scale * stage.keep.parameter_gradient_bytes
+        for stage in chain
+    ]
+    return _least_largest(sizes, partitions, "balance_by_size(chain, {})")
+
+
+def check_balance(balance: Sequence[int], stages: int, parts: int) -> tuple[int, ...]:
+    """A balance given by hand.
+
+    Args:
+        balance: How many stages of the chain are in each part.
+        stages: How many there are.
+        parts: How many parts there must be.
+    Returns:
+        The same.
+    Raises:
+        PipelineError: An entry is not a positive integer, there are too many or too few, or they do not add up; says what would be right.
+    """
+    given = list(balance)
+    entries: list[object] = [*balance]
+    for place, count in enumerate(entries):
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise PipelineError(
+                f"balance={given} has {count!r} at place {place}: expected positive integers, since every pipeline stage needs at least "
+                f"one stage of the model, such as balance={even_balance(stages, parts)}"
+            )
+    if len(given) != parts:
+        raise PipelineError(
+            f"balance={given} has {len(given)} entries for {parts} pipeline stages: expected one for each, such as "
+            f"balance={even_balance(stages, parts)}"
+        )
+    if sum(given) != stages:
+        raise PipelineError(
+            f"balance={given} shares out {sum(given)} stages, but the model has {stages}: expected the entries to add up, such as "
+            f"balance={_corrected(given, stages)}"
+        )
+    return tuple(given)
+
+
+def cuts_of(balance: Sequence[int]) -> tuple[int, ...]:
+    """First stage of each part."""
+    return tuple(int(sum(balance[:place])) for place in range(len(balance)))
+
+
+def runs_of(cuts: Sequence[int], stages: int) -> list[tuple[int, int]]:
+    """First and last stage of each part."""
+    return [(first, end - 1) for first, end in zip(cuts, (*cuts[1:], stages), strict=True)]
+
+
+def _stage_seconds(chain: Chain) -> list[float]:
+    return [stage.keep.forward_seconds + stage.keep.backward_seconds for stage in chain]
+
+
+def even_balance(stages: int, parts: int) -> list[int]:
+    """Parts of equal size, or of one stage each if there are too few."""
+    return [stages // parts + (place < stages % parts) for place in range(parts)] if parts <= stages else [1] * stages
+
+
+def simple_balances(chain: Chain, parts: int) -> list[list[int]]:
+    """What one would cut by hand; whoever searches must not end with less."""
+    return [even_balance(len(chain), parts), balance_by_time(chain, parts), balance_by_size(chain, parts)]
+
+
+def _corrected(given: list[int], stages: int) -> list[int]:
+    """The same proportions with the right sum."""
+    if stages < len(given):
+        return [1] * stages
+    corrected = [max(1, count * stages // sum(given)) for count in given]
+    while sum(corrected) != stages:
+        if sum(corrected) < stages:
+            # To whoever is furthest below what it asked for.
+            at = max(
+                range(len(given)), key=lambda place: (given[place] / sum(given) * stages - corrected[place], -place)
+            )
+            corrected[at] += 1
+        else:
+            at = max(range(len(given)), key=lambda place: (corrected[place], place))
+            corrected[at] -= 1
+    return corrected
+
+
+def _least_largest(values: Sequence[float], partitions: int, call: str) -> list[int]:
+    """Contiguous parts whose largest sum is least, in O(partitions · n · longest part); of those, the one whose sums are nearest to equal."""
+    n = len(values)
+    parts: object = partitions
+    if not isinstance(parts, int) or isinstance(parts, bool) or not 1 <= parts <= n:
+        raise PipelineError(
+            f"partitions is {partitions!r}, but the chain has {n} stages: expected an integer from 1 to {n}, such as {call.format(n)}"
+        )
+    before = np.concatenate(([0.0], np.cumsum(np.asarray(values, float))))
+    # No part needs to be larger than all in equal parts and one more, which bounds how many ends it may have.
+    most = (before[-1] / parts + max(values)) * (1 + 1e-9)
+    ends = np.arange(n + 1)[:, None] + np.arange(
+        1, int((np.searchsorted(before, before + most, "right") - np.arange(n + 1)).max())
+    )
+    inside = ends <= n
+    ends = np.minimum(ends, n)
+    sums = np.where(inside, before[ends] - before[:, None], math.inf)
+    sums[sums > most] = math.inf
+    largest, squares = np.full(n + 1, math.inf), np.full(n + 1, math.inf)
+    largest[n] = squares[n] = 0.0
+    chosen: list[Reals] = []
+    for _ in range(partitions):
+        slowest = np.maximum(sums, largest[ends])
+        least = slowest.min(axis=1)
+        with np.errstate(invalid="ignore", over="ignore"):
+            spread = np.where((slowest <= least[:, None]) & np.isfinite(slowest), sums**2 + squares[ends], math.inf)
+        chosen.append(np.argmin(spread, axis=1))
+        largest, squares = least, spread.min(axis=1)
+    balance, at = [], 0
+    for lengths in reversed(chosen):
+        balance.append(int(lengths[at]) + 1)
+        at += balance[-1]
+    return balance

@@ -1,0 +1,226 @@
+"""From a chain and devices to a partition, or to an error that says what would work."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import astuple
+from typing import Literal
+
+import numpy as np
+
+from lightning_rotor.chain import Chain
+from lightning_rotor.pipeline.partition.balance import check_balance, cuts_of, even_balance, runs_of
+from lightning_rotor.pipeline.partition.problem import (
+    Costs,
+    Cuts,
+    Link,
+    PipelineDevice,
+    Problem,
+    RecomputeMode,
+    devices_of,
+)
+from lightning_rotor.pipeline.partition.result import Partition
+from lightning_rotor.pipeline.partition.search import Found, InterleavedSearch, Search, least_bottleneck
+from lightning_rotor.pipeline.schedule import PipelineError, PipelineScheduleName
+from lightning_rotor.units import format_bytes
+
+# Runs of stages whose least memory is asked for, for an error.
+_MOST_ASKED = 400
+
+
+class PartitionError(PipelineError):
+    """The devices have too little memory for every partition.
+
+    Attributes:
+        minimum_bytes: The least memory per device that would do; for the interleaved schedule some memory that does.
+        device: Number of the first device that has less.
+    """
+
+    def __init__(self, message: str, *, minimum_bytes: int, device: int) -> None:
+        super().__init__(message)
+        self.minimum_bytes = minimum_bytes
+        self.device = device
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (self.args[0], self.minimum_bytes, self.device)
+
+
+def _rebuild(message: str, minimum_bytes: int, device: int) -> PartitionError:
+    return PartitionError(message, minimum_bytes=minimum_bytes, device=device)
+
+
+def partition(
+    chain: Chain,
+    devices: int | Sequence[PipelineDevice],
+    *,
+    micro_batches: int,
+    memory_bytes: int | None = None,
+    balance: Literal["auto"] | Sequence[int] = "auto",
+    schedule: PipelineScheduleName = "1f1b",
+    stages_per_device: int = 1,
+    recompute: RecomputeMode = "rotor",
+    state_bytes: Sequence[int] = (),
+    link: Link = Link(),  # noqa: B008 - frozen
+    receive_buffers: Literal["micro_batches", "in_flight"] = "micro_batches",
+    gradients_exist: bool = False,
+    outputs_linger: bool = True,
+) -> Partition:
+    """Cut a chain into pipeline stages so that a step takes the least time and every device has enough memory.
+
+    For ``"gpipe"`` and ``"1f1b"`` exact over all cuts, given the planner's plan of each run of stages; where a search would take too long it
+    stops with a bound, see :attr:`Partition.gap`, and a local optimum. For ``"interleaved"`` exact where there are few cuts, else a local optimum
+    with a weaker bound. Never slower than equal cuts, :func:`.balance_by_time` and :func:`.balance_by_size`, where those fit.
+
+    Args:
+        chain: Costs of ``n`` stages, measured with one micro-batch.
+        devices: How many equal devices, or one entry for each in the order of the pipeline.
+        micro_batches: Into how many parts a batch is split.
+        memory_bytes: Of each device, if only their number is given; weights and everything else included. None: no concern.
+        balance: ``"auto"``, or how many stages of the chain each pipeline stage gets.
+        schedule: ``"gpipe"``, ``"1f1b"`` or ``"interleaved"``.
+        stages_per_device: More than one for ``"interleaved"`` only.
+        recompute: ``"rotor"``, ``"always"``, ``"except_last"`` or ``"never"``, see :class:`.Problem`.
+        state_bytes: By stage of the chain, weights, buffers and optimizer state. Gradients are known from the chain.
+        link: Bandwidth and latency between neighbours. By default messages take no time.
+        receive_buffers: See :class:`.Problem`.
+        gradients_exist: Gradients of parameters are there before the step.
+        outputs_linger: See :class:`.Problem`.
+    Returns:
+        Cuts, a plan for each pipeline stage, and the simulated step.
+    Raises:
+        PipelineError: More pipeline stages than stages of the chain, a balance that does not add up, or arguments without sense.
+        PartitionError: No partition fits; says the least memory per device that would do.
+    Example:
+        >>> partition(chain, 4, micro_batches=8, memory_bytes=parse_bytes("16GiB")).balance  # doctest: +SKIP
+        (12, 9, 8, 8)
+    """
+    start = time.perf_counter()
+    if not isinstance(devices, int) and memory_bytes is not None:
+        raise PipelineError("memory_bytes goes with a number of devices: expected memory_bytes in each PipelineDevice")
+    problem = Problem(
+        chain,
+        devices_of(devices, memory_bytes),
+        micro_batches,
+        schedule=schedule,
+        stages_per_device=stages_per_device,
+        recompute=recompute,
+        state_bytes=tuple(state_bytes),
+        link=link,
+        receive_buffers=receive_buffers,
+        gradients_exist=gradients_exist,
+        outputs_linger=outputs_linger,
+    )
+    costs = Costs(problem)
+    if not isinstance(balance, str):
+        cuts = cuts_of(check_balance(balance, len(chain), problem.stages))
+        found = _by_hand(problem, costs, cuts)
+    elif balance == "auto":
+        found = _automatic(problem, costs)
+        cuts = () if found else _least_memory_cuts(problem, costs)
+        found = found or _by_hand(problem, costs, cuts)
+    else:
+        raise PipelineError(
+            f'balance is {balance!r}: expected "auto" or numbers such as {even_balance(len(chain), problem.stages)}'
+        )
+    if found is None:
+        raise _refusal(problem, costs, cuts, by_hand=not isinstance(balance, str))
+    return Partition(problem, found.choices, found.bound_seconds, time.perf_counter() - start)
+
+
+def _automatic(problem: Problem, costs: Costs) -> Found | None:
+    if problem.stages_per_device == 1:
+        return Search(problem, costs).run()
+    return InterleavedSearch(problem, costs).run()
+
+
+def _by_hand(problem: Problem, costs: Costs, cuts: Cuts) -> Found | None:
+    """These cuts, whatever others would take."""
+    if problem.stages_per_device > 1:
+        return InterleavedSearch(problem, costs).only(cuts)
+    choices = [costs.choice(stage, *run) for stage, run in enumerate(runs_of(cuts, len(problem.chain)))]
+    found = tuple(choice for choice in choices if choice is not None)
+    return Found(cuts, found, math.nan, 0.0) if len(found) == len(choices) else None
+
+
+# -------------------------------------------------------------------- what would work
+
+
+def _refusal(problem: Problem, costs: Costs, cuts: Cuts, *, by_hand: bool) -> PartitionError:
+    """Says the least memory per device, and who has less."""
+    needs = _needs(problem, costs, cuts)
+    memories = [device.memory_bytes for device in problem.devices]
+    short = [place for place, has in enumerate(memories) if has is not None and has < needs[place]]
+    device = short[0] if short else needs.index(max(needs))
+    has, needed = format_bytes(memories[device] or 0), format_bytes(max(needs))
+    if has == needed:
+        has, needed = f"{memories[device] or 0:,} bytes", f"{max(needs):,} bytes"
+    static = sum(problem.state_bytes) + sum(costs.gradient_bytes(*run) for run in runs_of(cuts, len(problem.chain)))
+    least = (
+        "at least" if problem.stages_per_device == 1 else "about"
+    )  # stages of one device are seldom at their worst together
+    what = f"balance={list(_balance(problem, cuts))} does not fit" if by_hand else "no partition fits"
+    remedies = "use more devices or smaller micro-batches"
+    remedies += "" if problem.recompute == "rotor" else ', or recompute="rotor"'
+    remedies += ', or balance="auto"' if by_hand else ""
+    return PartitionError(
+        f"{what} {len(problem.devices)} devices: device {device} has {has}, expected {least} {needed} per device for "
+        f"{problem.micro_batches} micro-batches under {problem.schedule!r} with recompute={problem.recompute!r} (weights, optimizer state and "
+        f"gradients take {format_bytes(static)} in all): {remedies}",
+        minimum_bytes=max(needs),
+        device=device,
+    )
+
+
+def _balance(problem: Problem, cuts: Cuts) -> tuple[int, ...]:
+    return tuple(last + 1 - first for first, last in runs_of(cuts, len(problem.chain)))
+
+
+def _needs(problem: Problem, costs: Costs, cuts: Cuts) -> list[int]:
+    """By device, the least memory; stages of one device as if all were at their worst at once."""
+    needs = [costs.least_bytes(stage, *run) for stage, run in enumerate(runs_of(cuts, len(problem.chain)))]
+    return [sum(needs[device :: len(problem.devices)]) for device in range(len(problem.devices))]
+
+
+def _least_memory_cuts(problem: Problem, costs: Costs) -> Cuts:
+    """Cuts whose largest need of memory is least, if that is found before patience ends; else the best that were found.
+
+    What a run needs is asked for only where a bound of it matters: what it always holds, and what any of its stages takes by itself.
+    """
+    n, stages = len(problem.chain), problem.stages
+    longest = min(n - stages + 1, 4 * math.ceil(n / stages) + 4)
+    bounds = np.full((stages, n, longest), math.inf)
+    alone = _least_alone(problem.chain)
+    for stage in range(stages):
+        for first in range(stage, 1 if stage == 0 else n - (stages - stage) + 1):
+            highest = 0
+            for last in range(first, min(first + longest, n - (stages - 1 - stage))):
+                highest = max(highest, alone[last])
+                if stage < stages - 1 or last == n - 1:
+                    static = costs.static_bytes(stage, first, last) + costs.gradient_bytes(first, last)
+                    held = problem.in_flight[stage] * problem.chain.stages[last].output_bytes
+                    bounds[stage, first, last - first] = static + max(held, highest)
+    asked: set[tuple[int, int, int]] = set()
+    best: tuple[float, Cuts] | None = None
+    while True:
+        cuts = least_bottleneck(bounds)
+        assert cuts is not None, "every run can have the memory that it needs"
+        new = {(stage, *run) for stage, run in enumerate(runs_of(cuts, len(problem.chain)))} - asked
+        for stage, first, last in new:
+            bounds[stage, first, last - first] = costs.least_bytes(stage, first, last)
+        asked |= new
+        need = max(
+            bounds[stage, first, last - first] for stage, (first, last) in enumerate(runs_of(cuts, len(problem.chain)))
+        )
+        best = min(best or (math.inf, cuts), (float(need), cuts))
+        if not new or len(asked) > _MOST_ASKED:
+            return best[1]
+
+
+def _least_alone(chain: Chain) -> list[int]:
+    """By stage, what its backward takes whatever the schedule."""
+    return [
+        min(option.saved_bytes + min(astuple(option.backward_peaks(gradients_exist=True))) for option in stage.options)
+        for stage in chain
+    ]

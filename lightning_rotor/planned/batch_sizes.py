@@ -1,0 +1,260 @@
+"""The batch size with the best predicted samples per second inside a memory limit, from two measurements.
+
+Layers treat samples alike, so bytes and seconds of a stage are affine in the batch size B: a part for the stage (gradients of its parameters,
+launching its kernels) and a part for each sample. Two measured sizes give both parts, and with them the chain of any other size::
+
+    cost(B) = cost(b₁) + (B − b₁) · (cost(b₂) − cost(b₁)) / (b₂ − b₁)
+
+Each candidate is planned under the limit. Up to where recomputation begins larger batches use the device better; beyond it they pay for
+themselves with recomputation, and the best one is often not the largest that fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import nn
+
+from lightning_rotor.capture.cutting import sequentialize
+from lightning_rotor.chain import Chain, UnlikeChainsError, combined
+from lightning_rotor.errors import BudgetError, ModelError, SampleError
+from lightning_rotor.memory.budget import Allowance, ResidentMemory
+from lightning_rotor.memory.devices import resolve_limit
+from lightning_rotor.planned.ranks import communicates
+from lightning_rotor.planning import Plan, plan
+from lightning_rotor.planning.plan import DEFAULT_SLOTS
+from lightning_rotor.planning.tables import rendered
+from lightning_rotor.private.values import tensors_in
+from lightning_rotor.profiling import Profile, profile_chain
+from lightning_rotor.units import format_bytes, parse_limit
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSizeOption:
+    """One batch size under its plan.
+
+    Attributes:
+        batch_size: Samples in a batch.
+        plan: For the chain of that size.
+        reserved_bytes: What the process holds besides the chain.
+    """
+
+    batch_size: int
+    plan: Plan
+    reserved_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted peak of the process, whatever is outside of the chain and unknown before a step (a loss) left out."""
+        return self.reserved_bytes + self.plan.peak_bytes
+
+    @property
+    def samples_per_second(self) -> float:
+        """Predicted, for forward and backward of the chain."""
+        return self.batch_size / self.plan.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSizeAdvice:
+    """What batch sizes are worth. Printed, it is a table.
+
+    Attributes:
+        options: Sizes that fit, rising.
+        limit_bytes: For the whole process.
+        measured: The sizes that were measured.
+    """
+
+    options: tuple[BatchSizeOption, ...]
+    limit_bytes: int
+    measured: tuple[int, int]
+
+    @property
+    def best(self) -> BatchSizeOption:
+        """The one with the most samples per second."""
+        return max(self.options, key=lambda option: option.samples_per_second)
+
+    def __rich__(self) -> Table:
+        table = Table(
+            title=f"Batch sizes within {format_bytes(self.limit_bytes)}, from measurements at {self.measured}"
+        )
+        for heading in ("Batch size", "Samples/s", "Peak", "Overhead", "Stages recomputed", ""):
+            table.add_column(heading, justify="right")
+        for option in self.options:
+            table.add_row(
+                str(option.batch_size),
+                f"{option.samples_per_second:,.0f}",
+                format_bytes(option.peak_bytes),
+                f"{option.plan.overhead:.1%}",
+                str(len(option.plan.recomputed)),
+                "best" if option is self.best else "",
+            )
+        return table
+
+    def __str__(self) -> str:
+        return rendered(self.__rich__())
+
+
+@dataclass(frozen=True, slots=True)
+class AffineCosts:
+    """Chains of one model at two batch sizes, and so at all.
+
+    Attributes:
+        sizes: The two, the smaller first.
+        chains: Measured at these.
+    """
+
+    sizes: tuple[int, int]
+    chains: tuple[Chain, Chain]
+
+    def at(self, batch_size: int) -> Chain:
+        """The chain of a batch size: exact in bytes where they are affine, rounded up where they are not whole.
+
+        Raises:
+            ModelError: The two chains differ in more than sizes and durations.
+        """
+        (small, large), span = self.sizes, self.sizes[1] - self.sizes[0]
+
+        def line(at_small: Any, at_large: Any) -> Any:  # times the span: integers stay exact
+            return at_small * (large - batch_size) + at_large * (batch_size - small)
+
+        def seconds(values: Sequence[float]) -> float:
+            # Noise must not let the time of a stage fall, or vanish, as its batch grows.
+            return float(max(line(values[0], max(values)) / span, values[0] * min(1.0, batch_size / small)))
+
+        try:
+            return combined(self.chains, of_bytes=lambda values: max(0, -(-line(*values) // span)), of_seconds=seconds)
+        except UnlikeChainsError as error:
+            raise ModelError(
+                f"batches of {small} and {large} run differently ({error}), so nothing can be said about others: expected a model whose layers "
+                "do not depend on the batch size"
+            ) from None
+
+
+def advise_batch_size(
+    model: nn.Module,
+    sample: Any,
+    *,
+    mem_limit: int | float | str | None = None,
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+    batch_sizes: Iterable[int] | None = None,
+    slots: int = DEFAULT_SLOTS,
+) -> BatchSizeAdvice:
+    """Predict for many batch sizes what they take and how fast they are under a plan, from two measurements.
+
+    Args:
+        model: What trains, on its device and in training mode.
+        sample: An input of at least two samples: a tensor, or a tuple of positional arguments; every tensor's first dimension is the batch. It and
+            its first half are measured, so it should keep the device as busy as training will.
+        mem_limit: For the whole process, as in :class:`~lightning_rotor.RotorCallback`.
+        optimizers: Their state is predicted if it does not exist yet.
+        batch_sizes: Candidates. By default 1, 2, 3, 4, 6, 8, 12, 16, 24 and so on, up to the first that does not fit.
+        slots: Resolution of the planner.
+    Returns:
+        The candidates that fit, each with its plan.
+    Raises:
+        SampleError: The sample cannot be halved.
+        ModelError: The model can be no chain, or depends on the batch size.
+        BudgetError: None of the candidates fits.
+    Example:
+        >>> layers = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+        >>> advice = advise_batch_size(layers, torch.randn(64, 8), mem_limit="64KiB")
+        >>> advice.best.peak_bytes <= 64 * 1024
+        True
+    """
+    costs, batch_bytes = measured_costs(model, sample)
+    device = torch.device(costs.chains[0].device)
+    limit_bytes = resolve_limit(parse_limit(mem_limit), device)
+    resident = ResidentMemory.of(model, model, optimizers, (), device)
+
+    def allowance(chain: Chain, batch_size: int) -> Allowance:
+        held = replace(resident, batch_bytes=-(-batch_bytes * batch_size // costs.sizes[1]))
+        return held.allowance(limit_bytes, gradients_linger=True)
+
+    return advice_from(costs, allowance, limit_bytes=limit_bytes, batch_sizes=batch_sizes, slots=slots)
+
+
+def measured_costs(model: nn.Module, sample: Any) -> tuple[AffineCosts, int]:
+    """Measure a model at the size of a sample and at half of it. Also the sample's bytes.
+
+    Raises:
+        SampleError: The sample cannot be halved.
+        ModelError: The model can be no chain, or another one for half a sample.
+    """
+    args = sample if isinstance(sample, tuple) else (sample,)
+    sizes = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors_in(args)}
+    if len(sizes) != 1 or (size := sizes.pop()) < 2:
+        raise SampleError(
+            f"the sample's tensors have first dimensions {sorted(sizes) or [size]}: expected one number of samples, at least 2, in all of them"
+        )
+    half = size // 2
+    profiles = [_profile(model, tuple(_first(argument, number) for argument in args)) for number in (half, size)]
+    chains = (profiles[0].chain, profiles[1].chain)
+    if chains[0].names != chains[1].names:
+        raise ModelError(
+            f"{type(model).__name__} becomes {len(chains[0])} stages for {half} samples and {len(chains[1])} for {size}: expected the same"
+        )
+    return AffineCosts((half, size), chains), sum(tensor.nbytes for tensor in tensors_in(args))
+
+
+def advice_from(
+    costs: AffineCosts,
+    allowance: Callable[[Chain, int], Allowance],
+    *,
+    limit_bytes: int,
+    batch_sizes: Iterable[int] | None = None,
+    slots: int = DEFAULT_SLOTS,
+) -> BatchSizeAdvice:
+    """Plan each candidate. The arguments are those of :func:`advise_batch_size`, with the allowance of each size.
+
+    Raises:
+        BudgetError: None of the candidates fits.
+    """
+    options: list[BatchSizeOption] = []
+    failure: BudgetError | None = None
+    for batch_size in _candidates() if batch_sizes is None else sorted(set(batch_sizes)):
+        chain = costs.at(batch_size)
+        allowed = allowance(chain, batch_size)
+        try:
+            solved = plan(
+                chain,
+                max(allowed.budget_bytes, 1),
+                slots=slots,
+                gradients_exist=allowed.gradients_exist,
+                lingering_bytes=allowed.lingering_bytes,
+            )
+        except BudgetError as error:
+            failure = allowed.explain(error)
+            break
+        options.append(BatchSizeOption(batch_size, solved, allowed.reserved_bytes))
+    if not options:
+        assert failure is not None
+        raise failure
+    return BatchSizeAdvice(tuple(options), limit_bytes, costs.sizes)
+
+
+def _candidates() -> Iterator[int]:
+    yield 1
+    for power in count(1):
+        yield 2**power
+        yield 3 * 2 ** (power - 1)
+
+
+def _profile(model: nn.Module, args: tuple[Any, ...]) -> Profile:
+    cut = sequentialize(model, args, {})
+    return profile_chain(cut.stages, cut.bind(args, {}), in_lockstep=communicates(model))
+
+
+def _first(argument: Any, number: int) -> Any:
+    match argument:
+        case torch.Tensor():
+            return argument[:number].detach().clone().requires_grad_(argument.requires_grad)
+        case tuple() | list():
+            return type(argument)(_first(part, number) for part in argument)
+        case dict():
+            return {name: _first(part, number) for name, part in argument.items()}
+    return argument

@@ -1,0 +1,195 @@
+"""How the processes of a distributed training come to run the same plan, without ever waiting for one that does not come.
+
+Which way is safe depends on what happens inside the planned module:
+
+==========================  =========================================================================================================
+the module                  agreement
+==========================  =========================================================================================================
+computes by itself (DDP)    :class:`PublishedPlans`: nobody waits. The first process that plans a call publishes the plan; who meets the
+                            same call with the same budget takes it. A process whose batch has another shape plans for itself, and one
+                            that skips the module altogether keeps nobody waiting.
+communicates (SyncBatchNorm :class:`JointPlans`: the processes run it in lockstep anyway, and a recomputation communicates once more. So
+and DTensors, all_reduce)   they ask each other at each forward whether anyone has no plan for its shapes yet, and if so all measure
+                            and plan together, and all run the plan of the process that has least room,
+                            or another one that fits all.
+==========================  =========================================================================================================
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_rotor.errors import BudgetError, RotorError, ScheduleError
+from lightning_rotor.planning import Plan
+from lightning_rotor.schedule import Schedule
+from lightning_rotor.simulator import simulate
+from lightning_rotor.units import format_bytes
+
+_PREFIX = "lightning_rotor/plan"
+
+
+class Agreement(Protocol):
+    """What a :class:`~lightning_rotor.planned.forward.PlannedForward` asks of the other processes."""
+
+    @property
+    def together(self) -> bool:
+        """Whether the processes can only measure and plan together."""
+
+    def must_start_afresh(self, *, ready: bool) -> bool:
+        """Whether to drop what is known and measure, for the sake of others. Asked at each planned forward.
+
+        Args:
+            ready: This process has a plan for the call that it is about to run.
+        """
+
+    def settle(self, call: str, outcome: Plan | BudgetError) -> Plan:
+        """The plan to run instead of one's own.
+
+        Args:
+            call: Fingerprint of the call: stages, shapes and settings.
+            outcome: What this process has planned for it, or why it could not.
+        Raises:
+            BudgetError: There is none.
+        """
+
+
+class PublishedPlans:
+    """Plans in the key-value store that the processes met through: the first one to be published counts.
+
+    Args:
+        store: A ``torch.distributed.Store`` that all processes share.
+    """
+
+    together = False
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def must_start_afresh(self, *, ready: bool) -> bool:
+        """Never: each process measures and plans when it must."""
+        return False
+
+    def settle(self, call: str, outcome: Plan | BudgetError) -> Plan:
+        """The published plan for this call and budget; this process' own if there was none, or if the published one does not fit here."""
+        if isinstance(outcome, BudgetError):
+            raise outcome
+        circumstances = (outcome.budget_bytes, outcome.gradients_exist, outcome.lingering_bytes, outcome.slots)
+        key = "/".join(map(str, (_PREFIX, call, *circumstances)))
+        # With nothing expected, a store sets what is not there yet, and returns what is there afterwards.
+        published = self._store.compare_set(key, "", str(outcome.schedule))
+        return _adopted(outcome, published.decode()) or outcome
+
+
+class JointPlans:
+    """One plan for processes that run a module in lockstep.
+
+    Args:
+        group: A process group of all, over a backend that takes tensors on the CPU, so that no device is waited for.
+        beyond: If no plan fits all of them, run the one that exceeds any budget by least.
+    """
+
+    together = True
+
+    def __init__(self, group: Any, *, beyond: bool = False) -> None:
+        self._group = group
+        self._beyond = beyond
+
+    def must_start_afresh(self, *, ready: bool) -> bool:
+        """Whether any process has no plan for its call: one number goes round."""
+        all_ready = torch.tensor(int(ready))
+        dist.all_reduce(all_ready, dist.ReduceOp.MIN, group=self._group)
+        return not all_ready
+
+    def settle(self, call: str, outcome: Plan | BudgetError) -> Plan:
+        """The plan of the process whose batch leaves the least room, if it fits all; else the next one that does."""
+        outcomes = self._told_by_all(_told(outcome))
+        failures = [told for told in outcomes if isinstance(told, BudgetError)]
+        if failures:
+            raise max(failures, key=lambda error: error.minimum_bytes - error.budget_bytes)
+        assert isinstance(outcome, Plan)
+        proposals = list(dict.fromkeys(schedule for _, schedule in sorted(outcomes, key=lambda told: -told[0])))
+        if len(proposals) == 1:
+            return outcome
+        # All judge all, and all come to the same conclusion: one that ended alone would leave the others waiting.
+        judged = zip(*self._told_by_all([_excess_bytes(outcome, schedule) for schedule in proposals]), strict=True)
+        excess = {schedule: max(sizes) for schedule, sizes in zip(proposals, judged, strict=True) if None not in sizes}
+        best = min(excess, key=lambda schedule: excess[schedule], default=None)
+        if best is None or (excess[best] > 0 and not self._beyond):
+            raise RotorError(
+                f"no plan fits all processes, of which this one has a chain of {len(outcome.chain)} stages and a budget of "
+                f"{format_bytes(outcome.budget_bytes)}: expected batches of about the same shape on all of them, since {call} communicates"
+            )
+        settled = _under(outcome, Schedule.parse(best))
+        return replace(settled, budget_bytes=max(settled.budget_bytes, settled.peak_bytes))
+
+    def _told_by_all(self, told: Any) -> list[Any]:
+        heard: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(heard, told, group=self._group)
+        return heard
+
+
+def _told(outcome: Plan | BudgetError) -> BudgetError | tuple[int, str]:
+    """What others need to know: what is missing for a plan that recomputes nothing, and the plan."""
+    if isinstance(outcome, BudgetError):
+        return outcome
+    kept = _under(outcome, Schedule.keep_all(len(outcome.chain)))
+    return kept.peak_bytes - outcome.budget_bytes, str(outcome.schedule)
+
+
+def _under(plan: Plan, schedule: Schedule) -> Plan:
+    """The same plan with another schedule."""
+    simulation = simulate(
+        plan.chain, schedule, gradients_exist=plan.gradients_exist, lingering_bytes=plan.lingering_bytes
+    )
+    return replace(plan, schedule=schedule, simulation=simulation)
+
+
+def _excess_bytes(plan: Plan, schedule: str) -> int | None:
+    """By how much a plan of another process exceeds this one's budget, or None if it is not for such a chain."""
+    try:
+        return max(_under(plan, Schedule.parse(schedule)).peak_bytes - plan.budget_bytes, 0)
+    except ScheduleError:
+        return None
+
+
+def _adopted(plan: Plan, schedule: str) -> Plan | None:
+    """A plan of another process with the costs of this one, or None if it does not fit here."""
+    try:
+        adopted = _under(plan, Schedule.parse(schedule))
+    except ScheduleError:
+        return None
+    return adopted if adopted.peak_bytes <= adopted.budget_bytes else None
+
+
+# ----------------------------------------------------------------------------------------------------
+# Modules that wait for other processes in their forward.
+
+
+_NAMES = frozenset(
+    (
+        "all_gather",
+        "all_gather_into_tensor",
+        "all_reduce",
+        "all_to_all",
+        "all_to_all_single",
+        "broadcast",
+        "reduce_scatter_tensor",
+    )
+)
+
+
+def communicates(module: nn.Module) -> bool:
+    """Whether a module's forward waits for other processes, as far as its layers, its parameters and the names in its code tell."""
+    return any(map(_is_collective, module.modules())) or any(
+        hasattr(parameter, "device_mesh") for parameter in module.parameters()
+    )
+
+
+def _is_collective(module: nn.Module) -> bool:
+    code = getattr(type(module).forward, "__code__", None)
+    return isinstance(module, nn.SyncBatchNorm) or (code is not None and not _NAMES.isdisjoint(code.co_names))

@@ -1,0 +1,132 @@
+"""Nestings of tuples, lists, dicts and registered containers.
+
+``torch.utils._pytree`` is private in name alone: torch's own messages send users there to register containers, and ``torch.utils`` has no public
+module of the kind. The same in 2.11 to 2.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import (
+    TreeSpec,
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_structure,
+    tree_unflatten,
+)
+
+from lightning_rotor.errors import SampleError
+from lightning_rotor.private.torch_names import FakeTensor, identity_of
+from lightning_rotor.units import in_blocks
+
+__all__ = [
+    "TreeSpec",
+    "keystr",
+    "tree_flatten",
+    "tree_flatten_with_path",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "tree_structure",
+    "tree_unflatten",
+]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Tensors in what user code takes and gives, and the memory under them as torch asked for it.
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in a nesting that torch's pytree knows (tuples, lists, dicts, registered containers), in order.
+
+    :func:`~lightning_rotor.memory.held.walk_tensors` looks into any mapping and into sets as well.
+    """
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def spelled(dtype: torch.dtype, shape: Sequence[int]) -> str:
+    """Type and shape as one word, such as ``"float32[4, 64, 8, 8]"``."""
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+
+
+def is_fake(tensor: object) -> bool:
+    """Whether a tensor stands for one that was never computed: it has a shape and a device, but neither memory nor values."""
+    return isinstance(tensor, FakeTensor)
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Which memory a tensor has: the same for all that share it, 0 for none. What was freed may be another's later."""
+    storage = tensor.untyped_storage()
+    if is_fake(tensor):
+        return identity_of(storage) if storage.nbytes() else 0
+    return storage.data_ptr()
+
+
+def bytes_in_blocks(tensors: Iterable[torch.Tensor], block_bytes: int) -> int:
+    """Bytes of the distinct storages under some dense tensors, as an allocator with blocks of that size counts them.
+
+    :func:`~lightning_rotor.memory.held.storage_bytes` knows sparse tensors, too, and several devices.
+    """
+    return sum(in_blocks(size, block_bytes) for size in sizes_by_address(tensors).values())
+
+
+def sizes_by_address(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """The distinct storages under some dense tensors, and how many bytes torch asked for."""
+    return {address_of(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two tensors have the same shape, dtype, device and values; a NaN is the same as another. Fake ones have no values to differ."""
+    if left is right:
+        return True
+    if (left.shape, left.dtype, left.device) != (right.shape, right.dtype, right.device):
+        return False
+    if is_fake(left) or is_fake(right):
+        return True
+    # A NaN equals no NaN, so where both are one, the values are compared as "same".
+    return bool(((left == right) | ((left != left) & (right != right))).all())
+
+
+def require_tensors(value: Any) -> None:
+    """Check that an input holds a tensor.
+
+    Raises:
+        SampleError: It does not.
+    """
+    if not tensors_in(value):
+        raise SampleError(
+            f"the input is {type(value).__name__} and holds no tensor: expected a tensor, or tensors in tuples, lists or dicts"
+        )
+
+
+def check_sample(sample: Any) -> None:
+    """Check that a sample can be measured with.
+
+    Raises:
+        SampleError: It is missing, holds no tensor, or values that are not finite.
+    """
+    if sample is None:
+        raise SampleError(
+            "there is no sample: expected an input as in training, a tensor or tensors in tuples, lists or dicts"
+        )
+    require_tensors(sample)
+    for tensor in tensors_in(sample):
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise SampleError(
+                f"the sample of shape {tuple(tensor.shape)} holds values that are not finite (NaN or infinity): expected an input as in training"
+            )
+
+
+def uncounted_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy; that of a tensor on the CPU lies in NumPy's memory, so that small change does not show in the peak of torch's allocator."""
+    if tensor.device.type != "cpu":
+        return tensor.detach().clone()
+    plain = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().copy()
+    return torch.from_numpy(plain).view(tensor.dtype).view(tensor.shape)

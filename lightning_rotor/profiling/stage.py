@@ -1,0 +1,509 @@
+"""Measuring one stage: bytes from one run each per case, seconds from several.
+
+Every run owns a fresh copy of the stage's input and starts its backward from a node that makes the gradient of the output on the spot,
+so that everything dies exactly when it would in training: the gradient after the first operator that reads it, the input with the last
+saved tensor that needs it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_rotor.capture.compiled import is_compiled
+from lightning_rotor.chain import Option, StageCost
+from lightning_rotor.errors import ModelError
+from lightning_rotor.execution.options import run_stage
+from lightning_rotor.execution.recomputation import NO_STATE, recomputed
+from lightning_rotor.execution.segment_state import SegmentState
+from lightning_rotor.private.torch_names import version_of
+from lightning_rotor.private.values import address_of, bytes_in_blocks, tensors_in, tree_flatten, tree_unflatten
+from lightning_rotor.profiling.gradients import (
+    NO_LAYOUTS,
+    Layouts,
+    LinkLayouts,
+    Memories,
+    SkipGradient,
+    StageBackward,
+    StageEnds,
+)
+from lightning_rotor.profiling.meters import Meter, MeteredPhase
+from lightning_rotor.profiling.storages import Boundary
+from lightning_rotor.stages.generators import GeneratorStates
+from lightning_rotor.stages.sequential import Stage
+from lightning_rotor.stages.snapshot import Snapshot
+
+# ----------------------------------------------------------------------------------------------------
+# Reading what a meter has recorded, by the labels of its marks.
+
+
+class Phases:
+    """Finds the phases of a recording by their labels."""
+
+    def __init__(self, phases: Sequence[MeteredPhase]) -> None:
+        self._phases = phases
+        self._labels = [phase.label for phase in phases]
+
+    def first(self, label: str) -> MeteredPhase:
+        """The first phase with this label."""
+        return self._phases[self._labels.index(label)]
+
+    def between(self, begin: str, end: str) -> Sequence[MeteredPhase]:
+        """From the first phase labelled ``begin`` up to the first labelled ``end``, without it."""
+        if begin not in self._labels:
+            return ()
+        return self._phases[self._labels.index(begin) : self._labels.index(end)]
+
+    def until_last_save(self) -> Sequence[MeteredPhase]:
+        """The forward up to its last saved tensor; nothing if it saves none."""
+        saves = [index for index, label in enumerate(self._labels) if label == "save"]
+        return self._phases[self._labels.index("forward") : saves[-1]] if saves else ()
+
+
+def peak_bytes_of(phases: Sequence[MeteredPhase]) -> int:
+    """Highest level in several phases; 0 if there are none."""
+    return max((phase.peak_bytes for phase in phases), default=0)
+
+
+# ----------------------------------------------------------------------------------------------------
+# How often to time a run, and what to take for its duration.
+
+
+_ENOUGH_SECONDS = 0.5
+"""Long enough for the noise of a busy machine to even out within one run."""
+_SHORT_SECONDS = 0.01
+"""So little that a single interruption by another process decides what a few runs take."""
+_MORE = 3
+
+
+def is_enough(seconds: Sequence[float], repeats: int) -> bool:
+    """Whether runs that took so long have been timed often enough.
+
+    Args:
+        seconds: Of each run so far.
+        repeats: How often to time one; less often where runs are so long that noise does not matter, and more often where they are so
+            short that little else does.
+    """
+    total = sum(seconds)
+    return total >= _ENOUGH_SECONDS or len(seconds) >= (repeats if total >= _SHORT_SECONDS else _MORE * repeats)
+
+
+def typical(seconds: Sequence[float]) -> float:
+    """The duration of a run that was timed several times: the middle of the faster half, for interruptions never make one faster."""
+    return max(sorted(seconds)[len(seconds) // 4], 0.0)
+
+
+# ----------------------------------------------------------------------------------------------------
+
+
+WORTH_MENTIONING_BYTES = 1024
+"""Python numbers in an expression (x * 2) become tensors of 8 bytes that stay with the graph; nobody needs to hear of them."""
+# Parameters' gradients below this part of a backward's peak may count as piling up though they do not; measuring takes time, too.
+_NEGLIGIBLE = 1 / 256
+
+
+@dataclass(frozen=True, slots=True)
+class StageMeasurement:
+    """Costs of a stage, and what it does to gradients of skips.
+
+    Attributes:
+        cost: Of the stage.
+        skip_gradients: By the place of the skip, see :class:`StageEnds`.
+        link_layouts: How it leaves the gradients of its link, if not each of them fills memory of its own.
+        passes_on: It leaves its link's gradient in memory that it was given.
+        given_bytes: Gradients of skips that it was given, as far as its peaks count them.
+    """
+
+    cost: StageCost
+    skip_gradients: Mapping[int, SkipGradient]
+    link_layouts: LinkLayouts
+    passes_on: bool
+    given_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _KeepRun:
+    """Bytes of one recorded forward and its backward."""
+
+    forward_peak_bytes: int
+    replay_peak_bytes: int
+    saved_bytes: int
+    saved_input_bytes: int
+    saved_output_bytes: int
+    saved_tensors: int
+    unpack_peak_bytes: int
+    unpack_bytes: int
+    backward_peak_bytes: int
+    input_gradient_bytes: int
+    parameter_gradient_bytes: int
+    saved_skips: tuple[int, ...]
+    saved_state_bytes: int
+    skip_gradients: Mapping[int, SkipGradient]
+    link_layouts: LinkLayouts
+    passes_on: bool
+    given_bytes: int
+    needs_exact_output: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _SegmentRun:
+    """Bytes of a stage that is a segment of its own; the backward counts from the state right after the recomputation."""
+
+    discard_peak_bytes: int
+    pinned_bytes: int
+    recomputed_peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StageSeconds:
+    """Durations of a forward, of its part up to the last saved tensor, and of a backward."""
+
+    forward: float
+    replay: float
+    backward: float
+
+
+@dataclass(frozen=True, slots=True)
+class StageProfiler:
+    """Measures one stage at one boundary.
+
+    Attributes:
+        stage: The stage.
+        boundary: Its input.
+        ends: Storages that it takes and leaves behind.
+        meter: Of the device.
+        last: The stage ends the chain, so the caller holds its output during the whole backward.
+        repeats: Timed runs, see :mod:`lightning_rotor.profiling.stage`.
+        remembered: Modules whose buffers a recomputation works on copies of.
+        state: What else a recomputation must leave alone.
+        generators: If the stage may draw random numbers: where every run starts, so that all runs take the same course.
+        before: What user code can reach, likewise.
+        gradients_exist: Parameters' gradients are given up as soon as they are there, as where autograd adds them to existing ones.
+        option: Which of the stage's options runs.
+        layouts: How later stages leave the gradients that it is given, if not each of them fills memory of its own.
+        interlude: Runs before everything that is timed.
+        in_lockstep: Other processes measure the same stage and may be waited for in it, so that neither times nor sizes of batches may
+            decide how often it runs.
+    """
+
+    stage: Stage
+    boundary: Boundary
+    ends: StageEnds
+    meter: Meter
+    last: bool
+    repeats: int
+    remembered: tuple[torch.nn.Module, ...] = ()
+    state: SegmentState = NO_STATE
+    generators: GeneratorStates | None = None
+    before: Snapshot | None = None
+    gradients_exist: bool = False
+    option: int = 0
+    layouts: Layouts = NO_LAYOUTS
+    interlude: Callable[[], None] = lambda: None
+    in_lockstep: bool = False
+
+    def measure(self, *, recomputable: bool, seconds: StageSeconds | None = None) -> StageMeasurement:
+        """Bytes and seconds of the stage.
+
+        Args:
+            recomputable: Whether it may be in a segment; otherwise it is never run as one.
+            seconds: What it takes, if that is known; by default it is timed.
+        """
+        # A compiler may put the backward off until it is asked for.
+        if self.meter.needs_warm_up or any(is_compiled(module) for _, module in self.stage.submodules()):
+            self._keep_run(hold_input=False, hold_output=False)
+        seconds = self._seconds() if seconds is None else seconds
+        cost, run = self._both_costs(seconds, recomputable=recomputable)
+        return StageMeasurement(cost, run.skip_gradients, run.link_layouts, run.passes_on, run.given_bytes)
+
+    def _both_costs(self, seconds: StageSeconds, *, recomputable: bool) -> tuple[StageCost, _KeepRun]:
+        """Costs where parameters have no gradients yet, with the peaks of a backward where they have."""
+        cost, run = self._cost(seconds, recomputable=recomputable)
+        negligible = cost.keep.parameter_gradient_bytes <= _NEGLIGIBLE * cost.keep.backward_held_peak_bytes
+        if negligible and not self.in_lockstep:
+            return cost, run
+        again, _ = replace(self, gradients_exist=True)._cost(seconds, recomputable=recomputable)
+        keep = replace(cost.keep, accumulating=again.keep.backward_peaks(gradients_exist=False))
+        return replace(cost, options=(keep,)), run
+
+    def _cost(self, seconds: StageSeconds, *, recomputable: bool) -> tuple[StageCost, _KeepRun]:
+        sizes = self._keep_run(hold_input=False, hold_output=False)
+        alone = self._keep_run(hold_input=False, hold_output=True) if self.last else sizes
+        # An input that the stage does not save is no business of its backward, whoever holds it.
+        held = self._keep_run(hold_input=True, hold_output=self.last) if sizes.saved_input_bytes else alone
+        segment = self._segment_run() if recomputable else _never_a_segment(sizes)
+        replayed = alone
+        if recomputable and sizes.saved_tensors:
+            replayed = self._keep_run(hold_input=False, hold_output=self.last, gives_up_saved=True)
+        segment_peak = max(segment.recomputed_peak_bytes - sizes.saved_bytes - sizes.saved_output_bytes, 0)
+        keep = Option(
+            name="keep",
+            saved_bytes=max(sizes.saved_bytes - segment.pinned_bytes, 0),
+            saved_input_bytes=sizes.saved_input_bytes,
+            saved_output_bytes=sizes.saved_output_bytes,
+            saved_tensors=sizes.saved_tensors,
+            forward_peak_bytes=sizes.forward_peak_bytes,
+            replay_peak_bytes=sizes.replay_peak_bytes,
+            unpack_peak_bytes=alone.unpack_peak_bytes,
+            unpack_bytes=alone.unpack_bytes,
+            backward_peak_bytes=alone.backward_peak_bytes,
+            backward_segment_peak_bytes=segment_peak if sizes.saved_tensors else alone.backward_peak_bytes,
+            backward_held_peak_bytes=held.backward_peak_bytes,
+            input_gradient_bytes=sizes.input_gradient_bytes,
+            parameter_gradient_bytes=sizes.parameter_gradient_bytes,
+            forward_seconds=seconds.forward,
+            replay_seconds=seconds.replay,
+            backward_seconds=seconds.backward,
+            saved_skips=sizes.saved_skips,
+            saved_state_bytes=sizes.saved_state_bytes,
+            needs_exact_output=sizes.needs_exact_output,
+            backward_replayed_peak_bytes=min(replayed.backward_peak_bytes, alone.backward_peak_bytes),
+        )
+        cost = StageCost(
+            name=self.stage.name,
+            output_bytes=self.ends.link_bytes,
+            discard_peak_bytes=segment.discard_peak_bytes,
+            # The discarded forward runs the same kernels. Timed for itself it may come out faster by chance, and then a plan
+            # would recompute for nothing.
+            discard_seconds=seconds.forward,
+            options=(keep,),
+            pinned_bytes=segment.pinned_bytes,
+            recomputable=recomputable,
+        )
+        return cost, sizes
+
+    def _keep_run(self, *, hold_input: bool, hold_output: bool, gives_up_saved: bool = False) -> _KeepRun:
+        saves = unpacks = 0
+        in_backward = False  # a stage may differentiate in its own forward
+        saved: Counter[int] = Counter()
+        buffers = [buffer for module in self.remembered for buffer in module._buffers.values() if buffer is not None]
+        self.rewind()
+        elsewhere = self.layouts.memories_elsewhere()
+        with self.meter.recording() as recording:
+
+            def pack(tensor: torch.Tensor) -> list[Any]:
+                nonlocal saves
+                saves += 1
+                saved[address_of(tensor)] += 1
+                recording.mark("save")
+                return [tensor, version_of(tensor), _maker(tensor)]
+
+            def unpack(packed: list[Any]) -> torch.Tensor:
+                nonlocal unpacks
+                tensor: torch.Tensor
+                tensor, version, maker = packed
+                if in_backward and gives_up_saved:  # as a checkpoint does with what it has recomputed
+                    packed.clear()
+                unpacks += in_backward
+                if in_backward and unpacks == 1:
+                    recording.mark("unpack")
+                if version_of(tensor) != version:
+                    raise self._spoilt(tensor, maker)
+                return tensor
+
+            value = self.boundary.fresh()
+            lasting = self.ends.lasting(tree_flatten(value)[0])
+            recording.mark("forward")
+            with saved_tensors_hooks(pack, unpack):
+                output = self._run(value)
+            saved_skips = self._saved_skips(value, output, saved.keys())
+            needs_exact_output = _needs_exact_output(output, saved)
+            recording.mark("root")
+            backward = self.backward(value, output, elsewhere)
+            recording.mark("drop input")
+            if not hold_input:
+                del value
+            recording.mark("drop output")
+            if not hold_output:
+                del output
+            recording.mark("backward")
+            in_backward = True
+            gradients = backward.gradients()
+            recording.mark("done")
+        phases = Phases(recording.phases)
+        start, level = phases.first("forward").start_bytes, phases.first("backward").start_bytes
+        # The copy of the input came first.
+        lasting_bytes = bytes_in_blocks(lasting, self.meter.block_bytes)
+        saved_input = max(start - lasting_bytes - phases.first("drop input").freed_bytes, 0)
+        link_bytes, made_bytes = self.ends.link_bytes, sum(self.ends.made_bytes.values())
+        saved_made = sum(self.ends.made_bytes.get(place, 0) for place in saved_skips)
+        kept = link_bytes + made_bytes - saved_made - phases.first("drop output").freed_bytes
+        saved_output = min(max(kept, 0), link_bytes)
+        before, after = phases.between("backward", "unpack" if unpacks else "done"), phases.between("unpack", "done")
+        unpack_peak = peak_bytes_of(before) - level
+        return _KeepRun(
+            forward_peak_bytes=peak_bytes_of(phases.between("forward", "root")) - start,
+            replay_peak_bytes=max(peak_bytes_of(phases.until_last_save()) - start, 0),
+            saved_bytes=max(level - lasting_bytes - saved_input - saved_output - saved_made, 0),
+            saved_input_bytes=saved_input,
+            saved_output_bytes=saved_output,
+            saved_tensors=saves,
+            unpack_peak_bytes=unpack_peak,
+            unpack_bytes=max(before[-1].end_bytes - level, 0),
+            backward_peak_bytes=max(peak_bytes_of(after) - level, 0) if unpacks else unpack_peak,
+            input_gradient_bytes=gradients.link_bytes,
+            parameter_gradient_bytes=gradients.parameter_bytes,
+            saved_skips=saved_skips,
+            saved_state_bytes=bytes_in_blocks(
+                (each for each in buffers if address_of(each) in saved), self.meter.block_bytes
+            ),
+            skip_gradients=gradients.of_skips,
+            link_layouts=gradients.link_layouts,
+            passes_on=gradients.passes_on,
+            given_bytes=backward.skip_bytes,
+            needs_exact_output=needs_exact_output and saved_output > 0,
+        )
+
+    def _spoilt(self, tensor: torch.Tensor, maker: str) -> ModelError:
+        """Autograd compares versions of what it saved, but not of what a hook has packed, as that of a checkpoint: gradients would be wrong."""
+        changer = _maker(tensor)
+        return ModelError(
+            f"stage {self.stage.name!r} changes a tensor in place that its backward needs as it was (shape {tuple(tensor.shape)}"
+            f"{f', made by {maker}' * bool(maker)}{f', changed by {changer}' * (changer != maker)}): plain training fails here, too, but a "
+            "recomputation would give wrong gradients. Expected an operation that is not in place"
+        )
+
+    def _run(self, value: Any) -> Any:
+        return run_stage(self.stage, value, self.option)
+
+    def _saved_skips(self, value: Any, output: Any, saved: Set[int]) -> tuple[int, ...]:
+        """Places of the skips among the saved storages."""
+        leaves = (*tree_flatten(value)[0], *tree_flatten(output)[0])
+        places = (*self.ends.inputs, *self.ends.outputs)
+        pairs = ((leaf, place) for leaf, place in zip(leaves, places, strict=True) if place is not None)
+        return tuple(sorted({place for leaf, place in pairs if address_of(leaf) in saved}))
+
+    def backward(self, value: Any, output: Any, elsewhere: Memories) -> StageBackward:
+        """That of a run, with gradients as later stages leave them, some of which lie in memory that is there."""
+        return StageBackward.of(
+            self.stage,
+            self.ends,
+            value,
+            output,
+            gradients_exist=self.gradients_exist,
+            layouts=self.layouts,
+            elsewhere=elsewhere,
+            block_bytes=self.meter.block_bytes,
+        )
+
+    def rewind(self) -> None:
+        """Set the generators, and what user code can reach, to where every run starts."""
+        if self.generators is not None:
+            self.generators.restore()
+        if self.before is not None:
+            self.before.rewind()
+
+    def _segment_run(self) -> _SegmentRun:
+        self.rewind()
+        elsewhere = self.layouts.memories_elsewhere()
+        with self.meter.recording() as recording:
+            calls = 0
+
+            def function(*inputs: Any) -> Any:
+                nonlocal calls
+                calls += 1
+                if calls == 1:
+                    return self._run(tree_unflatten(inputs, spec))
+                if self.generators is not None:
+                    self.generators.restore()
+                recording.mark("recompute")
+                try:
+                    return self._run(tree_unflatten(inputs, spec))
+                finally:
+                    recording.mark("recomputed")
+
+            leaves, spec = tree_flatten(self.boundary.fresh())
+            lasting = self.ends.lasting(leaves)
+            recording.mark("forward")
+            output = recomputed(function, *leaves, draws_random=False, state=self.state)
+            recording.mark("root")
+            backward = self.backward(leaves, output, elsewhere)
+            del output
+            recording.mark("drop input")
+            leaves.clear()
+            recording.mark("backward")
+            backward.gradients()
+            recording.mark("done")
+            del lasting
+        phases = Phases(recording.phases)
+        start, level = phases.first("forward").start_bytes, phases.first("backward").start_bytes
+        after = phases.between("recomputed", "done")
+        return _SegmentRun(
+            discard_peak_bytes=peak_bytes_of(phases.between("forward", "root")) - start,
+            # A segment that saves nothing does not hold its input either.
+            pinned_bytes=max(level - start + phases.first("drop input").freed_bytes, 0),
+            recomputed_peak_bytes=max(peak_bytes_of(after) - level, 0) if after else 0,
+        )
+
+    def _seconds(self) -> StageSeconds:
+        runs: list[tuple[float, float]] = []
+        while not self.is_timed(list(map(sum, runs))):
+            runs.append(self.timed_run())
+        return self.seconds_of(runs)
+
+    def seconds_of(self, runs: Sequence[tuple[float, float]]) -> StageSeconds:
+        """What is typical of timed runs."""
+        forward, backward = map(typical, zip(*runs, strict=True))
+        return StageSeconds(forward, forward * self._replayed_part(), backward)
+
+    def timed_run(self) -> tuple[float, float]:
+        """Seconds of a forward and its backward."""
+        self.rewind()
+        value = self.boundary.fresh()
+        self.interlude()
+        start = self.meter.now()
+        output = self._run(value)
+        forward = self.meter.seconds_between(start, self.meter.now())
+        run = self.backward(value, output, self.layouts.memories_elsewhere())
+        del value, output
+        self.interlude()
+        start = self.meter.now()
+        run.gradients()
+        return forward, self.meter.seconds_between(start, self.meter.now())
+
+    def is_timed(self, seconds: Sequence[float]) -> bool:
+        """Whether runs that took so long are enough. Where other processes run along, only their number counts."""
+        return len(seconds) >= self.repeats if self.in_lockstep else is_enough(seconds, self.repeats)
+
+    def _replayed_part(self) -> float:
+        """How much of a forward is over at its last saved tensor, from 0 to 1."""
+        value = self.boundary.fresh()
+        times = [self.meter.now()]
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            times.append(self.meter.now())
+            return tensor.detach()  # an output would hold the node that holds it, and no backward frees this one
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            self._run(value)
+        last_save = self.meter.seconds_between(times[0], times[-1])
+        total = self.meter.seconds_between(times[0], self.meter.now())
+        return min(max(last_save / total, 0.0), 1.0) if total > 0 else 1.0
+
+
+_SMOOTH = ("ExpBackward0", "LogSoftmaxBackward0", "SigmoidBackward0", "SoftmaxBackward0", "TanhBackward0")
+"""Operations whose backward is a smooth function of the output that they save. ReLU's is not: it asks where the output is zero."""
+
+
+def _needs_exact_output(output: Any, saved: Counter[int]) -> bool:
+    """Whether rounding errors in what a stage saved of its output could change its gradients by more than rounding errors."""
+    return any(
+        saved[address_of(tensor)] > (tensor.grad_fn is not None and tensor.grad_fn.name() in _SMOOTH)
+        for tensor in tensors_in(output)
+    )
+
+
+def _maker(tensor: torch.Tensor) -> str:
+    """The operation that made a tensor, or changed it last, as autograd calls it; empty for a leaf."""
+    return "" if tensor.grad_fn is None else tensor.grad_fn.name().removesuffix("Backward0")
+
+
+def _never_a_segment(sizes: _KeepRun) -> _SegmentRun:
+    """Stands in for a run that cannot be made: the stage changes its input, and no schedule recomputes it."""
+    recomputed_peak = sizes.backward_peak_bytes + sizes.saved_bytes + sizes.saved_output_bytes
+    return _SegmentRun(sizes.forward_peak_bytes, 0, recomputed_peak)

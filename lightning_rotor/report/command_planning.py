@@ -1,0 +1,349 @@
+"""From options to a plan: build, measure or estimate, and plan what is left for activations."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_rotor.capture.cuts import GraphCut
+from lightning_rotor.capture.cutting import sequentialize
+from lightning_rotor.chain import Chain
+from lightning_rotor.errors import BudgetError, ModelError, ProfilingError, SampleError
+from lightning_rotor.memory.budget import Allowance, ResidentMemory
+from lightning_rotor.memory.devices import resolve_limit
+from lightning_rotor.planned.batch_sizes import AffineCosts, BatchSizeAdvice, advice_from
+from lightning_rotor.planning import Frontier, Plan, Solver, frontier_of
+from lightning_rotor.profiling import Profile, profile_chain
+from lightning_rotor.profiling.chain import Progress
+from lightning_rotor.profiling.estimates import InputSpec, arguments, build_on_meta, estimate_profile
+from lightning_rotor.profiling.reference import require_same
+from lightning_rotor.profiling.roofline import GPUS, Accelerator
+from lightning_rotor.profiling.step import MeasuringProgress
+from lightning_rotor.report.command_options import Options, assignment
+from lightning_rotor.units import parse_limit
+
+# ----------------------------------------------------------------------------------------------------
+# Models and optimizers by name.
+
+
+def model_maker(path: str, arguments: dict[str, Any]) -> Callable[[], nn.Module]:
+    """What makes a model.
+
+    Args:
+        path: ``package.module.name`` or ``file.py:name``.
+        arguments: For the class or function of that name.
+    Returns:
+        A function that makes it; raises :class:`ModelError` if what it makes is no module.
+    Raises:
+        ModelError: There is nothing of that name.
+    """
+    make = _in_file(path) if ".py:" in path else _in_package(path)
+    if not callable(make):
+        raise ModelError(f"{path} is {type(make).__name__}: expected a class or function that makes a module")
+    return partial(_made, path, make, arguments)
+
+
+def optimizer_maker(text: str) -> Callable[[nn.Module], torch.optim.Optimizer | None]:
+    """What makes an optimizer: ``adamw``, ``sgd:momentum=0.9`` or ``none``.
+
+    Raises:
+        ModelError: There is none of that name.
+    """
+    name, _, given = text.partition(":")
+    known: dict[str, type[torch.optim.Optimizer]] = {
+        key.lower(): value
+        for key, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
+    }
+    if name.lower() == "none":
+        return lambda model: None
+    if name.lower() not in known:
+        raise ModelError(f"optimizer {name!r} is unknown: expected one of {', '.join(sorted(known))}, or none")
+    arguments = {"lr": 1e-3} | dict(assignment(part) for part in given.split(",") if part)
+
+    def make(model: nn.Module) -> torch.optim.Optimizer | None:
+        learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        try:
+            return known[name.lower()](learning, **arguments) if learning else None
+        except (TypeError, ValueError) as error:
+            raise ModelError(f"optimizer {text!r} cannot be made: {error}") from error
+
+    return make
+
+
+def _made(path: str, make: Callable[..., Any], arguments: dict[str, Any]) -> nn.Module:
+    try:
+        model = make(**arguments)
+    except TypeError as error:
+        raise ModelError(
+            f"{path} cannot be called: {error}. Expected its arguments as --model-arg name=value"
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"{path} makes {type(model).__name__}: expected a torch.nn.Module")
+    return model
+
+
+def _in_package(path: str) -> Any:
+    parts = path.split(".")
+    # The user's own modules are where the command is run.
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    for length in range(len(parts) - 1, 0, -1):
+        name = ".".join(parts[:length])
+        try:
+            found: Any = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if f"{name}.".startswith(f"{error.name}."):
+                continue
+            raise _needs(name, error) from error
+        for place, part in enumerate(parts[length:], length):
+            if not hasattr(found, part):
+                raise ModelError(
+                    f"{'.'.join(parts[:place])} has no {part!r}: expected a class or function that makes a module"
+                )
+            found = getattr(found, part)
+        return found
+    remedy = f"pip install {parts[0]} if that is a package. Expected" if len(parts) > 1 else "expected"
+    raise ModelError(
+        f"there is no module for {path!r}: {remedy} package.module.name, such as torchvision.models.resnet101, or file.py:name"
+    )
+
+
+def _needs(name: str, error: ModuleNotFoundError) -> ModelError:
+    """What a module imports is not installed."""
+    remedy = f". Try pip install {error.name.partition('.')[0]}" if error.name else ""
+    return ModelError(f"{name} cannot be imported: {error}{remedy}")
+
+
+def _in_file(path: str) -> Any:
+    file, _, name = path.rpartition(":")
+    place = Path(file)
+    if not place.is_file():
+        raise ModelError(f"there is no file {file!r}: expected file.py:name with the name of a class or function in it")
+    spec = importlib.util.spec_from_file_location(place.stem, place)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    sys.path.insert(0, str(place.resolve().parent))
+    try:
+        spec.loader.exec_module(module)
+    except ModuleNotFoundError as error:
+        raise _needs(file, error) from error
+    if not hasattr(module, name):
+        raise ModelError(f"{file} has no {name!r}: expected a class or function that makes a module")
+    return getattr(module, name)
+
+
+# ----------------------------------------------------------------------------------------------------
+
+
+# For the CUDA context and libraries, and for what the allocator cannot use.
+_CONTEXT_BYTES = 2**30
+_HALF = {"bf16": torch.bfloat16, "16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Found:
+    """The answer.
+
+    Attributes:
+        model: Its name.
+        profile: The chain and its stages.
+        plan: For what is left of the budget.
+        budget_bytes: The whole budget.
+        resident: What training holds besides the chain, by name; empty if the budget is for activations alone.
+        accelerator: If it was estimated: for what.
+        frontier: If it was asked for.
+    """
+
+    model: str
+    profile: Profile
+    plan: Plan
+    budget_bytes: int
+    resident: Mapping[str, int]
+    accelerator: Accelerator | None
+    frontier: Frontier | None
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What of the budget is not for the chain."""
+        return self.budget_bytes - self.plan.budget_bytes
+
+
+def find_plan(options: Options) -> Found:
+    """Build the model, measure it and plan.
+
+    Raises:
+        RotorError: Something is not as expected, or there is no plan for the budget.
+    """
+    case = _Case.of(options)
+    profile = case.profile(options.inputs)
+    plan, frontier = _planned(profile, case.allowance(case.resident.batch_bytes), options)
+    parts = {} if options.activations_only else _parts(case.resident)
+    return Found(options.model, profile, plan, case.budget_bytes, parts, case.accelerator, frontier)
+
+
+def find_batch_sizes(options: Options) -> BatchSizeAdvice:
+    """Build the model, measure it with the inputs and with half of each, and plan every batch size.
+
+    Raises:
+        RotorError: Something is not as expected, or no batch size fits the budget.
+    """
+    case = _Case.of(options)
+    sizes = {spec.shape[0] for spec in options.inputs if spec.shape}
+    if len(sizes) != 1 or max(sizes) < 2:
+        raise SampleError(
+            f"the inputs have first dimensions {sorted(sizes)}: expected one number of samples, at least 2, in all of them"
+        )
+    (size,) = sizes
+    halves = tuple(replace(spec, shape=(size // 2, *spec.shape[1:])) if spec.shape else spec for spec in options.inputs)
+    chains = case.profile(halves).chain, case.profile(options.inputs).chain
+
+    def allowance(_: Chain, batch_size: int) -> Allowance:
+        return case.allowance(-(-case.resident.batch_bytes * batch_size // size))
+
+    return advice_from(
+        AffineCosts((size // 2, size), chains),
+        allowance,
+        limit_bytes=case.budget_bytes,
+        batch_sizes=options.batch_sizes or None,
+        slots=options.slots,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Case:
+    """What is asked about.
+
+    Attributes:
+        options: As given.
+        model: Built, on its device.
+        accelerator: If costs are estimated: for what.
+        budget_bytes: The whole budget.
+        resident: What training holds besides the chain.
+        floating: Type of the model in the place of float32.
+    """
+
+    options: Options
+    model: nn.Module
+    accelerator: Accelerator | None
+    budget_bytes: int
+    resident: ResidentMemory
+    floating: torch.dtype | None
+
+    @classmethod
+    def of(cls, options: Options) -> _Case:
+        """Build the model and what trains it."""
+        optimizer = optimizer_maker(options.optimizer)
+        device = torch.device(_known_device(options.device))
+        limit = parse_limit(options.budget)  # wrong ones are found before anything is measured
+        floating = _HALF.get(options.precision.partition("-")[0]) if options.precision.endswith("-true") else None
+        model = _built(options, device, floating)
+        accelerator = _accelerator(options) if device.type == "meta" else None
+        batch = [spec.make(device, floating=floating) for spec in options.inputs]
+        made = optimizer(model)
+        resident = ResidentMemory.of(model, model, [made] if made is not None else [], batch, device)
+        if accelerator is None:
+            budget = resolve_limit(limit, device)
+        else:
+            total = accelerator.memory_bytes
+            budget = total - _CONTEXT_BYTES if limit is None else limit.on_device(total)
+        return cls(options, model, accelerator, budget, resident, floating)
+
+    def allowance(self, batch_bytes: int) -> Allowance:
+        """What a plan may use beside a batch of that size."""
+        if self.options.activations_only:
+            return Allowance(self.budget_bytes)
+        return replace(self.resident, batch_bytes=batch_bytes).allowance(self.budget_bytes, gradients_linger=True)
+
+    def profile(self, inputs: Sequence[InputSpec]) -> Profile:
+        """Costs for such inputs, measured or estimated."""
+        with MeasuringProgress(enabled=sys.stderr.isatty()) as progress:
+            if self.accelerator is None:
+                return self._measured(inputs, progress)
+            return estimate_profile(
+                _built(
+                    self.options, torch.device("meta"), self.floating
+                ),  # each estimate makes the model's tensors its own
+                inputs,
+                self.accelerator,
+                autocast=_mixed(self.options),
+                floating=self.floating,
+                progress=progress,
+            )
+
+    def _measured(self, inputs: Sequence[InputSpec], progress: Progress) -> Profile:
+        device, precision = torch.device(self.options.device), _mixed(self.options)
+        context: AbstractContextManager[Any] = (
+            torch.autocast(device.type, dtype=precision) if precision is not None else nullcontext()
+        )
+        args, kwargs = arguments(inputs, device, floating=self.floating)
+        with context:
+            cut = sequentialize(self.model, args, kwargs)
+            if isinstance(cut, GraphCut):
+                require_same(self.model, cut, args, kwargs)
+            return profile_chain(cut.stages, cut.bind(args, kwargs), progress=progress)
+
+
+def _built(options: Options, device: torch.device, floating: torch.dtype | None) -> nn.Module:
+    make = model_maker(options.model, options.model_arguments)
+    model = build_on_meta(make) if device.type == "meta" else make().train().to(device)
+    return model.to(floating) if floating is not None else model
+
+
+def _planned(profile: Profile, allowance: Allowance, options: Options) -> tuple[Plan, Frontier | None]:
+    solver = Solver(
+        profile.chain,
+        slots=options.slots,
+        gradients_exist=allowance.gradients_exist,
+        lingering_bytes=allowance.lingering_bytes,
+    ).refined()
+    try:
+        plan = solver.plan(max(allowance.budget_bytes, 1))
+    except BudgetError as error:
+        raise allowance.explain(error) from None
+    wanted = options.curve or options.plot_curve is not None
+    return plan, frontier_of(solver, budget_bytes=plan.budget_bytes) if wanted else None
+
+
+def _mixed(options: Options) -> torch.dtype | None:
+    return _HALF[options.precision.partition("-")[0]] if options.precision.endswith("-mixed") else None
+
+
+def _accelerator(options: Options) -> Accelerator:
+    found = GPUS[options.gpu]
+    if options.flops is not None:
+        found = replace(found, flops=options.flops, half_flops=options.flops)
+    return replace(found, bandwidth=options.bandwidth) if options.bandwidth is not None else found
+
+
+def _known_device(name: str) -> str:
+    kind = name.partition(":")[0]
+    if kind not in ("cpu", "cuda", "meta"):
+        raise ProfilingError(f"device {name!r} is unknown: expected cpu, cuda or meta")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ProfilingError(
+            "there is no CUDA device on this machine: use --device meta with --gpu to estimate for one"
+        )
+    return name
+
+
+def _parts(resident: ResidentMemory) -> dict[str, int]:
+    return {
+        "parameters": resident.parameter_bytes,
+        "buffers": resident.buffer_bytes,
+        "optimizer state": resident.optimizer_bytes,
+        "gradients": resident.gradient_bytes,
+        "batch": resident.batch_bytes,
+    }

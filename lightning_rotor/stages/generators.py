@@ -1,0 +1,275 @@
+"""States of random generators, those of Python and NumPy included, which torch's own bookkeeping leaves alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from itertools import product
+from operator import is_
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import nn
+from torch.backends import cuda, cudnn, mkldnn
+
+from lightning_rotor.private import torch_names as private
+from lightning_rotor.private.torch_names import (
+    no_dispatch,  # a state is a tensor, and real even where a mode makes all tensors fake
+)
+from lightning_rotor.private.values import uncounted_copy
+
+
+class HostGenerators:
+    """Python's and NumPy's random number generators at one moment. torch's own are remembered by its checkpoint."""
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        self._numpy: Any = np.random.get_state()  # noqa: NPY002  (the one that users' code shares)
+
+    def restore(self) -> None:
+        """Set both back."""
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)  # noqa: NPY002
+
+    def equals(self, other: HostGenerators) -> bool:
+        """Whether neither generator was used in between."""
+        name, keys, *rest = self._numpy
+        other_name, other_keys, *other_rest = other._numpy
+        return (
+            self._python == other._python
+            and (name, rest) == (other_name, other_rest)
+            and bool((keys == other_keys).all())
+        )
+
+
+class GeneratorStates:
+    """The state of all global generators at one moment: Python's, NumPy's, torch's on the host and on the CUDA device in use.
+
+    Args:
+        device: The CUDA device; by default the current one, if CUDA is in use at all.
+        counted: Whether torch's allocator counts the bytes that are remembered, as plans do.
+        host: Whether Python's and NumPy's are of interest, which torch's own layers never use.
+    """
+
+    __slots__ = ("_cuda", "_device", "_host", "_torch")
+
+    def __init__(self, device: torch.device | None = None, *, counted: bool = True, host: bool = True) -> None:
+        if device is None and torch.cuda.is_available() and torch.cuda.is_initialized():
+            device = torch.device("cuda", torch.cuda.current_device())
+        self._device = device if device is not None and device.type == "cuda" else None
+        self._host = HostGenerators() if host else None
+        with no_dispatch():
+            self._torch = torch.get_rng_state() if counted else uncounted_copy(torch.get_rng_state())
+            self._cuda = torch.cuda.get_rng_state(self._device) if self._device is not None else None
+
+    def restore(self) -> None:
+        """Set the generators back to this state."""
+        if self._host is not None:
+            self._host.restore()
+        torch.set_rng_state(self._torch)
+        if self._cuda is not None and self._device is not None:
+            torch.cuda.set_rng_state(self._cuda, self._device)
+
+    def equals(self, other: GeneratorStates) -> bool:
+        """Whether no generator was used in between."""
+        with no_dispatch():
+            if self._host is not None and other._host is not None and not self._host.equals(other._host):
+                return False
+            if not torch.equal(self._torch, other._torch):
+                return False
+            return self._cuda is other._cuda is None or (
+                self._cuda is not None and other._cuda is not None and torch.equal(self._cuda, other._cuda)
+            )
+
+
+def generator_state(value: Any) -> Any:
+    """The state of a random generator, comparable; None for anything else."""
+    if isinstance(value, random.Random):
+        return None if isinstance(value, random.SystemRandom) else value.getstate()
+    if isinstance(value, torch.Generator):
+        return value.get_state().numpy().tobytes()
+    if isinstance(value, np.random.Generator):
+        # Its numbers are equal only if their text is: a NumPy array in a state has no truth value.
+        return repr(value.bit_generator.state)
+    if isinstance(value, np.random.RandomState):
+        legacy: Any = value.get_state()
+        name, keys, *rest = legacy
+        return name, keys.tobytes(), *rest
+    return None
+
+
+def rewinding(generator: Any) -> Callable[[], object]:
+    """What sets a random generator back to its present state."""
+    if isinstance(generator, random.Random):
+        return partial(generator.setstate, generator.getstate())
+    if isinstance(generator, np.random.Generator):
+        return partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
+    return partial(generator.set_state, generator.get_state())
+
+
+# ----------------------------------------------------------------------------------------------------
+# Settings of torch and its layers that decide over the numbers of a forward. A recomputation runs under those of its
+# forward.
+
+
+_Read: TypeAlias = Callable[[], Any]
+_Write: TypeAlias = Callable[[Any], None]
+
+
+class Settings:
+    """The settings at the moment when it is made."""
+
+    __slots__ = ("_device", "_values")
+
+    def __init__(self) -> None:
+        self._values = settings()
+        self._device = private.default_device()
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Context in which they are set again. What the code in it sets is undone at the end."""
+        before, older = settings(), None
+        device = None if self._device == private.default_device() else self._device or torch.device("cpu")
+        try:
+            if before != self._values:
+                older = _change(self._values)
+            with nullcontext() if device is None else device:
+                yield
+        finally:
+            if settings() != before:
+                _change(before, older)
+
+
+class LayerSettings:
+    """What torch's own layers have in attributes at the moment when it is made: their mode, a dropout's ``p``, a normalization's ``eps``.
+
+    Args:
+        layers: No hooks run around their forwards.
+    """
+
+    __slots__ = ("_all_hooked", "_now", "_then")
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        self._now = [layer.__dict__ for layer in layers]
+        self._then = list(map(dict.copy, self._now))
+        self._all_hooked = private.any_hooks_of_all()
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Context in which they are set again, and hooks that were registered since are not called."""
+        changed = [(now, then) for now, then in zip(self._now, self._then, strict=True) if not _same(now, then)]
+        before = [now.copy() for now, _ in changed]
+        hooks = [now[name] for now in self._now for name in private.HOOKS[:2] if now[name]]
+        if not self._all_hooked:
+            hooks += filter(None, private.forward_hook_tables(None))
+        hooked = [table.copy() for table in hooks]
+        try:
+            for now, then in changed:
+                _set_attributes(now, then)
+            for table in hooks:
+                table.clear()
+            yield
+        finally:
+            for (now, _), attributes in zip(changed, before, strict=True):
+                _set_attributes(now, attributes)
+            for table, entries in zip(hooks, hooked, strict=True):
+                table.update(entries)
+
+
+def _same(now: dict[str, Any], then: dict[str, Any]) -> bool:
+    return len(now) == len(then) and all(map(is_, now.values(), then.values()))
+
+
+def _set_attributes(now: dict[str, Any], then: dict[str, Any]) -> None:
+    """All but tensors: FSDP1 puts parameters there, and they come and go."""
+    for name in now.keys() | then.keys():
+        if name not in then:
+            if not isinstance(now[name], torch.Tensor):
+                del now[name]
+        elif not isinstance(then[name], torch.Tensor):
+            now[name] = then[name]
+
+
+def settings() -> tuple[Any, ...]:
+    """The settings that count for a whole process, comparable. It takes a few microseconds."""
+    return tuple([read() for read in _READS])
+
+
+def _change(values: tuple[Any, ...], older: list[Any] | None = None) -> list[Any]:
+    """Set all settings, and the older ones with them where torch tells them. Returns what they were, None where it does not.
+
+    Args:
+        values: From :func:`settings`.
+        older: What an earlier change returned; by default, what the values amount to.
+    """
+    told = [_told(read) for read, _, _ in _OLDER]
+    _write(values)
+    for (_, write, implied), value in zip(_OLDER, told if older is None else older, strict=True):
+        if value is not None:
+            write(implied() if older is None else value)
+    _write(values)
+    return told
+
+
+def _told(read: _Read) -> Any:
+    try:
+        return read()
+    except RuntimeError:
+        return None
+
+
+def _write(values: tuple[Any, ...]) -> None:
+    # In order, and looking again: operations without a precision of their own follow that of their backend.
+    for (read, write), value in zip(_SETTINGS, values, strict=True):
+        if read() != value:
+            write(value)
+
+
+def _attribute(owner: Any, name: str) -> tuple[_Read, _Write]:
+    return partial(getattr, owner, name), partial(setattr, owner, name)
+
+
+def _precision(backend: str, operation: str) -> tuple[_Read, _Write]:
+    read = partial(private.float32_precision, backend, operation)
+    return read, partial(private.set_float32_precision, backend, operation)
+
+
+def _products() -> str:
+    """What the older setting for products amounts to."""
+    if private.float32_precision("cuda", "matmul") != "tf32":
+        return "highest"
+    return "medium" if private.float32_precision("mkldnn", "matmul") == "bf16" else "high"
+
+
+def _convolutions() -> bool:
+    return private.float32_precision("cuda", "conv") == private.float32_precision("cuda", "rnn") == "tf32"
+
+
+_SETTINGS: tuple[tuple[_Read, _Write], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    _precision("generic", "all"),
+    _precision("cuda", "all"),
+    _precision("mkldnn", "all"),
+    *(_precision(*names) for names in product(("cuda", "mkldnn"), ("matmul", "conv", "rnn"))),
+    *(_attribute(cudnn, name) for name in ("enabled", "benchmark", "deterministic")),
+    *(_attribute(mkldnn, name) for name in ("enabled", "deterministic")),
+    _attribute(cuda.matmul, "allow_fp16_reduced_precision_reduction"),
+    _attribute(cuda.matmul, "allow_bf16_reduced_precision_reduction"),
+    _attribute(cuda.matmul, "allow_fp16_accumulation"),
+    (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+    (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+    (cuda.math_sdp_enabled, cuda.enable_math_sdp),
+    (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+    (cuda.fp16_bf16_reduction_math_sdp_allowed, cuda.allow_fp16_bf16_reduction_math_sdp),
+    (private.attention_order, private.set_attention_order),
+)
+_READS = tuple(read for read, _ in _SETTINGS)
+# Names from before torch 2.9 for several of the above at once. torch refuses to read one if the newer names have set something else.
+_OLDER: tuple[tuple[_Read, _Write, _Read], ...] = (
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, _products),
+    (*_attribute(cudnn, "allow_tf32"), _convolutions),
+)

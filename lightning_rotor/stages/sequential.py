@@ -1,0 +1,357 @@
+"""From a module to the stages of a chain.
+
+Stages share the user's own modules and parameters: nothing is copied, renamed or rewritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from lightning_rotor.errors import ModelError
+from lightning_rotor.private import torch_names as private
+from lightning_rotor.skip.skippable import Key, Skippable, verify_layers
+
+# ----------------------------------------------------------------------------------------------------
+# Which values a step takes and which it makes, by number, and what that means for several steps in a row.
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """Numbers of the values that a step takes, and of those that it makes."""
+
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Wiring:
+    """Steps in a row.
+
+    Attributes:
+        wire: What they take and make together.
+        steps: Each of them.
+        dead: For each step, the values that nobody needs once it is done. What the steps take together is the caller's and never among them.
+    """
+
+    wire: Wire
+    steps: tuple[Wire, ...]
+    dead: tuple[tuple[int, ...], ...]
+    _is_row: bool = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Nearly every chain: each step takes the one value that the step before has made, and nothing else is wanted.
+        made = [self.wire.reads, *(step.writes for step in self.steps)]
+        taken = [*(step.reads for step in self.steps), self.wire.writes]
+        object.__setattr__(self, "_is_row", made == taken and all(len(numbers) == 1 for numbers in made))
+
+    @classmethod
+    def of(cls, steps: Iterable[Wire], wanted: Collection[int]) -> Wiring:
+        """Wire steps up; ``wanted`` are the values that are needed afterwards, whoever makes them."""
+        steps, wanted = tuple(steps), set(wanted)
+        made = dict.fromkeys(number for step in steps for number in step.writes)
+        taken = dict.fromkeys(number for step in steps for number in step.reads if number not in made)
+        given = dict.fromkeys(number for number in made if number in wanted)
+        last = {number: index for index, step in enumerate(steps) for number in (*step.writes, *step.reads)}
+        dead: list[list[int]] = [[] for _ in steps]
+        for number in made:
+            if number not in given:
+                dead[last[number]].append(number)
+        return cls(Wire(tuple(sorted(taken)), tuple(given)), steps, tuple(map(tuple, dead)))
+
+    def run(self, value: Any, functions: Sequence[Callable[[Any], Any]]) -> Any:
+        """Run the steps, one function for each."""
+        if self._is_row:
+            for function in functions:
+                value = function(value)
+            return value
+        values = dict(zip(self.wire.reads, unpacked(value, len(self.wire.reads)), strict=True))
+        del value
+        for function, step, dead in zip(functions, self.steps, self.dead, strict=True):
+            made = function(packed([values[number] for number in step.reads]))
+            values.update(zip(step.writes, unpacked(made, len(step.writes)), strict=True))
+            del made
+            for number in dead:
+                del values[number]
+        return packed([values[number] for number in self.wire.writes])
+
+
+def packed(values: Sequence[Any]) -> Any:
+    """One value as it is, several as a tuple."""
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def unpacked(value: Any, count: int) -> Sequence[Any]:
+    """The other way round."""
+    return (value,) if count == 1 else value
+
+
+# ----------------------------------------------------------------------------------------------------
+# Skip connections as values of a chain.
+
+
+class ThreadedLayer(nn.Module):
+    """A skippable layer that takes what it pops after its input, and gives what it stashes after its output.
+
+    Args:
+        layer: The user's own.
+    """
+
+    def __init__(self, layer: Skippable) -> None:
+        super().__init__()
+        self.layer = layer
+        self._pops, self._stashes = layer.poppable(), layer.stashable()
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, ThreadedLayer)
+            and self.layer is other.layer
+            and (self._pops, self._stashes) == (other._pops, other._stashes)
+        )
+
+    def __hash__(self) -> int:
+        return hash((id(self.layer), self._pops, self._stashes))
+
+    def forward(self, value: Any) -> Any:
+        """Run the layer with its hooks."""
+        input, *popped = unpacked(value, 1 + len(self._pops))
+        given = dict(zip(self._pops, popped, strict=True))
+        del value, popped
+        output, stashed = self.layer.threaded(input, given)
+        return packed([output, *(stashed[key] for key in self._stashes)])
+
+
+def thread_skips(layers: Sequence[tuple[str, nn.Module]]) -> list[tuple[nn.Module, Wire]]:
+    """What runs each layer, and which values it takes and makes.
+
+    Args:
+        layers: In order, with their names.
+    Returns:
+        Layers without skips as they are; value ``i`` is the input of layer ``i``, and skips have the numbers behind those.
+    Raises:
+        SkipDeclarationError: Stashes and pops do not match.
+    """
+    threaded: list[tuple[nn.Module, Wire]] = []
+    if any(isinstance(layer, Skippable) for _, layer in layers):
+        verify_layers(layers)
+    numbers: dict[Key, int] = {}
+    for index, (_, layer) in enumerate(layers):
+        if not isinstance(layer, Skippable):
+            threaded.append((layer, Wire((index,), (index + 1,))))
+            continue
+        reads = tuple(numbers[key] for key in layer.poppable())
+        writes = tuple(numbers.setdefault(key, len(layers) + 1 + len(numbers)) for key in layer.stashable())
+        threaded.append((ThreadedLayer(layer), Wire((index, *reads), (index + 1, *writes))))
+    return threaded
+
+
+# ----------------------------------------------------------------------------------------------------
+
+
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+NORMALIZATIONS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
+"""Torch's layers with running statistics."""
+
+
+# An attribute of slices of a graph, see :class:`lightning_rotor.capture.GraphSlice`.
+_CALLED = "called_modules"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stage:
+    """A step of a chain: modules that run one after the other.
+
+    Attributes:
+        name: Where it is in the user's model: ``"layer1.0"``, or ``"conv1 … relu"`` for a run of modules that were merged.
+        modules: The user's own modules, or slices of a graph that call them.
+        wiring: Which values each module takes and makes. By default a single module makes value 1 of value 0.
+        variants: Other ways to compute the same, one for each of its options but the first.
+    """
+
+    name: str
+    modules: tuple[nn.Module, ...]
+    wiring: Wiring = field(default_factory=lambda: Wiring.of([Wire((0,), (1,))], (1,)))
+    variants: tuple[Callable[[Any], Any], ...] = ()
+
+    def __call__(self, value: Any) -> Any:
+        """Run the stage.
+
+        Args:
+            value: What it reads: one value as it is, several as a tuple.
+        Returns:
+            What it makes, likewise.
+        """
+        if len(self.modules) == 1:
+            return self.modules[0](value)
+        return self.wiring.run(value, self.modules)
+
+    @property
+    def inverse(self) -> Callable[[Any], Any] | None:
+        """What rebuilds the stage's input from its output; None if it has no inverse."""
+        inverse = getattr(self.invertible, "inverse", None)
+        return inverse if callable(inverse) and not isinstance(inverse, nn.Module) else None
+
+    @property
+    def invertible(self) -> nn.Module | None:
+        """The module that may have an inverse: the only one, which is all that the stage runs."""
+        if len(self.modules) != 1:
+            return None
+        module: nn.Module | None = getattr(self.modules[0], "only_module", self.modules[0])
+        return module
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """Numbers of the values that it takes."""
+        return self.wiring.wire.reads
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        """Numbers of the values that it makes."""
+        return self.wiring.wire.writes
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Parameters of the stage, each once."""
+        seen: set[int] = set()
+        for module in self.modules:
+            for parameter in module.parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield parameter
+
+    def called_modules(self) -> Iterator[nn.Module]:
+        """The user's modules that it calls and all below them, each once."""
+        calls = (called for module in self.modules for called in getattr(module, _CALLED, (module,)))
+        yield from dict.fromkeys(each for called in calls for each in called.modules())
+
+    def direct_reads(self) -> Iterator[tuple[nn.Module, str]]:
+        """Parameters, buffers and attributes that it reads without calling their module: who has them, and under which name."""
+        for module in self.modules:
+            if hasattr(module, _CALLED):
+                yield from module.reads  # type: ignore[misc]
+
+    def submodules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Every module in the stage with a name that is unique in it."""
+        for index, module in enumerate(self.modules):
+            yield from module.named_modules(prefix=str(index))
+
+
+def merge(stages: Sequence[Stage], wanted: Collection[int]) -> Stage:
+    """One stage that runs several, for what cannot be cut apart (views, operations in place).
+
+    Args:
+        stages: In a row.
+        wanted: Values that are needed behind them.
+    """
+    if len(stages) == 1:
+        return stages[0]
+    first, last = stages[0].name.partition(" … ")[0], stages[-1].name.rpartition(" … ")[2]
+    modules = tuple(module for stage in stages for module in stage.modules)
+    return Stage(
+        f"{first} … {last}", modules, Wiring.of((wire for stage in stages for wire in stage.wiring.steps), wanted)
+    )
+
+
+def wiring_of(stages: Sequence[Stage]) -> Wiring:
+    """How stages make a chain: its input is what nobody writes, its output what the last one does."""
+    return Wiring.of((stage.wiring.wire for stage in stages), stages[-1].writes)
+
+
+def sequential_stages(module: nn.Module) -> tuple[Stage, ...]:
+    """Stages of an ``nn.Sequential``, nested ones flattened.
+
+    A nested ``nn.Sequential`` is the same computation as its members in a row, unless it has hooks or a ``forward`` of its own; then it
+    stays one stage.
+
+    Raises:
+        ModelError: The module is no ``nn.Sequential``, has a ``forward`` of its own, or is empty.
+    """
+    if not isinstance(module, nn.Sequential):
+        raise ModelError(f"{type(module).__name__} is none: expected an nn.Sequential (nested ones are flattened)")
+    if not runs_members_in_a_row(module):
+        raise ModelError(
+            f"{type(module).__name__} is an nn.Sequential with a forward of its own, so its members may not run one after the other: "
+            "expected a plain nn.Sequential"
+        )
+    members = tuple(_flatten(module, ""))
+    stages = tuple(
+        Stage(name, (member,), Wiring.of([wire], wire.writes))
+        for (name, _), (member, wire) in zip(members, thread_skips(members), strict=True)
+    )
+    if not stages:
+        raise ModelError("the nn.Sequential is empty: expected at least one layer")
+    return stages
+
+
+def sequential_members(module: nn.Module) -> list[nn.Module]:
+    """The members of an ``nn.Sequential`` that :func:`sequential_stages` makes stages of; none if it refuses the module."""
+    if not isinstance(module, nn.Sequential) or not runs_members_in_a_row(module):
+        return []
+    return [member for _, member in _flatten(module, "")]
+
+
+class Rows:
+    """All that the members of an ``nn.Sequential`` follow from, as it is at one moment; quick to compare."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._rows = [submodule for submodule in module.modules() if isinstance(submodule, nn.Sequential)]
+        self._seen = self._look()
+
+    def hold(self) -> bool:
+        """Whether the members are the same for sure."""
+        return self._look() == self._seen
+
+    def _look(self) -> list[Any]:
+        return [
+            (type(row), runs_members_in_a_row(row), has_own_call(row), *row._modules.values()) for row in self._rows
+        ]
+
+
+def is_plain_stock(module: nn.Module) -> bool:
+    """Whether a module is one of torch's own layers, unhooked and not parametrized, so that its behaviour is known."""
+    return (
+        type(module).__module__.startswith("torch.nn.modules.")
+        and not private.has_forward_hooks(module)
+        and "forward" not in module.__dict__
+    )
+
+
+def has_own_code(module: nn.Module) -> bool:
+    """Whether calling a module runs code that is neither torch's nor ours, not counting hooks."""
+    return not type(module).__module__.startswith(("torch.nn.modules.", "lightning_rotor.")) or (
+        "forward" in module.__dict__ and "_lightning_rotor" not in module.__dict__
+    )
+
+
+def has_own_call(module: nn.Module) -> bool:
+    """Whether calling a module does more than its class's forward: hooks, its own or those for all modules, or compiled code."""
+    return (
+        any(getattr(module, name) for name in private.HOOKS)
+        or private.any_hooks_of_all()
+        or "forward" in module.__dict__
+        or private.is_compiled_in_place(module)
+    )
+
+
+def _flatten(module: nn.Sequential, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    # Not named_children: it lists a module that appears twice (a shared activation) only once.
+    members: Mapping[str, nn.Module | None] = module._modules
+    for name, child in members.items():
+        if child is None:
+            continue
+        full_name = f"{prefix}.{name}" if prefix else name
+        # Hooks on a container fire when the container is called, which the flat chain never does.
+        if isinstance(child, nn.Sequential) and runs_members_in_a_row(child) and not has_own_call(child):
+            yield from _flatten(child, full_name)
+        else:
+            yield full_name, child
+
+
+def runs_members_in_a_row(module: nn.Sequential) -> bool:
+    """Whether an ``nn.Sequential`` has no forward of its own."""
+    return type(module).forward is nn.Sequential.forward and type(module).__call__ is nn.Module.__call__
