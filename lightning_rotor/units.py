@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import math
 import re
 from dataclasses import dataclass
+
+from rich.console import Console, RenderableType
 
 from lightning_rotor.errors import UnitError
 
@@ -156,3 +159,12 @@ def _bytes(size: float, received: object) -> MemoryLimit:
     if not math.isfinite(size) or size < 1:
         raise UnitError(f"memory limit {received!r} is not a positive size: expected {_FORMS}")
     return MemoryLimit(size_bytes=int(size))
+
+
+def rendered(*tables: RenderableType, width: int = 100) -> str:
+    """Tables as text without colours, without a line break at the end."""
+    console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False, legacy_windows=False)
+    for table in tables:
+        console.print(table)
+    assert isinstance(console.file, io.StringIO)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().rstrip("\n").splitlines())

@@ -12,10 +12,9 @@ from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, W
 from rich.table import Table
 
 from lightning_rotor.planning import Plan
-from lightning_rotor.planning.tables import rendered
 from lightning_rotor.private import lightning_names as private
 from lightning_rotor.report import PlotError, plan_table, plot_timeline, stage_table
-from lightning_rotor.units import format_bytes
+from lightning_rotor.units import format_bytes, rendered
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

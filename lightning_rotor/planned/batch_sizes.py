@@ -28,10 +28,9 @@ from lightning_rotor.memory.devices import resolve_limit
 from lightning_rotor.planned.ranks import communicates
 from lightning_rotor.planning import Plan, plan
 from lightning_rotor.planning.plan import DEFAULT_SLOTS
-from lightning_rotor.planning.tables import rendered
 from lightning_rotor.private.values import tensors_in
 from lightning_rotor.profiling import Profile, profile_chain
-from lightning_rotor.units import format_bytes, parse_limit
+from lightning_rotor.units import format_bytes, parse_limit, rendered
 
 
 @dataclass(frozen=True, slots=True)

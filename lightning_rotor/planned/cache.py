@@ -187,7 +187,7 @@ def record_of(call: str, stages: Sequence[Stage], profile: Profile, plan: Plan |
         "chain": _listed(asdict(profile.chain)),
     }
     if plan is not None:
-        record["plan"] = PlanRecord.of(plan).to_plain() | {"solve_seconds": plan.solve_seconds}
+        record["plan"] = plan.record.to_plain() | {"solve_seconds": plan.solve_seconds}
     return record
 
 
@@ -211,7 +211,9 @@ def _profile(record: _Record, stages: Sequence[Stage]) -> Profile:
 
 
 def _plan(record: _Record | None, chain: Chain) -> Plan | None:
-    return None if record is None else PlanRecord.from_plain(record).plan(chain, solve_seconds=record["solve_seconds"])
+    return (
+        None if record is None else Plan.of(PlanRecord.from_plain(record), chain, solve_seconds=record["solve_seconds"])
+    )
 
 
 def _chain(record: _Record) -> Chain:

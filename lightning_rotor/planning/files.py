@@ -7,8 +7,8 @@ saves and what it hands on, and a chain that differs in any of it is refused.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -17,29 +17,24 @@ from typing_extensions import Self
 
 from lightning_rotor.chain import Chain, StageIdentity
 from lightning_rotor.errors import PlanError, ScheduleError
-from lightning_rotor.planning.plan import DEFAULT_SLOTS, Plan
 from lightning_rotor.schedule import Schedule
-from lightning_rotor.simulator import simulate
-from lightning_rotor.units import format_bytes
+from lightning_rotor.simulator import Simulation, simulate
 
-# ----------------------------------------------------------------------------------------------------
-# What files and checkpoints say of a plan: what was decided and for what, without the chain that it was made for.
+_FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRecord:
-    """A plan without its chain. Attributes are those of :class:`~lightning_rotor.planning.Plan`."""
+    """What files and checkpoints say of a plan: what was decided and for what, without the chain that it was made for.
+
+    Attributes are those of :class:`~lightning_rotor.planning.Plan`.
+    """
 
     schedule: Schedule
     budget_bytes: int
     gradients_exist: bool
     lingering_bytes: int
     slots: int
-
-    @classmethod
-    def of(cls, plan: Plan) -> Self:
-        """The record of a plan."""
-        return cls(plan.schedule, plan.budget_bytes, plan.gradients_exist, plan.lingering_bytes, plan.slots)
 
     @classmethod
     def from_plain(cls, record: Mapping[str, Any]) -> Self:
@@ -63,83 +58,35 @@ class PlanRecord:
         """Strings, numbers and flags by name."""
         return {field: getattr(self, field) for field in self.__slots__} | {"schedule": str(self.schedule)}
 
-    def plan(self, chain: Chain, *, solve_seconds: float = 0.0) -> Plan:
-        """The plan, simulated anew.
+    def simulate(self, chain: Chain) -> Simulation:
+        """What it costs on a chain.
 
-        Args:
-            chain: What it was made for, as measured now.
-            solve_seconds: What finding it took.
         Raises:
             ScheduleError: It does not belong to the chain.
         """
-        simulation = simulate(
+        return simulate(
             chain, self.schedule, gradients_exist=self.gradients_exist, lingering_bytes=self.lingering_bytes
         )
-        return Plan(
-            chain,
-            self.schedule,
-            self.budget_bytes,
-            simulation,
-            solve_seconds,
-            gradients_exist=self.gradients_exist,
-            lingering_bytes=self.lingering_bytes,
-            slots=self.slots,
-        )
 
 
-def scheduled(
-    chain: Chain,
-    schedule: Schedule,
-    *,
-    gradients_exist: bool = False,
-    lingering_bytes: int = 0,
-    slots: int = DEFAULT_SLOTS,
-) -> Plan:
-    """A schedule that was found elsewhere as a plan, whose budget is what it takes.
-
-    Arguments as for :func:`lightning_rotor.planning.plan`.
-
-    Raises:
-        ScheduleError: It does not belong to the chain.
-    """
-    plan = PlanRecord(schedule, 0, gradients_exist, lingering_bytes, slots).plan(chain)
-    return replace(plan, budget_bytes=plan.peak_bytes)
-
-
-# ----------------------------------------------------------------------------------------------------
-
-
-_FORMAT = 1
-
-
-def save_plan(plan: Plan, path: Path | str) -> None:
-    """Write a plan to a file.
-
-    Args:
-        plan: What was planned.
-        path: Where; a file that is there is replaced.
-    """
+def save_record(record: PlanRecord, chain: Chain, path: Path | str) -> None:
+    """Write to a file what was planned for a chain; a file that is there is replaced."""
     content = {
         "format": _FORMAT,
-        "fingerprint": plan.chain.fingerprint,
-        "device": plan.chain.device,
-        "stages": [_as_json(stage) for stage in plan.chain.identity],
-        **PlanRecord.of(plan).to_plain(),
+        "fingerprint": chain.fingerprint,
+        "device": chain.device,
+        "stages": [_as_json(stage) for stage in chain.identity],
+        **record.to_plain(),
     }
     Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def load_plan(path: Path | str, chain: Chain) -> Plan:
-    """Read a plan for the chain that it was made for.
+def load_record(path: Path | str, chain: Chain) -> PlanRecord:
+    """Read from a file what was planned for a chain.
 
-    Args:
-        path: What :func:`save_plan` has written.
-        chain: Of the model that is to run under the plan, as measured now. It says what the plan costs on this machine.
-    Returns:
-        The plan, simulated anew.
     Raises:
-        PlanError: The file holds no plan; or the plan was made for another model, shape, dtype or device, and the message says what differs first;
-            or it takes more than its budget on this machine.
+        PlanError: The file holds no plan; or the plan was made for another model, shape, dtype or device, and the message says what
+            differs first.
     """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -154,38 +101,14 @@ def load_plan(path: Path | str, chain: Chain) -> Plan:
         reason = error if isinstance(error, ScheduleError) else f"{type(error).__name__}: {error}"
         raise PlanError(f"{path} holds no plan ({reason}): expected a file that Plan.save has written") from error
     if fingerprint != chain.fingerprint:
-        raise _made_for_another(path, saved, device, chain)
-    return _fitting(path, record.plan(chain))
+        raise made_for_another(path, saved, device, chain)
+    return record
 
 
-def plan_for(plan: Plan, chain: Chain) -> Plan:
-    """A plan with the costs of a chain that differs from its own in timings at most, and in what kernels take.
-
-    Args:
-        plan: What was planned, for the same model and input.
-        chain: Of the model that is to run under it, as measured now.
-    Raises:
-        PlanError: As for :func:`load_plan`.
-    """
-    if plan.chain == chain:
-        return plan
-    if plan.chain.fingerprint != chain.fingerprint:
-        raise _made_for_another("the plan", list(plan.chain.identity), plan.chain.device, chain)
-    return _fitting("the plan", PlanRecord.of(plan).plan(chain, solve_seconds=plan.solve_seconds))
-
-
-def _made_for_another(what: object, saved: list[StageIdentity], device: str, chain: Chain) -> PlanError:
+def made_for_another(what: object, saved: Sequence[StageIdentity], device: str, chain: Chain) -> PlanError:
+    """The error for a plan that was made for other stages than a chain's, or for another device."""
     difference = _difference(saved, device, chain)
     return PlanError(f"{what} was made for something else: {difference}. Plan for this model and input anew")
-
-
-def _fitting(what: object, plan: Plan) -> Plan:
-    if plan.peak_bytes > plan.budget_bytes:
-        raise PlanError(
-            f"{what} takes {format_bytes(plan.peak_bytes)} on this machine, which is more than its budget of "
-            f"{format_bytes(plan.budget_bytes)}: plan anew"
-        )
-    return plan
 
 
 def _as_json(stage: StageIdentity) -> dict[str, Any]:
@@ -208,7 +131,7 @@ def _from_json(stage: dict[str, Any]) -> StageIdentity:
     )
 
 
-def _difference(saved: list[StageIdentity], device: str, chain: Chain) -> str:
+def _difference(saved: Sequence[StageIdentity], device: str, chain: Chain) -> str:
     """The first thing in which a chain is not what a plan was made for: what the plan says, and what there is."""
     if device != chain.device:
         return f"device {device!r}, and this chain was measured on {chain.device!r}"

@@ -18,23 +18,18 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+
+from rich import box
+from rich.table import Table
 
 from lightning_rotor.errors import BudgetError, ScheduleError
-from lightning_rotor.planning.tables import frontier_table, rendered
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import Simulation
-from lightning_rotor.units import format_bytes, parse_bytes
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from lightning_rotor.planning.solver import Solver
+from lightning_rotor.units import format_bytes, format_seconds, parse_bytes, rendered
 
 # Sums of the same durations in another order differ by less than this part of themselves.
-_SAME = 1e-9
-# How often the planner is asked, times the number of stages: a matter of a second or two.
-_QUESTIONS = 1500
+SAME = 1e-9
+_BAR = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,42 +209,49 @@ class Frontier:
         return rendered(frontier_table(self))
 
 
-def frontier_of(solver: Solver, *, budget_bytes: int | None = None) -> Frontier:
-    """The frontier of a chain.
-
-    Solves the table if the solver has not done so. Judging what it proposes takes about as long as that again for long chains. For one
-    budget the planner also tries what the table does not hold; so where two points are far apart, it is asked for what is between.
+def frontier_table(frontier: Frontier, *, reserved_bytes: int = 0, most_rows: int = 14) -> Table:
+    """Budgets against what they cost in time.
 
     Args:
-        solver: Of the chain.
-        budget_bytes: Where :meth:`Frontier.gain` starts.
+        frontier: The curve.
+        reserved_bytes: What the process holds besides activations; added to the budgets.
+        most_rows: Points to show, spread over the budgets.
     Returns:
-        A curve that is as fast as ``solver.plan`` at any budget, up to what is left between points that are close together.
+        A table to print with ``rich.print``.
     """
-    points = pareto(FrontierPoint.of(each.schedule, each.simulation) for each in solver.proposals())
-    asked: set[int] = set()
-    for _ in range(_QUESTIONS // len(solver.chain)):
-        gaps = [gap for gap in pairwise(points) if gap[1].peak_bytes not in asked]
-        if not gaps:
-            break
-        left, right = max(gaps, key=_area)
-        asked.add(right.peak_bytes)
-        # With more memory the planner is never slower: its best below the right end is the best of the whole gap.
-        best = solver.plan(right.peak_bytes - 1)
-        if best.seconds < left.seconds * (1 - _SAME):
-            points = pareto([*points, FrontierPoint.of(best.schedule, best.simulation)])
-    return Frontier(points, budget_bytes)
-
-
-def _area(gap: tuple[FrontierPoint, FrontierPoint]) -> float:
-    left, right = gap
-    return (right.peak_bytes - left.peak_bytes) * (left.seconds - right.seconds)
+    shown = frontier.thinned(most_rows)
+    worst = shown[0].overhead
+    table = Table(title="Budget against overhead", box=box.ROUNDED, title_justify="left")
+    for name in ("budget", "overhead", "step"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True, min_width=_BAR)
+    table.add_column("", no_wrap=True)
+    planned = None if frontier.budget_bytes is None else frontier.at(frontier.budget_bytes)
+    for point in shown:
+        notes = [
+            note
+            for note, applies in (
+                ("least", point is shown[0]),
+                ("knee", point == frontier.knee),
+                ("this plan", point == planned),
+                ("keep all", point is shown[-1] and point.overhead < 1e-6),
+            )
+            if applies
+        ]
+        table.add_row(
+            format_bytes(reserved_bytes + point.peak_bytes),
+            f"{point.overhead:.2%}",
+            format_seconds(point.seconds),
+            "█" * round(_BAR * point.overhead / worst) if worst else "",
+            ", ".join(notes),
+        )
+    return table
 
 
 def pareto(points: Iterable[FrontierPoint]) -> tuple[FrontierPoint, ...]:
     """Those that no other one beats in both memory and time, by rising memory."""
     best: list[FrontierPoint] = []
     for point in sorted(points, key=lambda point: (point.peak_bytes, point.seconds)):
-        if not best or point.seconds < best[-1].seconds * (1 - _SAME):
+        if not best or point.seconds < best[-1].seconds * (1 - SAME):
             best.append(point)
     return tuple(best)

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import ClassVar
 
 from rich.console import Group
+from rich.table import Table
 
 from lightning_rotor.chain import Chain
+from lightning_rotor.errors import PlanError
 from lightning_rotor.planning.bounds import lower_bound_seconds
-from lightning_rotor.planning.tables import plan_table, rendered, stage_table
+from lightning_rotor.planning.files import PlanRecord, load_record, made_for_another, save_record
+from lightning_rotor.planning.frontier import Frontier
 from lightning_rotor.schedule import Schedule, leaves
 from lightning_rotor.simulator import Simulation
-from lightning_rotor.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from lightning_rotor.planning.frontier import Frontier
+from lightning_rotor.units import format_bytes, format_seconds, rendered
 
 DEFAULT_SLOTS = 500
 
@@ -44,6 +45,37 @@ class Plan:
     gradients_exist: bool = False
     lingering_bytes: int = 0
     slots: int = DEFAULT_SLOTS
+
+    # Set by the modules that solve and that print, which are about plans and so stand above this one.
+    solved_frontier: ClassVar[Callable[[Plan], Frontier]]
+    tables: ClassVar[Callable[[Plan], tuple[Table, ...]]]
+
+    @classmethod
+    def of(cls, record: PlanRecord, chain: Chain, *, solve_seconds: float = 0.0) -> Plan:
+        """What was planned before, simulated anew.
+
+        Args:
+            record: What was decided.
+            chain: What it was made for, as measured now.
+            solve_seconds: What finding it took.
+        Raises:
+            ScheduleError: It does not belong to the chain.
+        """
+        return cls(
+            chain,
+            record.schedule,
+            record.budget_bytes,
+            record.simulate(chain),
+            solve_seconds,
+            gradients_exist=record.gradients_exist,
+            lingering_bytes=record.lingering_bytes,
+            slots=record.slots,
+        )
+
+    @property
+    def record(self) -> PlanRecord:
+        """The plan without its chain."""
+        return PlanRecord(self.schedule, self.budget_bytes, self.gradients_exist, self.lingering_bytes, self.slots)
 
     @property
     def peak_bytes(self) -> int:
@@ -91,21 +123,10 @@ class Plan:
 
         A plan does not hold the planner's tables, so this solves the chain once more, for all budgets together.
         """
-        from lightning_rotor.planning.frontier import frontier_of
-        from lightning_rotor.planning.solver import Solver
-
-        solver = Solver(
-            self.chain,
-            slots=self.slots,
-            gradients_exist=self.gradients_exist,
-            lingering_bytes=self.lingering_bytes,
-        )
-        return frontier_of(solver, budget_bytes=self.budget_bytes)
+        return Plan.solved_frontier(self)
 
     def save(self, path: Path | str) -> None:
         """Write it to a file, to be used again where the same model takes the same input; see :func:`lightning_rotor.planning.save_plan`."""
-        from lightning_rotor.planning.files import save_plan
-
         save_plan(self, path)
 
     @classmethod
@@ -115,8 +136,6 @@ class Plan:
         Raises:
             PlanError: The file holds no plan, or one for another model, shape, dtype or device.
         """
-        from lightning_rotor.planning.files import load_plan
-
         return load_plan(path, chain)
 
     def summary(self) -> str:
@@ -127,7 +146,76 @@ class Plan:
         )
 
     def __rich__(self) -> Group:
-        return Group(plan_table(self), stage_table(self))
+        return Group(*Plan.tables(self))
 
     def __str__(self) -> str:
-        return rendered(plan_table(self), stage_table(self))
+        return rendered(*Plan.tables(self))
+
+
+def save_plan(plan: Plan, path: Path | str) -> None:
+    """Write a plan to a file.
+
+    Args:
+        plan: What was planned.
+        path: Where; a file that is there is replaced.
+    """
+    save_record(plan.record, plan.chain, path)
+
+
+def load_plan(path: Path | str, chain: Chain) -> Plan:
+    """Read a plan for the chain that it was made for.
+
+    Args:
+        path: What :func:`save_plan` has written.
+        chain: Of the model that is to run under the plan, as measured now. It says what the plan costs on this machine.
+    Returns:
+        The plan, simulated anew.
+    Raises:
+        PlanError: The file holds no plan; or the plan was made for another model, shape, dtype or device, and the message says what
+            differs first; or it takes more than its budget on this machine.
+    """
+    return _fitting(path, Plan.of(load_record(path, chain), chain))
+
+
+def plan_for(plan: Plan, chain: Chain) -> Plan:
+    """A plan with the costs of a chain that differs from its own in timings at most, and in what kernels take.
+
+    Args:
+        plan: What was planned, for the same model and input.
+        chain: Of the model that is to run under it, as measured now.
+    Raises:
+        PlanError: As for :func:`load_plan`.
+    """
+    if plan.chain == chain:
+        return plan
+    if plan.chain.fingerprint != chain.fingerprint:
+        raise made_for_another("the plan", plan.chain.identity, plan.chain.device, chain)
+    return _fitting("the plan", Plan.of(plan.record, chain, solve_seconds=plan.solve_seconds))
+
+
+def _fitting(what: object, plan: Plan) -> Plan:
+    if plan.peak_bytes > plan.budget_bytes:
+        raise PlanError(
+            f"{what} takes {format_bytes(plan.peak_bytes)} on this machine, which is more than its budget of "
+            f"{format_bytes(plan.budget_bytes)}: plan anew"
+        )
+    return plan
+
+
+def scheduled(
+    chain: Chain,
+    schedule: Schedule,
+    *,
+    gradients_exist: bool = False,
+    lingering_bytes: int = 0,
+    slots: int = DEFAULT_SLOTS,
+) -> Plan:
+    """A schedule that was found elsewhere as a plan, whose budget is what it takes.
+
+    Arguments as for :func:`lightning_rotor.planning.plan`.
+
+    Raises:
+        ScheduleError: It does not belong to the chain.
+    """
+    plan = Plan.of(PlanRecord(schedule, 0, gradients_exist, lingering_bytes, slots), chain)
+    return replace(plan, budget_bytes=plan.peak_bytes)

@@ -6,12 +6,14 @@ import math
 import time
 from dataclasses import astuple, fields
 from functools import cached_property
+from itertools import pairwise
 
 from lightning_rotor.chain import Chain, Option, StageCost
 from lightning_rotor.errors import BudgetError
 from lightning_rotor.planning.baselines import keep_all_fastest, no_schedule_is_faster
 from lightning_rotor.planning.candidates import Proposal, Staircase
 from lightning_rotor.planning.dynamic_program import Table
+from lightning_rotor.planning.frontier import SAME, Frontier, FrontierPoint, pareto
 from lightning_rotor.planning.kernel import aligned_unit
 from lightning_rotor.planning.plan import DEFAULT_SLOTS, Plan
 from lightning_rotor.planning.requirements import retains_from_birth, thresholds_of
@@ -37,6 +39,8 @@ _NEAR = 1.5
 _BEYOND = 1.5
 # So close to the least memory the schedule with the least peak is worth a look.
 _CLOSE = 0.05
+# How often the solver is asked for a curve, times the number of stages: a matter of a second or two.
+_QUESTIONS = 1500
 # So many stages of proposals are judged for a curve, at least, if there are that many.
 _JUDGED = 50_000
 
@@ -298,3 +302,45 @@ def sizes_in(chain: Chain) -> list[int]:
             sizes += [getattr(option, size.name) or 0 for size in fields(Option) if size.name.endswith("_bytes")]
             sizes += astuple(option.backward_peaks(gradients_exist=True))
     return sizes
+
+
+def frontier_of(solver: Solver, *, budget_bytes: int | None = None) -> Frontier:
+    """The frontier of a chain.
+
+    Solves the table if the solver has not done so. Judging what it proposes takes about as long as that again for long chains. For one
+    budget the planner also tries what the table does not hold; so where two points are far apart, it is asked for what is between.
+
+    Args:
+        solver: Of the chain.
+        budget_bytes: Where :meth:`Frontier.gain` starts.
+    Returns:
+        A curve that is as fast as ``solver.plan`` at any budget, up to what is left between points that are close together.
+    """
+    points = pareto(FrontierPoint.of(each.schedule, each.simulation) for each in solver.proposals())
+    asked: set[int] = set()
+    for _ in range(_QUESTIONS // len(solver.chain)):
+        gaps = [gap for gap in pairwise(points) if gap[1].peak_bytes not in asked]
+        if not gaps:
+            break
+        left, right = max(gaps, key=_area)
+        asked.add(right.peak_bytes)
+        # With more memory the planner is never slower: its best below the right end is the best of the whole gap.
+        best = solver.plan(right.peak_bytes - 1)
+        if best.seconds < left.seconds * (1 - SAME):
+            points = pareto([*points, FrontierPoint.of(best.schedule, best.simulation)])
+    return Frontier(points, budget_bytes)
+
+
+def _area(gap: tuple[FrontierPoint, FrontierPoint]) -> float:
+    left, right = gap
+    return (right.peak_bytes - left.peak_bytes) * (left.seconds - right.seconds)
+
+
+def _frontier_of_plan(plan: Plan) -> Frontier:
+    solver = Solver(
+        plan.chain, slots=plan.slots, gradients_exist=plan.gradients_exist, lingering_bytes=plan.lingering_bytes
+    )
+    return frontier_of(solver, budget_bytes=plan.budget_bytes)
+
+
+Plan.solved_frontier = _frontier_of_plan

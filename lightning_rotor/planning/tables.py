@@ -2,41 +2,24 @@
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, groupby
-from typing import TYPE_CHECKING
 
 from rich import box
-from rich.console import Console, RenderableType
 from rich.table import Table
 
 from lightning_rotor.chain import Chain, Option
+from lightning_rotor.planning.plan import Plan
 from lightning_rotor.schedule import Item, Leaf, Schedule, leaves, segments_in
 from lightning_rotor.simulator import Simulation, simulate
 from lightning_rotor.units import format_bytes, format_seconds
 
-if TYPE_CHECKING:
-    from lightning_rotor.planning.frontier import Frontier
-    from lightning_rotor.planning.plan import Plan
-
 _MOST_CHARACTERS = 100
 _MOST_ROWS = 24
 _MOST_NAME, _MOST_MODULES = 30, 46
-_WIDTH = 100
-_BAR = 24
-
-
-def rendered(*tables: RenderableType, width: int = _WIDTH) -> str:
-    """Tables as text without colours, without a line break at the end."""
-    console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False, legacy_windows=False)
-    for table in tables:
-        console.print(table)
-    assert isinstance(console.file, io.StringIO)
-    return "\n".join(line.rstrip() for line in console.file.getvalue().rstrip("\n").splitlines())
 
 
 # -------------------------------------------------------------------- a plan in a few rows
@@ -318,43 +301,8 @@ def _without_middle(text: str, most_characters: int) -> str:
     return line
 
 
-# -------------------------------------------------------------------- a frontier
+def _tables_of_plan(plan: Plan) -> tuple[Table, ...]:
+    return plan_table(plan), stage_table(plan)
 
 
-def frontier_table(frontier: Frontier, *, reserved_bytes: int = 0, most_rows: int = 14) -> Table:
-    """Budgets against what they cost in time.
-
-    Args:
-        frontier: The curve.
-        reserved_bytes: What the process holds besides activations; added to the budgets.
-        most_rows: Points to show, spread over the budgets.
-    Returns:
-        A table to print with ``rich.print``.
-    """
-    shown = frontier.thinned(most_rows)
-    worst = shown[0].overhead
-    table = Table(title="Budget against overhead", box=box.ROUNDED, title_justify="left")
-    for name in ("budget", "overhead", "step"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True, min_width=_BAR)
-    table.add_column("", no_wrap=True)
-    planned = None if frontier.budget_bytes is None else frontier.at(frontier.budget_bytes)
-    for point in shown:
-        notes = [
-            note
-            for note, applies in (
-                ("least", point is shown[0]),
-                ("knee", point == frontier.knee),
-                ("this plan", point == planned),
-                ("keep all", point is shown[-1] and point.overhead < 1e-6),
-            )
-            if applies
-        ]
-        table.add_row(
-            format_bytes(reserved_bytes + point.peak_bytes),
-            f"{point.overhead:.2%}",
-            format_seconds(point.seconds),
-            "█" * round(_BAR * point.overhead / worst) if worst else "",
-            ", ".join(notes),
-        )
-    return table
+Plan.tables = _tables_of_plan

@@ -12,7 +12,8 @@
 Plots need matplotlib (``pip install "lightning-rotor[plot]"``), drawings and tables do not.
 """
 
-from lightning_rotor.planning.tables import frontier_table, plan_table, schedule_line, stage_table
+from lightning_rotor.planning.frontier import frontier_table
+from lightning_rotor.planning.tables import plan_table, schedule_line, stage_table
 from lightning_rotor.report.curve import plot_frontier
 from lightning_rotor.report.drawing import draw_chain
 from lightning_rotor.report.pipeline import plot_pipeline

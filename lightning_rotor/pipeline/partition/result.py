@@ -12,8 +12,7 @@ from lightning_rotor.chain import Chain
 from lightning_rotor.pipeline.partition.in_flight import END, StagePlan, sub_chain
 from lightning_rotor.pipeline.partition.problem import Problem, StageChoice
 from lightning_rotor.pipeline.simulator import PipelineSimulation, simulate_pipeline
-from lightning_rotor.planning.tables import rendered
-from lightning_rotor.units import format_bytes, format_seconds
+from lightning_rotor.units import format_bytes, format_seconds, rendered
 
 
 @dataclass(frozen=True)
