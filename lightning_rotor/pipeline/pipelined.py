@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -34,10 +34,6 @@ from lightning_rotor.private.values import tensors_in
 from lightning_rotor.profiling import profile_chain
 from lightning_rotor.profiling.reference import require_same
 from lightning_rotor.stages.sequential import Stage, unpacked, wiring_of
-
-if TYPE_CHECKING:
-    from lightning_rotor.pipeline.step import Phases
-
 
 # ----------------------------------------------------------------------------------------------------
 # How fast the devices of a pipeline are beside each other: every process times the same stages.
@@ -183,7 +179,7 @@ class PipelinedModule:
         partition: How it is cut, and how each part runs.
         ownership: Which process has which weights.
         options: How it was to be done.
-        phases: Of the step that runs now, under manual optimization.
+        called: What a call does in the step that runs now, under manual optimization.
     """
 
     module: nn.Module
@@ -196,7 +192,7 @@ class PipelinedModule:
     _device: torch.device
     _seed: int
     _evaluations: int = 0
-    phases: Phases | None = None
+    called: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None
 
     # A copy of a live module computes with its own weights, plainly.
     def __deepcopy__(self, memo: dict[int, Any]) -> _Inactive:
@@ -226,8 +222,8 @@ class PipelinedModule:
         if waiting is not None:
             return waiting.call(args, kwargs)
         if torch.is_grad_enabled():
-            if self.phases is not None:
-                return self.phases.forward(args, kwargs)
+            if self.called is not None:
+                return self.called(args, kwargs)
             raise PipelineError(
                 f"{type(module).__name__} is cut into pipeline stages and was called with gradients outside of training_step: expected calls in "
                 "training_step, or under torch.no_grad()"

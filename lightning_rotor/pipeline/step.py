@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -13,9 +13,6 @@ from lightning_rotor.pipeline.pipelined import PipelinedModule
 from lightning_rotor.pipeline.schedule import PipelineError
 from lightning_rotor.pipeline.surroundings import OUTSIDE, Surroundings, mixed
 from lightning_rotor.private.values import tensors_in, tree_flatten, tree_map, tree_unflatten
-
-if TYPE_CHECKING:
-    from lightning_rotor.pipeline.pipelined import PipelinedModule
 
 
 def train_step(
@@ -108,7 +105,7 @@ def _leaves(output: Any) -> Any:
 # Manual optimization: a pipeline's forwards when the module is called, its backwards when user code asks for them.
 
 
-class Phases:
+class ManualStep:
     """The pipeline in one step under manual optimization.
 
     Args:

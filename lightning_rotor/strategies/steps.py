@@ -13,7 +13,7 @@ from lightning_rotor.pipeline.micro_batches import join, rows_in, sizes_of, spli
 from lightning_rotor.pipeline.pipelined import PipelinedModule
 from lightning_rotor.pipeline.schedule import PipelineError
 from lightning_rotor.pipeline.stage_runner import ForwardContext
-from lightning_rotor.pipeline.step import Phases, train_step
+from lightning_rotor.pipeline.step import ManualStep, train_step
 from lightning_rotor.pipeline.surroundings import OUTSIDE, mixed, seeded
 from lightning_rotor.private.values import tree_flatten, tree_unflatten
 from lightning_rotor.strategies.building import outside
@@ -146,6 +146,7 @@ class PipelineSteps:
         replicas: dist.ProcessGroup | None,
     ) -> None:
         self._model, self._pipelined, self._context, self._replicas = model, pipelined, context, replicas
+        self._step: ManualStep | None = None  # the one that runs, under manual optimization
 
     def run(self, *args: Any) -> Any:
         """What ``training_step`` returns for a batch."""
@@ -156,13 +157,13 @@ class PipelineSteps:
         if self._model.automatic_optimization:
             backward()  # hands over what is there
             return
-        phases = self._pipelined.phases
-        assert phases is not None
+        step = self._step
+        assert step is not None
         if self._replicas is None:
-            phases.backward(backward)
+            step.backward(backward)
             return
         with GradientsApart(self._parameters, replicas=self._replicas, keep=True) as apart:
-            phases.backward(backward)
+            step.backward(backward)
         apart.add()
 
     @property
@@ -222,10 +223,11 @@ class PipelineSteps:
     def _manual(self, *args: Any) -> Any:
         """Once for the batch: it asks for the backward itself, and may go on behind it."""
         seed = self._pipelined.seed(self._model.trainer.fit_loop.epoch_loop.total_batch_idx)
-        self._pipelined.phases = phases = Phases(self._pipelined, seed)
+        self._step = step = ManualStep(self._pipelined, seed)
+        self._pipelined.called = step.forward
         try:
             with seeded(mixed(mixed(seed, 0), OUTSIDE)):
                 return self._user_step(*args)
         finally:
-            self._pipelined.phases = None
-            phases.abandon()
+            self._step = self._pipelined.called = None
+            step.abandon()
