@@ -153,130 +153,180 @@ def profile_chain(
     """
     require_tensors(sample)
     device = tensors_in(sample)[0].device
-    meter, compiled = meter or meter_for(device), compiled or CompiledModules()
     with undisturbed(device):
-        reads = wiring_of(stages).wire.reads
-        inputs = {number: Boundary.of(value) for number, value in zip(reads, unpacked(sample, len(reads)), strict=True)}
-        began = time.perf_counter()
-        seen = scout(stages, inputs, device, block_bytes=meter.block_bytes)
-        stage_seconds = (time.perf_counter() - began) / len(stages) / 2  # without what else was done with them
-        interlude = Interlude(device, 0.0 if is_fake(tensors_in(sample)[0]) else stage_seconds)
-        together = merged(stages, seen.groups)
-        numbered = {storage: (number, skip) for number, (storage, skip) in enumerate(seen.skips().items())}
-        unmeasured = [skip for _, skip in numbered.values()]
-        wiring = wiring_of(together)
-        traits: list[dict[str, Any]] = []
-        states: list[SegmentState] = []
-        scratch: dict[tuple[torch.nn.Module, str], Statistic] = {}
-        bench = Bench(compiled)
-        measured: list[Measured] = []
-        messages: list[tuple[UnitSizes, float]] = []
-        checkpointing: list[str] = []
-        collecting: set[int] = set()
-        before: Boundary | None = None
-        values = dict(inputs)
-        for number, (stage, group) in enumerate(zip(together, seen.groups, strict=True)):
-            last = number == len(together) - 1
-            boundary = Boundary.packed([values[read] for read in stage.reads])
-            ends = StageEnds.of(stage, number, seen, numbered)
-            units = units_in(stage.modules)
-            with ExitStack() as stack:
-                start = meter.now()
-                stack.enter_context(gathered(units))
-                gathering_seconds = meter.seconds_between(start, meter.now()) if units else 0.0
-                stack.enter_context(kept_attributes(stage, keep_parameters=False))
-                with noticed_checkpoints() as noticed:
-                    passed = _pass(stage, boundary, device)
-                if True in noticed:
-                    raise ModelError(f"stage {stage.name!r} cannot be measured. {NO_CHECKPOINTS}")
-                checkpointing += [stage.name] * bool(noticed)
-                states.append(replace(state_of(stage, passed.updating, scratch), written=passed.written))
-                if passed.leaves_traces:
-                    collecting.add(number)
-                draws_random = any(seen.draws_random[index] for index in group) or may_draw(stage)
-                recomputable = passed.same_bits and not (number == 0 and seen.changes_input)
-                remembered = states[-1].remembered
-                generators = GeneratorStates(device) if draws_random else None
-                profiler = StageProfiler(
-                    stage,
-                    Boundary.of(()),
-                    ends,
-                    meter,
-                    last,
-                    repeats,
-                    remembered,
-                    SegmentState(attributed=states[-1].attributed),
-                    generators,
-                    interlude=interlude,
-                    in_lockstep=in_lockstep,
-                )
-                tried = _objections(number, stage, boundary)
-                way = None
-                if stage.inverse is not None and not tried.inverse:
-                    way = way_of(stage, draws_random=draws_random, state=states[-1])
-                identity, kin = (
-                    (_identity(stage, compiled, with_numbers=with_numbers), boundary.signature)
-                    for with_numbers in (True, False)
-                )
-                measurable = Measurable(profiler, recomputable, identity, kin, way, tried.fused, passed.written)
-                measured.append(Measured.of(number, measurable, bench.measured(measurable, boundary), unmeasured))
-                sizes = sum((unit.sizes for unit in units), UnitSizes())
-            if before is not None:
-                measured[-2].expected_bytes = measured[-1].link_bytes
-                layouts = given(measured, number - 1)
-                if layouts != measured[-2].layouts:
-                    measured[-2].settle(layouts, measured[-1], bench, before)
-            before = boundary
-            messages.append((sizes, gathering_seconds))
-            traits.append(
-                {
-                    "draws_random": draws_random,
-                    "state_bytes": states[-1].remembered_bytes(meter.block_bytes),
-                    "takes": boundary.tensors,
-                    "not_inverted": measured[-1].found.not_inverted or tried.inverse,
-                }
-            )
-            values.update(zip(stage.writes, passed.outputs, strict=True))
-            for dead in wiring.dead[number]:
-                del values[dead]
-            if progress is not None:
-                progress(number + 1, len(together))
-        settle(measured, inputs, bench)
-        for number, expected_bytes in unexpected(measured).items():
-            traits[number]["output_gradient_bytes"] = expected_bytes
-        sized = [
-            (each.measurable.profiler.ends, with_units(each.found.stage, *message))
-            for each, message in zip(measured, messages, strict=True)
-        ]
-        running = [
-            compiled.with_variants(stage, each.found.names) for stage, each in zip(together, measured, strict=True)
-        ]
-        skips = tuple(
-            skip.measured(measured[use].gradient_of(number).size_bytes for use in skip.uses)
-            for number, skip in enumerate(unmeasured)
+        measuring = _Measuring(
+            stages,
+            sample,
+            meter or meter_for(device),
+            compiled or CompiledModules(),
+            repeats=repeats,
+            in_lockstep=in_lockstep,
         )
-        waiting = waiting_gradient_bytes(together, meter.block_bytes)
-        costs = [
-            replace(_cost(*sized[number]), name=stage.name, waiting_gradient_bytes=size_bytes, **traits[number])
-            for number, (stage, size_bytes) in enumerate(zip(together, waiting, strict=True))
-        ]
-        _warn(costs, collecting)
-        if checkpointing:
+        for number in range(len(measuring.stages)):
+            measuring.measure(number)
+            if progress is not None:
+                progress(number + 1, len(measuring.stages))
+        profile = measuring.settled()
+        _warn(profile.chain.stages, measuring.collecting)
+        if measuring.checkpointing:
             warnings.warn(
-                f"{', '.join(map(repr, checkpointing))}: each is one stage. {NO_CHECKPOINTS}",
+                f"{', '.join(map(repr, measuring.checkpointing))}: each is one stage. {NO_CHECKPOINTS}",
                 RotorWarning,
                 stacklevel=3,
             )
-        _warn_of_structure(len(stages), together)
+        _warn_of_structure(len(stages), measuring.stages)
+    return profile
+
+
+class _Measuring:
+    """A chain that is measured stage by stage, while two boundaries are held.
+
+    Attributes:
+        stages: Those to run, some of them merged.
+        collecting: Numbers of stages whose code collects something.
+        checkpointing: Names of stages that call torch's checkpoint by themselves.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        sample: Any,
+        meter: Meter,
+        compiled: CompiledModules,
+        *,
+        repeats: int,
+        in_lockstep: bool,
+    ) -> None:
+        self._meter, self._compiled, self._repeats, self._in_lockstep = meter, compiled, repeats, in_lockstep
+        tensor = tensors_in(sample)[0]
+        self._device = tensor.device
+        reads = wiring_of(stages).wire.reads
+        values = zip(reads, unpacked(sample, len(reads)), strict=True)
+        self._inputs = {number: Boundary.of(value) for number, value in values}
+        began = time.perf_counter()
+        self._seen = scout(stages, self._inputs, self._device, block_bytes=meter.block_bytes)
+        stage_seconds = (time.perf_counter() - began) / len(stages) / 2  # without what else was done with them
+        self._interlude = Interlude(self._device, 0.0 if is_fake(tensor) else stage_seconds)
+        self.stages = merged(stages, self._seen.groups)
+        self._wiring = wiring_of(self.stages)
+        self._skips = {storage: (number, skip) for number, (storage, skip) in enumerate(self._seen.skips().items())}
+        self._bench = Bench(compiled)
+        self._scratch: dict[tuple[nn.Module, str], Statistic] = {}
+        self._values = dict(self._inputs)
+        self._before: Boundary | None = None
+        self._measured: list[Measured] = []
+        self._states: list[SegmentState] = []
+        self._traits: list[dict[str, Any]] = []
+        self._messages: list[tuple[UnitSizes, float]] = []
+        self.collecting: set[int] = set()
+        self.checkpointing: list[str] = []
+
+    def measure(self, number: int) -> None:
+        """Measure the next stage, and the one before again if this one leaves its gradient in another way than was supposed."""
+        stage = self.stages[number]
+        boundary = Boundary.packed([self._values[read] for read in stage.reads])
+        units = units_in(stage.modules)
+        with ExitStack() as stack:
+            start = self._meter.now()
+            stack.enter_context(gathered(units))
+            gathering_seconds = self._meter.seconds_between(start, self._meter.now()) if units else 0.0
+            stack.enter_context(kept_attributes(stage, keep_parameters=False))
+            passed = self._passed(number, boundary)
+            self._traits.append(self._stage(number, boundary, passed))
+            sizes = sum((unit.sizes for unit in units), UnitSizes())
+        self._messages.append((sizes, gathering_seconds))
+        if self._before is not None:
+            previous, this = self._measured[-2:]
+            previous.expected_bytes = this.link_bytes
+            layouts = given(self._measured, number - 1)
+            if layouts != previous.layouts:
+                previous.settle(layouts, this, self._bench, self._before)
+        self._before = boundary
+        self._values.update(zip(stage.writes, passed.outputs, strict=True))
+        for dead in self._wiring.dead[number]:
+            del self._values[dead]
+
+    def _passed(self, number: int, boundary: Boundary) -> _Passed:
+        """What one forward of a stage shows."""
+        stage = self.stages[number]
+        with noticed_checkpoints() as noticed:
+            passed = _pass(stage, boundary, self._device)
+        if True in noticed:
+            raise ModelError(f"stage {stage.name!r} cannot be measured. {NO_CHECKPOINTS}")
+        self.checkpointing += [stage.name] * bool(noticed)
+        self._states.append(replace(state_of(stage, passed.updating, self._scratch), written=passed.written))
+        if passed.leaves_traces:
+            self.collecting.add(number)
+        return passed
+
+    def _stage(self, number: int, boundary: Boundary, passed: _Passed) -> dict[str, Any]:
+        """Measure a stage that has run once. What its costs say besides what is measured."""
+        stage, state = self.stages[number], self._states[number]
+        draws_random = any(self._seen.draws_random[index] for index in self._seen.groups[number]) or may_draw(stage)
+        profiler = StageProfiler(
+            stage,
+            Boundary.of(()),
+            StageEnds.of(stage, number, self._seen, self._skips),
+            self._meter,
+            number == len(self.stages) - 1,
+            self._repeats,
+            state.remembered,
+            SegmentState(attributed=state.attributed),
+            GeneratorStates(self._device) if draws_random else None,
+            interlude=self._interlude,
+            in_lockstep=self._in_lockstep,
+        )
+        tried, way = _objections(number, stage, boundary), None
+        if stage.inverse is not None and not tried.inverse:
+            way = way_of(stage, draws_random=draws_random, state=state)
+        measurable = Measurable(
+            profiler,
+            passed.same_bits and not (number == 0 and self._seen.changes_input),
+            (_identity(stage, self._compiled), boundary.signature),
+            (_identity(stage, self._compiled, with_numbers=False), boundary.signature),
+            way,
+            tried.fused,
+            passed.written,
+        )
+        found = self._bench.measured(measurable, boundary)
+        self._measured.append(Measured.of(number, measurable, found, [skip for _, skip in self._skips.values()]))
+        return {
+            "draws_random": draws_random,
+            "state_bytes": state.remembered_bytes(self._meter.block_bytes),
+            "takes": boundary.tensors,
+            "not_inverted": found.not_inverted or tried.inverse,
+        }
+
+    def settled(self) -> Profile:
+        """All costs, once each stage has been measured as the others leave its gradients."""
+        settle(self._measured, self._inputs, self._bench)
+        for number, expected_bytes in unexpected(self._measured).items():
+            self._traits[number]["output_gradient_bytes"] = expected_bytes
+        sized = [
+            (each.measurable.profiler.ends, with_units(each.found.stage, *message))
+            for each, message in zip(self._measured, self._messages, strict=True)
+        ]
+        running = [
+            self._compiled.with_variants(stage, each.found.names)
+            for stage, each in zip(self.stages, self._measured, strict=True)
+        ]
+        waiting = waiting_gradient_bytes(self.stages, self._meter.block_bytes)
+        costs = [
+            replace(_cost(*sized[number]), name=stage.name, waiting_gradient_bytes=size_bytes, **self._traits[number])
+            for number, (stage, size_bytes) in enumerate(zip(self.stages, waiting, strict=True))
+        ]
         chain = Chain(
             tuple(costs),
-            input_bytes=sum(value.size_bytes(meter.block_bytes) for value in inputs.values()),
-            rng_state_bytes=torch.get_rng_state().nbytes if device.type == "cpu" else 0,
-            segment_seconds=segment_seconds(device, meter, interlude),
-            device=str(device),
-            skips=skips,
+            input_bytes=sum(value.size_bytes(self._meter.block_bytes) for value in self._inputs.values()),
+            rng_state_bytes=torch.get_rng_state().nbytes if self._device.type == "cpu" else 0,
+            segment_seconds=segment_seconds(self._device, self._meter, self._interlude),
+            device=str(self._device),
+            skips=tuple(
+                skip.measured(self._measured[use].gradient_of(number).size_bytes for use in skip.uses)
+                for number, skip in self._skips.values()
+            ),
         )
-    return Profile(chain, tuple(running), tuple(states))
+        return Profile(chain, tuple(running), tuple(self._states))
 
 
 def _objections(number: int, stage: Stage, boundary: Boundary) -> Objections:
