@@ -14,6 +14,7 @@ From a shell: ``python -m lightning_rotor plan --help``.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lightning_rotor.capture.cutting import sequentialize
@@ -43,6 +44,9 @@ from lightning_rotor.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from lightning_rotor.callbacks import RotorBatchSizeAdvice, RotorCallback
+    from lightning_rotor.pipeline.balance import balance_by_size, balance_by_time
+    from lightning_rotor.skip import skippable
+    from lightning_rotor.strategies import RotorPipelineStrategy
 
 __version__ = "0.1.0"
 
@@ -62,6 +66,7 @@ __all__ = [
     "RotorBatchSizeAdvice",
     "RotorCallback",
     "RotorError",
+    "RotorPipelineStrategy",
     "RotorWarning",
     "SampleError",
     "Schedule",
@@ -73,6 +78,8 @@ __all__ = [
     "UnitError",
     "__version__",
     "advise_batch_size",
+    "balance_by_size",
+    "balance_by_time",
     "format_bytes",
     "frontier",
     "is_checkpointing",
@@ -83,13 +90,22 @@ __all__ = [
     "sequential_stages",
     "sequentialize",
     "simulate",
+    "skippable",
 ]
 
 
-def __getattr__(name: str) -> Any:
-    # Only the callbacks need Lightning; everything else must import without it.
-    if name in ("RotorBatchSizeAdvice", "RotorCallback"):
-        from lightning_rotor import callbacks
+# Imported when they are asked for: Lightning is needed for the first three alone, and a pipeline is not for everybody.
+_LATER = {
+    "RotorBatchSizeAdvice": "lightning_rotor.callbacks",
+    "RotorCallback": "lightning_rotor.callbacks",
+    "RotorPipelineStrategy": "lightning_rotor.strategies",
+    "balance_by_size": "lightning_rotor.pipeline.balance",
+    "balance_by_time": "lightning_rotor.pipeline.balance",
+    "skippable": "lightning_rotor.skip",
+}
 
-        return getattr(callbacks, name)
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        return getattr(import_module(_LATER[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
