@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from lightning_rotor.pipeline.partition import Link, PartitionError, PipelineDevice, Problem, partition
 from lightning_rotor.pipeline.partition.balance import cuts_of, runs_of, simple_balances
-from lightning_rotor.pipeline.partition.bounds import StepBounds
 from lightning_rotor.pipeline.partition.problem import Costs
+from lightning_rotor.pipeline.partition.search import Bounds
 from tests.strategies import KINDS, random_chain
 
 LINKS = (Link(), Link(1e5, 1e-5), Link(1e6), Link(1e4))
@@ -81,17 +81,20 @@ def simulated(problem, costs, cuts):
 @pytest.mark.parametrize("seed", range(6))
 def test_no_step_is_faster_than_its_bound(seed, schedule):
     problem = random_problem(seed, schedule, stages=(10, 12), memory=False)
-    costs = Costs(problem)
-    bounds, rng = StepBounds(problem, costs), random.Random(seed)
+    costs, rng = Costs(problem), random.Random(seed)
+    bounds = Bounds(costs, len(problem.chain))
     every = [(0, *middle) for middle in itertools.combinations(range(1, len(problem.chain)), problem.stages - 1)]
     some = rng.sample(every, min(len(every), 60))
     steps = np.array([simulated(problem, costs, cuts) for cuts in some])
-    least = bounds.step_seconds(bounds.seconds(np.array(some)))
+    least = bounds.step_seconds(np.array(some))
     assert (least <= steps * (1 + 1e-9)).all()
     assert (least >= 0.6 * steps).all(), "a bound that low keeps nothing from being simulated"
-    assert bounds.of_any_cuts() <= steps.min() * (1 + 1e-9)
-    table = bounds.seconds(np.array(some)).table()
-    assert problem.simulated_at_once(table) == pytest.approx(steps, rel=1e-9)
+    assert bounds.work_seconds() <= steps.min() * (1 + 1e-9)
+    through = bounds.through()
+    for cuts, step in zip(some, steps, strict=True):
+        runs = enumerate(runs_of(cuts, len(problem.chain)))
+        assert max(through[stage, first, last - first] for stage, (first, last) in runs) <= step * (1 + 1e-9)
+    assert bounds.estimates(np.array(some)) == pytest.approx(steps, rel=1e-9)
 
 
 def test_cuts_of_many_unlike_stages_gain_on_simple_ones_and_no_single_move_gains_more():

@@ -1,16 +1,19 @@
 """Pipelines: where to cut a chain, and how each part runs.
 
-Chain ──► runs of stages ──► bounds ──► candidates ──► simulator ──► Partition
-          (each planned      (what a    (dynamic      (the step;
-          for its device,    run takes  programs       the judge)
-          when it matters)   at least)  over cuts)
+In: a chain, devices, a schedule (``problem``). Out: a Partition (``solve``), or an error that says what would work. In between::
+
+    chain ──► runs of stages ──► candidates ────────► simulator ──► local search ──► Partition
+              (planned when      (``search``: dynamic  (the judge)   (cuts moved)
+              they matter,       program over bounds)
+              ``in_flight``)
+
+Read ``problem``, ``search``, ``solve``; then ``in_flight`` and ``balance``.
 """
 
 from lightning_rotor.pipeline.partition.balance import balance_by_size, balance_by_time, check_balance
 from lightning_rotor.pipeline.partition.in_flight import InFlightPlanner, StagePlan, boundary_bytes, sub_chain, with_end
 from lightning_rotor.pipeline.partition.problem import Link, PipelineDevice, Problem, RecomputeMode
-from lightning_rotor.pipeline.partition.result import Partition
-from lightning_rotor.pipeline.partition.solve import PartitionError, partition
+from lightning_rotor.pipeline.partition.solve import Partition, PartitionError, partition
 
 __all__ = [
     "InFlightPlanner",

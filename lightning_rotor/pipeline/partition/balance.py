@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lightning_rotor.chain import Chain
-from lightning_rotor.pipeline.partition.problem import Reals
+from lightning_rotor.pipeline.partition.problem import Cuts, Reals
 from lightning_rotor.pipeline.schedule import PipelineError
 
 
@@ -133,7 +133,7 @@ def _corrected(given: list[int], stages: int) -> list[int]:
 
 
 def _least_largest(values: Sequence[float], partitions: int, call: str) -> list[int]:
-    """Contiguous parts whose largest sum is least, in O(partitions · n · longest part); of those, the one whose sums are nearest to equal."""
+    """Contiguous parts whose largest sum is least."""
     n = len(values)
     parts: object = partitions
     if not isinstance(parts, int) or isinstance(parts, bool) or not 1 <= parts <= n:
@@ -141,27 +141,37 @@ def _least_largest(values: Sequence[float], partitions: int, call: str) -> list[
             f"partitions is {partitions!r}, but the chain has {n} stages: expected an integer from 1 to {n}, such as {call.format(n)}"
         )
     before = np.concatenate(([0.0], np.cumsum(np.asarray(values, float))))
-    # No part needs to be larger than all in equal parts and one more, which bounds how many ends it may have.
+    # No part needs to be larger than all in equal parts and one more, which bounds its length.
     most = (before[-1] / parts + max(values)) * (1 + 1e-9)
-    ends = np.arange(n + 1)[:, None] + np.arange(
-        1, int((np.searchsorted(before, before + most, "right") - np.arange(n + 1)).max())
-    )
-    inside = ends <= n
-    ends = np.minimum(ends, n)
-    sums = np.where(inside, before[ends] - before[:, None], math.inf)
-    sums[sums > most] = math.inf
-    largest, squares = np.full(n + 1, math.inf), np.full(n + 1, math.inf)
-    largest[n] = squares[n] = 0.0
-    chosen: list[Reals] = []
-    for _ in range(partitions):
-        slowest = np.maximum(sums, largest[ends])
-        least = slowest.min(axis=1)
-        with np.errstate(invalid="ignore", over="ignore"):
-            spread = np.where((slowest <= least[:, None]) & np.isfinite(slowest), sums**2 + squares[ends], math.inf)
-        chosen.append(np.argmin(spread, axis=1))
-        largest, squares = least, spread.min(axis=1)
-    balance, at = [], 0
-    for lengths in reversed(chosen):
-        balance.append(int(lengths[at]) + 1)
-        at += balance[-1]
-    return balance
+    longest = int((np.searchsorted(before, before + most, "right") - np.arange(n + 1)).max()) - 1
+    ends = np.arange(n)[:, None] + np.arange(1, longest + 1)
+    sums = np.where(ends <= n, before[np.minimum(ends, n)] - before[:-1, None], math.inf)
+    cuts = least_bottleneck(np.broadcast_to(sums, (parts, n, longest)))
+    assert cuts is not None, "equal parts are no longer"
+    return [last + 1 - first for first, last in runs_of(cuts, n)]
+
+
+def least_bottleneck(values: Reals) -> Cuts | None:
+    """Cuts whose largest value is least, in O(stages · n · lengths), and from each cut on nearest to equal; None if all are infinite.
+
+    Args:
+        values: ``(stages, n, lengths)``, by pipeline stage, first stage of the chain and length less one.
+    """
+    stages, n, longest = values.shape
+    most = np.full((stages + 1, n + longest + 1), math.inf)
+    squares = most.copy()
+    most[stages, n] = squares[stages, n] = 0.0
+    ends = np.arange(n)[:, None] + np.arange(1, longest + 1)
+    chosen = np.zeros((stages, n), np.int64)
+    for stage in reversed(range(stages)):
+        largest = np.maximum(values[stage], most[stage + 1][ends])
+        least = largest.min(axis=1, keepdims=True)
+        spread = np.where(largest <= least, values[stage] ** 2 + squares[stage + 1][ends], math.inf)
+        chosen[stage] = np.argmin(spread, axis=1)
+        most[stage, :n], squares[stage, :n] = least[:, 0], spread[np.arange(n), chosen[stage]]
+    if most[0, 0] == math.inf:
+        return None
+    cuts = [0]
+    for stage in range(stages - 1):
+        cuts.append(cuts[-1] + int(chosen[stage, cuts[-1]]) + 1)
+    return tuple(cuts)

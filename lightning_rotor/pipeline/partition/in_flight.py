@@ -45,7 +45,7 @@ from lightning_rotor.planning.dynamic_program import Table
 from lightning_rotor.planning.kernel import Seconds
 from lightning_rotor.planning.requirements import BackwardNeed, LeafCost, Thresholds, thresholds_of
 from lightning_rotor.planning.solver import Solver, sizes_in
-from lightning_rotor.schedule import Item, Leaf, Schedule, Segment, leaves
+from lightning_rotor.schedule import Leaf, Schedule, Segment
 from lightning_rotor.simulator import Simulation, simulate
 
 # ----------------------------------------------------------------------------------------------------
@@ -137,20 +137,6 @@ def without_end(schedule: Schedule) -> Schedule | None:
     """A schedule of a chain with an end for the chain without it; None if it needs the end."""
     items = schedule.items[:-1]
     return Schedule(items) if items and isinstance(items[-1], Leaf) else None
-
-
-def shifted(item: Item, by: int) -> Item:
-    """An item with other stage numbers."""
-    match item:
-        case Leaf(stage, option):
-            return Leaf(stage + by, option)
-        case Segment(items):
-            return Segment(tuple(shifted(child, by) for child in items))
-
-
-def counts_forward(item: Item) -> int:
-    """How many stages an item runs."""
-    return sum(1 for _ in leaves(item))
 
 
 def _inside(skip: Skip, first: int, last: int) -> Skip | None:

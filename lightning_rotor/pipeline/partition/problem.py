@@ -31,7 +31,7 @@ from lightning_rotor.pipeline.schedule import (
     lingering,
     most_in_flight,
 )
-from lightning_rotor.pipeline.simulator import MicroBatchLoad, PipelineStageLoad, step_seconds
+from lightning_rotor.pipeline.simulator import MicroBatchLoad, PipelineStageLoad, device_peak_bytes, step_seconds
 
 # ----------------------------------------------------------------------------------------------------
 # What follows from the order of a pipeline's actions alone, whatever is cut: shared by all problems with the same
@@ -137,6 +137,8 @@ _MANY_DEVICES = 12
 _TRIES = 4
 # How many plans it takes about to find the one with the least memory.
 _PLANS_FOR_LEAST = 10
+# How far the shares of stages on one device are stretched, at most, and in how many steps.
+_MOST_STRETCH, _STRETCHES = 4.0, 5
 Reals: TypeAlias = npt.NDArray[np.float64]
 Integers: TypeAlias = npt.NDArray[np.int64]
 Cuts: TypeAlias = tuple[int, ...]
@@ -337,12 +339,12 @@ class Costs:
         problem: What there is to cut.
 
     Attributes:
-        plans: How many have been made.
+        work: What planning has taken: squared lengths of runs.
     """
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.plans = 0
+        self.work = 0
         chain = problem.chain
         kinds: dict[object, int] = {}
         self._kinds = [kinds.setdefault(_anonymous(stage), len(kinds)) for stage in chain]
@@ -361,6 +363,12 @@ class Costs:
         self._plans: dict[object, list[tuple[int, float, StagePlan | None]]] = {}
         self._least_plans: dict[object, StagePlan] = {}
         self._choices: dict[tuple[int, int, int, int | None], StageChoice | None] = {}
+
+    @property
+    def recomputes(self) -> bool:
+        """True if some plan may be another one than the fastest."""
+        limited = any(device.memory_bytes is not None for device in self.problem.devices)
+        return self.problem.recompute in ("always", "except_last") or (self.problem.recompute == "rotor" and limited)
 
     def static_bytes(self, stage: int, first: int, last: int) -> int:
         """What pipeline stage ``stage`` always holds if it is ``first..last``; gradients of parameters are not in it."""
@@ -411,6 +419,12 @@ class Costs:
         found = self.choice(stage, first, last, None)
         assert found is not None, "without a limit everything fits"
         return found.bytes
+
+    def segment_bytes(self, stage: int, first: int, last: int) -> int:
+        """What it takes if all that may be recomputed is one segment."""
+        part = sub_chain(self.problem.chain, first, last)
+        plan = checkpoint_all(part, self.problem.in_flight[stage], received=self._receives(last))
+        return self._with(stage, first, last, plan, None).bytes
 
     def _choose(self, stage: int, first: int, last: int, memory_bytes: int | None) -> StageChoice | None:
         in_flight, mode = self.problem.in_flight[stage], self.problem.recompute
@@ -497,7 +511,7 @@ class Costs:
                     return same
                 if (fewer, more) == (in_flight, budget):
                     return plan
-        self.plans += 1
+        self.work += (last + 1 - first) ** 2
         if budget_bytes is None:
             found: StagePlan | None = keep_all(sub_chain(self.problem.chain, first, last), in_flight)
         else:
@@ -508,7 +522,7 @@ class Costs:
     def _least(self, first: int, last: int, in_flight: int) -> StagePlan:
         key = self._key(first, last), in_flight
         if key not in self._least_plans:
-            self.plans += _PLANS_FOR_LEAST
+            self.work += _PLANS_FOR_LEAST * (last + 1 - first) ** 2
             self._least_plans[key] = self._planner(first, last).least(in_flight)
         return self._least_plans[key]
 
@@ -550,6 +564,97 @@ class Costs:
     def _receives(self, last: int) -> bool:
         """The gradient of a run's output comes from another pipeline stage, into a buffer of :meth:`static_bytes`."""
         return last < len(self.problem.chain) - 1
+
+
+class DeviceShares:
+    """Plans for several pipeline stages on one device, which share its memory.
+
+    How fast one of them is depends on what the others leave. Each gets what it always holds and a share of the rest, in proportion to what it would
+    hold in all its micro-batches in flight if nothing were recomputed. The stages are never all at their worst at once, so shares are stretched as
+    far as the device's simulated peak allows.
+
+    Args:
+        problem: With several pipeline stages per device.
+        costs: Of the problem.
+    """
+
+    def __init__(self, problem: Problem, costs: Costs) -> None:
+        self._problem, self._costs = problem, costs
+        self._known: dict[object, list[StageChoice] | None] = {}
+
+    def choices(self, runs: Sequence[tuple[int, int]], *, thorough: bool) -> list[StageChoice | None]:
+        """By pipeline stage, the fastest plans that were found to fit together; None for all stages of a device where none did.
+
+        Args:
+            runs: First and last stage of each.
+            thorough: Where else nothing fits, try what takes the least memory, which takes long to find.
+        """
+        devices = len(self._problem.devices)
+        found: list[StageChoice | None] = [None] * len(runs)
+        for device in range(devices):
+            stages = [(stage, *runs[stage]) for stage in range(device, len(runs), devices)]
+            key = device, tuple(stages)
+            if key not in self._known:
+                self._known[key] = self._share_out(device, stages, thorough)
+            for choice, (stage, _, _) in zip(self._known[key] or (), stages, strict=False):
+                found[stage] = choice
+        return found
+
+    def _share_out(self, device: int, stages: list[tuple[int, int, int]], thorough: bool) -> list[StageChoice] | None:
+        costs, memory = self._costs, self._problem.devices[device].memory_bytes
+        if memory is None or self._problem.recompute != "rotor":
+            return self._within(device, stages, [None] * len(stages))
+        wants = [
+            keep_all(sub_chain(self._problem.chain, first, last), self._problem.in_flight[stage]).bytes
+            for stage, first, last in stages
+        ]
+        # Somebody may need more than in proportion, or what lingers needs room as well: then what plain segments take, or the least, is set aside.
+        starts = (
+            (1.0, lambda *run: costs.static_bytes(*run) + costs.gradient_bytes(*run[1:])),
+            (0.0, costs.segment_bytes),
+            (0.0, costs.least_bytes),
+        )
+        best, high = None, _MOST_STRETCH
+        for low, always in starts if thorough else starts[:2]:
+            least = [always(*each) for each in stages]
+            best = self._within(device, stages, _shares(memory, least, wants, low))
+            if best is not None:
+                break
+        for _ in range(_STRETCHES if best else 0):
+            stretch = (low + high) / 2
+            found = self._within(device, stages, _shares(memory, least, wants, stretch))
+            low, high = (low, stretch) if found is None else (stretch, high)
+            best = found or best
+        return best
+
+    def _within(
+        self, device: int, stages: list[tuple[int, int, int]], shares: Sequence[int | None]
+    ) -> list[StageChoice] | None:
+        """The fastest plans within these shares, or None if there are none or they do not fit together."""
+        found = []
+        for each, share in zip(stages, shares, strict=True):
+            choice = self._costs.choice(*each, share)
+            if choice is None:
+                return None
+            found.append(choice)
+        memory = self._problem.devices[device].memory_bytes
+        if memory is None:
+            return found
+        peak = device_peak_bytes(
+            self._problem.order[device],
+            {stage: choice.load for (stage, _, _), choice in zip(stages, found, strict=True)},
+            micro_batches=self._problem.micro_batches,
+            gradients_exist=self._problem.gradients_exist,
+            lingering=self._problem.lingering[device] if self._problem.lingering else (),
+            results_bytes=self._problem.results_bytes,
+        )
+        return found if peak <= memory else None
+
+
+def _shares(memory: int, least: list[int], wants: list[int], stretch: float) -> list[int]:
+    """What each stage of a device may use: its least, and its part of the rest."""
+    free = max(memory - sum(least), 0)
+    return [own + int(stretch * free * want / max(sum(wants), 1)) for own, want in zip(least, wants, strict=True)]
 
 
 def _anonymous(stage: StageCost) -> StageCost:

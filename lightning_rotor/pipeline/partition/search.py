@@ -1,66 +1,56 @@
-r"""The best cuts for GPipe and 1F1B: candidates from dynamic programs, judged by the simulator, with a bound for all others.
+r"""Where to cut: candidates from a dynamic program, judged by the simulator, and a local search from the best of them.
 
 ``t_s`` is forward and backward of a micro-batch in pipeline stage ``s``, ``f_s`` and ``b_s`` its parts, ``c_s`` how long a message
-travels from ``s`` to ``s + 1`` and back together, ``m`` the number of micro-batches, ``K_s`` how many are in flight.
-
-*GPipe* is a flow shop of equal jobs, twice, and links are machines like devices. So a step takes exactly
-
-    Σ (t_s + c_s) + (m - 1) · (max(f_s, travel) + max(b_s, travel)).
-
-*1F1B* has no such formula: ``Σ t_s + (m - 1) · max t_s`` is right for equal stages, and some percent too large or too small for others.
-But each stage bounds the step from below: before its first forward, a micro-batch comes through all stages before; after its last
-backward, a gradient goes back through them; between, it works on ``m`` micro-batches, and waits::
+travels from ``s`` to ``s + 1`` and back together, ``m`` the number of micro-batches, ``K_s`` how many are in flight. A step takes about
+``(m - 1) · max t + Σ (t + c)``. Each stage bounds it from below: before its first forward a micro-batch comes through all stages before;
+after its last backward a gradient goes back through them; between, the stage works on ``m`` micro-batches, and waits::
 
     first        K - 1 forwards   ┊ waits ┊  backward  ...  last forward ┊ K - 1 backwards ┊ waits ┊ backward
     of stage s   └──── R_s: through all stages behind ──┘                └──────── R_s ─────────────┘
 
     bound_s = Σ_{u<s} (t_u + c_u) + m · t_s + max(0, R_s - (K_s - 1) · f_s) + max(0, R_s - (K_s - 1) · b_s)
 
-with ``R_s = c_s + Σ_{u>s} (t_u + c_u)``; where ``m ≤ K_s`` the two times of waiting may be one, and only the longer counts. Where messages take
-long, two more bounds are larger: a stage takes in a new micro-batch when the one that came ``K_s`` before has returned, and a link carries one
-message after the other::
+with ``R_s = c_s + Σ_{u>s} (t_u + c_u)``; where ``m ≤ K_s`` the two times of waiting may be one, and only the longer counts. A stage takes in a
+new micro-batch when the one that came ``K_s`` before has returned, and a link carries one message after the other::
 
     Σ_{u<s} (t_u + c_u) + ⌈m / K_s⌉ · (t_s + R_s)                    Σ_{u<s} (t_u + c_u) + t_s + R_s + (m - 1) · c_s / 2
 
-The bound of a partition is the largest of its stages. On random pipelines of 2 to 8 stages it is the exact step in 83 % of all cases without
-messages and in 60 % with messages as long as the work, and 0.1 % and 2.0 % below it on average.
+GPipe is a flow shop of equal jobs, twice, so its steps are known: ``Σ (t_s + c_s) + (m - 1) · (max(f_s, travel) + max(b_s, travel))``.
 
-From the last stage to the first, a partition's bound needs only two numbers of the stages behind: ``R`` and the largest bound so far, less
-what comes before. Neither is ever better for being larger, so partial partitions that are beaten in both are dropped (*labels*),
-and the least bound of all partitions is found exactly. Then a search goes from the first stage to the last, the most promising
-partition first, and drops what cannot beat the best one simulated so far; when nothing is left, that one is optimal.
-
-Runs of stages are planned only when they matter: until then their bounds of :mod:`.bounds` stand for them. A best partition all of
-whose stages have been planned is the best of all. Where there is too much to look at, the search stops with what it has and a bound,
-and :mod:`.climbing` goes on from there.
+Few cuts are bounded one by one and simulated in this order, until no other one can be better. Of many cuts a dynamic program finds those whose
+largest bound is least, where the stages before and behind take the least they can. Runs are planned when they occur in a candidate; until then a
+fractional knapsack says what recomputation they need at least (:class:`Bounds`).
 """
 
 from __future__ import annotations
 
-import heapq
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import combinations
+from typing import TypeAlias
 
 import numpy as np
 
-from lightning_rotor.pipeline.partition.balance import cuts_of, runs_of, simple_balances
-from lightning_rotor.pipeline.partition.bounds import LeastSeconds, StepBounds
-from lightning_rotor.pipeline.partition.device_shares import DeviceShares
-from lightning_rotor.pipeline.partition.local_search import Climb, Judgement
-from lightning_rotor.pipeline.partition.pareto_states import Labels, Runs
-from lightning_rotor.pipeline.partition.problem import Costs, Cuts, Problem, Reals, StageChoice
+from lightning_rotor.pipeline.partition.balance import cuts_of, least_bottleneck, runs_of, simple_balances
+from lightning_rotor.pipeline.partition.problem import Costs, Cuts, DeviceShares, Integers, Problem, Reals, StageChoice
 
-# Runs that are looked at for labels, at once and in all, actions that are simulated, and stages that steps of one search and of all of them
-# extend, before there is a bound instead of a proof. They count work, not seconds: the answer is the same on every machine.
-_MOST_RUNS, _MOST_RUNS_IN_ALL = 40_000, 200_000
-_MOST_SIMULATED = 4_000_000
-_MOST_EXTENDED, _MOST_EXTENDED_IN_ALL = 250_000, 1_500_000
-# Rounds that balance bounds, and numbers that they look at, for the tables of many devices are large.
-_ROUNDS, _MOST_NUMBERS = 24, 60_000_000
-# Numbers that the search for a first partition looks at before it takes a simple one that fits.
-_MOST_BALANCED = 300_000_000
+# So many cuts are bounded one by one.
+_FEW = 20_000
+# Candidates of the dynamic program, and numbers that it looks at.
+_CANDIDATES, _MOST_NUMBERS = 50, 60_000_000
+# Actions that are simulated and work of plans (see `Costs.work`), for the candidates and for the local search each. They count work, not
+# seconds: the answer is the same on every machine.
+_MOST_ACTIONS, _MOST_WORK = 100_000_000, 8_000
+# What an action that is simulated by itself costs, compared with one of many partitions at once.
+_BY_ITSELF = 25
+_AT_ONCE = 32
+# Runs of stages that have bounds, if usual ones are fewer, and numbers in one array of the knapsack.
+_MOST_RUNS = 4_000_000
+_MOST_AT_ONCE = 4_000_000
 _SAME = 1e-9
+Judgement: TypeAlias = tuple[int, float]
+"""How many devices have too little memory, and the seconds of a step if none has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,415 +58,486 @@ class Found:
     """The best cuts that were found.
 
     Attributes:
-        cuts: Where pipeline stages begin.
-        choices: How each of them runs.
-        seconds: Of a step, simulated.
+        choices: By pipeline stage, how it runs.
         bound_seconds: No partition is faster.
     """
 
-    cuts: Cuts
     choices: tuple[StageChoice, ...]
-    seconds: float
     bound_seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """What a run of stages costs as a pipeline stage, as far as it is known: ``forward`` and ``backward`` are bounds from above where it is not."""
+class Bounds:
+    """Seconds that no run of stages and no step can beat.
 
-    seconds: float
-    work_seconds: float
-    least_forward: float
-    least_backward: float
-    forward: float
-    backward: float
+    A run that keeps everything holds its saved tensors once for each micro-batch in flight. What does not fit is recomputed, those stages first that
+    free most bytes per second. Segments' inputs, peaks and nesting are left out, so this is a lower bound.
+
+    Args:
+        costs: Of the problem.
+        longest: Runs of more stages of the chain than this are left out.
+
+    Attributes:
+        extra: Recomputation of a micro-batch, by pipeline stage, first stage of the chain and length less one; infinite where a run cannot be.
+    """
+
+    def __init__(self, costs: Costs, longest: int) -> None:
+        self._costs, self._problem = costs, costs.problem
+        chain, self._n, self._stages = costs.problem.chain, len(costs.problem.chain), costs.problem.stages
+        self.longest = min(longest, self._n - self._stages + 1)
+        self._speeds = np.array([self._problem.device_of(stage).speed for stage in range(self._stages)])
+        fastest = [min(stage.options, key=lambda each: each.forward_seconds + each.backward_seconds) for stage in chain]
+        forwards = [[each.forward_seconds] for each in fastest]
+        backwards = [[each.backward_seconds] for each in fastest]
+        if costs.recomputes:
+            forwards = [[stage.discard_seconds, *(each.forward_seconds for each in stage.options)] for stage in chain]
+            backwards = [[each.backward_seconds for each in stage.options] for stage in chain]
+        self._plain = _before([each.forward_seconds + each.backward_seconds for each in fastest])
+        self._fastest_forward = _before([each.forward_seconds for each in fastest])
+        self._forward, self._most_forward = _before(map(min, forwards)), _before(map(max, forwards))
+        self._backward = _before(map(min, backwards))
+        self._travel = np.array(costs.travel_seconds)
+        self._last_differs = self._problem.recompute == "except_last"
+        self._turns = np.ceil(self._problem.micro_batches / np.array(self._problem.in_flight))
+        self._read_order()
+        self._read_recomputation()
+        self.extra = np.stack([self._least_extra(stage) for stage in range(self._stages)])
+
+    def learn(self, stage: int, first: int, last: int, choice: StageChoice | None) -> None:
+        """Take the seconds of a run that has been planned."""
+        if last - first < self.longest:
+            extra = math.inf
+            if choice is not None:
+                usual = choice.load.micro_batch
+                plain = (self._plain[last + 1] - self._plain[first]) / self._speeds[stage]
+                extra = max(usual.forward_seconds + usual.backward_seconds - plain, 0.0)
+            self.extra[stage, first, last - first] = extra
+
+    # ---------------------------------------------------------------- runs
+
+    def _read_order(self) -> None:
+        """How many forwards of each stage are ahead of its device's first backward, and backwards behind its last forward."""
+        self._ahead, self._left = np.zeros(self._stages), np.zeros(self._stages)
+        apart = []
+        for device, actions in enumerate(self._problem.order):
+            works = [action.work for action in actions]
+            first, last = works.index("backward"), len(works) - 1 - works[::-1].index("forward")
+            apart.append(first < last)
+            for action in actions[:first]:
+                self._ahead[action.stage] += 1
+            for action in actions[last + 1 :]:
+                self._left[action.stage] += 1
+            # One of each is on the way that the device waits for.
+            self._ahead[device] -= 1
+            self._left[device] -= 1
+        self._apart = np.array(apart)
+
+    def _read_recomputation(self) -> None:
+        """By stage of the chain, what is held if it is kept, the least seconds per byte to hold less, and a forward more."""
+        chain = self._problem.chain
+        self._kept, self._price, self._again = (np.zeros(self._n) for _ in range(3))
+        for number, stage in enumerate(chain):
+            # Of a boundary that both sides save, neither side frees anything alone.
+            shared = number == 0 or any(option.saved_output_bytes for option in chain.stages[number - 1].options)
+            held = [each.saved_bytes + (0 if shared else each.saved_input_bytes) for each in stage.options]
+            ways = [
+                (bytes_, each.forward_seconds + each.backward_seconds)
+                for bytes_, each in zip(held, stage.options, strict=True)
+            ]
+            least, most = min(seconds for _, seconds in ways), max(held)
+            bare = [stage.discard_seconds + each.backward_seconds for each in stage.options if not each.saved_tensors]
+            if stage.recomputable:
+                again = [
+                    stage.discard_seconds + each.backward_seconds + min(each.replay_seconds, each.forward_seconds)
+                    for each in stage.options
+                ]
+                ways.append((0, min(again + bare)))
+                self._again[number] = 0.0 if bare else stage.discard_seconds
+            self._kept[number] = most
+            self._price[number] = min(
+                (max(seconds - least, 0.0) / (most - bytes_) for bytes_, seconds in ways if bytes_ < most),
+                default=math.inf,
+            )
+
+    def _least_extra(self, stage: int) -> Reals:
+        """``(n, longest)``: recomputation of every run that this pipeline stage may be."""
+        problem, n = self._problem, self._n
+        first = np.arange(n)[:, None]
+        last = first + np.arange(self.longest)
+        memory = problem.device_of(stage).memory_bytes
+        extra = np.zeros((n, self.longest))
+        if problem.recompute in ("always", "except_last"):
+            extra += self._checkpointed()
+        elif problem.recompute == "rotor" and memory is not None and problem.stages_per_device == 1:
+            extra += self._recomputed(stage, memory)
+        extra /= self._speeds[stage]
+        # Every pipeline stage before and behind needs a stage of the chain.
+        wrong = (first < stage) | (last > n - (self._stages - stage)) | ((stage == 0) & (first > 0))
+        wrong |= (stage == self._stages - 1) & (last != n - 1)
+        extra[np.broadcast_to(wrong, extra.shape)] = math.inf
+        return extra
+
+    def _sums(self, before: Reals) -> Reals:
+        """``(n, longest)``: over every run."""
+        ends = np.minimum(np.arange(self._n)[:, None] + np.arange(1, self.longest + 1), self._n)
+        sums: Reals = before[ends] - before[:-1, None]
+        return sums
+
+    def _checkpointed(self) -> Reals:
+        """A whole run in one segment: all forwards once more, the last one up to its last saved tensor."""
+        chain = self._problem.chain
+        saved = np.array([max(each.forward_seconds - each.replay_seconds for each in stage.options) for stage in chain])
+        ends = np.minimum(np.arange(self._n)[:, None] + np.arange(self.longest), self._n - 1)
+        total: Reals = np.maximum(self._sums(_before(self._again)) - np.maximum(saved, 0)[ends], 0)
+        return total
+
+    def _recomputed(self, stage: int, memory_bytes: int) -> Reals:
+        """``(n, longest)``: seconds at least for what does not fit into so much memory, by stages of rising price."""
+        n, costs, in_flight = self._n, self._costs, self._problem.in_flight[stage]
+        first = np.arange(n)[:, None]
+        last = np.minimum(first + np.arange(self.longest), n - 1)
+        static = costs.static_table(stage, first, last) + costs.gradient_table(first, last)
+        output = np.array([each.output_bytes for each in self._problem.chain])[last]
+        needed = self._sums(_before(self._kept)) + output - (memory_bytes - static) / in_flight
+        extra = np.zeros((n, self.longest))
+        rows = np.flatnonzero((needed > 0).any(axis=1))
+        rows = rows[(rows >= stage) & (rows <= n - (self._stages - stage))]
+        for some in np.array_split(rows, len(rows) * self.longest**2 // _MOST_AT_ONCE + 1):
+            members = np.minimum(some[:, None] + np.arange(self.longest), n - 1)
+            order = np.argsort(self._price[members], axis=1, kind="stable")
+            places = np.take_along_axis(members, order, axis=1)
+            inside = order[:, :, None] < np.arange(1, self.longest + 1)
+            freed = np.cumsum(self._kept[places][:, :, None] * inside, axis=1)
+            given = np.diff(np.minimum(freed, np.clip(needed[some], 0, None)[:, None]), axis=1, prepend=0.0)
+            with np.errstate(invalid="ignore"):
+                spent = np.where(given > 0, given * self._price[places][:, :, None], 0.0).sum(axis=1)
+            # What cannot be freed at all is somebody else's to refuse: bounds of bytes are rough.
+            extra[some] = np.where(np.isfinite(spent), spent, 0.0)
+        return extra
+
+    # ---------------------------------------------------------------- steps
+
+    def step_seconds(self, cuts: Integers) -> Reals:
+        """What no step with such cuts beats, by row of ``(ways, stages)``."""
+        m, devices = self._problem.micro_batches, len(self._problem.devices)
+        plain, extra, travel = self._looked_up(cuts)
+        possible = np.isfinite(extra).all(axis=1)
+        extra = np.where(np.isfinite(extra), extra, 0.0)
+        both = plain if self._last_differs else plain + extra
+        work = m * plain + (m - self._last_differs) * extra
+        forward, backward, most_forward = (
+            self._between(each, cuts) for each in (self._forward, self._backward, self._most_forward)
+        )
+        most_backward = plain + extra - forward
+        if self._problem.schedule == "gpipe":
+            slowest = (np.maximum(each, travel).max(axis=1) for each in (forward, backward))
+            bounds = (both + 2 * travel).sum(axis=1) + (m - 1) * sum(slowest)
+            return np.where(possible, bounds, math.inf)
+        steps = both + 2 * travel
+        through = np.cumsum(steps, axis=1)
+        before, behind = through - steps, through[:, -1:] - through + 2 * travel
+        returns = before + self._turns * (both + behind)
+        # Of each device's first stage, and behind its last.
+        before, beyond = before[:, :devices], behind[:, -devices:]
+        home_travel = np.column_stack((np.zeros(len(travel)), travel[:, :-1]))
+        there = _passage(forward + travel, devices) - forward[:, :devices] - travel[:, -devices:] + beyond
+        home = _passage(backward + travel, devices) - backward[:, :devices] - travel[:, -devices:] + beyond
+        first_wait = np.maximum(there - _by_device(self._ahead * most_forward, devices), 0)
+        last_wait = np.maximum(home - _by_device(self._left * most_backward, devices), 0)
+        waits = np.where(self._apart, first_wait + last_wait, np.maximum(first_wait, last_wait))
+        on_devices = before + _by_device(work, devices) + waits
+        first = before + forward[:, :devices]
+        out = first + m * _by_device(travel, devices) - travel[:, -devices:] + home + backward[:, :devices]
+        back = first + m * _by_device(home_travel, devices) - home_travel[:, :devices] + there + backward[:, -devices:]
+        bounds = np.concatenate((on_devices, returns, out, back), axis=1).max(axis=1)
+        return np.where(possible, bounds, math.inf)
+
+    def estimates(self, cuts: Integers) -> list[float]:
+        """Steps with such cuts, simulated with what is known of their runs; on three devices or more."""
+        plain, extra, travel = self._looked_up(cuts)
+        possible = np.isfinite(extra).all(axis=1)
+        forward = self._between(self._fastest_forward, cuts)
+        backward = plain - forward
+        home_travel = np.column_stack((np.zeros(len(travel)), travel[:, :-1]))
+        usual = np.where(np.isfinite(extra), backward + extra, backward)
+        last = backward if self._last_differs else usual
+        table = np.stack((forward, forward, travel, usual, last, home_travel), axis=-1)
+        return np.where(possible, self._problem.simulated_at_once(table), math.inf).tolist()
+
+    def through(self) -> Reals:
+        """By run, what no partition that has it can beat: other stages take the least they can."""
+        n, stages, m = self._n, self._stages, self._problem.micro_batches
+        ends = np.arange(n)[:, None] + np.arange(1, self.longest + 1)
+        travel = np.concatenate((self._travel, np.zeros(self.longest)))[ends]
+        plain, forward, backward, most_forward = map(
+            self._sums, (self._plain, self._forward, self._backward, self._most_forward)
+        )
+        back = np.full((stages + 1, n + self.longest + 1), math.inf)
+        front = back.copy()
+        back[stages, n] = front[0, 0] = 0.0
+
+        def least(stage: int) -> Reals:
+            extra = self.extra[stage]
+            return plain / self._speeds[stage] + (np.where(extra < math.inf, 0, extra) if self._last_differs else extra)
+
+        for stage in reversed(range(stages)):
+            back[stage, :n] = (least(stage) + 2 * travel + back[stage + 1][ends]).min(axis=1)
+        through = np.full_like(self.extra, math.inf)
+        for stage in range(stages):
+            speed, both, extra = self._speeds[stage], least(stage), self.extra[stage]
+            before, behind = front[stage, :n, None], 2 * travel + back[stage + 1][ends]
+            np.minimum.at(front[stage + 1], ends, before + both + 2 * travel)
+            if self._problem.schedule == "gpipe":
+                through[stage] = before + both + behind + (m - 1) * (forward + backward) / speed
+                continue
+            own = m * plain / speed + (m - self._last_differs) * extra
+            with np.errstate(invalid="ignore"):
+                if self._problem.stages_per_device == 1:
+                    hidden = (most_forward / speed, plain / speed + extra - forward / speed)
+                    waits = [np.maximum(behind - (self._problem.in_flight[stage] - 1) * each, 0) for each in hidden]
+                    own = own + (waits[0] + waits[1] if self._apart[stage] else np.maximum(*waits))
+                returns = np.maximum(self._turns[stage] * (both + behind), both + behind + (m - 1) * travel)
+                through[stage] = before + np.maximum(own, returns)
+        through[~np.isfinite(through)] = math.inf
+        return through
+
+    def work_seconds(self) -> float:
+        """What no cuts beat, since each device does its part of the work."""
+        speeds = sum(device.speed for device in self._problem.devices)
+        return float(self._problem.micro_batches * self._plain[-1] / speeds)
+
+    def _between(self, before: Reals, cuts: Integers) -> Reals:
+        """``(ways, stages)`` on their devices."""
+        ends = np.column_stack((cuts[:, 1:], np.full(len(cuts), self._n)))
+        seconds: Reals = (before[ends] - before[cuts]) / self._speeds
+        return seconds
+
+    def _looked_up(self, cuts: Integers) -> tuple[Reals, Reals, Reals]:
+        """``(ways, stages)`` each: seconds without recomputation, those of recomputation, and of a message to the stage behind."""
+        ends = np.column_stack((cuts[:, 1:], np.full(len(cuts), self._n)))
+        lengths = ends - cuts
+        extra = self.extra[np.arange(self._stages), cuts, np.minimum(lengths, self.longest) - 1]
+        return self._between(self._plain, cuts), np.where(lengths > self.longest, math.inf, extra), self._travel[ends]
 
 
 class Search:
     """Cuts one chain.
 
     Args:
-        problem: With one pipeline stage per device.
+        problem: What there is to cut.
         costs: Of the problem.
     """
 
     def __init__(self, problem: Problem, costs: Costs) -> None:
         self._problem, self._costs = problem, costs
         self._n, self._stages = len(problem.chain), problem.stages
-        self._simple = [cuts_of(balance) for balance in simple_balances(problem.chain, self._stages)]
-        self._simulated: dict[Cuts, float] = {}
-        self._known: dict[tuple[int, int, int], _Run | None] = {}
-        self._best: tuple[float, Cuts] | None = None
-        self._extended = 0
-        self._is_gpipe = problem.schedule == "gpipe"
-        self._labels = Labels(problem, costs.travel_seconds)
-        self._has_odd_one = problem.recompute == "except_last"  # one micro-batch is faster than the others
-
-    def run(self) -> Found | None:
-        """The best cuts, or None if the memory fits no partition."""
-        longest = self._n if self._stages == 1 else 4 * math.ceil(self._n / self._stages) + 4
-        while True:
-            self._bounds = LeastSeconds(self._costs, longest)
-            for run in self._known:
-                self._put_bounds(*run)
-            self._balance()
-            if self._best is None and self._bounds.longest < self._n - self._stages + 1:
-                longest = min(2 * longest, self._n)
-                continue
-            if self._best is None:
-                return None
-            reach = self._least_of_longer(longest)
-            if reach >= self._best[0] or longest >= self._n:
-                break
-            longest = min(2 * longest, self._n)
-        self._judge_simple()
-        bound = self._prove()
-        if bound < self._best[0] * (1 - _SAME) and not self._is_gpipe:
-            self._climb(self._best[1])
-        seconds, cuts = self._best
-        return Found(cuts, self._choices(cuts), seconds, min(bound, seconds))
-
-    def _judge_simple(self) -> None:
-        for cuts in self._simple:
-            if max(last - first for first, last in runs_of(cuts, self._n)) < self._bounds.longest:
-                self.judge(cuts)
-
-    def _climb(self, cuts: Cuts) -> None:
-        """From the best cuts that were found, and from the simple ones."""
-        bounds = StepBounds(self._problem, self._costs)
-        climb = Climb(self._problem, self._costs, bounds, self._judgement)
-        climb.run([cuts, *self._simple])
-        self.judge(min(climb.judged, key=climb.judged.__getitem__))
-
-    def _judgement(self, cuts: Cuts) -> Judgement:
-        seconds = self.judge(cuts)
-        return int(seconds == math.inf), seconds
-
-    def judge(self, cuts: Cuts) -> float:
-        """Seconds of a step with these cuts; infinite if the memory does not suffice."""
-        if cuts not in self._simulated:
-            choices = [self._choice(stage, *run) for stage, run in enumerate(runs_of(cuts, self._n))]
-            loads = [choice.load for choice in choices if choice is not None]
-            seconds = math.inf
-            if len(loads) == len(choices):
-                seconds = self._problem.step_seconds(loads)
-            self._simulated[cuts] = seconds
-            if seconds < math.inf and (self._best is None or seconds < self._best[0] * (1 - _SAME)):
-                self._best = seconds, cuts
-        return self._simulated[cuts]
-
-    # ---------------------------------------------------------------- runs of stages
-
-    def _choice(self, stage: int, first: int, last: int) -> StageChoice | None:
-        choice = self._costs.choice(stage, first, last)
-        if (stage, first, last) not in self._known:
-            self._known[stage, first, last] = None if choice is None else self._run_of(choice)
-            self._put_bounds(stage, first, last)
-        return choice
-
-    def _put_bounds(self, stage: int, first: int, last: int) -> None:
-        """What is known of a run, in the place of its bounds."""
-        at, run = (stage, first, last - first), self._known[stage, first, last]
-        if last - first >= self._bounds.longest:
-            return
-        if run is None:
-            self._bounds.seconds[at] = math.inf
-            return
-        self._bounds.seconds[at] = run.seconds
-        self._bounds.forward[at], self._bounds.most_forward[at] = run.least_forward, run.forward
-        self._bounds.backward[at], self._bounds.most_backward[at] = run.least_backward, run.backward
-
-    def _plan(self, cuts: Cuts) -> bool:
-        """Plan the runs of these cuts; whether there was anything to plan."""
-        before = len(self._known)
-        for stage, run in enumerate(runs_of(cuts, self._n)):
-            self._choice(stage, *run)
-        return len(self._known) > before
-
-    def _choices(self, cuts: Cuts) -> tuple[StageChoice, ...]:
-        found = [self._choice(stage, *run) for stage, run in enumerate(runs_of(cuts, self._n))]
-        return tuple(choice for choice in found if choice is not None)
-
-    def _run_of(self, choice: StageChoice) -> _Run:
-        usual = choice.load.micro_batch
-        last = choice.load.last or usual
-        both = [usual, last]
-        work = (self._problem.micro_batches - 1) * (usual.forward_seconds + usual.backward_seconds)
-        return _Run(
-            seconds=_seconds(choice),
-            work_seconds=work + last.forward_seconds + last.backward_seconds,
-            least_forward=min(each.forward_seconds for each in both),
-            least_backward=min(each.backward_seconds for each in both),
-            forward=max(each.forward_seconds for each in both),
-            backward=max(each.backward_seconds for each in both),
-        )
-
-    def _least_of_longer(self, longest: int) -> float:
-        """No partition with a longer run takes less."""
-        if self._bounds.longest >= self._n - self._stages + 1:
-            return math.inf
-        stage_seconds = [
-            min(each.forward_seconds + each.backward_seconds for each in stage.options) for stage in self._problem.chain
-        ]
-        sums = np.concatenate(([0.0], np.cumsum(stage_seconds)))
-        least = float((sums[longest + 1 :] - sums[: -longest - 1]).min())
-        return self._problem.micro_batches * least / max(device.speed for device in self._problem.devices)
-
-    # ---------------------------------------------------------------- the least bottleneck
-
-    def _balance(self) -> None:
-        """Partitions whose slowest stage is as fast as can be, until one of them has been planned throughout: a first best one."""
-        patience = max(_MOST_BALANCED // self._bounds.seconds.size, 2)
-        for number in range(self._n * self._stages):
-            if number == patience:
-                self._judge_simple()
-                if self._best is not None:
-                    return
-            cuts = least_bottleneck(self._bounds.seconds)
-            if cuts is None:
-                return
-            if not self._plan(cuts):
-                self.judge(cuts)
-                return
-
-    # ---------------------------------------------------------------- labels
-
-    def _prove(self) -> float:
-        """Improve the best partition until nothing can be better, or patience ends; returns what no partition can beat."""
-        assert self._best is not None
-        if self._stages == 1:
-            return self._best[0]
-        self._balance_bounds()
-        bound, seen = 0.0, 0
-        while True:
-            through = self._through()
-            count = int(np.count_nonzero(through < self._best[0] * (1 - _SAME)))
-            seen += count
-            if seen > _MOST_RUNS_IN_ALL:
-                return max(bound, self._largest(through))
-            before = len(self._known), self._best[0]
-            if count > _MOST_RUNS:
-                # Among the most promising ones there may be a better partition, but nothing is proved.
-                self._explore(self._useful_runs(_least(through, _MOST_RUNS)))
-                if (len(self._known), self._best[0]) == before:
-                    return max(bound, self._largest(through))
-                continue
-            bound = self._explore(self._useful_runs(through))
-            if bound >= self._best[0] * (1 - _SAME) or (len(self._known), self._best[0]) == before:
-                return bound
-            if self._extended > _MOST_EXTENDED_IN_ALL:
-                return bound
-            if len(self._simulated) * len(self._problem.order) * self._problem.micro_batches > _MOST_SIMULATED:
-                return bound
-
-    def _balance_bounds(self) -> None:
-        """The same as :meth:`_balance` for the largest of the runs' bounds, which know more than their seconds, for a while."""
-        for _ in range(min(_ROUNDS, max(_MOST_NUMBERS // self._bounds.seconds.size, 2))):
-            cuts = least_bottleneck(self._through())
-            if cuts is None:
-                return
-            if not self._plan(cuts):
-                self.judge(cuts)
-                return
-
-    def _through(self) -> Reals:
-        """By run, what no partition that has it can beat: :meth:`_own_bound` and what comes before, with the least that others take."""
-        bounds, n, stages, m = self._bounds, self._n, self._stages, self._problem.micro_batches
-        least = bounds.forward + bounds.backward if self._has_odd_one else bounds.seconds
-        least = np.where(bounds.seconds < math.inf, least, math.inf)
-        travel = 2 * np.array(self._costs.travel_seconds)
-        ends = np.arange(n)[:, None] + np.arange(1, bounds.longest + 1)
-        travel = np.concatenate((travel, np.zeros(bounds.longest)))[ends]
-        back = np.full((stages + 1, n + bounds.longest + 1), math.inf)
-        front = back.copy()
-        back[stages, n] = front[0, 0] = 0.0
-        for stage in reversed(range(stages)):
-            back[stage, :n] = (least[stage] + travel + back[stage + 1][ends]).min(axis=1)
-        through = np.full_like(least, math.inf)
-        for stage in range(stages):
-            before, behind = front[stage, :n, None], travel + back[stage + 1][ends]
-            np.minimum.at(front[stage + 1], ends, before + least[stage] + travel)
-            if self._is_gpipe:
-                both = bounds.forward[stage] + bounds.backward[stage]
-                through[stage] = before + least[stage] + behind + (m - 1) * both
-                continue
-            ahead = self._problem.in_flight[stage] - 1
-            with np.errstate(invalid="ignore"):
-                work = (m - self._has_odd_one) * bounds.seconds[stage] + self._has_odd_one * least[stage]
-                waits = [np.maximum(behind - ahead * bounds.most_forward[stage], 0)]
-                if not self._has_odd_one:
-                    waits.append(np.maximum(behind - ahead * bounds.most_backward[stage], 0))
-                own = work + (sum(waits) if m > ahead + 1 else np.max(waits, axis=0))
-                through[stage] = before + np.maximum(own, self._labels.returns(stage, least[stage], behind, travel / 2))
-        through[~np.isfinite(through)] = math.inf
-        return through
-
-    def _largest(self, through: Reals) -> float:
-        """The largest of its runs' bounds, in the partition where that is least."""
-        cuts = least_bottleneck(through)
-        assert cuts is not None
-        return float(
-            max(through[stage, first, last - first] for stage, (first, last) in enumerate(runs_of(cuts, self._n)))
-        )
-
-    def _useful_runs(self, through: Reals) -> list[Runs]:
-        """By pipeline stage, the runs that a partition faster than the best one may have."""
-        assert self._best is not None
-        bounds, m = self._bounds, self._problem.micro_batches
-        found = []
-        for stage in range(self._stages):
-            at = np.nonzero(through[stage] < self._best[0] * (1 - _SAME))
-            seconds, forward, backward = (
-                table[stage][at] for table in (bounds.seconds, bounds.forward, bounds.backward)
-            )
-            work, most_backward = m * seconds, bounds.most_backward[stage][at]
-            if self._has_odd_one:  # of which the bound knows only that it may be faster
-                work, seconds = work - seconds + forward + backward, forward + backward
-                most_backward = np.full_like(seconds, math.inf)
-            runs = Runs(
-                at[0], at[0] + at[1], seconds, work, forward, backward, bounds.most_forward[stage][at], most_backward
-            )
-            if self._has_odd_one:
-                self._put_known(stage, runs)
-            found.append(runs)
-        return found
-
-    def _put_known(self, stage: int, runs: Runs) -> None:
-        """What is known of a run whose micro-batches are not all alike; ``seconds`` stay those of the fastest, which may be the last to go back."""
-        for place, run in enumerate(zip(runs.first.tolist(), runs.last.tolist(), strict=True)):
-            known = self._known.get((stage, *run))
-            if known is not None:
-                runs.work_seconds[place], runs.backward[place] = known.work_seconds, known.backward
-
-    # ---------------------------------------------------------------- the search
-
-    def _explore(self, runs: list[Runs]) -> float:
-        """From the first stage on, the most promising partition first; returns what no partition can beat."""
-        assert self._best is not None
-        labels = [self._labels.at_the_end()]
-        for stage in reversed(range(self._stages)):
-            labels.append(self._labels.before(stage, runs[stage], labels[-1], below=self._best[0]))
-        labels.reverse()
-        least = float(self._labels.values(labels[0][0]).min())
-        if least == math.inf:
-            return self._best[0]
-        # Bound, stages decided (more first), cuts; and for each stage which of its runs.
-        waiting: list[tuple[float, int, Cuts, tuple[int, ...]]] = [(least, 0, (0,), ())]
-        tables = [each.table() for each in runs]
-        # One that goes straight to the last stage extends every stage once.
-        for _ in range(max(_MOST_EXTENDED // self._stages, 2 * self._stages)):
-            self._extended += self._stages
-            if not waiting or waiting[0][0] >= self._best[0] * (1 - _SAME):
-                return self._best[0]
-            bound, _, cuts, decided = heapq.heappop(waiting)
-            stage = len(decided)
-            if stage == self._stages:
-                known = len(self._known)
-                self.judge(cuts[:-1])
-                if len(self._known) > known:
-                    return min(bound, self._best[0])  # what was a bound is known now: labels change
-                continue
-            which = runs[stage].beginning_at(cuts[-1])
-            mine = runs[stage][which]
-            if not len(mine):
-                continue
-            new = self._labels.extended(stage, mine, labels[stage + 1][mine.last + 1])
-            before = Runs.of([tables[earlier][place] for earlier, place in enumerate(decided)])
-            for place, value in enumerate(self._labels.values_behind(before, new).min(axis=1).tolist()):
-                if value < self._best[0] * (1 - _SAME):
-                    end = int(mine.last[place]) + 1
-                    heapq.heappush(waiting, (value, -stage - 1, (*cuts, end), (*decided, which.start + place)))
-        return min([self._best[0], *(each[0] for each in waiting[:1])])
-
-
-def least_bottleneck(values: Reals) -> Cuts | None:
-    """Cuts whose largest value is least, and among those nearly with the least sum; None if all are infinite.
-
-    Args:
-        values: ``(stages, n, lengths)``, by pipeline stage, first stage of the chain and length less one.
-    """
-    stages, n, longest = values.shape
-    most = np.full((stages + 1, n + longest + 1), math.inf)
-    total = most.copy()
-    most[stages, n] = total[stages, n] = 0.0
-    ends = np.arange(n)[:, None] + np.arange(1, longest + 1)
-    chosen = np.zeros((stages, n), np.int64)
-    for stage in reversed(range(stages)):
-        largest = np.maximum(values[stage], most[stage + 1][ends])
-        least = largest.min(axis=1, keepdims=True)
-        sums = np.where(largest <= least, values[stage] + total[stage + 1][ends], math.inf)
-        chosen[stage] = np.argmin(sums, axis=1)
-        most[stage, :n], total[stage, :n] = least[:, 0], sums[np.arange(n), chosen[stage]]
-    if most[0, 0] == math.inf:
-        return None
-    cuts = [0]
-    for stage in range(stages - 1):
-        cuts.append(cuts[-1] + int(chosen[stage, cuts[-1]]) + 1)
-    return tuple(cuts)
-
-
-def _least(values: Reals, count: int) -> Reals:
-    """The same with infinity for all but so many of the least."""
-    limit = np.partition(values.ravel(), count)[count]
-    kept: Reals = np.where(values < limit, values, math.inf)
-    return kept
-
-
-def _seconds(choice: StageChoice) -> float:
-    return choice.load.micro_batch.forward_seconds + choice.load.micro_batch.backward_seconds
-
-
-# ----------------------------------------------------------------------------------------------------
-# Cuts for the interleaved schedule, where each device has several stages.
-
-
-# So many partitions are tried one by one.
-_MOST_TRIED = 400
-
-
-class InterleavedSearch:
-    """Cuts one chain for the interleaved schedule.
-
-    Args:
-        problem: With several pipeline stages per device.
-        costs: Of the problem.
-    """
-
-    def __init__(self, problem: Problem, costs: Costs) -> None:
-        self._problem, self._costs = problem, costs
-        self._n, self._stages, self._devices = len(problem.chain), problem.stages, len(problem.devices)
+        self._actions = 2 * problem.micro_batches * problem.stages
         self._shares = DeviceShares(problem, costs)
+        self._judged: dict[Cuts, Judgement] = {}
+        self._best: tuple[Judgement, Cuts] = (self._stages + 1, math.inf), ()
+        self._simulated, self._most_actions, self._most_work = 0, _MOST_ACTIONS, _MOST_WORK
+        self._planned: dict[tuple[int, int, int], StageChoice | None] = {}
 
     def run(self) -> Found | None:
         """The best cuts, or None if none was found that fits."""
-        bounds = StepBounds(self._problem, self._costs)
-        climb = Climb(self._problem, self._costs, bounds, self._judgement)
         simple = [cuts_of(balance) for balance in simple_balances(self._problem.chain, self._stages)]
-        simple.append(bounds.equal_parts())
-        climb.judge(simple)
-        if math.comb(self._n - 1, self._stages - 1) <= _MOST_TRIED:
-            climb.judge((0, *middle) for middle in combinations(range(1, self._n), self._stages - 1))
-        else:
-            climb.run(simple)
-        found = self.only(min(climb.judged, key=climb.judged.__getitem__))
-        return found and replace(found, bound_seconds=min(bounds.of_any_cuts(), found.seconds))
+        for cuts in simple:
+            self._judge(cuts)
+        most, longest = self._n - self._stages + 1, 4 * math.ceil(self._n / self._stages) + 4
+        if self._seconds < math.inf:
+            longest = min(max(longest, _MOST_RUNS // (self._n * self._stages)), most)
+        while longest > 1 and self._longer_seconds(longest - 1) >= self._seconds:
+            longest -= 1
+        while True:
+            self._bounds = Bounds(self._costs, longest)
+            for run, choice in self._planned.items():
+                self._bounds.learn(*run, choice)
+            bound = self._candidates()
+            if longest >= most or self._seconds < math.inf:
+                break
+            longest *= 2
+        bound = min(bound, self._longer_seconds(longest))
+        if bound < self._seconds * (1 - _SAME):
+            self._climb_from(simple)
+        choices = self._choices(self._best[1])
+        found = tuple(choice for choice in choices if choice is not None)
+        return Found(found, min(bound, self._seconds)) if len(found) == self._stages else None
 
     def only(self, cuts: Cuts) -> Found | None:
         """These cuts, whatever others would take."""
-        choices = self._choices(cuts)
-        if len(choices) < self._stages:
-            return None
-        return Found(cuts, choices, self._problem.step_seconds([choice.load for choice in choices]), 0.0)
+        found = tuple(choice for choice in self._choices(cuts) if choice is not None)
+        return Found(found, 0.0) if len(found) == self._stages else None
 
-    def _judgement(self, cuts: Cuts) -> Judgement:
-        found = self.only(cuts)
-        return (0, found.seconds) if found else (sum(each is None for each in self._on_devices(cuts)), math.inf)
+    def _longer_seconds(self, longest: int) -> float:
+        """What no partition with a longer run beats."""
+        if longest >= self._n - self._stages + 1:
+            return math.inf
+        before = _before(
+            min(each.forward_seconds + each.backward_seconds for each in stage.options) for stage in self._problem.chain
+        )
+        least = (before[longest + 1 :] - before[: -longest - 1]).min()
+        return float(self._problem.micro_batches * least / max(device.speed for device in self._problem.devices))
 
-    def _choices(self, cuts: Cuts) -> tuple[StageChoice, ...]:
-        """By pipeline stage; fewer of them if some device has too little memory."""
-        found = [choices for choices in self._on_devices(cuts) if choices is not None]
-        return tuple(on_device[turn] for turn in range(self._problem.stages_per_device) for on_device in found)
+    # ---------------------------------------------------------------- judgement
 
-    def _on_devices(self, cuts: Cuts) -> list[tuple[StageChoice, ...] | None]:
+    @property
+    def _seconds(self) -> float:
+        return self._best[0][1]
+
+    def _choices(self, cuts: Cuts) -> list[StageChoice | None]:
         runs = runs_of(cuts, self._n)
-        return [self._shares.choices(device, runs[device :: self._devices]) for device in range(self._devices)]
+        if self._problem.stages_per_device > 1:
+            return self._shares.choices(runs, thorough=self._seconds == math.inf)
+        return [self._costs.choice(stage, *run) for stage, run in enumerate(runs)]
+
+    def _judge(self, cuts: Cuts) -> Judgement:
+        """Plan all runs of a partition and simulate it."""
+        if cuts in self._judged:
+            return self._judged[cuts]
+        choices = self._choices(cuts)
+        loads = [choice.load for choice in choices if choice is not None]
+        misfits, seconds = len(choices) - len(loads), math.inf
+        if not misfits:
+            self._simulated += _BY_ITSELF * self._actions
+            seconds = self._problem.step_seconds(loads)
+        self._judged[cuts] = misfits, seconds
+        self._best = min(self._best, ((misfits, seconds), cuts))
+        if self._problem.stages_per_device == 1:
+            for stage, (run, choice) in enumerate(zip(runs_of(cuts, self._n), choices, strict=True)):
+                self._planned[(stage, *run)] = choice
+                if hasattr(self, "_bounds"):
+                    self._bounds.learn(stage, *run, choice)
+        return self._judged[cuts]
+
+    @property
+    def _is_spent(self) -> bool:
+        return self._simulated >= self._most_actions or self._costs.work >= self._most_work
+
+    def _promising(self, cuts: Integers) -> tuple[Integers, float]:
+        """Those that may be better, the most promising ones first, and the least of their bounds."""
+        bounds = self._bounds.step_seconds(cuts)
+        order = np.argsort(bounds, kind="stable")
+        order = order[bounds[order] < self._seconds * (1 - _SAME)]
+        return cuts[order], float(bounds[order[0]]) if len(order) else math.inf
+
+    # ---------------------------------------------------------------- candidates
+
+    def _candidates(self) -> float:
+        """Judge what may be best; returns what no partition can beat."""
+        if math.comb(self._n - 1, self._stages - 1) <= _FEW:
+            return self._all()
+        patience = min(_CANDIDATES, max(_MOST_NUMBERS // self._bounds.extra.size, 2))
+        bound = 0.0
+        for number in range(self._n * self._stages):
+            through = self._bounds.through()
+            cuts = least_bottleneck(through)
+            if cuts is None:
+                return self._seconds
+            runs = runs_of(cuts, self._n)
+            bound = float(max(through[stage, first, last - first] for stage, (first, last) in enumerate(runs)))
+            known = cuts in self._judged
+            self._judge(cuts)
+            if known or ((number >= patience or self._is_spent) and self._seconds < math.inf):
+                break
+        return max(bound, self._bounds.work_seconds())
+
+    def _all(self) -> float:
+        """Judge all cuts one by one, until no other one can be better."""
+        waiting = np.array([(0, *middle) for middle in combinations(range(1, self._n), self._stages - 1)])
+        # Shares of a device's memory may be shared out better than they are found.
+        shares = self._problem.stages_per_device > 1 and self._costs.recomputes
+        of_all = self._promising(waiting)[1] if shares else math.inf
+        while True:
+            waiting, least = self._promising(waiting)
+            if not len(waiting) or (self._is_spent and self._seconds < math.inf):
+                return min(of_all, least, self._seconds)
+            for cuts in waiting[:_AT_ONCE].tolist():
+                self._judge(tuple(cuts))
+            waiting = waiting[_AT_ONCE:]
+
+    # ---------------------------------------------------------------- local search
+
+    def _climb_from(self, starts: Iterable[Cuts]) -> None:
+        """From the best cuts as far as it goes, then from others, as long as there is work left."""
+        starts = list(dict.fromkeys([self._best[1], *sorted(starts, key=self._judged.__getitem__)]))
+        actions, work = self._simulated + _MOST_ACTIONS, self._costs.work + _MOST_WORK
+        for number, cuts in enumerate(starts):
+            # Half of what is left, and all of it in the end.
+            share = 1 if number == len(starts) - 1 else 2
+            self._most_actions = self._simulated + (actions - self._simulated) // share
+            self._most_work = self._costs.work + (work - self._costs.work) // share
+            self._climb(cuts)
+
+    def _climb(self, cuts: Cuts) -> None:
+        """One kind of moves after the other, until none of them gets anywhere."""
+        kinds = self._kinds()
+        kind = in_vain = 0
+        while in_vain < len(kinds) and not self._is_spent:
+            better = self._better(cuts, self._moved(cuts, *kinds[kind]))
+            if better is None:
+                kind, in_vain = (kind + 1) % len(kinds), in_vain + 1
+            else:
+                cuts, in_vain = better, 0
+
+    def _better(self, cuts: Cuts, moved: Integers) -> Cuts | None:
+        """The first that is better, of which the estimates promise most."""
+        misfits, seconds = self._judged[cuts]
+        below = seconds * (1 - _SAME)
+        bounds = self._bounds.step_seconds(moved)
+        order = _rising(bounds, below)
+        for start in range(0, len(order), _AT_ONCE):
+            some = moved[order[start : start + _AT_ONCE]]
+            if self._is_spent:
+                return None
+            if len(self._problem.devices) > 2:  # between two a link serves both directions
+                self._simulated += len(some) * self._actions
+                some = some[_rising(np.array(self._bounds.estimates(some)), below)]
+            for each in map(tuple, some.tolist()):
+                if self._is_spent:
+                    return None
+                found = self._judge(each)
+                if found < (misfits, below):
+                    return each
+        return None
+
+    def _kinds(self) -> list[tuple[int, int]]:
+        """How many neighbouring cuts move, and by how many stages of the chain: long ways first."""
+        steps, counts = [max(self._n // self._stages // 2, 1)], [1]
+        while steps[-1] > 1:
+            steps.append(steps[-1] // 2)
+        while counts[-1] < self._stages - 1:
+            counts.append(min(2 * counts[-1], self._stages - 1))
+        return [(count, step) for step in steps for count in counts]
+
+    def _moved(self, cuts: Cuts, count: int, step: int) -> Integers:
+        """All moves of one kind; at the end fewer cuts move."""
+        places = np.arange(1, self._stages)
+        moving = (places[:, None] <= np.arange(self._stages)) & (np.arange(self._stages) < places[:, None] + count)
+        moved = np.array(cuts) + step * np.concatenate((moving, -moving.astype(np.int64)))
+        ends = np.column_stack((moved[:, 1:], np.full(len(moved), self._n)))
+        allowed: Integers = moved[(moved < ends).all(axis=1)]
+        return allowed
+
+
+def _before(values: Iterable[float]) -> Reals:
+    before: Reals = np.concatenate(([0.0], np.cumsum(list(values))))
+    return before
+
+
+def _by_device(values: Reals, devices: int) -> Reals:
+    """``(ways, stages)`` summed over the stages of each device."""
+    summed: Reals = values.reshape(len(values), values.shape[1] // devices, devices).sum(axis=1)
+    return summed
+
+
+def _passage(steps: Reals, devices: int) -> Reals:
+    """From each device's first stage to its last one, both included."""
+    through = np.cumsum(steps, axis=1)
+    passed: Reals = through[:, -devices:] - (through - steps)[:, :devices]
+    return passed
+
+
+def _rising(values: Reals, below: float) -> Integers:
+    """Places of those that are less, the least first."""
+    order = np.argsort(values, kind="stable")
+    found: Integers = order[values[order] < below]
+    return found

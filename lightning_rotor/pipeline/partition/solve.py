@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import astuple
+from dataclasses import astuple, dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
+from rich import box
+from rich.table import Table
 
 from lightning_rotor.chain import Chain
-from lightning_rotor.pipeline.partition.balance import check_balance, cuts_of, even_balance, runs_of
+from lightning_rotor.pipeline.partition.balance import check_balance, cuts_of, even_balance, least_bottleneck, runs_of
+from lightning_rotor.pipeline.partition.in_flight import END, StagePlan, sub_chain
 from lightning_rotor.pipeline.partition.problem import (
     Costs,
     Cuts,
@@ -19,15 +23,127 @@ from lightning_rotor.pipeline.partition.problem import (
     PipelineDevice,
     Problem,
     RecomputeMode,
+    StageChoice,
     devices_of,
 )
-from lightning_rotor.pipeline.partition.result import Partition
-from lightning_rotor.pipeline.partition.search import Found, InterleavedSearch, Search, least_bottleneck
+from lightning_rotor.pipeline.partition.search import Search
 from lightning_rotor.pipeline.schedule import PipelineError, PipelineScheduleName
-from lightning_rotor.units import format_bytes
+from lightning_rotor.pipeline.simulator import PipelineSimulation, simulate_pipeline
+from lightning_rotor.units import rendered
+from lightning_rotor.units import format_bytes, format_seconds
 
 # Runs of stages whose least memory is asked for, for an error.
 _MOST_ASKED = 400
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A chain cut for a pipeline. Printed, it is a table.
+
+    Attributes:
+        problem: What was to be cut, for which devices and schedule.
+        choices: By pipeline stage, what it runs and how.
+        bound_seconds: No other cuts are faster, each stage planned as well as the planner can.
+        solve_seconds: Time spent on finding it.
+    """
+
+    problem: Problem
+    choices: tuple[StageChoice, ...]
+    bound_seconds: float
+    solve_seconds: float
+
+    @property
+    def balance(self) -> tuple[int, ...]:
+        """How many stages of the chain are in each pipeline stage."""
+        return tuple(choice.last + 1 - choice.first for choice in self.choices)
+
+    @cached_property
+    def simulation(self) -> PipelineSimulation:
+        """One step: who works when, and what each device holds."""
+        return simulate_pipeline(
+            self.problem.order,
+            [choice.load for choice in self.choices],
+            micro_batches=self.problem.micro_batches,
+            gradients_exist=self.problem.gradients_exist,
+            lingering=self.problem.lingering,
+            results_bytes=self.problem.results_bytes,
+        )
+
+    @cached_property
+    def seconds(self) -> float:
+        """Duration of a step."""
+        return self.problem.step_seconds([choice.load for choice in self.choices])
+
+    @property
+    def gap(self) -> float:
+        """The part of the step that other cuts might save; 0 if these are optimal."""
+        return max(1 - self.bound_seconds / self.seconds, 0.0) if self.seconds else 0.0
+
+    @property
+    def is_optimal(self) -> bool:
+        """No other cuts are faster."""
+        return self.gap < 1e-9
+
+    def chain(self, stage: int) -> Chain:
+        """What a pipeline stage runs, as a chain of its own."""
+        return sub_chain(self.problem.chain, self.choices[stage].first, self.choices[stage].last)
+
+    def plan(self, stage: int, *, last_micro_batch: bool = False) -> StagePlan:
+        """How a pipeline stage runs a micro-batch.
+
+        Args:
+            stage: Its number.
+            last_micro_batch: The last one, which ``recompute="except_last"`` runs otherwise.
+        """
+        choice = self.choices[stage]
+        plan = choice.last_plan if last_micro_batch and choice.last_plan is not None else choice.plan
+        # Runs of stages that are alike share a plan, but not their names.
+        names = [*self.chain(stage).names, END]
+        stages = tuple(replace(each, name=name) for each, name in zip(plan.chain, names, strict=False))
+        return replace(plan, chain=replace(plan.chain, stages=stages))
+
+    def summary(self) -> str:
+        """The partition on one line."""
+        proof = "optimal" if self.is_optimal else f"within {self.gap:.1%} of the best"
+        return (
+            f"balance {list(self.balance)} on {len(self.problem.devices)} devices, {self.problem.schedule} with "
+            f"{self.problem.micro_batches} micro-batches: {format_seconds(self.seconds)} per step, {self.simulation.bubble:.1%} bubble, "
+            f"peak {format_bytes(max(self.simulation.peak_bytes))}; {proof}"
+        )
+
+    def __rich__(self) -> Table:
+        table = Table(title=self.summary(), box=box.SIMPLE_HEAD, title_justify="left", title_style="")
+        for name in (
+            "stage",
+            "device",
+            "model",
+            "in flight",
+            "forward",
+            "backward",
+            "recomputed",
+            "held each",
+            "device peak",
+        ):
+            table.add_column(name, justify="left" if name == "model" else "right")
+        peaks, devices = self.simulation.peak_bytes, len(self.problem.devices)
+        for stage, choice in enumerate(self.choices):
+            load, names = choice.load.micro_batch, self.problem.chain.names
+            ends = [names[choice.first], names[choice.last]]
+            table.add_row(
+                str(stage),
+                str(stage % devices),
+                f"{len(self.chain(stage))}: {' … '.join(dict.fromkeys(ends))}",
+                str(choice.plan.in_flight),
+                format_seconds(load.forward_seconds),
+                format_seconds(load.backward_seconds),
+                format_seconds(load.recompute_seconds),
+                format_bytes(load.held_bytes),
+                format_bytes(peaks[stage % devices]) if stage < devices else "",
+            )
+        return table
+
+    def __str__(self) -> str:
+        return rendered(self, width=120)
 
 
 class PartitionError(PipelineError):
@@ -69,9 +185,8 @@ def partition(
 ) -> Partition:
     """Cut a chain into pipeline stages so that a step takes the least time and every device has enough memory.
 
-    For ``"gpipe"`` and ``"1f1b"`` exact over all cuts, given the planner's plan of each run of stages; where a search would take too long it
-    stops with a bound, see :attr:`Partition.gap`, and a local optimum. For ``"interleaved"`` exact where there are few cuts, else a local optimum
-    with a weaker bound. Never slower than equal cuts, :func:`.balance_by_time` and :func:`.balance_by_size`, where those fit.
+    Exact over all cuts where there are few, given the planner's plan of each run of stages; else a local optimum with a bound, see
+    :attr:`Partition.gap`. Never slower than equal cuts, :func:`.balance_by_time` and :func:`.balance_by_size`, where those fit.
 
     Args:
         chain: Costs of ``n`` stages, measured with one micro-batch.
@@ -113,13 +228,14 @@ def partition(
         outputs_linger=outputs_linger,
     )
     costs = Costs(problem)
+    search = Search(problem, costs)
     if not isinstance(balance, str):
         cuts = cuts_of(check_balance(balance, len(chain), problem.stages))
-        found = _by_hand(problem, costs, cuts)
+        found = search.only(cuts)
     elif balance == "auto":
-        found = _automatic(problem, costs)
+        found = search.run()
         cuts = () if found else _least_memory_cuts(problem, costs)
-        found = found or _by_hand(problem, costs, cuts)
+        found = found or search.only(cuts)
     else:
         raise PipelineError(
             f'balance is {balance!r}: expected "auto" or numbers such as {even_balance(len(chain), problem.stages)}'
@@ -127,21 +243,6 @@ def partition(
     if found is None:
         raise _refusal(problem, costs, cuts, by_hand=not isinstance(balance, str))
     return Partition(problem, found.choices, found.bound_seconds, time.perf_counter() - start)
-
-
-def _automatic(problem: Problem, costs: Costs) -> Found | None:
-    if problem.stages_per_device == 1:
-        return Search(problem, costs).run()
-    return InterleavedSearch(problem, costs).run()
-
-
-def _by_hand(problem: Problem, costs: Costs, cuts: Cuts) -> Found | None:
-    """These cuts, whatever others would take."""
-    if problem.stages_per_device > 1:
-        return InterleavedSearch(problem, costs).only(cuts)
-    choices = [costs.choice(stage, *run) for stage, run in enumerate(runs_of(cuts, len(problem.chain)))]
-    found = tuple(choice for choice in choices if choice is not None)
-    return Found(cuts, found, math.nan, 0.0) if len(found) == len(choices) else None
 
 
 # -------------------------------------------------------------------- what would work
