@@ -220,8 +220,7 @@ class Bounds:
         """What no step with such cuts beats, by row of ``(ways, stages)``."""
         m, devices = self._problem.micro_batches, len(self._problem.devices)
         plain, extra, travel = self._looked_up(cuts)
-        possible = np.isfinite(extra).all(axis=1)
-        extra = np.where(np.isfinite(extra), extra, 0.0)
+        possible, extra = np.isfinite(extra).all(axis=1), np.where(np.isfinite(extra), extra, 0.0)
         both = plain if self._last_differs else plain + extra
         work = m * plain + (m - self._last_differs) * extra
         forward, backward, most_forward = (
@@ -261,7 +260,8 @@ class Bounds:
         usual = np.where(np.isfinite(extra), backward + extra, backward)
         last = backward if self._last_differs else usual
         table = np.stack((forward, forward, travel, usual, last, home_travel), axis=-1)
-        return np.where(possible, self._problem.simulated_at_once(table), math.inf).tolist()
+        seconds = self._problem.simulated_at_once(table)
+        return [each if can else math.inf for each, can in zip(seconds, possible, strict=True)]
 
     def through(self) -> Reals:
         """By run, what no partition that has it can beat: other stages take the least they can."""
@@ -276,8 +276,10 @@ class Bounds:
         back[stages, n] = front[0, 0] = 0.0
 
         def least(stage: int) -> Reals:
-            extra = self.extra[stage]
-            return plain / self._speeds[stage] + (np.where(extra < math.inf, 0, extra) if self._last_differs else extra)
+            seconds: Reals = plain / self._speeds[stage] + self.extra[stage]
+            return (
+                np.where(seconds < math.inf, plain / self._speeds[stage], math.inf) if self._last_differs else seconds
+            )
 
         for stage in reversed(range(stages)):
             back[stage, :n] = (least(stage) + 2 * travel + back[stage + 1][ends]).min(axis=1)
@@ -408,7 +410,6 @@ class Search:
                     self._bounds.learn(stage, *run, choice)
         return self._judged[cuts]
 
-    @property
     def _is_spent(self) -> bool:
         return self._simulated >= self._most_actions or self._costs.work >= self._most_work
 
@@ -436,7 +437,7 @@ class Search:
             bound = float(max(through[stage, first, last - first] for stage, (first, last) in enumerate(runs)))
             known = cuts in self._judged
             self._judge(cuts)
-            if known or ((number >= patience or self._is_spent) and self._seconds < math.inf):
+            if known or ((number >= patience or self._is_spent()) and self._seconds < math.inf):
                 break
         return max(bound, self._bounds.work_seconds())
 
@@ -448,7 +449,7 @@ class Search:
         of_all = self._promising(waiting)[1] if shares else math.inf
         while True:
             waiting, least = self._promising(waiting)
-            if not len(waiting) or (self._is_spent and self._seconds < math.inf):
+            if not len(waiting) or (self._is_spent() and self._seconds < math.inf):
                 return min(of_all, least, self._seconds)
             for cuts in waiting[:_AT_ONCE].tolist():
                 self._judge(tuple(cuts))
@@ -471,7 +472,7 @@ class Search:
         """One kind of moves after the other, until none of them gets anywhere."""
         kinds = self._kinds()
         kind = in_vain = 0
-        while in_vain < len(kinds) and not self._is_spent:
+        while in_vain < len(kinds) and not self._is_spent():
             better = self._better(cuts, self._moved(cuts, *kinds[kind]))
             if better is None:
                 kind, in_vain = (kind + 1) % len(kinds), in_vain + 1
@@ -486,13 +487,13 @@ class Search:
         order = _rising(bounds, below)
         for start in range(0, len(order), _AT_ONCE):
             some = moved[order[start : start + _AT_ONCE]]
-            if self._is_spent:
+            if self._is_spent():
                 return None
             if len(self._problem.devices) > 2:  # between two a link serves both directions
                 self._simulated += len(some) * self._actions
                 some = some[_rising(np.array(self._bounds.estimates(some)), below)]
             for each in map(tuple, some.tolist()):
-                if self._is_spent:
+                if self._is_spent():
                     return None
                 found = self._judge(each)
                 if found < (misfits, below):
