@@ -7,7 +7,6 @@ steps, backwards), ends in silence.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -103,22 +102,14 @@ class Silence:
         """Take any arguments."""
         return self
 
-    def __getitem__(self, _: Any) -> Self:
-        return self
-
-    def __setitem__(self, _: Any, __: Any) -> None:
-        return None
-
     def __iter__(self) -> Iterator[Any]:
         return iter(())
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def _ignore(self, *_: Any) -> None:
         return None
+
+    __getitem__ = __enter__ = __call__
+    __setitem__ = __exit__ = _ignore
 
 
 class _TrainerStandIn:

@@ -152,7 +152,7 @@ class ResidentMemory:
         return cls(
             parameter_bytes=parameter_bytes(model, device),
             buffer_bytes=buffer_bytes(model, device),
-            optimizer_bytes=sum(predict_optimizer_state_bytes(optimizer, device).bytes for optimizer in optimizers),
+            optimizer_bytes=sum(predict_optimizer_state_bytes(optimizer, device) for optimizer in optimizers),
             gradient_bytes=gradient_bytes(model, device),
             chain_gradient_bytes=gradient_bytes(target, device),
             batch_bytes=storage_bytes(batch, device),

@@ -130,25 +130,19 @@ def _parameters_on_meta() -> Iterator[None]:
 
 def give_fake_tensors(model: nn.Module, mode: FakeTensorMode) -> None:
     """Replace a model's parameters, buffers and tensors in attributes by fake ones on the CPU, in place. What was shared stays shared."""
-    known: dict[int, torch.Tensor] = {}
-    alive = []  # so that no two of them have the same id
-
-    def fake(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in known:
-            with mode:
-                twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-            known[id(tensor)] = (
-                nn.Parameter(twin, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
-            )
-            alive.append(tensor)
-        return known[id(tensor)]
-
+    fakes: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
         slots: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, module.__dict__)
         for slot in slots:
             for name, value in slot.items():
                 if isinstance(value, torch.Tensor):
-                    slot[name] = fake(value)
+                    slot[name] = fakes[value] = fakes[value] if value in fakes else _fake_on_cpu(value, mode)
+
+
+def _fake_on_cpu(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    with mode:
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    return nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ class KeptMemory:
         """With some optimizers, which are asked in a dry step."""
         trained = _trained_bytes(list(model.parameters()))
         states = GeneratorStates()
-        state_bytes = sum(predict_optimizer_state_bytes(each, device).bytes for each in optimizers)
+        state_bytes = sum(predict_optimizer_state_bytes(each, device) for each in optimizers)
         states.restore()
         return cls(state_bytes / max(trained, 1), device)
 

@@ -1,0 +1,167 @@
+"""Dry runs: a user's code on copies whose tensors have shapes, types and devices but no values (torch's fake tensors).
+
+They take no memory and little time, and what the copies were made of, the generators and the output stay as they are.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from copy import deepcopy
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_rotor.execution.recomputation import repeating
+from lightning_rotor.private.torch_names import (
+    HOOKS,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeCopyMode,
+    FakeTensorMode,
+    TorchDispatchMode,
+    packet_of,
+)
+from lightning_rotor.stages.generators import GeneratorStates
+from lightning_rotor.stages.snapshot import Snapshot, code_of
+
+_aten = torch.ops.aten
+
+
+def fake_copy(value: Any, mode: FakeTensorMode, replacements: Mapping[int, Any]) -> Any:
+    """Copy deeply, with fake tensors in the place of tensors.
+
+    Tied parameters stay tied, and shared objects shared. Two things of modules would not be the copy's own and are left out or kept
+    apart: hooks that are plain functions are dropped, since what they write to is not copied with them, and metrics (modules without
+    parameters that can update, compute and reset) give 0, since most look at values. Data sets are not copied.
+
+    Args:
+        value: A module, modules and tensors in a tuple or list, or any other nesting without modules.
+        mode: Makes the fake tensors.
+        replacements: By ``id``, what stands in for an object in the copy.
+    """
+    memo = dict(replacements)
+    for module in _modules_in(value):
+        memo.update((id(held), held) for held in module.__dict__.values() if isinstance(held, (Dataset, DataLoader)))
+    with FakeCopyMode(mode):
+        duplicate = deepcopy(value, memo)
+    for module in _modules_in(duplicate):
+        for kind in HOOKS:
+            hooks = getattr(module, kind)
+            for key in [key for key, hook in hooks.items() if isinstance(hook, FunctionType)]:
+                del hooks[key]
+        if _is_metric(module):
+            module.__dict__.update(forward=_zero, update=_nothing, compute=_zero, reset=_nothing)
+    return duplicate
+
+
+def _modules_in(value: Any) -> list[nn.Module]:
+    roots = value if isinstance(value, (tuple, list)) else (value,)
+    return [module for root in roots if isinstance(root, nn.Module) for module in root.modules()]
+
+
+def _is_metric(module: nn.Module) -> bool:
+    """True for a metric of torchmetrics, or one like it; a collection of metrics is not one, but holds them."""
+    return (
+        all(callable(getattr(module, name, None)) for name in ("update", "compute", "reset"))
+        and not module._modules
+        and next(module.parameters(), None) is None
+    )
+
+
+def _zero(*_: Any, **__: Any) -> torch.Tensor:
+    return torch.zeros(())
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+@contextmanager
+def without_trace(device: torch.device | None = None, modules: Iterable[nn.Module] = ()) -> Iterator[None]:
+    """Context in which a dry run is not noticed: generators, globals that modules refer to, warnings, prints.
+
+    Args:
+        device: Whose generator is put back besides those of the host; by default the current one.
+        modules: The originals of what runs.
+    """
+    modules = list(modules)
+    with ExitStack() as stack:
+        # A copy has attributes of its own, but refers to the same globals and variables of enclosing functions.
+        stack.callback(Snapshot(modules, also=code_of(modules)).restore)
+        stack.callback(GeneratorStates(device).restore)
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(repeating())
+        # What the code has to say comes once more from the real run, with values.
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        stack.enter_context(redirect_stdout(io.StringIO()))
+        if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
+class AssumedValues(TorchDispatchMode):
+    """Answers what code asks of values that do not exist: a number is 1, and a mask is true everywhere.
+
+    Args:
+        number: What floating-point numbers are instead.
+
+    Attributes:
+        assumed_values: How often code has asked.
+    """
+
+    def __init__(self, number: float = 1.0) -> None:
+        super().__init__()
+        self.assumed_values = 0
+        self._number = number
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        try:
+            return func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            self.assumed_values += 1
+            return self._answer(func, args, kwargs)
+
+    def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an operation gives back under the assumptions.
+
+        Raises:
+            DynamicOutputShapeException: The operation is none of those that ask for a number or apply a mask.
+        """
+        if func is _aten._local_scalar_dense.default:
+            return self._read(args[0].dtype)
+        if func in (_aten.equal.default, _aten.allclose.default):
+            return True
+        if func is _aten.nonzero.default:
+            return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
+        if func is _aten.masked_select.default:
+            return args[0].new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape).numel())
+        if packet_of(func) in (_aten.index, _aten.index_put, _aten.index_put_):
+            return func(args[0], _expanded(args[1]), *args[2:], **kwargs)
+        raise DynamicOutputShapeException(func)
+
+    def _read(self, dtype: torch.dtype) -> bool | int | float | complex:
+        if dtype is torch.bool:
+            return True
+        return complex(self._number) if dtype.is_complex else self._number if dtype.is_floating_point else 1
+
+
+def _expanded(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Positions instead of masks, as many as a mask has elements."""
+    found: list[torch.Tensor | None] = []
+    for index in indices:
+        if index is not None and index.dtype in (torch.bool, torch.uint8):
+            found += [index.new_empty(index.numel(), dtype=torch.int64) for _ in range(index.dim())]
+        else:
+            found.append(index)
+    return found
