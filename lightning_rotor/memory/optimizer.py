@@ -61,7 +61,7 @@ def _full_history_bytes(optimizer: torch.optim.LBFGS, device: torch.device | str
     if not parameters:
         return 0
     # Two vectors per entry, the direction and the last gradient; scalars: two per entry, the scale of the Hessian, the step size.
-    entries = 2 * optimizer.param_groups[0]["history_size"] + 2
+    entries: int = 2 * optimizer.param_groups[0]["history_size"] + 2
     vector = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
     return entries * sum(block_bytes(each, parameters[0].device) for each in (vector, parameters[0].element_size()))
 
@@ -117,10 +117,9 @@ def _copy(
 def _use_plain_kernels(group: dict[str, Any]) -> None:
     """Switch off what has no shape rule; where the step counters lie stays as it is."""
     # Fused kernels of an accelerator want them there, as capturable ones do, which torch refuses on the CPU and on meta.
-    on_device = group["params"][0].device.type not in ("cpu", "meta") and (
-        group.get("fused") or group.get("capturable")
-    )
-    plain = {"fused": False, "differentiable": False, "capturable": bool(on_device)}
+    accelerated = any(parameter.device.type not in ("cpu", "meta") for parameter in group["params"])
+    on_device = accelerated and bool(group.get("fused") or group.get("capturable"))
+    plain = {"fused": False, "differentiable": False, "capturable": on_device}
     group.update({name: value for name, value in plain.items() if name in group})
 
 

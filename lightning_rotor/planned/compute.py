@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_rotor.errors import ProfilingError
 from lightning_rotor.private.torch_names import FakeTensorMode, backward_number, packet_of
-from lightning_rotor.private.values import tree_leaves
+from lightning_rotor.private.values import tensors_in, tree_leaves
 from lightning_rotor.profiling.dry_run import AssumedValues, fake_copy, without_trace
 
 # A loop that waits for a value would never end, since values do not change.
@@ -115,7 +115,7 @@ class _Count(AssumedValues):
             output = forward(*args, **kwargs)
         finally:
             self._running.pop()
-        if learning and not recursive and any(tensor.requires_grad for tensor in _tensors_in(output)):
+        if learning and not recursive and any(tensor.requires_grad for tensor in _outputs_in(output)):
             self.plannable[name] += self.flops - before
         return output
 
@@ -131,10 +131,9 @@ class _Count(AssumedValues):
         return result
 
 
-def _tensors_in(value: Any) -> list[torch.Tensor]:
+def _outputs_in(value: Any) -> list[torch.Tensor]:
     """Those in an output, also in one of the user's own classes."""
-    leaves = [deeper for leaf in tree_leaves(value) for deeper in tree_leaves(getattr(leaf, "__dict__", leaf))]
-    return [leaf for leaf in [*tree_leaves(value), *leaves] if isinstance(leaf, torch.Tensor)]
+    return [*tensors_in(value), *tensors_in([getattr(leaf, "__dict__", leaf) for leaf in tree_leaves(value)])]
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
@@ -151,4 +150,4 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
         return int(formula(*args, **kwargs, out_val=result))
     if func.is_view:
         return 0
-    return sum(leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
+    return sum(tensor.numel() for tensor in tensors_in(result))

@@ -63,9 +63,7 @@ class KeptMemory:
     def under(cls, optimizers: Sequence[torch.optim.Optimizer], model: nn.Module, device: torch.device) -> KeptMemory:
         """With some optimizers, which are asked in a dry step."""
         trained = _trained_bytes(list(model.parameters()))
-        states = GeneratorStates()
         state_bytes = sum(predict_optimizer_state_bytes(each, device) for each in optimizers)
-        states.restore()
         return cls(state_bytes / max(trained, 1), device)
 
     def outside_bytes(self, model: nn.Module, module: nn.Module) -> int:
