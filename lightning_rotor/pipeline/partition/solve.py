@@ -29,8 +29,7 @@ from lightning_rotor.pipeline.partition.problem import (
 from lightning_rotor.pipeline.partition.search import Search
 from lightning_rotor.pipeline.schedule import PipelineError, PipelineScheduleName
 from lightning_rotor.pipeline.simulator import PipelineSimulation, simulate_pipeline
-from lightning_rotor.units import rendered
-from lightning_rotor.units import format_bytes, format_seconds
+from lightning_rotor.units import format_bytes, format_seconds, rendered
 
 # Runs of stages whose least memory is asked for, for an error.
 _MOST_ASKED = 400
