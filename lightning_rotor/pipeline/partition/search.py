@@ -260,8 +260,8 @@ class Bounds:
         usual = np.where(np.isfinite(extra), backward + extra, backward)
         last = backward if self._last_differs else usual
         table = np.stack((forward, forward, travel, usual, last, home_travel), axis=-1)
-        seconds = self._problem.simulated_at_once(table)
-        return [each if can else math.inf for each, can in zip(seconds, possible, strict=True)]
+        seconds = np.where(possible, self._problem.simulated_at_once(table), math.inf)
+        return [float(each) for each in seconds]
 
     def through(self) -> Reals:
         """By run, what no partition that has it can beat: other stages take the least they can."""
