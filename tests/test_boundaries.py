@@ -56,7 +56,7 @@ def test_dropout_saves_its_mask_and_is_cut_off() -> None:
     assert found == ["0", "1.norm", "1.rise", "1.gelu", "1.fall", "1.drop … 1.add"]
 
 
-def test_a_sequential_of_layers_is_cut_between_them_without_any_trace() -> None:
+def test_a_sequential_of_layers_is_cut_between_them_without_any_recording() -> None:
     cut = sequentialize(nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.Linear(2, 2))), (torch.ones(1, 2),))
     assert (cut.way, dict(cut.reasons), len(cut.stages)) == ("sequential", {}, 3)
 
@@ -79,16 +79,16 @@ class Undecided(nn.Module):
         return self.left(x) if x.sum() > 0 else self.right(x)
 
 
-def test_a_sequential_of_blocks_that_cannot_be_traced_is_cut_between_them() -> None:
+def test_a_sequential_of_blocks_that_cannot_be_recorded_is_cut_between_them() -> None:
     cut = sequentialize(nn.Sequential(Undecided(), nn.ReLU(), Undecided()), (torch.randn(4, WIDTH),))
     assert (cut.way, len(cut.stages)) == ("sequential", 3)
-    assert "cannot be traced" in cut.reasons["graph"]
+    assert "cannot be recorded" in cut.reasons["graph"]
 
 
 def test_torchs_transformer_layers_are_cut_inside() -> None:
     net = nn.Sequential(*(nn.TransformerEncoderLayer(WIDTH, 2, 32, batch_first=True) for _ in range(2)))
     cut = sequentialize(net, (torch.randn(2, 5, WIDTH),))
-    assert cut.way == "recording"
+    assert cut.way == "graph"
     assert [stage.name for stage in cut.stages if stage.name.startswith("1.")] == [
         "1.self_attn.linear",
         "1.self_attn.scaled_dot_product_attention",

@@ -67,7 +67,7 @@ def in_a_row() -> nn.Sequential:
     return nn.Sequential(Shift(), *(layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
 
 
-MAKERS: dict[str, Callable[[], nn.Module]] = {"sequential": in_a_row, "graph": Blocks, "recording": Looking}
+MAKERS: dict[str, Callable[[], nn.Module]] = {"sequential": in_a_row, "graph": Looking}
 
 
 def planned(net: nn.Module, batch: torch.Tensor, schedule: str | None) -> Checkpointable:
@@ -312,8 +312,7 @@ def every_linear(change: Callable[[nn.Module], Any]) -> Callable[[nn.Module], An
 
 LAYERED: dict[str, Callable[[], nn.Module]] = {
     "sequential": lambda: nn.Sequential(layers(), layers(), layers()),
-    "graph": lambda: Layered(recorded=False),
-    "recording": lambda: Layered(recorded=True),
+    "graph": lambda: Layered(recorded=True),
 }
 MEANWHILE: dict[str, Callable[[nn.Module], Any]] = {
     "eval": nn.Module.eval,

@@ -126,13 +126,13 @@ def state_of(net: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("style", ["method", "wrapper"])
-@pytest.mark.parametrize("way", ["sequential", "graph", "recording"])
+@pytest.mark.parametrize("way", ["sequential", "graph"])
 def test_compiled_blocks_are_stages_with_the_bits_and_peaks_of_the_compiled_model(way: str, style: str) -> None:
     blocks = [compiled(Block(), style) for _ in range(3)]
     if way == "sequential":
         net: nn.Module = nn.Sequential(nn.Linear(8, WIDTH), *blocks, nn.Linear(WIDTH, 8))
     else:
-        net = Net(blocks, longest=99 if way == "recording" else None)
+        net = Net(blocks, longest=99)
     case = Case(net, torch.randn(4, 16, 8))
     assert sequentialize(net, (case.batch,)).way == way
     profile, state = profile_of(net, case.batch), state_of(net)

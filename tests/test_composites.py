@@ -1,4 +1,4 @@
-"""Operations that look like one though they are Python code that does several: traces and recordings go through them, with the module's bits."""
+"""Operations that look like one though they are Python code that does several: recordings go through them, with the module's bits."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 import torchvision
 from test_graph_cuts import check, step
-from torch import fx, nn
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_rotor import Checkpointable, sequentialize
-from lightning_rotor.capture.cuts import GraphCut, cut_graph, cut_recording
+from lightning_rotor.capture.cuts import GraphCut, cut_graph
 from lightning_rotor.execution.recomputation import recomputed
 from lightning_rotor.profiling.reference import require_same
 from tests.grids import grid
@@ -24,7 +24,6 @@ from tests.grids import grid
 pytestmark = pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask")
 
 BATCH, LENGTH, MEMORY, WIDTH, HEADS = 2, 5, 7, 8, 2
-WAYS: dict[str, Callable[..., GraphCut]] = {"graph": cut_graph, "recording": cut_recording}
 
 
 def operations(cut: GraphCut) -> list[str]:
@@ -74,11 +73,11 @@ def masks(rows: int, columns: int) -> dict[str, torch.Tensor]:
     }
 
 
-def same_as_one_operation(net: Attending, way: str, **inputs: torch.Tensor | None) -> GraphCut:
+def same_as_one_operation(net: Attending, **inputs: torch.Tensor | None) -> GraphCut:
     """Output, gradients and generator of the stages, each recomputed by itself, are those of the module to the bit."""
     state = {key: value.clone() for key, value in net.state_dict().items()}
     expected, _ = step(net, net, (), inputs, state)
-    cut = WAYS[way](net, (), inputs)
+    cut = cut_graph(net, (), inputs)
     assert "MultiheadAttention" not in operations(cut)
     require_same(net, cut, (), inputs)
 
@@ -97,23 +96,21 @@ def same_as_one_operation(net: Attending, way: str, **inputs: torch.Tensor | Non
 
 
 @pytest.mark.parametrize(
-    ("way", "need_weights", "batch_first", "mask", "padding"),
+    ("need_weights", "batch_first", "mask", "padding"),
     grid(
-        WAYS,
         [False, True],
         [False, True],
         [None, "float 2-D", "bool 2-D", "float 3-D", "bool 3-D"],
         [None, torch.float32, torch.bool],
     ),
 )
-def test_masks(way: str, need_weights: bool, batch_first: bool, mask: str | None, padding: torch.dtype | None) -> None:
+def test_masks(need_weights: bool, batch_first: bool, mask: str | None, padding: torch.dtype | None) -> None:
     net = Attending(need_weights=need_weights, batch_first=batch_first, dropout=0.2)
     x = torch.randn(BATCH, LENGTH, WIDTH) if batch_first else torch.randn(LENGTH, BATCH, WIDTH)
     ignored = torch.zeros(BATCH, LENGTH)
     ignored[0, -2:] = 1
     same_as_one_operation(
         net,
-        way,
         x=x.requires_grad_(),
         attn_mask=None if mask is None else masks(LENGTH, LENGTH)[mask],
         key_padding_mask=None if padding is None else ignored.to(padding),
@@ -134,35 +131,34 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("way", "options", "need_weights", "batched"), grid(WAYS, OPTIONS, [False, True], [False, True]), ids=str
-)
-def test_options_with_another_source(way: str, options: dict[str, Any], need_weights: bool, batched: bool) -> None:
+@pytest.mark.parametrize(("options", "need_weights", "batched"), grid(OPTIONS, [False, True], [False, True]), ids=str)
+def test_options_with_another_source(options: dict[str, Any], need_weights: bool, batched: bool) -> None:
     net = Attending(need_weights=need_weights, **options)
     source = options.get("kdim", WIDTH)
     shapes = [(LENGTH, WIDTH), (MEMORY, source), (MEMORY, source)]
     x, key, value = (
         torch.randn((shape[0], BATCH, shape[1]) if batched else shape, requires_grad=True) for shape in shapes
     )
-    same_as_one_operation(net, way, x=x, key=key)
-    same_as_one_operation(net, way, x=x, key=key, value=value)
+    same_as_one_operation(net, x=x, key=key)
+    same_as_one_operation(net, x=x, key=key, value=value)
     ignored = torch.zeros((BATCH, MEMORY) if batched else (MEMORY,), dtype=torch.bool)
     ignored[..., -1] = True
-    same_as_one_operation(net, way, x=x, key=key, key_padding_mask=ignored)
+    same_as_one_operation(net, x=x, key=key, key_padding_mask=ignored)
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("need_weights", [False, True])
-def test_a_causal_mask(way: str, need_weights: bool) -> None:
+def test_a_causal_mask(need_weights: bool) -> None:
     net = Attending(need_weights=need_weights, is_causal=True, batch_first=True)
     mask = nn.Transformer.generate_square_subsequent_mask(LENGTH)
-    same_as_one_operation(net, way, x=torch.randn(BATCH, LENGTH, WIDTH), attn_mask=mask)
+    same_as_one_operation(net, x=torch.randn(BATCH, LENGTH, WIDTH), attn_mask=mask)
 
 
 def test_a_graph_through_attention_holds_for_other_sizes_and_not_for_other_dimensions() -> None:
     net = Attending(batch_first=True)
     mask = masks(LENGTH, LENGTH)["bool 2-D"]
     cut = cut_graph(net, (torch.randn(BATCH, LENGTH, WIDTH),), {"attn_mask": mask})
+    larger = (torch.randn(4, 6, WIDTH),), {"attn_mask": masks(6, 6)["bool 2-D"]}
+    assert cut_graph(net, *larger, known=[cut]) is cut
     for batch, length in itertools.product((1, 3), (4, 9)):
         args, kwargs = (torch.randn(batch, length, WIDTH),), {"attn_mask": masks(length, length)["bool 2-D"]}
         assert cut.bind(args, kwargs) is not None
@@ -171,74 +167,22 @@ def test_a_graph_through_attention_holds_for_other_sizes_and_not_for_other_dimen
     assert cut.bind((torch.randn(BATCH, LENGTH, WIDTH),), {"attn_mask": mask.float()}) is None
 
 
-def test_what_sizes_have_decided_is_asked_at_every_call() -> None:
-    class Padded(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.linear(squared_if_long(self.linear(x)))
-
-    net = Padded()
-    cut = cut_graph(net, (torch.randn(6, WIDTH),))
-    assert "squared_if_long" not in operations(cut)
-    require_same(net, cut, (torch.randn(9, WIDTH),), {})
-    with pytest.raises(AssertionError, match="was traced for gt = True, which depends on the sizes of its inputs"):
-        require_same(net, cut, (torch.randn(3, WIDTH),), {})
-
-
-def squared_if_long(x: torch.Tensor) -> torch.Tensor:
-    """A function that traces do not see, with a decision over a size."""
-    if x.shape[0] > 4:
-        x = torch.tanh(x) * torch.sigmoid(x)
-    return x
-
-
-fx.wrap("squared_if_long")
-
-
-def test_a_function_that_looks_at_values_stays_one_operation() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-            self.attention = nn.MultiheadAttention(WIDTH, HEADS)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.attention(*[squared_if_positive(self.linear(x))] * 3, need_weights=False)[0]
-
-    found = operations(cut_graph(Net(), (torch.randn(LENGTH, BATCH, WIDTH),)))
-    assert "squared_if_positive" in found
-    assert "scaled_dot_product_attention" in found
-
-
-def squared_if_positive(x: torch.Tensor) -> torch.Tensor:
-    """A function that traces do not see, with a decision over values."""
-    return torch.tanh(x) * torch.sigmoid(x) if x.sum() > -1e9 else x
-
-
-fx.wrap("squared_if_positive")
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_attention_with_hooks_or_in_evaluation_stays_one_operation(way: str) -> None:
+def test_attention_with_hooks_or_in_evaluation_stays_one_operation() -> None:
     x = torch.randn(BATCH, LENGTH, WIDTH)
     seen: list[int] = []
     for hooked in ("attention", "attention.out_proj"):
         net = Attending(batch_first=True)
         net.get_submodule(hooked).register_forward_hook(lambda *_: seen.append(1))
-        assert "MultiheadAttention" in operations(WAYS[way](net, (x,)))
+        assert "MultiheadAttention" in operations(cut_graph(net, (x,)))
     net = Attending(batch_first=True)
     net.attention.eval()
-    assert "MultiheadAttention" in operations(WAYS[way](net, (x,)))
+    assert "MultiheadAttention" in operations(cut_graph(net, (x,)))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_attention_under_autocast(way: str) -> None:
+def test_attention_under_autocast() -> None:
     net, x = Attending(batch_first=True, dropout=0.1), torch.randn(BATCH, LENGTH, WIDTH)
     with torch.autocast("cpu", torch.bfloat16):
-        same_as_one_operation(net, way, x=x, attn_mask=masks(LENGTH, LENGTH)["bool 2-D"])
+        same_as_one_operation(net, x=x, attn_mask=masks(LENGTH, LENGTH)["bool 2-D"])
 
 
 @pytest.mark.parametrize(
@@ -262,7 +206,7 @@ def test_functions_of_torch_are_recorded_inside(function: Callable[[torch.Tensor
             return self.linear(function(self.linear(x)))
 
     net, x = Net(), torch.randn(LENGTH, WIDTH)
-    cut = cut_recording(net, (x,))
+    cut = cut_graph(net, (x,))
     require_same(net, cut, (x,), {})
     saving = [stage for stage in cut.stages if "linear" not in stage.name]
     assert saving

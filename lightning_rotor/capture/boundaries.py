@@ -21,27 +21,21 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate, count, pairwise
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_rotor.capture.graph_stage import GraphSlice
-from lightning_rotor.capture.modules import ModuleCalls
-from lightning_rotor.capture.recorder import Recorder
-from lightning_rotor.capture.symbols import IN_PLACE, Tracer
+from lightning_rotor.capture.graph_stage import IN_PLACE
+from lightning_rotor.capture.recorder import Recording
+from lightning_rotor.capture.sizes import SIZE
 from lightning_rotor.errors import ModelError
-from lightning_rotor.private.torch_names import ASSERT
 from lightning_rotor.private.values import address_of, sizes_by_address, tensors_in
 from lightning_rotor.stages.sequential import Stage, Wire, Wiring, packed
 
 # ----------------------------------------------------------------------------------------------------
 # What each operation of a graph makes and saves, from one real run.
-
-
-Watch: TypeAlias = Callable[[fx.Node, list[fx.Node], Any, Any, dict[int, int]], None]
-"""Takes an operation, the nodes that it reads, their values, what it returns, and the sizes of what it saves by address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,29 +59,33 @@ class Footprint:
     of_parameters: bool = False
 
 
-def footprints_of(
-    module: nn.Module, graph: fx.Graph, tracer: Tracer | Recorder, tensors: Sequence[torch.Tensor]
-) -> dict[fx.Node, Footprint]:
-    """Run a graph, one operation after the other, and see what each of them makes and saves.
+def footprints_of(recording: Recording, tensors: Sequence[torch.Tensor]) -> dict[fx.Node, Footprint]:
+    """Run a recording, one operation after the other, and see what each of them makes and saves.
+
+    The run updates buffers and generators. What is saved is let go at once, so this takes no more memory than a forward without gradients.
 
     Args:
-        module: What it was traced from; the run updates its buffers and generators.
-        graph: Its operations.
-        tracer: What traced it.
+        recording: Of one call.
         tensors: Of the call.
     """
-    parameters = {address_of(parameter) for parameter in module.parameters()} - {0}
+    root = recording.root
+    parameters = {address_of(parameter) for parameter in root.parameters()} - {0}
+    held = (*root.parameters(), *root.buffers(), *recording.constants, *tensors)
+    lasting = {address_of(tensor) for tensor in held}
+    inputs, body = parts_of(recording.graph)
+    last_use = {used: index for index, node in enumerate(body) for used in node.all_input_nodes}
+    values: dict[fx.Node, Any] = dict(zip(inputs, tensors, strict=True))
     numbers = count()
     numbered: dict[fx.Node, dict[int, int]] = {}  # by address; only values that are alive are looked up
     found: dict[fx.Node, Footprint] = {}
-
-    def watch(node: fx.Node, reads: list[fx.Node], _: Any, value: Any, saved: dict[int, int]) -> None:
+    for index, node in enumerate(body):
+        reads = [used for used in node.all_input_nodes if used.op != "get_attr"]
+        values[node], saved = _run(recording.slice_of(reads, [node], node), packed([values[used] for used in reads]))
         old = {address: number for used in reads for address, number in numbered.get(used, {}).items()}
-        made = {
-            address: size for address, size in sizes_by_address(tensors_in(value)).items() if address not in lasting
-        }
+        sizes = sizes_by_address(tensors_in(values[node]))
+        made = {address: size for address, size in sizes.items() if address not in lasting}
         numbered[node] = {address: old[address] if address in old else next(numbers) for address in made}
-        shown = _shown_bytes(value)
+        shown = _shown_bytes(values[node])
         found[node] = Footprint(
             made_bytes=sum(size for address, size in made.items() if address not in old),
             saved_bytes=sum(size for address, size in saved.items() if address not in lasting),
@@ -96,32 +94,10 @@ def footprints_of(
             saved=frozenset(number for address, number in (old | numbered[node]).items() if address in saved),
             of_parameters=not parameters.isdisjoint(shown),
         )
-
-    lasting = lasting_addresses(module, tracer, tensors)
-    run_watched(module, graph, tracer, tensors, watch)
-    return found
-
-
-def run_watched(
-    module: nn.Module, graph: fx.Graph, tracer: Tracer | Recorder, tensors: Sequence[torch.Tensor], watch: Watch
-) -> None:
-    """Run a graph, one operation after the other, and show each to a function.
-
-    What is saved is let go at once, so this takes no more memory than a forward without gradients.
-    """
-    inputs, body = parts_of(graph)
-    last_use = {used: index for index, node in enumerate(body) for used in node.all_input_nodes}
-    values: dict[fx.Node, Any] = dict(zip(inputs, tensors, strict=True))
-    for index, node in enumerate(body):
-        reads = [used for used in node.all_input_nodes if used.op != "get_attr"]
-        step = GraphSlice(reads, [node], node, root=module, owners=tracer.owners, constants=tracer.constants)
-        given = packed([values[used] for used in reads])
-        values[node], saved = _run(step, given)
-        watch(node, reads, given, values[node], saved)
-        del given
         for used in (*reads, node):
             if last_use.get(used, -1) <= index:
                 values.pop(used, None)
+    return found
 
 
 def parts_of(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -130,12 +106,7 @@ def parts_of(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node]]:
     return inputs, [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
 
 
-def lasting_addresses(module: nn.Module, tracer: Tracer | Recorder, tensors: Sequence[torch.Tensor]) -> set[int]:
-    """Storages that somebody holds anyway."""
-    return {address_of(tensor) for tensor in (*module.parameters(), *module.buffers(), *tracer.constants, *tensors)}
-
-
-def _run(step: GraphSlice, value: Any) -> tuple[Any, dict[int, int]]:
+def _run(step: Callable[[Any], Any], value: Any) -> tuple[Any, dict[int, int]]:
     """What an operation returns, and the storages that it saves, which are dropped."""
     saved: dict[int, int] = {}
     with saved_tensors_hooks(lambda tensor: saved.update(sizes_by_address([tensor])), _never_unpacked):
@@ -181,14 +152,12 @@ _VIEWS = {
     "unsqueeze",
     "view",
 }
-_METADATA = ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "layout")
 
 
 class Names:
     """Names of stages in the user's terms."""
 
     def __init__(self, body: Sequence[fx.Node]) -> None:
-        self._silent = weightless(body)
         # How many operations run inside of each module.
         self._inside = Counter(path for node in body for path in _paths_around(node))
         self._taken: Counter[str] = Counter()
@@ -200,7 +169,7 @@ class Names:
         return name if self._taken[name] == 1 else f"{name} ({self._taken[name]})"
 
     def _describe(self, nodes: Sequence[fx.Node]) -> str:
-        audible = [node for node in nodes if node not in self._silent and node.target is not ASSERT]
+        audible = [node for node in nodes if SIZE not in node.meta]
         working = [node for node in audible if not _is_view(node)] or audible or list(nodes)
         paths = [str(node.meta["module"]).split(".") for node in working]
         common: list[str] = []
@@ -223,23 +192,6 @@ class Names:
         return f"{path}.{name}" if path else str(name)
 
 
-def weightless(body: Sequence[fx.Node]) -> set[fx.Node]:
-    """Sizes, dtypes and devices, and what arithmetic makes of them."""
-    found: set[fx.Node] = set()
-    for node in body:
-        is_metadata = (node.op == "call_function" and node.target is getattr and node.args[1] in _METADATA) or (
-            node.op == "call_method" and node.target in ("size", "dim", "numel", "ndimension", "is_floating_point")
-        )
-        arithmetic = node.op == "call_function" and getattr(node.target, "__module__", "") in (
-            "_operator",
-            "math",
-            "builtins",
-        )
-        if is_metadata or (arithmetic and node.all_input_nodes and all(used in found for used in node.all_input_nodes)):
-            found.add(node)
-    return found
-
-
 def _is_view(node: fx.Node) -> bool:
     """Whether an operation only shows its input in another way; a few of these copy if they must."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
@@ -258,24 +210,22 @@ def _paths_around(node: fx.Node) -> list[str]:
 MOST_STAGES = 256
 
 
-def stages_of(
-    module: nn.Module, graph: fx.Graph, tracer: Tracer | Recorder, footprints: Mapping[fx.Node, Footprint] | None = None
-) -> list[Stage]:
-    """Cut a graph into stages.
+def stages_of(recording: Recording, footprints: Mapping[fx.Node, Footprint] | None = None) -> list[Stage]:
+    """Cut a recording into stages.
 
     Args:
-        module: What it was traced from.
-        graph: Its operations.
-        tracer: What traced it.
+        recording: Of one call.
         footprints: What each operation takes; without them only places where one value is alive are cut.
     Raises:
         ModelError: There are no operations.
     """
-    inputs, body = parts_of(graph)
-    (result,) = [node for node in graph.nodes if node.op == "output"]
+    inputs, body = parts_of(recording.graph)
+    (result,) = [node for node in recording.graph.nodes if node.op == "output"]
     if not body:
-        raise ModelError(f"the forward of {type(module).__name__} computes nothing: expected at least one operation")
-    lives = _Lives(module, inputs, body, result, tracer.calls)
+        raise ModelError(
+            f"the forward of {type(recording.root).__name__} computes nothing: expected at least one operation"
+        )
+    lives = _Lives(recording, inputs, body, result)
     cuts = lives.behind_results(lives.single_cuts() if footprints is None else lives.cuts(footprints))
     names = Names(body)
     values = (*inputs, *body)
@@ -288,14 +238,7 @@ def stages_of(
         reads = sorted({number[node] for node in read if node in number and node not in inside})
         outputs = [node for node in nodes if lives.last_use[node] >= end]
         given = result.args[0] if is_last else packed(outputs)
-        piece = GraphSlice(
-            [values[index] for index in reads],
-            nodes,
-            given,
-            root=module,
-            owners=tracer.owners,
-            constants=tracer.constants,
-        )
+        piece = recording.slice_of([values[index] for index in reads], nodes, given)
         writes = (len(values),) if is_last else tuple(number[node] for node in outputs)
         stages.append(Stage(names.of(nodes), (piece,), Wiring.of([Wire(tuple(reads), writes)], writes)))
     return stages
@@ -305,19 +248,12 @@ class _Lives:
     """What is alive after each operation."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        inputs: Sequence[fx.Node],
-        body: Sequence[fx.Node],
-        result: fx.Node,
-        calls: ModuleCalls,
+        self, recording: Recording, inputs: Sequence[fx.Node], body: Sequence[fx.Node], result: fx.Node
     ) -> None:
-        self._module = module
-        self._calls = calls
+        self._module, self._calls = recording.root, recording.calls
         self._body = body
         position = {node: index for index, node in enumerate(body)} | {result: len(body)}
         self.last_use = {node: max((position[user] for user in node.users), default=-1) for node in (*inputs, *body)}
-        self._weightless = weightless(body)
         # By the number of operations that have run: what is read later. The chain's inputs are not among it, the caller holds them anyway.
         self._alive: list[list[fx.Node]] = []
         alive: dict[fx.Node, None] = {}
@@ -401,8 +337,8 @@ class _Lives:
         return sum(storages.values())
 
     def _values(self, place: int) -> list[fx.Node]:
-        """What weighs something."""
-        return [node for node in self._alive[place] if node not in self._weightless]
+        """Values whose storage counts."""
+        return [node for node in self._alive[place] if SIZE not in node.meta]
 
     def _is_possible(self, place: int) -> bool:
         return (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import compress
@@ -18,61 +18,15 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_rotor.capture.external_state import Closures
-from lightning_rotor.capture.modules import Lessons, UntraceableError
+from lightning_rotor.capture.modules import UntraceableError
 from lightning_rotor.private.torch_names import TorchDispatchMode, schema_of
 from lightning_rotor.private.values import address_of, tensors_in
 
 # ----------------------------------------------------------------------------------------------------
-# What is alive at one moment: tensors and modules, and the functions around which variables are.
+# What is alive at one moment: tensors and modules.
 
 
-class Heap:
-    """Looks for what is alive.
-
-    Args:
-        is_users: Says of a file whether functions in it count.
-        lessons: Of an earlier recording of the module.
-        looks: Whether to note what is there before a recording, which takes long where much is. Without, a recording that asks for it is of
-            no use, and the heap misled.
-
-    Attributes:
-        closures: The variables of functions.
-    """
-
-    def __init__(self, is_users: Callable[[str], bool], lessons: Lessons | None, *, looks: bool = False) -> None:
-        self.closures = Closures(is_users, None if lessons is None else lessons.closures)
-        self._looks = looks or (lessons is not None and lessons.asks_what_was_there)
-        self._was_asked = False
-
-    @property
-    def misled(self) -> bool:
-        """Whether something that the code did was not looked at: the lessons do not fit, or nobody has looked at what was there."""
-        return self.closures.misled or self.must_look
-
-    @property
-    def must_look(self) -> bool:
-        """Whether somebody has asked what was there, and nobody has looked."""
-        return self._was_asked and not self._looks
-
-    def inventory(self) -> Inventory | None:
-        """What is there now; None if it is expected that nobody will ask."""
-        return Inventory() if self._looks else None
-
-    def lessons(self, opaque: Mapping[str, str]) -> Lessons:
-        """What came of the recording.
-
-        Args:
-            opaque: Modules that had to become one operation, by name, and why.
-        """
-        return Lessons(opaque, self._was_asked, tuple(self.closures.asked.values()))
-
-    def note_question(self) -> None:
-        """Somebody asks what was there before."""
-        self._was_asked = True
-
-
-class Inventory:
+class LiveObjects:
     """The tensors and modules that are there now. It keeps them alive, so that no other object gets the address of one."""
 
     def __init__(self) -> None:
@@ -121,31 +75,37 @@ def _with_subclasses(bases: Iterable[type]) -> set[type]:
 # ----------------------------------------------------------------------------------------------------
 
 
-class Witness(TorchDispatchMode):
+class DispatchCheck(TorchDispatchMode):
     """Sees every operation that torch computes.
 
     Args:
-        heap: Knows what is there before the recording.
+        looks: Note what is there before the recording, which takes long where much is. Few recordings ask for it.
 
     Attributes:
         inside: How many recorded operations, or modules that are one, are running.
         random: Some operation has drawn random numbers since this was last set to False.
         reads_values: Some operation has read values that decide over sizes since this was last set to False.
         in_module: A module that is one operation runs.
+        must_look: Somebody has asked what was there before, and nobody has looked, so that the recording is of no use.
     """
 
-    def __init__(self, heap: Heap) -> None:
+    def __init__(self, *, looks: bool) -> None:
         super().__init__()
         self.inside = 0
         self.random = False
         self.reads_values = False
         self.in_module = False
-        self._undoable: set[StorageWeakRef] = set()
-        self._heap = heap
-        self._there = heap.inventory()
+        self.is_over = self.must_look = False
+        self._there = LiveObjects() if looks else None
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._memory: set[StorageWeakRef] = set()
+        self._undoable: set[StorageWeakRef] = set()
         self._from_host: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    @property
+    def listens(self) -> bool:
+        """True while the recorded code runs, and no operation of it."""
+        return not self.inside and not self.is_over
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -178,15 +138,15 @@ class Witness(TorchDispatchMode):
         """Modules that are one operation may change these, which are put back after the recording."""
         self._undoable.update(_memories(tensors))
 
-    def _before(self) -> Inventory:
+    def _before(self) -> LiveObjects:
         """What was there before the recording.
 
         Raises:
-            UntraceableError: Nobody has looked, so that this recording is of no use.
+            UntraceableError: Nobody has looked.
         """
-        self._heap.note_question()
         if self._there is None:
-            raise UntraceableError("it does something else than it did for inputs of another size")
+            self.must_look = True
+            raise UntraceableError("it asks what was there before")
         return self._there
 
     def __torch_dispatch__(

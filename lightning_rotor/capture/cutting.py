@@ -1,6 +1,5 @@
-"""The way that turns a module into a chain: an ``nn.Sequential`` of layers is cut between them, anything else along its graph.
+"""From a module to a chain: an ``nn.Sequential`` of layers is cut between them, anything else along its graph.
 
-The graph is traced on symbols, and then holds for inputs of any size. Code that symbols cannot run is recorded on the call's own tensors.
 An ``nn.Sequential`` of blocks is cut along its graph as well, so that a plan can choose inside the blocks; between them if it has none.
 """
 
@@ -8,14 +7,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar, Protocol
 
 from torch import nn
 
-from lightning_rotor.capture.cuts import GraphCut, cut_graph, cut_recording
-from lightning_rotor.capture.modules import Lessons
+from lightning_rotor.capture.cuts import GraphCut, cut_graph
 from lightning_rotor.errors import ModelError
 from lightning_rotor.private.torch_names import is_compiler_wrapper, module_inside, noticed_checkpoints
 from lightning_rotor.private.values import require_tensors
@@ -28,10 +24,10 @@ NO_CHECKPOINTS = (
     "directly"
 )
 """Why not, and the remedy."""
+_NO_POINT = "there is no point between its operations where little is alive"
 WAYS = {
     "sequential": "as an nn.Sequential",
     "graph": "as a graph",
-    "recording": "as a recording",
 }
 """How messages spell the ways to a chain."""
 
@@ -41,7 +37,7 @@ class Cut(Protocol):
 
     @property
     def way(self) -> str:
-        """``"sequential"``, ``"graph"`` or ``"recording"``."""
+        """``"sequential"`` or ``"graph"``."""
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -105,7 +101,7 @@ def sequentialize(
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
     *,
-    lessons: Lessons | None = None,
+    known: Sequence[SequentialCut | GraphCut] = (),
 ) -> SequentialCut | GraphCut:
     """Turn a module into a chain of stages.
 
@@ -113,7 +109,7 @@ def sequentialize(
         module: Nothing about it changes.
         args: Positional arguments of a call as in training. An ``nn.Sequential`` takes one, which may be a tuple.
         kwargs: Keyword arguments of that call.
-        lessons: Of a recording of the same module for other sizes.
+        known: Earlier cuts of the module, of which one is returned if it turns out to hold for this call.
     Returns:
         The stages, what they take as input for a given call, and in ``way`` how they were found.
     Raises:
@@ -128,61 +124,36 @@ def sequentialize(
     check_module(module)
     require_tensors((args, kwargs))
     reasons: dict[str, str] = {}
-    best: SequentialCut | GraphCut | None = None
+    row: SequentialCut | None = None
     try:
-        best = SequentialCut(module)
-        blocks = [stage.name for stage in best.stages if _has_layers(stage)]
+        row = SequentialCut(module)
+        blocks = [stage.name for stage in row.stages if _has_layers(stage)]
         if not blocks:
-            return best
+            return row
         reasons["sequential"] = f"there are several layers in {blocks[0]!r}, between which a graph can be cut"
     except ModelError as error:
         reasons["sequential"] = str(error)
-    impossible = {} if lessons is None else dict(lessons.impossible)
-    for way, find in (("graph", cut_graph), ("recording", partial(cut_recording, lessons=lessons))):
-        cut = None
+    with noticed_checkpoints() as noticed:
         try:
-            with noticed_checkpoints() as noticed:
-                cut = find(module, args, kwargs) if way not in impossible else None
+            cut = cut_graph(module, args, kwargs, known=[each for each in known if isinstance(each, GraphCut)])
+            if len(cut.stages) > max(1, 0 if row is None else len(row.stages)):
+                cut.reasons = reasons
+                return cut
+            stuck = ", ".join(map(repr, cut.opaque))
+            why = f"most of it is in {stuck}, which cannot be recorded" if stuck else _NO_POINT
+            reasons["graph"] = f"{why}, so it is {len(cut.stages)} stages. Name a submodule that is a chain of layers"
         except ModelError as error:
-            impossible[way] = f"{error}{f'. {NO_CHECKPOINTS}' * bool(noticed)}"
-        if cut is None:
-            reasons[way] = impossible[way]
-            continue
-        if best is None or len(cut.stages) > len(best.stages):
-            best = cut
-        objection = _objection(module, cut)
-        if objection is None:
-            break
-        reasons[way] = objection
-    if best is None or (len(best.stages) < 2 and isinstance(best, GraphCut)):
-        tried = ". ".join(f"{WAYS[way][0].upper()}{WAYS[way][1:]}: {reason}" for way, reason in reasons.items())
-        raise ModelError(f"{type(module).__name__} cannot be planned. {tried}")
-    if isinstance(best, GraphCut) and best.lessons is not None:
-        best.lessons = replace(best.lessons, impossible=impossible)
-    best.reasons = {way: reason for way, reason in reasons.items() if way != best.way}
-    return best
+            reasons["graph"] = f"{error}{f'. {NO_CHECKPOINTS}' * bool(noticed)}"
+    if row is not None:
+        row.reasons = {"graph": reasons["graph"]}
+        return row
+    tried = ". ".join(f"{WAYS[way][0].upper()}{WAYS[way][1:]}: {reason}" for way, reason in reasons.items())
+    raise ModelError(f"{type(module).__name__} cannot be planned. {tried}")
 
 
 def _has_layers(stage: Stage) -> bool:
     """Whether a stage is more than one layer. Attention holds its projection, but runs as one function."""
     return any(module._modules and not isinstance(module, nn.MultiheadAttention) for module in stage.modules)
-
-
-def _objection(module: nn.Module, cut: GraphCut) -> str | None:
-    """Why another way might do better."""
-    if len(cut.stages) < 2:
-        return (
-            "there is no point between its operations where little is alive, so it is a single stage. Name a submodule that is a chain of "
-            "layers"
-        )
-    units = units_below(module)  # meant to be stages
-    opaque = {
-        parameter for path in cut.opaque if path not in units for parameter in module.get_submodule(path).parameters()
-    }
-    sizes = [(parameter.numel(), parameter in opaque) for parameter in module.parameters()]
-    if 2 * sum(size for size, inside in sizes if inside) > sum(size for size, _ in sizes):
-        return f"most of it is in {', '.join(map(repr, cut.opaque))}, which cannot be traced, so it is {len(cut.stages)} stages"
-    return None
 
 
 def check_module(module: nn.Module) -> None:

@@ -16,7 +16,6 @@ from types import BuiltinFunctionType, CellType, CodeType, FrameType, FunctionTy
 from typing import Any
 
 import torch
-from torch import fx
 
 from lightning_rotor.capture.watched import LONG, PLAIN, frozen
 from lightning_rotor.private.torch_names import without_modes
@@ -106,19 +105,6 @@ class Noted:
         """Whether something else than another object without a value of its own was there, or is now."""
         return not (_is_object(self._value) and _is_object(self.place.read()))
 
-    def has(self, kind: type) -> bool:
-        """Whether the value is of this kind now, or holds one that is."""
-        pending = [self.place.read()]
-        for _ in range(LONG):
-            if not pending:
-                break
-            value = pending.pop()
-            if issubclass(type(value), kind):
-                return True
-            if issubclass(type(value), (*_CONTAINERS, tuple)):
-                pending.extend(dict.values(value) if issubclass(type(value), dict) else value)
-        return False
-
     def restore(self) -> None:
         """Put the value back, and what was in it."""
         if self.place.read() is not self._value:
@@ -148,10 +134,6 @@ class Notes:
                 return path, noted.place.name
         return None
 
-    def hold_symbols(self) -> bool:
-        """Whether the code has left values of a trace there, in a cache for instance."""
-        return any(noted.has(fx.Proxy) for noted, _ in self._noted.values() if not noted.holds())
-
     def settle(self) -> None:
         """Take for granted what is there now."""
         self._noted = {
@@ -174,40 +156,23 @@ class Closures:
 
     Args:
         wanted: Says of a file whether functions in it count.
-        expected: No other code will be asked for; None if that is not known.
-
-    Attributes:
-        asked: The code that was asked for, by address: equal code may be another function's.
-        misled: Whether other code was asked for than expected.
     """
 
-    def __init__(self, wanted: Callable[[str], bool], expected: Sequence[CodeType] | None = None) -> None:
-        self.asked: dict[int, CodeType] = {}
-        self.misled = False
+    def __init__(self, wanted: Callable[[str], bool]) -> None:
         self._wanted = wanted
-        self._expected = None if expected is None else {id(code): code for code in expected}
-        self._found: dict[int, list[tuple[Place, ...]]] | None = None
+        self._found: dict[CodeType, list[tuple[Place, ...]]] | None = None
 
     def of(self, code: CodeType) -> Sequence[tuple[Place, ...]]:
         """For each function that has this code, its variables."""
-        self.asked[id(code)] = code
-        self.misled = self.misled or (self._expected is not None and id(code) not in self._expected)
         if self._found is None:
             self._found = defaultdict(list)
-            for function in self._functions():
-                if function.__closure__ and self._wanted(function.__code__.co_filename):
+            for function in gc.get_objects():
+                if type(function) is not FunctionType or not function.__closure__:
+                    continue
+                if self._wanted(function.__code__.co_filename):
                     cells = zip(function.__closure__, function.__code__.co_freevars, strict=True)
-                    self._found[id(function.__code__)].append(tuple(Place(cell, name) for cell, name in cells))
-        return self._found.get(id(code), ())
-
-    def _functions(self) -> list[FunctionType]:
-        # Who refers to a few objects is found in half the time that it takes to list all.
-        some = gc.get_objects() if self._expected is None else gc.get_referrers(*self._expected.values())
-        return [thing for thing in some if type(thing) is FunctionType]
-
-    def forget(self) -> None:
-        """Keep no function's variables alive."""
-        self._found = None
+                    self._found[function.__code__].append(tuple(Place(cell, name) for cell, name in cells))
+        return self._found.get(code, ())
 
 
 def _is_fixed(value: Any) -> bool:

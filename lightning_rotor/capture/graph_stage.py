@@ -14,8 +14,29 @@ import torch
 import torch.nn.functional as F
 from torch import Size, fx, nn
 
-from lightning_rotor.capture.symbols import CONSTANT, IN_PLACE
 from lightning_rotor.private import torch_names as private
+
+CONSTANT = "_lightning_rotor_constant_"
+"""With a number behind it, the name under which a graph reads a tensor that the forward made out of nothing."""
+IN_PLACE = tuple(
+    getattr(operator, f"i{name}")
+    for name in [
+        "add",
+        "sub",
+        "mul",
+        "truediv",
+        "floordiv",
+        "mod",
+        "pow",
+        "matmul",
+        "and",
+        "or",
+        "xor",
+        "lshift",
+        "rshift",
+    ]
+)
+"""Python's operators that change a tensor."""
 
 # ----------------------------------------------------------------------------------------------------
 # Python functions for runs of operations, so that a step costs the host no more than the user's own code does.
@@ -330,9 +351,7 @@ class GraphSlice(nn.Module):
                 target = (id(target.__func__), id(target.__self__))
             elif callable(target):
                 target = id(target)
-            # The message of an assertion spells the names of values.
-            args = step.args[:1] if step.target is private.ASSERT else step.args
-            return step.kind, target, _spell(args), _spell(step.kwargs), step.frees
+            return step.kind, target, _spell(step.args), _spell(step.kwargs), step.frees
 
         return self._inputs, tuple(map(spell, self._steps)), _spell(self._output)
 
@@ -389,7 +408,7 @@ _KNOWN_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
         *(getattr(operator, name) for name in _KNOWN_OPERATORS.split()),
         *IN_PLACE,
         getattr,
-        private.ASSERT,
+        Size,
     ]
 )
 

@@ -1,22 +1,167 @@
-"""What a recording knows about the values of its call's tensors: if code asked whether a mask is all ones, the answer must be the same again."""
+"""The conditions under which a recording holds for a call: what its code has asked of sizes and values must have the same answers.
+
+A recording is made for tensors of some sizes. Sizes that the code has asked for are nodes of the graph, so it may hold for others as well,
+in those dimensions in which two recordings of the same operations differ. Whether it does is found out once for each new set of sizes: the
+questions about sizes are computed again, on tensors without values. Questions about values are computed at each call.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch import fx, nn
+from torch import fx
 
-from lightning_rotor.capture.graph_stage import GraphSlice
+from lightning_rotor.capture.graph_stage import CONSTANT, GraphSlice
 from lightning_rotor.capture.modules import PLAIN
-from lightning_rotor.capture.symbols import CONSTANT
+from lightning_rotor.capture.sizes import SIZE
 from lightning_rotor.errors import ExecutionError
+from lightning_rotor.private.torch_names import FakeTensorMode
 from lightning_rotor.private.values import same_bits, tree_flatten
 from lightning_rotor.stages.sequential import packed
+
+OWN = "own"
+"""Where a node keeps whether it runs code that is not torch's, of which nobody knows what it does for other sizes."""
+Question: TypeAlias = tuple[fx.Node, Any]
+"""A node, and the value of it that the code saw."""
+Signature: TypeAlias = tuple[tuple[tuple[int, ...], Any], ...]
+"""For each tensor its shape, and all else about it that code can tell without looking at values."""
+
+
+class Guards:
+    """What the code of one recording saw of sizes and of values.
+
+    Args:
+        signature: Of the tensors that it was recorded with.
+        inputs: Placeholders of the graph.
+        sizes: Questions about sizes.
+        values: Questions about values.
+        slice_of: Makes what runs some nodes: from inputs, nodes and outputs.
+
+    Attributes:
+        asks_values: True if values of inputs or buffers count.
+    """
+
+    def __init__(
+        self,
+        signature: Signature,
+        inputs: Sequence[fx.Node],
+        sizes: Sequence[Question],
+        values: Sequence[Question],
+        slice_of: Callable[[Sequence[fx.Node], Sequence[fx.Node], Any], GraphSlice],
+    ) -> None:
+        nodes = list(inputs[0].graph.nodes) if inputs else []
+        needed = ancestors([node for node, _ in values], sizes=False)
+        read = [node for node in nodes if SIZE in node.meta and node in needed]
+        self._value_answers = [spell_value([value for _, value in values])]
+        self._values = slice_of([*inputs, *read], _operations(nodes, needed - set(read)), [node for node, _ in values])
+        self.asks_values = any(node.op == "placeholder" or _is_buffer(node) for node in needed)
+        asked = [*(node for node, _ in sizes), *read]
+        self._size_answers = [spell_value([value for _, value in sizes])]
+        behind = ancestors(asked)
+        self._sizes = slice_of(inputs, _operations(nodes, behind), asked)
+        self._is_general = not any(node.meta.get(OWN) for node in behind)
+        self._recorded = [signature]
+        self._varied: set[tuple[int, int]] = set()
+        # For each signature for which it holds: the sizes that the questions about values read.
+        self._read = {signature: tuple(node.meta[SIZE] for node in read)}
+
+    def hold(self, signature: Signature, tensors: Sequence[torch.Tensor]) -> bool:
+        """True if a call with these tensors would see the same."""
+        if signature not in self._read and not self._holds_for_sizes(signature, tensors):
+            return False
+        if not self.asks_values:
+            return True
+        try:
+            with torch.no_grad():
+                found = self._values(packed((*tensors, *self._read[signature])))
+        except (RuntimeError, IndexError, ValueError):  # the forward itself will say it better
+            return False
+        return spell_value(found) in self._value_answers
+
+    def _holds_for_sizes(self, signature: Signature, tensors: Sequence[torch.Tensor]) -> bool:
+        if not self._is_general or not self._may_be(signature):
+            return False
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        try:
+            with torch.no_grad(), mode:
+                fakes = [mode.from_tensor(tensor.detach(), static_shapes=True) for tensor in tensors]
+                found = self._sizes(packed(fakes))
+        except Exception:  # no rule for an operation, or sizes that do not go together
+            return False
+        answers, read = found[: len(found) - self._reads], found[len(found) - self._reads :]
+        if spell_value(answers) not in self._size_answers:
+            return False
+        self._read[signature] = tuple(read)
+        return True
+
+    @property
+    def _reads(self) -> int:
+        return len(self._read[self._recorded[0]])
+
+    def _may_be(self, signature: Signature) -> bool:
+        """True if it differs from recorded ones only where these differ from each other."""
+        first = self._recorded[0]
+        return len(signature) == len(first) and all(
+            (len(shape), rest) == (len(known), known_rest)
+            and all(
+                size == other or (number, dim) in self._varied
+                for dim, (size, other) in enumerate(zip(shape, known, strict=True))
+            )
+            for number, ((shape, rest), (known, known_rest)) in enumerate(zip(signature, first, strict=True))
+        )
+
+    def include(self, newer: Guards) -> None:
+        """Hold also where the guards of a newer recording do, which has the same operations."""
+        if not self._ask_the_same(newer) or [rest for _, rest in newer._recorded[0]] != [
+            rest for _, rest in self._recorded[0]
+        ]:
+            vars(self).update(vars(newer))
+            return
+        self._value_answers += [answer for answer in newer._value_answers if answer not in self._value_answers]
+        self._size_answers += [answer for answer in newer._size_answers if answer not in self._size_answers]
+        self._read.update(newer._read)
+        self._recorded += newer._recorded
+        for signature in newer._recorded:
+            for number, ((shape, _), (first, _)) in enumerate(zip(signature, self._recorded[0], strict=True)):
+                self._varied.update(
+                    (number, dim) for dim, (size, other) in enumerate(zip(shape, first, strict=True)) if size != other
+                )
+
+    def _ask_the_same(self, other: Guards) -> bool:
+        return all(
+            mine.operations == theirs.operations and mine.reads == theirs.reads
+            for mine, theirs in ((self._values, other._values), (self._sizes, other._sizes))
+        )
+
+
+def _operations(nodes: Iterable[fx.Node], wanted: set[fx.Node]) -> list[fx.Node]:
+    return [node for node in nodes if node in wanted and node.op not in ("placeholder", "get_attr")]
+
+
+def _is_buffer(node: fx.Node) -> bool:
+    return node.op == "get_attr" and not str(node.target).startswith(CONSTANT)
+
+
+def ancestors(nodes: Iterable[fx.Node], *, sizes: bool = True) -> set[fx.Node]:
+    """The nodes and everything that they are computed from.
+
+    Args:
+        nodes: Of one graph.
+        sizes: Also what sizes are computed from.
+    """
+    found: set[fx.Node] = set()
+    pending = list(nodes)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending.extend(node.all_input_nodes if sizes or SIZE not in node.meta else ())
+    return found
 
 
 def spell_value(value: Any) -> Any:
@@ -24,70 +169,6 @@ def spell_value(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value).__name__, tuple(map(spell_value, value))
     return type(value).__name__, repr(value)
-
-
-class Guards:
-    """Values that a forward read out of tensors, and how to compute them for another call without running it.
-
-    Args:
-        inputs: Placeholders of the graph.
-        questions: Nodes whose values Python saw, in order.
-        answers: What it saw.
-        root: The module.
-        owners: Where parameters and buffers are.
-        constants: Tensors that the forward made out of nothing.
-    """
-
-    def __init__(
-        self,
-        inputs: Sequence[fx.Node],
-        questions: Sequence[fx.Node],
-        answers: Sequence[Any],
-        *,
-        root: nn.Module,
-        owners: Mapping[str, tuple[nn.Module, str]],
-        constants: Sequence[torch.Tensor],
-    ) -> None:
-        needed = ancestors(questions)
-        self.nodes = [node for node in inputs[0].graph.nodes if node in needed] if inputs else []
-        self._asked = GraphSlice(
-            inputs,
-            [node for node in self.nodes if node.op not in ("placeholder", "get_attr")],
-            list(questions),
-            root=root,
-            owners=owners,
-            constants=constants,
-        )
-        self._answers = [spell_value(list(answers))]
-
-    def hold(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether a call with these tensors would see the same values."""
-        try:
-            with torch.no_grad():
-                found = self._asked(packed(tensors))
-        except (RuntimeError, IndexError, ValueError):  # the forward itself will say it better
-            return False
-        return spell_value(found) in self._answers
-
-    def ask_the_same(self, other: Guards) -> bool:
-        """Whether two guards ask the same questions, whatever the answers."""
-        return self._asked.operations == other._asked.operations and self._asked.reads == other._asked.reads
-
-    def also_accept(self, other: Guards) -> None:
-        """Hold for the other's answers as well, which have turned out to make no difference."""
-        self._answers += [answer for answer in other._answers if answer not in self._answers]
-
-
-def ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """The nodes and everything that they are computed from."""
-    found: set[fx.Node] = set()
-    pending = list(nodes)
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending.extend(node.all_input_nodes)
-    return found
 
 
 # -------------------------------------------------------------------- at every call
@@ -100,18 +181,18 @@ def require_as_recorded(output: Any, appearance: Any) -> None:
         ExecutionError: Another shape, type or number.
     """
     received = appearance_of(output)
-    if received != appearance:
+    if appearance not in (received, appearance_of(output, sizes=False)):
         raise ExecutionError(
-            f"a submodule returned {received[1]} where its recording has {appearance[1]}: expected shapes and plain values that depend on the "
-            "shapes of the inputs alone. Plan the submodules instead, by name"
+            f"a submodule returned {received[1]} where its recording has {appearance[1]}: expected shapes and plain "
+            "values that depend on the shapes of the inputs alone. Plan the submodules instead, by name"
         )
 
 
-def appearance_of(output: Any) -> Any:
-    """Shapes, types and plain values in what a module returned."""
+def appearance_of(output: Any, *, sizes: bool = True) -> Any:
+    """Shapes, or dimensions alone, types and plain values in what a module returned."""
     leaves, spec = tree_flatten(output)
     return str(spec), tuple(
-        ("tensor", tuple(leaf.shape), str(leaf.dtype), str(leaf.device))
+        ("tensor", tuple(leaf.shape) if sizes else leaf.dim(), str(leaf.dtype), str(leaf.device))
         if isinstance(leaf, torch.Tensor)
         else spell_value(leaf)
         if isinstance(leaf, PLAIN)
@@ -121,13 +202,13 @@ def appearance_of(output: Any) -> Any:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Whether two recordings of one call agree.
+# Whether two recordings agree.
 
 
 def first_difference(
     left: fx.Graph, right: fx.Graph, constants: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
 ) -> tuple[str, ...]:
-    """Paths of the modules at the first operation that two recordings of one call do not share; none if they agree.
+    """Paths of the modules at the first operation that two recordings do not share; none if they agree.
 
     Args:
         left: One recording.
@@ -135,22 +216,20 @@ def first_difference(
         constants: The tensors that each made out of nothing.
     """
     places: dict[fx.Node, int] = {}
-    for place, pair in enumerate(zip_longest(left.nodes, right.nodes)):
-        if (
-            None in pair
-            or _spell(pair[0], places) != _spell(pair[1], places)
-            or not _same_constants(pair[0], constants)
-        ):
-            return tuple(str(node.meta["module"]) for node in pair if node is not None)
-        places.update(dict.fromkeys(pair, place))
+    for place, (mine, theirs) in enumerate(zip_longest(left.nodes, right.nodes)):
+        if mine is None or theirs is None or _differ(mine, theirs, places, constants):
+            return tuple(str(node.meta["module"]) for node in (mine, theirs) if node is not None)
+        places[mine] = places[theirs] = place
     return ()
 
 
-def _same_constants(node: fx.Node, constants: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]) -> bool:
-    if node.op != "get_attr" or not str(node.target).startswith(CONSTANT):
+def _differ(mine: fx.Node, theirs: fx.Node, places: dict[fx.Node, int], constants: Any) -> bool:
+    if _spell(mine, places) != _spell(theirs, places):
         return True
-    index = int(str(node.target)[len(CONSTANT) :])
-    return same_bits(constants[0][index], constants[1][index])
+    if mine.op != "get_attr" or not str(mine.target).startswith(CONSTANT):
+        return False
+    index = int(str(mine.target)[len(CONSTANT) :])
+    return not same_bits(constants[0][index], constants[1][index])
 
 
 def _spell(node: fx.Node, places: dict[fx.Node, int]) -> Any:

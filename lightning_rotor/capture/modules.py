@@ -7,8 +7,8 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from types import BuiltinFunctionType, CodeType, FunctionType
+from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, NoReturn
 
 import torch
@@ -281,11 +281,8 @@ class Call:
 
     @property
     def signature(self) -> Any:
-        """What code can tell about the tensors without looking at their values, besides which are the same object."""
-        return tuple(
-            (tensor.shape, _strides(tensor), tensor.dtype, tensor.device, tensor.requires_grad)
-            for tensor in self.tensors
-        )
+        """Shapes of the tensors, and what else code can tell without their values, besides dimensions, types and devices."""
+        return tuple((tuple(tensor.shape), (_layout(tensor), tensor.requires_grad)) for tensor in self.tensors)
 
     def with_tensors(self, replacements: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments, with something else in the place of each tensor."""
@@ -304,28 +301,8 @@ def firsts_of(values: Sequence[Any]) -> tuple[int, ...]:
     return tuple(map(addresses.index, addresses))
 
 
-def _strides(tensor: torch.Tensor) -> Any:
-    return tensor.stride() if tensor.layout is torch.strided and not tensor.is_nested else None
-
-
-# ----------------------------------------------------------------------------------------------------
-# What one recording of a module teaches about the next, for inputs of other sizes.
-
-
-@dataclass(frozen=True, slots=True)
-class Lessons:
-    """What came of a recording that holds for some sizes.
-
-    None of it is taken on trust: where a recording for other sizes meets something else, it starts over without lessons.
-
-    Attributes:
-        opaque: Modules that had to become one operation, by name, and why. They run as they are, which is right for any size.
-        asks_what_was_there: Whether it mattered which tensors and modules were there before.
-        closures: Code of the functions that ran and use variables of enclosing ones.
-        impossible: Ways to a chain that hold for all sizes, or for none, and why they failed.
-    """
-
-    opaque: Mapping[str, str]
-    asks_what_was_there: bool
-    closures: tuple[CodeType, ...]
-    impossible: Mapping[str, str] = field(default_factory=dict)
+def _layout(tensor: torch.Tensor) -> Any:
+    """Something equal for tensors of other sizes that lie alike."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return tensor.layout
+    return True if tensor.is_contiguous() else tensor.stride()

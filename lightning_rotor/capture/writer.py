@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -11,12 +12,68 @@ import numpy as np
 import torch
 from torch import fx, nn
 
-from lightning_rotor.capture.checks import Witness
+from lightning_rotor.capture.checks import DispatchCheck
+from lightning_rotor.capture.graph_stage import CONSTANT
 from lightning_rotor.capture.guards import ancestors
 from lightning_rotor.capture.modules import PLAIN, ModuleCalls, UntraceableError, tensor_slots
-from lightning_rotor.capture.symbols import CONSTANT
-from lightning_rotor.capture.watched import Values
+from lightning_rotor.capture.sizes import SIZE, Size, plain
+from lightning_rotor.private.torch_names import identity_of
 from lightning_rotor.private.values import TreeSpec, tensors_in, tree_flatten, tree_leaves, tree_unflatten
+
+# ----------------------------------------------------------------------------------------------------
+# Which node of the graph a tensor is the value of, and which tensors share memory.
+
+
+class _Family:
+    """Values that share memory: one changes when another is changed in place."""
+
+    changed = False
+
+
+class _Values:
+    """Tensors and their nodes. It keeps no tensor alive: the forward decides how long they live."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[int, tuple[weakref.ref[torch.Tensor], fx.Node]] = {}
+        self._families: dict[fx.Node, _Family] = {}
+
+    def node_of(self, tensor: torch.Tensor) -> fx.Node | None:
+        """The newest node that the tensor is the value of."""
+        # A tensor may have the address of one that is gone, or have been rebuilt around what C++ still held of it.
+        reference, node = self._nodes.get(id(tensor), (None, None))
+        return node if reference is not None and reference() is tensor else None
+
+    def put(self, tensor: torch.Tensor, node: fx.Node, made_from: Sequence[torch.Tensor] = ()) -> None:
+        """From now on the tensor is the value of this node; it may be a view of one that it was made from."""
+        storage = _storage(tensor)
+        like = (
+            self.node_of(other)
+            for other in made_from
+            if other is tensor or (storage is not None and _storage(other) == storage)
+        )
+        self._families[node] = self._families.get(next(like, None), _Family())  # type: ignore[arg-type]
+        self._nodes[id(tensor)] = weakref.ref(tensor), node
+
+    def mark_changed(self, tensor: torch.Tensor) -> None:
+        """An operation in place has changed the tensor."""
+        node = self.node_of(tensor)
+        if node in self._families:
+            self._families[node].changed = True
+
+    def has_changed(self, node: fx.Node) -> bool:
+        """True if the node's value is no longer what the node computed."""
+        return node in self._families and self._families[node].changed
+
+
+def _storage(tensor: torch.Tensor) -> int | None:
+    # Both tensors are alive when this is compared, so the address is nobody else's.
+    try:
+        return identity_of(tensor.untyped_storage())
+    except (NotImplementedError, RuntimeError):  # sparse tensors, fake ones
+        return None
+
+
+# ----------------------------------------------------------------------------------------------------
 
 
 class GraphWriter:
@@ -24,23 +81,25 @@ class GraphWriter:
 
     Args:
         calls: Whose forward an operation belongs to.
-        witness: Knows tensors that were there before.
+        check: Knows tensors that were there before.
 
     Attributes:
         graph: What was written.
         constants: Tensors that the forward made out of nothing, in the order of their ``get_attr`` nodes.
         owners: For each name of a ``get_attr`` node, the module that has the tensor and its name there.
+        asked: What code has asked of sizes, and the answers.
     """
 
-    def __init__(self, calls: ModuleCalls, witness: Witness) -> None:
+    def __init__(self, calls: ModuleCalls, check: DispatchCheck) -> None:
         self.graph = fx.Graph()
         self.constants: list[torch.Tensor] = []
         self.owners: dict[str, tuple[nn.Module, str]] = {}
+        self.asked: list[tuple[fx.Node, Any]] = []
         self._calls = calls
-        self._witness = witness
+        self._check = check
         self._named: dict[int, tuple[torch.Tensor, str]] = {}
         self._reads: dict[str, fx.Node] = {}
-        self._values = Values()
+        self._values = _Values()
         self._impure: dict[fx.Node, str] = {}
 
     def begin(self, root: nn.Module, tensors: Sequence[torch.Tensor]) -> list[fx.Node]:
@@ -72,7 +131,7 @@ class GraphWriter:
             node = self._values.node_of(tensor)
             if node is not None:
                 return node
-            if not self._witness.is_constant(tensor):
+            if not self._check.is_constant(tensor):
                 raise UntraceableError(
                     "it reads a tensor that was made where no recording sees it (kept by a module from its forward, shared with NumPy, or made "
                     "by code in C++)"
@@ -89,6 +148,50 @@ class GraphWriter:
             self._values.put(tensor, self._reads[name])
         return self._reads[name]
 
+    # ---------------------------------------------------------------- sizes
+
+    @property
+    def listens(self) -> bool:
+        """True while the recorded code runs, and no operation of it."""
+        return self._check.listens
+
+    def sizes_of(self, tensor: torch.Tensor, value: Any, dim: int | None) -> Any:
+        """What code gets to see that asks for a tensor's shape, for its size in a dimension, or for its number of elements."""
+        owner = self._values.node_of(tensor)
+        if owner is None or owner.op == "get_attr":
+            return value
+        if dim is None and not isinstance(value, torch.Size):
+            return self._size(value, "call_method", "numel", owner)
+        shape = self._size_node("call_function", getattr, (owner, "shape"), tuple(tensor.shape))
+        if dim is not None:
+            return self._size(value, "call_function", operator.getitem, shape, dim % tensor.dim())
+        sizes = (self._size(size, "call_function", operator.getitem, shape, n) for n, size in enumerate(value))
+        return torch.Size(list(sizes))
+
+    def compute(self, function: Callable[..., Any], *operands: Any) -> Any:
+        """Record arithmetic with sizes."""
+        value = function(*map(plain, operands))
+        if not self.listens:
+            return value
+        if type(value) is not int:
+            [operand.pin() for operand in operands if isinstance(operand, Size)]
+            return value
+        return self._size(value, "call_function", function, *map(self.encode, operands))
+
+    def ask(self, function: Callable[..., Any], left: Any, right: Any, answer: Any) -> None:
+        """Record a question about sizes."""
+        operands = self.encode(left), self.encode(right)
+        self.asked.append((self._size_node("call_function", function, operands, answer), answer))
+
+    def _size(self, value: int, kind: str, target: Any, *args: Any) -> Size:
+        return Size.of(value, self._size_node(kind, target, args, value), self)
+
+    def _size_node(self, kind: str, target: Any, args: tuple[Any, ...], value: Any) -> fx.Node:
+        node = self.node(kind, target, args, {})
+        node.meta[SIZE] = value
+        self._impure.pop(node, None)  # whatever is in a tensor, its sizes are these
+        return node
+
     # ---------------------------------------------------------------- what operations take and give
 
     def encode(self, value: Any, *, exact: bool = False) -> Any:
@@ -99,6 +202,8 @@ class GraphWriter:
             exact: A ``torch.Size``, which fx takes for a tuple, stays one. torch's own operations take both.
         """
         kind = type(value)
+        if kind is Size:
+            return value.node if value.notebook is self else plain(value)
         if isinstance(value, torch.Tensor):
             return self.node_of(value)
         if kind in (tuple, list):
@@ -111,8 +216,9 @@ class GraphWriter:
             raise UntraceableError(
                 f"it hands the module {kind.__name__} to a function, where its parameters are hidden"
             )
-        if kind is torch.Size and exact:
-            return self.node("call_function", torch.Size, (tuple(value),), {})
+        if kind is torch.Size:
+            sizes = tuple(map(self.encode, value))
+            return self.node("call_function", torch.Size, (sizes,), {}) if exact else sizes
         if _is_plain(value):
             return value
         if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -206,14 +312,14 @@ class GraphWriter:
         """
         if node in self._impure:
             raise UntraceableError(f"its course depends on {what}, which depends on {self._impure[node]}")
-        if any(self._values.has_changed(ancestor) for ancestor in ancestors([node])):
+        if any(self._values.has_changed(ancestor) for ancestor in ancestors([node], sizes=False)):
             raise UntraceableError(f"its course depends on {what}, which was changed in place before")
 
     def erase(self, nodes: Sequence[fx.Node]) -> None:
-        """Take nodes and what was computed for them out of the graph, unless somebody else reads it; likewise pieces that nobody does."""
-        needed = ancestors(nodes)
+        """Take nodes out of the graph, what was computed for them alone, and pieces and sizes that nobody reads."""
+        needed = ancestors(nodes, sizes=False)
         for node in reversed(list(self.graph.nodes)):
-            pure = node in needed or node.target is operator.getitem or node.op == "get_attr"
+            pure = node in needed or node.target is operator.getitem or node.op == "get_attr" or SIZE in node.meta
             if pure and not node.users and node.op not in ("placeholder", "output"):
                 self.graph.erase_node(node)
 

@@ -51,13 +51,14 @@ def is_checkpointing() -> bool:
 
 
 @contextmanager
-def repeating() -> Iterator[None]:
-    """Context in which :func:`is_recomputing` is true."""
-    _flags.recomputing += 1
+def repeating(repeats: bool = True) -> Iterator[None]:
+    """Context in which :func:`is_recomputing` is true, or is not."""
+    before = _flags.recomputing
+    _flags.recomputing = before + 1 if repeats else 0
     try:
         yield
     finally:
-        _flags.recomputing -= 1
+        _flags.recomputing = before
 
 
 @contextmanager

@@ -16,7 +16,6 @@ from torch.nn.parameter import UninitializedParameter
 
 from lightning_rotor.capture.cuts import GraphCut
 from lightning_rotor.capture.cutting import WAYS, SequentialCut, sequentialize
-from lightning_rotor.capture.modules import Lessons
 from lightning_rotor.errors import ModelError, RotorWarning
 from lightning_rotor.private.torch_names import HOOKS
 from lightning_rotor.private.values import require_tensors, tensors_in
@@ -126,7 +125,7 @@ class Signature:
 
     @property
     def family(self) -> Any:
-        """Equal for signatures that differ in the sizes of tensors alone. Recordings are cuts of their own for each of them."""
+        """Equal for signatures that differ in the sizes of tensors alone."""
         names = tuple(stage.name for stage in self.cut.stages)
         return self.cut.way, names, tuple(map(len, self.shapes)), self.kinds, self.autocast, self.modes
 
@@ -207,8 +206,7 @@ class KnownCuts:
         self._require_initialized()
         self._on_cut()
         with unrecorded(self._module):
-            lessons = self._lessons_for(args, kwargs)
-            cut = self._renewed(sequentialize(self._module, args, kwargs, lessons=lessons))
+            cut = sequentialize(self._module, args, kwargs, known=self._cuts)
             if cut not in self._cuts and isinstance(cut, GraphCut):
                 require_same(self._module, cut, args, kwargs)
         if cut not in self._cuts:
@@ -227,11 +225,6 @@ class KnownCuts:
                 "same from call to call"
             )
         return cut, value
-
-    def _lessons_for(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Lessons | None:
-        """What the newest recording teaches that was made of a call like this one, but for sizes."""
-        recordings = (cut for cut in reversed(self._cuts) if isinstance(cut, GraphCut))
-        return next((lessons for cut in recordings if (lessons := cut.lessons_for(args, kwargs))), None)
 
     def signature(self, cut: SequentialCut | GraphCut, value: Any) -> Signature:
         """Of a call that was bound."""
@@ -258,14 +251,6 @@ class KnownCuts:
                 f"parameter {lazy[0]!r} of a lazy module has no shape yet: expected an initialized model. Run a batch through it first"
             )
 
-    def _renewed(self, cut: SequentialCut | GraphCut) -> SequentialCut | GraphCut:
-        """The known cut that runs the same operations, if there is one: what was changed made no difference."""
-        if isinstance(cut, GraphCut):
-            for known in self._cuts:
-                if isinstance(known, GraphCut) and known.renewed_by(cut):
-                    return known
-        return cut
-
     def _take(self, cut: SequentialCut | GraphCut) -> None:
         """Remember a cut, and drop those of layers that are gone."""
         present = set(self._module.modules())
@@ -273,18 +258,13 @@ class KnownCuts:
         self._cuts = [*kept[max(len(kept) + 1 - self._most, 0) :], cut]
         self._made += 1
         if self._made == _MANY_CUTS:
-            self._warn_of_many(cut)
+            self._warn_of_many()
 
-    def _warn_of_many(self, cut: SequentialCut | GraphCut) -> None:
-        name = type(self._module).__name__
-        if cut.way == "recording":
-            message = (
-                f"the forward of {name} was recorded {_MANY_CUTS} times, once for each shape of its input, since it cannot be traced on "
-                "symbols: expected few shapes. Pad to a few lengths, or raise max_plans so that recordings are kept"
-            )
-        else:
-            message = (
-                f"{name} was traced {_MANY_CUTS} times, because an argument that is no tensor, or an attribute that its forward could read, "
-                "keeps changing: expected only tensors to differ from step to step"
-            )
+    def _warn_of_many(self) -> None:
+        message = (
+            f"{type(self._module).__name__} was recorded {_MANY_CUTS} times, because an argument that is no tensor, an "
+            "attribute or a value that its forward could read, or a size that decides over its operations, keeps "
+            "changing: expected only values of tensors to differ from step to step. Pad to a few lengths, or raise "
+            "max_plans so that recordings are kept"
+        )
         warnings.warn(message, RotorWarning, stacklevel=2)

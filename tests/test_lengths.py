@@ -1,0 +1,187 @@
+"""A recording holds for tensors of other sizes once two sizes were recorded, unless a size decides what the code does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_rotor import ModelError
+from lightning_rotor.capture.cuts import GraphCut, cut_graph
+from lightning_rotor.capture.recorder import Recorder
+from lightning_rotor.planned.known_cuts import KnownCuts
+from lightning_rotor.profiling.reference import require_same
+
+SCALE = torch.ones(16)
+SIX, EIGHT, NINE = (torch.randn(4, length, 16) for length in (6, 8, 9))
+
+
+class Net(nn.Module):
+    """Layers in a row, with something of the test's between them."""
+
+    def __init__(self, act: Callable[[torch.Tensor], torch.Tensor] = torch.tanh) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.act = act
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[1] > 100:
+            raise ValueError("too long")
+        for layer in self.layers:
+            x = F.dropout(layer(x), 0.1)
+        return self.act(nn.Identity()(x)).add_(1)
+
+
+def holds_after(net: nn.Module, *recorded: torch.Tensor) -> GraphCut | None:
+    """The cut that holds for length 9 after others were recorded, if one does; it computes what the module does."""
+    first = cut_graph(net, (recorded[0],))
+    same = [cut_graph(net, (x,), known=[first]) is first for x in recorded[1:]]
+    if first.bind((NINE,), {}) is None:
+        return None
+    assert all(same)
+    require_same(net, first, (NINE,), {})
+    return first
+
+
+def halves(x: torch.Tensor) -> torch.Tensor:
+    batch, length, width = x.size()
+    x = x.view(batch * length, 2, -1).transpose(0, 1).reshape(2, batch, length, width // 2)
+    x = x.permute(1, 2, 0, 3).reshape(batch, length, width) + torch.arange(length).view(1, -1, 1)
+    return F.pad(x, (0, 0, 0, -length % 4))[:, : x.shape[1]] / x.numel()
+
+
+def masked(x: torch.Tensor) -> torch.Tensor:
+    scores = x @ x.transpose(1, 2) / math.sqrt(x.size(-1))
+    hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+    assert scores.shape[1:] == hidden.shape
+    return scores.masked_fill(hidden, -math.inf).softmax(-1) @ x
+
+
+@pytest.mark.parametrize("act", [torch.tanh, halves, masked])
+def test_two_recorded_lengths_are_enough_for_a_third(act: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    net = Net(act)
+    assert holds_after(net, SIX, EIGHT) is not None
+    assert holds_after(net, SIX) is None
+    assert holds_after(net, SIX, SIX[:2]) is None  # the batch may differ, nobody knows of the length
+
+
+def test_dimensions_that_were_the_same_in_all_recordings_must_be_the_same() -> None:
+    cut = holds_after(Net(), SIX, EIGHT)
+    assert cut is not None
+    assert cut.bind((NINE[:3],), {}) is None
+    assert cut_graph(cut.module, (EIGHT[:2],), known=[cut]) is cut
+    assert cut.bind((NINE[:3],), {}) is not None
+    assert cut.bind((NINE.transpose(0, 1),), {}) is None
+    assert cut.bind((NINE.double(),), {}) is None
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda x: x * 2 if x.shape[1] > 8 else x,
+        lambda x: x * math.sqrt(x.shape[1]),
+        lambda x: x * (x.shape[1] / 2),
+        lambda x: x * {6: 1, 8: 2}.get(x.shape[1], 3),
+        lambda x: x * sum(2 for _ in range(x.shape[1])),
+        lambda x: x * len(x.transpose(0, 1)),
+        lambda x: torch.stack([row * 1 for row in x.unbind(1)], 1),
+        lambda x: x * float(f"{x.shape[1]}"),
+    ],
+)
+def test_a_length_that_decides_is_recorded_anew(act: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    assert holds_after(Net(act), SIX, EIGHT) is None
+
+
+def test_questions_about_values_are_asked_with_the_sizes_of_the_call() -> None:
+    def cut_off(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        y = torch.cat([x, x], 1)[:, : x.shape[1]]
+        return y if bool(mask[:, : y.shape[1]].all()) else y * 2
+
+    class Masked(Net):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return cut_off(super().forward(x), mask)
+
+    net, mask = Masked(), torch.ones(4, 20, dtype=torch.bool)
+    mask[:, 8:] = False
+    cut = cut_graph(net, (SIX, mask))
+    assert cut_graph(net, (EIGHT, mask), known=[cut]) is cut
+    seven = NINE[:, :7].contiguous()
+    assert cut.bind((seven, mask), {}) is not None
+    assert cut.bind((NINE, mask), {}) is None
+    require_same(net, cut, (seven, mask), {})
+
+
+def test_nothing_runs_for_a_third_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = KnownCuts(Net(), most=4)
+    first, _ = known.bind((SIX,), {})
+    second, _ = known.bind((EIGHT,), {})
+    assert second is first
+
+    def records(*_: Any) -> Any:
+        raise AssertionError("it records")
+
+    monkeypatch.setattr(Recorder, "record", records)
+    third, _ = known.bind((NINE,), {})
+    assert third is first
+    with pytest.raises(ModelError, match="it records"):
+        known.bind((NINE.double(),), {})  # which is not a matter of size
+
+
+def test_modules_that_had_to_be_one_operation_are_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Hidden(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                return x.cos()
+
+    net = Net(Hidden())
+    first = cut_graph(net, (SIX,))
+    runs: list[Any] = []
+    plain = Recorder.record
+    monkeypatch.setattr(Recorder, "record", lambda self: (runs.append(1), plain(self))[1])
+    assert cut_graph(net, (EIGHT,), known=[first]) is first
+    assert list(first.opaque) == ["act"]
+    assert len(runs) == 1
+    assert first.bind((NINE,), {}) is not None
+    require_same(net, first, (NINE,), {})
+
+
+class ChangesATensor(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[1] > 6:
+            SCALE.add_(1)
+        return super().forward(x)
+
+
+def test_a_tensor_that_only_longer_inputs_change_is_refused_as_ever() -> None:
+    net = ChangesATensor()
+    cut = cut_graph(net, (SIX,))
+    for known in ([], [cut]):
+        with pytest.raises(ModelError, match=r"changes a parameter, or another tensor .* was there before, in place"):
+            cut_graph(net, (EIGHT,), known=known)
+        assert torch.equal(SCALE, torch.ones(16))
+
+
+def scaled_by(scale: float) -> tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[float], None]]:
+    def act(x: torch.Tensor) -> torch.Tensor:
+        return x * scale if x.shape[0] else x
+
+    def change(to: float) -> None:
+        nonlocal scale
+        scale = to
+
+    return act, change
+
+
+def test_a_variable_of_a_function_is_watched_for_every_length() -> None:
+    act, change = scaled_by(2.0)
+    net = Net(act)
+    cut = holds_after(net, SIX, EIGHT)
+    assert cut is not None
+    change(3.0)
+    assert cut.bind((NINE,), {}) is None
+    assert act(NINE).equal(NINE * 3)
