@@ -248,7 +248,6 @@ class _Attempts:
         self._opaque = {module.get_submodule(path): why for cut in known for path, why in cut.opaque.items()}
         self._failures = Counter(map(type, self._opaque))
         self._closures = Closures(is_users)
-        self._looks = self._must_look = False
 
     def record(self) -> tuple[Recording, dict[str, str]]:
         """A recording, and which modules are one operation in it, by name, and why."""
@@ -257,24 +256,18 @@ class _Attempts:
             recorder, attempt = self._recorded()
             if attempt.recording is not None:
                 attempt = self._repeated(recorder, attempt.recording)
-            notes, must_look = recorder.surroundings.notes, self._must_look and not self._looks
-            if attempt.recording is not None and not must_look:
+            notes = recorder.surroundings.notes
+            if attempt.recording is not None:
                 return attempt.recording, {self._paths[submodule]: why for submodule, why in self._opaque.items()}
-            if attempt.may_settle and unsettled is None and not must_look:
+            if attempt.may_settle and unsettled is None:
                 # Models of transformers note in their configuration which loss they compute, once. Others fill a cache.
                 unsettled = notes
                 continue
             notes.restore()
-            if unsettled is not None and (attempt.may_settle or must_look):
+            if attempt.may_settle and unsettled is not None:
                 unsettled.restore()
-            if must_look:
-                # Looking through a large process takes longer than a recording, so nobody does before a recording asks.
                 before.restore()
-                self._looks, unsettled = True, None
-            elif not self._gives_up(attempt, recorder):
-                if attempt.may_settle:
-                    before.restore()
-            else:
+            if self._gives_up(attempt, recorder):
                 before.restore()
                 raise ModelError(
                     f"the forward of {type(self._module).__name__} cannot be recorded: {attempt.reason}. Expected code "
@@ -301,15 +294,12 @@ class _Attempts:
             set(self._opaque),
             {kind for kind in kinds if kind.__module__.partition(".")[0] != "torch"},
             closures=self._closures,
-            looks=self._looks,
             not_whole=self._not_whole,
         )
 
     def _recorded(self) -> tuple[Recorder, _Attempt]:
         recorder = self._recorder()
-        attempt = self._attempt(recorder)
-        self._must_look |= recorder.check.must_look
-        return recorder, attempt
+        return recorder, self._attempt(recorder)
 
     def _repeated(self, first: Recorder, recording: Recording) -> _Attempt:
         """The recording, unless the same call records something else the second time."""

@@ -114,7 +114,6 @@ class Recorder:
         opaque: Modules whose code was found to be no recording's.
         opaque_types: Types of which the same is taken for granted.
         closures: The variables of functions.
-        looks: See :class:`~lightning_rotor.capture.checks.DispatchCheck`.
         not_whole: Modules that are recorded inside although they have an inverse.
 
     Attributes:
@@ -131,11 +130,10 @@ class Recorder:
         opaque_types: set[type],
         *,
         closures: Closures,
-        looks: bool,
         not_whole: Set[nn.Module] = frozenset(),
     ) -> None:
         self.calls = ModuleCalls(root, opaque, opaque_types, not_whole)
-        self.check = DispatchCheck(looks=looks)
+        self.check = DispatchCheck()
         self._root, self._call = root, call
         self._seen: list[tuple[fx.Node, Any]] = []
         self._writer = GraphWriter(self.calls, self.check)

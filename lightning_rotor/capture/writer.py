@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import fx, nn
 
-from lightning_rotor.capture.checks import DispatchCheck
+from lightning_rotor.capture.checks import CHANGES, DispatchCheck
 from lightning_rotor.capture.graph_stage import CONSTANT
 from lightning_rotor.capture.guards import ancestors
 from lightning_rotor.capture.modules import PLAIN, ModuleCalls, UntraceableError, tensor_slots
@@ -131,7 +131,7 @@ class GraphWriter:
             node = self._values.node_of(tensor)
             if node is not None:
                 return node
-            if not self._check.is_constant(tensor):
+            if not self._check.is_older(tensor):
                 raise UntraceableError(
                     "it reads a tensor that was made where no recording sees it (kept by a module from its forward, shared with NumPy, or made "
                     "by code in C++)"
@@ -301,7 +301,7 @@ class GraphWriter:
         """
         node = self.node_of(tensor)
         if is_constant(node):
-            raise UntraceableError("it changes a tensor in place that it has made itself without any input")
+            raise UntraceableError(CHANGES)
         self._values.mark_changed(tensor)
 
     def require_computable(self, node: fx.Node, what: str) -> None:
