@@ -27,7 +27,7 @@ import torch
 from torch import fx
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_rotor.capture.graph_stage import IN_PLACE
+from lightning_rotor.capture.graph_stage import IN_PLACE, require_as_recorded
 from lightning_rotor.capture.recorder import Recording
 from lightning_rotor.capture.sizes import SIZE
 from lightning_rotor.errors import ModelError
@@ -169,7 +169,7 @@ class Names:
         return name if self._taken[name] == 1 else f"{name} ({self._taken[name]})"
 
     def _describe(self, nodes: Sequence[fx.Node]) -> str:
-        audible = [node for node in nodes if SIZE not in node.meta]
+        audible = [node for node in nodes if SIZE not in node.meta and node.target is not require_as_recorded]
         working = [node for node in audible if not _is_view(node)] or audible or list(nodes)
         paths = [str(node.meta["module"]).split(".") for node in working]
         common: list[str] = []

@@ -20,9 +20,7 @@ from lightning_rotor.capture.modules import UntraceableError
 from lightning_rotor.private.torch_names import TorchDispatchMode, schema_of
 from lightning_rotor.private.values import address_of, tensors_in
 
-CHANGES = (
-    "it changes a parameter, or another tensor that is no buffer and was there before, or made without any input, in place"
-)
+CHANGES = "it changes a parameter, or another tensor that is no buffer and was there before, or made without any input, in place"
 """Why a forward cannot run again."""
 
 

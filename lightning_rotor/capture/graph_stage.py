@@ -14,7 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Size, fx, nn
 
+from lightning_rotor.capture.modules import PLAIN
+from lightning_rotor.errors import ExecutionError
 from lightning_rotor.private import torch_names as private
+from lightning_rotor.private.values import tree_flatten
 
 CONSTANT = "_lightning_rotor_constant_"
 """With a number behind it, the name under which a graph reads a tensor that the forward made out of nothing."""
@@ -37,6 +40,41 @@ IN_PLACE = tuple(
     ]
 )
 """Python's operators that change a tensor."""
+
+
+def spell_value(value: Any) -> Any:
+    """Something that compares equal for values that Python code cannot tell apart; NaN equals itself."""
+    if isinstance(value, (tuple, list)):
+        return type(value).__name__, tuple(map(spell_value, value))
+    return type(value).__name__, repr(value)
+
+
+def require_as_recorded(output: Any, appearance: Any) -> None:
+    """Check that code which a recording runs as it is returns what the code after it was recorded for.
+
+    Raises:
+        ExecutionError: Another shape, type or number.
+    """
+    received = appearance_of(output)
+    if appearance not in (received, appearance_of(output, sizes=False)):
+        raise ExecutionError(
+            f"a submodule returned {received[1]} where its recording has {appearance[1]}: expected shapes and plain "
+            "values that depend on the shapes of the inputs alone. Plan the submodules instead, by name"
+        )
+
+
+def appearance_of(output: Any, *, sizes: bool = True) -> Any:
+    """Shapes, or dimensions alone, types and plain values in what a module returned."""
+    leaves, spec = tree_flatten(output)
+    return str(spec), tuple(
+        ("tensor", tuple(leaf.shape) if sizes else leaf.dim(), str(leaf.dtype), str(leaf.device))
+        if isinstance(leaf, torch.Tensor)
+        else spell_value(leaf)
+        if isinstance(leaf, PLAIN)
+        else type(leaf).__name__
+        for leaf in leaves
+    )
+
 
 # ----------------------------------------------------------------------------------------------------
 # Python functions for runs of operations, so that a step costs the host no more than the user's own code does.
@@ -408,6 +446,7 @@ _KNOWN_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
         *(getattr(operator, name) for name in _KNOWN_OPERATORS.split()),
         *IN_PLACE,
         getattr,
+        require_as_recorded,
         Size,
     ]
 )

@@ -16,12 +16,10 @@ import numpy as np
 import torch
 from torch import fx
 
-from lightning_rotor.capture.graph_stage import CONSTANT, GraphSlice
-from lightning_rotor.capture.modules import PLAIN
+from lightning_rotor.capture.graph_stage import CONSTANT, GraphSlice, spell_value
 from lightning_rotor.capture.sizes import SIZE
-from lightning_rotor.errors import ExecutionError
 from lightning_rotor.private.torch_names import FakeTensorMode
-from lightning_rotor.private.values import same_bits, tree_flatten
+from lightning_rotor.private.values import same_bits
 from lightning_rotor.stages.sequential import packed
 
 OWN = "own"
@@ -162,43 +160,6 @@ def ancestors(nodes: Iterable[fx.Node], *, sizes: bool = True) -> set[fx.Node]:
             found.add(node)
             pending.extend(node.all_input_nodes if sizes or SIZE not in node.meta else ())
     return found
-
-
-def spell_value(value: Any) -> Any:
-    """Something that compares equal for values that Python code cannot tell apart; NaN equals itself."""
-    if isinstance(value, (tuple, list)):
-        return type(value).__name__, tuple(map(spell_value, value))
-    return type(value).__name__, repr(value)
-
-
-# -------------------------------------------------------------------- at every call
-
-
-def require_as_recorded(output: Any, appearance: Any) -> None:
-    """Check that code which a recording runs as it is returns what the code after it was recorded for.
-
-    Raises:
-        ExecutionError: Another shape, type or number.
-    """
-    received = appearance_of(output)
-    if appearance not in (received, appearance_of(output, sizes=False)):
-        raise ExecutionError(
-            f"a submodule returned {received[1]} where its recording has {appearance[1]}: expected shapes and plain "
-            "values that depend on the shapes of the inputs alone. Plan the submodules instead, by name"
-        )
-
-
-def appearance_of(output: Any, *, sizes: bool = True) -> Any:
-    """Shapes, or dimensions alone, types and plain values in what a module returned."""
-    leaves, spec = tree_flatten(output)
-    return str(spec), tuple(
-        ("tensor", tuple(leaf.shape) if sizes else leaf.dim(), str(leaf.dtype), str(leaf.device))
-        if isinstance(leaf, torch.Tensor)
-        else spell_value(leaf)
-        if isinstance(leaf, PLAIN)
-        else type(leaf).__name__
-        for leaf in leaves
-    )
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -30,8 +30,8 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_rotor.capture.checks import DispatchCheck
 from lightning_rotor.capture.external_state import Closures, Notes, Surroundings
-from lightning_rotor.capture.graph_stage import GraphSlice
-from lightning_rotor.capture.guards import OWN, Guards, ancestors, appearance_of, first_difference, require_as_recorded
+from lightning_rotor.capture.graph_stage import GraphSlice, appearance_of, require_as_recorded
+from lightning_rotor.capture.guards import OWN, Guards, ancestors, first_difference
 from lightning_rotor.capture.modules import (
     BLOCKS,
     Call,

@@ -1,6 +1,6 @@
-"""What user code can reach and change besides buffers and parameters, as it is at one moment, and how to put it back.
+"""Remember, compare and put back what user code can reach and change besides buffers and parameters.
 
-The library runs user code more often than the user does: it traces, measures, and recomputes. What such a run changes must not show::
+The library runs user code more often than the user does: it records, measures, and recomputes. What such a run changes must not show::
 
     module ──► attributes ──► lists, dicts, sets, deques, arrays, tensors, generators, objects of the user's, and what is in them
           └──► hooks ──► variables of enclosing functions, globals that they name, defaults, bound objects, arguments of partial
@@ -17,7 +17,7 @@ import os
 import random
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import cache, lru_cache, partial
 from operator import is_
@@ -61,19 +61,12 @@ class Snapshot:
         objects: Not only containers and generators count, but tensors, functions, modules and other objects as well.
         also: Other things to look at, of whatever kind.
         small_bytes: Tensors and arrays up to this size are copied.
+
+    Attributes:
+        objects: By ``id``, the namespaces of objects that are neither modules nor containers: configurations, meters.
     """
 
-    __slots__ = (
-        "_follows_objects",
-        "_generators",
-        "_hooks",
-        "_kept",
-        "_objects",
-        "_roots",
-        "_seen",
-        "_small_bytes",
-        "_tensors",
-    )
+    __slots__ = ("_generators", "_kept", "_options", "_roots", "_seen", "_tensors", "objects")
 
     def __init__(
         self,
@@ -84,32 +77,16 @@ class Snapshot:
         also: Iterable[object] = (),
         small_bytes: int = _MUCH_BYTES,
     ) -> None:
-        self._hooks, self._follows_objects, self._small_bytes = hooks, objects, small_bytes
+        self._options = {"hooks": hooks, "objects": objects, "small_bytes": small_bytes}
         self._roots = tuple(roots)
-        self._kept: list[tuple[_Kind, Any, Any]] = []
-        self._tensors: list[tuple[torch.Tensor, int, torch.Tensor | None]] = []
-        self._generators: list[Callable[[], object]] = []
-        self._objects: set[int] = set()
-        self._seen: dict[int, Any] = {}
-        pending: list[Any] = []
-        modules = [root for root in self._roots if isinstance(root, nn.Module)]
-        self._seen.update((id(module), module) for module in modules)
-        for module in modules:
-            self._look_at_module(module, pending)
-        if hooks:
-            self._look_at_hooks(private.hook_tables(None), pending)
-        pending += (*also, *self._roots)
-        self._follow(pending)
+        look = _Look(hooks, objects, small_bytes)
+        look.at_roots(self._roots, also)
+        self._kept, self._tensors, self._generators = look.kept, look.tensors, look.generators
+        self._seen, self.objects = look.seen, look.objects
 
     def again(self) -> Snapshot:
         """What it has seen, and what can be reached now, as it is now."""
-        return Snapshot(
-            self._roots,
-            hooks=self._hooks,
-            objects=self._follows_objects,
-            also=self._seen.values(),
-            small_bytes=self._small_bytes,
-        )
+        return Snapshot(self._roots, also=self._seen.values(), **self._options)  # type: ignore[arg-type]
 
     # ---------------------------------------------------------------- putting back
 
@@ -124,9 +101,7 @@ class Snapshot:
         self._put(None, leaving)
         lost = None
         with torch.no_grad():
-            for tensor, version, copy in self._tensors:
-                if private.version_of(tensor) == version:
-                    continue
+            for tensor, copy in self._changed_tensors():
                 if copy is None:
                     lost = tensor
                 else:
@@ -154,11 +129,6 @@ class Snapshot:
     # ---------------------------------------------------------------- asking
 
     @property
-    def objects(self) -> Collection[int]:
-        """By ``id``, the namespaces of objects that are neither modules nor containers: configurations, meters."""
-        return self._objects
-
-    @property
     def copied(self) -> list[torch.Tensor]:
         """Tensors that it can put back."""
         return [tensor for tensor, _, copy in self._tensors if copy is not None]
@@ -166,7 +136,7 @@ class Snapshot:
     def changed(self) -> set[int]:
         """By ``id``, what is not as it was."""
         found = {id(owner) for kind, owner, content in self._kept if not kind.same(owner, content)}
-        return found | {id(tensor) for tensor, version, _ in self._tensors if private.version_of(tensor) != version}
+        return found | {id(tensor) for tensor, _ in self._changed_tensors()}
 
     @property
     def owners(self) -> set[int]:
@@ -179,161 +149,45 @@ class Snapshot:
         Raises:
             ExecutionError: A tensor has changed meanwhile whose value from before is gone, or cannot be lent.
         """
-        lost = self._lost()
-        if lost is not None:
-            raise _lost(lost)
+        for tensor in self._gone():
+            raise _lost(tensor)
 
     def is_undoable(self) -> bool:
-        """Whether :meth:`require_undoable` would find nothing."""
-        return self._lost() is None
+        """True if :meth:`require_undoable` would find nothing."""
+        return not self._gone()
 
-    def _lost(self) -> torch.Tensor | None:
-        changed = [(tensor, copy) for tensor, version, copy in self._tensors if private.version_of(tensor) != version]
+    def _gone(self) -> list[torch.Tensor]:
+        changed = self._changed_tensors()
         slots = {id(value) for kind, _, content in self._kept for value in kind.values(content)} if changed else ()
-        return next(
-            (
-                tensor
-                for tensor, copy in changed
-                if copy is None or tensor.nbytes > SMALL_BYTES or id(tensor) not in slots
-            ),
-            None,
-        )
+        return [
+            tensor for tensor, copy in changed if copy is None or tensor.nbytes > SMALL_BYTES or id(tensor) not in slots
+        ]
 
-    # ---------------------------------------------------------------- looking around
+    def _changed_tensors(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        return [(tensor, copy) for tensor, version, copy in self._tensors if private.version_of(tensor) != version]
 
-    def _follow(self, pending: list[Any]) -> None:
-        seen, looks = self._seen, _LOOKS
-        left_out = () if self._follows_objects else _OBJECTS
-        while pending and len(seen) < _MOST_VALUES:
-            value = pending.pop()
-            kind = type(value)
-            look = looks[kind] if kind in looks else _look_for(kind)
-            if look is not None and id(value) not in seen and look not in left_out:
-                seen[id(value)] = value
-                look(self, value, pending)
 
-    def _look_at_module(self, module: nn.Module, pending: list[Any]) -> None:
-        if isinstance(module, torch.jit.ScriptModule):
-            return
-        attributes = module.__dict__
-        if self._hooks:
-            self._look_at_hooks(private.hook_tables(module), pending)
-            for parameter in attributes["_parameters"].values():
-                if parameter is not None:
-                    pending.extend(private.gradient_hooks(parameter))
-        if type(module).__module__.startswith("lightning_rotor."):
-            return
-        self._kept.append((_NAMESPACE, attributes, dict(attributes)))
-        self._kept.append((_DICT, attributes["_modules"], dict(attributes["_modules"])))
-        for name in ("_parameters", "_buffers"):
-            self._kept.append((_TENSORS, attributes[name], dict(attributes[name])))
-        pending.extend(_values_of(attributes))
-
-    def _look_at_other_module(self, module: nn.Module, pending: list[Any]) -> None:
-        """One that is referred to: its hooks are not called, and nobody else sees to its buffers."""
-        if isinstance(module, torch.jit.ScriptModule) or _is_torchs(type(module)):
-            return
-        attributes = module.__dict__
-        self._kept.append((_NAMESPACE, attributes, dict(attributes)))
-        self._kept.append((_DICT, attributes["_buffers"], dict(attributes["_buffers"])))
-        pending.extend(attributes["_buffers"].values())
-        pending.extend(_values_of(attributes))
-
-    def _look_at_hooks(self, tables: Iterable[dict[int, Any]], pending: list[Any]) -> None:
-        for table in tables:
-            self._kept.append((_DICT, table, dict(table)))
-            pending.extend(table.values())
-
-    def _look_at_list(self, value: Any, pending: list[Any]) -> None:
-        entries = list.copy(value) if isinstance(value, list) else [*deque.__iter__(value)]
-        self._kept.append((_LIST, value, entries))
-        if len(entries) <= _MOST_ENTRIES:
-            pending.extend(entries)
-
-    def _look_at_dict(self, value: Any, pending: list[Any]) -> None:
-        entries = dict(_items(value))
-        self._kept.append((_DICT, value, entries))
-        if len(entries) <= _MOST_ENTRIES:
-            pending.extend(entries.values())
-
-    def _look_at_set(self, value: Any, pending: list[Any]) -> None:
-        self._kept.append((_SET, value, set(value)))
-
-    def _look_at_tuple(self, value: Any, pending: list[Any]) -> None:
-        if len(value) <= _MOST_ENTRIES:
-            pending.extend(value)
-
-    def _look_at_tensor(self, tensor: torch.Tensor, pending: list[Any]) -> None:
-        if is_fake(tensor) or tensor.is_inference() or isinstance(tensor, nn.Parameter):
-            return
-        is_small = tensor.layout is torch.strided and tensor.nbytes <= self._small_bytes and not tensor.requires_grad
-        self._tensors.append((tensor, private.version_of(tensor), _copy(tensor) if is_small else None))
-
-    def _look_at_array(self, array: Any, pending: list[Any]) -> None:
-        if array.nbytes <= self._small_bytes and array.dtype != object:
-            self._kept.append((_ARRAY, array, array.copy()))
-
-    def _look_at_generator(self, generator: Any, pending: list[Any]) -> None:
-        if not isinstance(generator, random.SystemRandom):
-            self._generators.append(rewinding(generator))
-
-    def _look_at_function(self, function: FunctionType, pending: list[Any]) -> None:
-        if function.__code__.co_filename.startswith(_OURS):
-            return
-        for cell in function.__closure__ or ():
-            content = _content(cell)
-            self._kept.append((_CELL, cell, content))
-            pending.append(content)
-        pending.extend(function.__defaults__ or ())
-        pending.extend((function.__kwdefaults__ or {}).values())
-        self._kept.append((_NAMESPACE, function.__dict__, dict(function.__dict__)))
-        pending.extend(function.__dict__.values())
-        if is_users(function.__code__.co_filename):
-            namespace = function.__globals__
-            found = {name: namespace.get(name, _ABSENT) for name in _globals_of(function.__code__)}
-            self._kept.append((_GLOBALS, namespace, found))
-            pending.extend(found.values())
-
-    def _look_at_method(self, method: Any, pending: list[Any]) -> None:
-        if isinstance(method, MethodType):
-            pending.append(method.__func__)
-        if not isinstance(method.__self__, ModuleType):
-            pending.append(method.__self__)
-
-    def _look_at_partial(self, function: partial[Any], pending: list[Any]) -> None:
-        pending += (function.func, *function.args)
-        self._look_at_dict(function.keywords, pending)
-
-    def _look_at_variable(self, variable: ContextVar[Any], pending: list[Any]) -> None:
-        pending.append(variable.get(None))
-
-    def _look_at_object(self, value: Any, pending: list[Any]) -> None:
-        namespace = namespace_of(value) if self._follows_objects else None
-        if namespace is not None and (
-            _is_own(type(value)) or all(isinstance(entry, _DATA) for entry in namespace.values())
-        ):
-            self._objects.add(id(namespace))
-            self._kept.append((_NAMESPACE, namespace, dict(namespace)))
-            pending.extend(namespace.values())
-        slots = _slots_of(type(value)) if self._follows_objects else ()
-        if slots:
-            content = {name: getattr(value, name, _ABSENT) for name in slots}
-            self._kept.append((_SLOTS, value, content))
-            pending.extend(content.values())
-        for kind, look in _FILLED:
-            if isinstance(value, kind):
-                look(self, value, pending)
+def _lost(tensor: torch.Tensor) -> ExecutionError:
+    return ExecutionError(
+        f"a forward or a hook changes a tensor of shape {tuple(tensor.shape)} in place that is no buffer, so its earlier "
+        "value is gone and the forward cannot run again: expected register_buffer for it, or an attribute that is set "
+        "anew (self.state = new)"
+    )
 
 
 # -------------------------------------------------------------------- how each kind of thing is put back
 
 
 class _Kind(NamedTuple):
-    """How to compare and put back what something holds."""
+    """How to compare what something holds, to put it back, possibly with loans, and which values are in it."""
 
     same: Callable[[Any, Any], bool]
     put: Callable[[Any, Any, Mapping[int, Any] | None], None]
     values: Callable[[Any], Iterable[Any]]
+
+
+def _lent(value: Any, loans: Mapping[int, Any] | None) -> Any:
+    return loans.get(id(value), value) if loans else value
 
 
 def _items(entries: Any) -> Iterable[tuple[Any, Any]]:
@@ -342,99 +196,58 @@ def _items(entries: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _same_entries(entries: Any, then: Mapping[Any, Any]) -> bool:
-    if len(entries) != len(then):
-        return False
-    return all(
+    return len(entries) == len(then) and all(
         key is key_then and value is value_then
         for (key, value), (key_then, value_then) in zip(_items(entries), then.items(), strict=True)
     )
 
 
 def _put_entries(entries: Any, then: Mapping[Any, Any], loans: Mapping[int, Any] | None) -> None:
-    if loans:
-        then = {key: loans.get(id(value), value) for key, value in then.items()}
+    then = {key: _lent(value, loans) for key, value in then.items()}
     if not _same_entries(entries, then):
         base = OrderedDict if isinstance(entries, OrderedDict) else dict
         base.clear(entries)
         base.update(entries, then)
 
 
-def _put_names(namespace: dict[str, Any], then: Mapping[str, Any], loans: Mapping[int, Any] | None) -> None:
-    """Attributes one by one: somebody may look at them meanwhile, and their order is nobody's business."""
+def _drop_names(namespace: dict[str, Any], then: Mapping[str, Any]) -> None:
     for name in [name for name in namespace if name not in then]:
         del namespace[name]
-    for name, value in then.items():
-        value = loans.get(id(value), value) if loans else value
-        if namespace.get(name, _ABSENT) is not value:
-            namespace[name] = value
+
+
+def _put_names(namespace: dict[str, Any], then: Mapping[str, Any], loans: Mapping[int, Any] | None) -> None:
+    """Attributes one by one: somebody may look at them meanwhile, and their order is nobody's business."""
+    _drop_names(namespace, then)
+    _GLOBALS.put(namespace, then, loans)
 
 
 def _put_tensors(tensors: dict[str, Any], then: Mapping[str, Any], loans: Mapping[int, Any] | None) -> None:
-    """Parameters or buffers. While a module runs again, others may be in their places: those that FSDP gathers, those that are lent."""
+    """Parameters or buffers. While a module runs again, others may be in their places: gathered by FSDP, or lent."""
     if loans is None:
         _put_entries(tensors, then, loans)
     else:
-        for name in [name for name in tensors if name not in then]:
-            del tensors[name]
-
-
-def _put_list(entries: Any, then: list[Any], loans: Mapping[int, Any] | None) -> None:
-    if loans:
-        then = [loans.get(id(value), value) for value in then]
-    if not _same_list(entries, then):
-        if isinstance(entries, list):
-            list.__setitem__(entries, slice(None), then)
-        else:
-            deque.clear(entries)
-            deque.extend(entries, then)
+        _drop_names(tensors, then)
 
 
 def _same_list(entries: Any, then: list[Any]) -> bool:
     return len(entries) == len(then) and all(map(is_, entries, then))
 
 
+def _put_list(entries: Any, then: list[Any], loans: Mapping[int, Any] | None) -> None:
+    then = [_lent(value, loans) for value in then]
+    if _same_list(entries, then):
+        return
+    if isinstance(entries, list):
+        list.__setitem__(entries, slice(None), then)
+    else:
+        deque.clear(entries)
+        deque.extend(entries, then)
+
+
 def _put_set(entries: Any, then: set[Any], loans: Mapping[int, Any] | None) -> None:
     if set(entries) != then:
         set.clear(entries)
         set.update(entries, then)
-
-
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not assigned yet
-        return _ABSENT
-
-
-def _put_content(cell: CellType, then: Any, loans: Mapping[int, Any] | None) -> None:
-    then = loans.get(id(then), then) if loans else then
-    if then is _ABSENT:
-        if _content(cell) is not _ABSENT:
-            del cell.cell_contents
-    elif _content(cell) is not then:
-        cell.cell_contents = then
-
-
-def _put_globals(namespace: dict[str, Any], then: Mapping[str, Any], loans: Mapping[int, Any] | None) -> None:
-    for name, value in then.items():
-        value = loans.get(id(value), value) if loans else value
-        if namespace.get(name, _ABSENT) is value:
-            continue
-        if value is _ABSENT:
-            del namespace[name]
-        else:
-            namespace[name] = value
-
-
-def _put_slots(owner: Any, then: Mapping[str, Any], loans: Mapping[int, Any] | None) -> None:
-    for name, value in then.items():
-        value = loans.get(id(value), value) if loans else value
-        if getattr(owner, name, _ABSENT) is value:
-            continue
-        if value is _ABSENT:
-            object.__delattr__(owner, name)
-        else:
-            object.__setattr__(owner, name, value)
 
 
 def _same_bytes(array: Any, then: Any) -> bool:
@@ -446,6 +259,36 @@ def _put_array(array: Any, then: Any, loans: Mapping[int, Any] | None) -> None:
         array[...] = then
 
 
+def _by_name(read: Callable[[Any, str], Any], write: Callable[..., None], remove: Callable[..., None]) -> _Kind:
+    """Some of the names that an owner has values under; others are left alone."""
+
+    def same(owner: Any, then: Mapping[str, Any]) -> bool:
+        return all(read(owner, name) is value for name, value in then.items())
+
+    def put(owner: Any, then: Mapping[str, Any], loans: Mapping[int, Any] | None) -> None:
+        for name, value in then.items():
+            value = _lent(value, loans)
+            if read(owner, name) is value:
+                continue
+            if value is _ABSENT:
+                remove(owner, name)
+            else:
+                write(owner, name, value)
+
+    return _Kind(same, put, dict.values)
+
+
+def _content(cell: CellType, _: str = "") -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return _ABSENT
+
+
+def _slot(owner: Any, name: str) -> Any:
+    return getattr(owner, name, _ABSENT)
+
+
 def _nothing(_: Any) -> Iterable[Any]:
     return ()
 
@@ -455,83 +298,216 @@ _NAMESPACE = _Kind(_same_entries, _put_names, dict.values)
 _TENSORS = _Kind(_same_entries, _put_tensors, _nothing)
 _LIST = _Kind(_same_list, _put_list, iter)
 _SET = _Kind(lambda now, then: set(now) == then, _put_set, _nothing)
-_CELL = _Kind(lambda cell, then: _content(cell) is then, _put_content, lambda then: (then,))
-_GLOBALS = _Kind(
-    lambda now, then: all(now.get(name, _ABSENT) is value for name, value in then.items()), _put_globals, dict.values
-)  # fmt: skip
-_SLOTS = _Kind(
-    lambda owner, then: all(getattr(owner, name, _ABSENT) is value for name, value in then.items()), _put_slots, dict.values
-)  # fmt: skip
 _ARRAY = _Kind(_same_bytes, _put_array, _nothing)
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return uncounted_copy(tensor) if tensor.is_contiguous() else tensor.detach().clone()
-
-
-def _lost(tensor: torch.Tensor) -> ExecutionError:
-    return ExecutionError(
-        f"a forward or a hook changes a tensor of shape {tuple(tensor.shape)} in place that is no buffer, so its earlier value is gone and the "
-        "forward cannot run again: expected register_buffer for it, or an attribute that is set anew (self.state = new)"
-    )
+_GLOBALS = _by_name(lambda names, name: names.get(name, _ABSENT), dict.__setitem__, dict.__delitem__)
+_SLOTS = _by_name(_slot, object.__setattr__, object.__delattr__)
+_CELL = _by_name(
+    _content,
+    lambda cell, _, value: setattr(cell, "cell_contents", value),
+    lambda cell, _: delattr(cell, "cell_contents"),
+)
 
 
 # -------------------------------------------------------------------- what is followed
 
 
-def _look_for(kind: type) -> Callable[[Snapshot, Any, list[Any]], None] | None:
+class _Look:
+    """Follows what can be reached, and notes what is there.
+
+    Attributes:
+        kept: How each thing is put back, the thing, and what was in it.
+        tensors: With their versions, and copies of small ones.
+        generators: What sets each back.
+        seen: All that was looked at, by ``id``.
+        objects: See :class:`Snapshot`.
+    """
+
+    def __init__(self, hooks: bool, objects: bool, small_bytes: int) -> None:
+        self.kept: list[tuple[_Kind, Any, Any]] = []
+        self.tensors: list[tuple[torch.Tensor, int, torch.Tensor | None]] = []
+        self.generators: list[Callable[[], object]] = []
+        self.seen: dict[int, Any] = {}
+        self.objects: set[int] = set()
+        self._hooks, self._follows_objects, self._small_bytes = hooks, objects, small_bytes
+        self._pending: list[Any] = []
+
+    def at_roots(self, roots: Sequence[object], also: Iterable[object]) -> None:
+        """Look at everything that can be reached."""
+        modules = [root for root in roots if isinstance(root, nn.Module)]
+        self.seen.update((id(module), module) for module in modules)
+        for module in modules:
+            self._root_module(module)
+        if self._hooks:
+            self._hook_tables(private.hook_tables(None))
+        self._pending += (*also, *roots)
+        left_out = () if self._follows_objects else _OBJECTS
+        while self._pending and len(self.seen) < _MOST_VALUES:
+            value = self._pending.pop()
+            look = _LOOKS[type(value)] if type(value) in _LOOKS else _look_for(type(value))
+            if look is not None and id(value) not in self.seen and look not in left_out:
+                self.seen[id(value)] = value
+                look(self, value)
+
+    def _keep(self, kind: _Kind, owner: Any, content: Any) -> None:
+        self.kept.append((kind, owner, content))
+        self._follow(kind.values(content))
+
+    def _follow(self, values: Iterable[Any]) -> None:
+        self._pending.extend(values)
+
+    def _root_module(self, module: nn.Module) -> None:
+        if isinstance(module, torch.jit.ScriptModule):
+            return
+        attributes = module.__dict__
+        if self._hooks:
+            self._hook_tables(private.hook_tables(module))
+            for parameter in attributes["_parameters"].values():
+                self._follow(() if parameter is None else private.gradient_hooks(parameter))
+        if type(module).__module__.startswith("lightning_rotor."):
+            return
+        self.kept.append((_NAMESPACE, attributes, dict(attributes)))
+        self.kept.append((_DICT, attributes["_modules"], dict(attributes["_modules"])))
+        for name in ("_parameters", "_buffers"):
+            self.kept.append((_TENSORS, attributes[name], dict(attributes[name])))
+        self._follow(_values_of(attributes))
+
+    def of_module(self, module: nn.Module) -> None:
+        """One that is referred to: its hooks are not called, and nobody else sees to its buffers."""
+        if isinstance(module, torch.jit.ScriptModule) or _is_torchs(type(module)):
+            return
+        attributes = module.__dict__
+        self.kept.append((_NAMESPACE, attributes, dict(attributes)))
+        self._keep(_DICT, attributes["_buffers"], dict(attributes["_buffers"]))
+        self._follow(_values_of(attributes))
+
+    def _hook_tables(self, tables: Iterable[dict[int, Any]]) -> None:
+        for table in tables:
+            self._keep(_DICT, table, dict(table))
+
+    def of_list(self, value: Any) -> None:
+        """A list or a deque, and what is in it."""
+        entries = [*(list if isinstance(value, list) else deque).__iter__(value)]
+        self.kept.append((_LIST, value, entries))
+        self._follow(entries if len(entries) <= _MOST_ENTRIES else ())
+
+    def of_dict(self, value: Any) -> None:
+        """A dict, and what is in it."""
+        entries = dict(_items(value))
+        self.kept.append((_DICT, value, entries))
+        self._follow(entries.values() if len(entries) <= _MOST_ENTRIES else ())
+
+    def of_set(self, value: Any) -> None:
+        """A set."""
+        self.kept.append((_SET, value, set(value)))
+
+    def of_tuple(self, value: Any) -> None:
+        """What is in a tuple."""
+        self._follow(value if len(value) <= _MOST_ENTRIES else ())
+
+    def of_tensor(self, tensor: torch.Tensor) -> None:
+        """A tensor that is no parameter."""
+        if is_fake(tensor) or tensor.is_inference() or isinstance(tensor, nn.Parameter):
+            return
+        is_small = tensor.layout is torch.strided and tensor.nbytes <= self._small_bytes and not tensor.requires_grad
+        copy = None
+        if is_small:
+            copy = uncounted_copy(tensor) if tensor.is_contiguous() else tensor.detach().clone()
+        self.tensors.append((tensor, private.version_of(tensor), copy))
+
+    def of_array(self, array: Any) -> None:
+        """A NumPy array."""
+        if array.nbytes <= self._small_bytes and array.dtype != object:
+            self.kept.append((_ARRAY, array, array.copy()))
+
+    def of_generator(self, generator: Any) -> None:
+        """A random generator."""
+        if not isinstance(generator, random.SystemRandom):
+            self.generators.append(rewinding(generator))
+
+    def of_function(self, function: FunctionType) -> None:
+        """A function: variables around it, defaults, attributes, globals."""
+        if function.__code__.co_filename.startswith(_OURS):
+            return
+        for cell in function.__closure__ or ():
+            self._keep(_CELL, cell, {"": _content(cell)})
+        self._follow(function.__defaults__ or ())
+        self._follow((function.__kwdefaults__ or {}).values())
+        self._keep(_NAMESPACE, function.__dict__, dict(function.__dict__))
+        if is_users(function.__code__.co_filename):
+            names = function.__globals__
+            self._keep(_GLOBALS, names, {name: names.get(name, _ABSENT) for name in globals_of(function.__code__)})
+
+    def of_method(self, method: Any) -> None:
+        """A bound method."""
+        self._follow((method.__func__,) if isinstance(method, MethodType) else ())
+        self._follow(() if isinstance(method.__self__, ModuleType) else (method.__self__,))
+
+    def of_partial(self, function: partial[Any]) -> None:
+        """A function with some of its arguments."""
+        self._follow((function.func, *function.args))
+        self.of_dict(function.keywords)
+
+    def of_variable(self, variable: ContextVar[Any]) -> None:
+        """What a context variable holds."""
+        self._follow((variable.get(None),))
+
+    def of_object(self, value: Any) -> None:
+        """An object of the user's, or of a library if it holds nothing but data."""
+        if self._follows_objects:
+            namespace, kind = namespace_of(value), type(value)
+            if namespace is not None and (_is_own(kind) or all(isinstance(each, _DATA) for each in namespace.values())):
+                self.objects.add(id(namespace))
+                self._keep(_NAMESPACE, namespace, dict(namespace))
+            slots = _slots_of(kind)
+            if slots:
+                self._keep(_SLOTS, value, {name: _slot(value, name) for name in slots})
+        for base, look in _FILLED:
+            if isinstance(value, base):
+                look(self, value)
+
+
+def _look_for(kind: type) -> Callable[[_Look, Any], None] | None:
     """How to look at values of a type; None if nothing about them can change, or if it is nobody's business."""
-    found = _choose(kind)
-    if kind.__module__.partition(".")[0] in _LIBRARIES:  # others may be gone some day
+    is_librarys = kind.__module__.partition(".")[0] in _LIBRARIES
+    found: Callable[[_Look, Any], None] | None = _Look.of_object
+    known = next((entry for entry in _KINDS if issubclass(kind, entry[0])), None)
+    if known is not None:
+        found = known[1]
+    elif is_librarys and kind.__module__ not in ("types", "collections", "weakref", "__main__"):
+        found = next((look for base, look in _FILLED if issubclass(kind, base)), None)
+    if is_librarys:  # others may be gone some day
         _LOOKS[kind] = found
     return found
 
 
-def _choose(kind: type) -> Callable[[Snapshot, Any, list[Any]], None] | None:
-    for base, look in _KINDS:
-        if issubclass(kind, base):
-            return look
-    if kind.__module__.partition(".")[0] in _LIBRARIES and kind.__module__ not in (
-        "types",
-        "collections",
-        "weakref",
-        "__main__",
-    ):
-        return next((look for base, look in _FILLED if issubclass(kind, base)), None)
-    return Snapshot._look_at_object
-
-
-_FILLED: tuple[tuple[type | tuple[type, ...], Callable[[Snapshot, Any, list[Any]], None]], ...] = (
-    ((list, deque), Snapshot._look_at_list),
-    (dict, Snapshot._look_at_dict),
-    (set, Snapshot._look_at_set),
-    ((tuple, frozenset), Snapshot._look_at_tuple),
+_FILLED: tuple[tuple[type | tuple[type, ...], Callable[[_Look, Any], None]], ...] = (
+    ((list, deque), _Look.of_list),
+    (dict, _Look.of_dict),
+    (set, _Look.of_set),
+    ((tuple, frozenset), _Look.of_tuple),
 )
-_KINDS: tuple[tuple[Any, Callable[[Snapshot, Any, list[Any]], None] | None], ...] = (
+_KINDS: tuple[tuple[Any, Callable[[_Look, Any], None] | None], ...] = (
     ((*_PLAIN, type, ModuleType, BaseException, Dataset, DataLoader), None),
-    (torch.Tensor, Snapshot._look_at_tensor),
-    (nn.Module, Snapshot._look_at_other_module),
-    (np.ndarray, Snapshot._look_at_array),
-    (_GENERATORS, Snapshot._look_at_generator),
-    (FunctionType, Snapshot._look_at_function),
-    ((MethodType, BuiltinMethodType), Snapshot._look_at_method),
-    (partial, Snapshot._look_at_partial),
-    (ContextVar, Snapshot._look_at_variable),
+    (torch.Tensor, _Look.of_tensor),
+    (nn.Module, _Look.of_module),
+    (np.ndarray, _Look.of_array),
+    (_GENERATORS, _Look.of_generator),
+    (FunctionType, _Look.of_function),
+    ((MethodType, BuiltinMethodType), _Look.of_method),
+    (partial, _Look.of_partial),
+    (ContextVar, _Look.of_variable),
 )
 _OBJECTS = tuple(look for base, look in _KINDS if base is not _GENERATORS)
-_LOOKS: dict[type, Callable[[Snapshot, Any, list[Any]], None] | None] = {
-    **dict.fromkeys(_PLAIN), list: Snapshot._look_at_list, dict: Snapshot._look_at_dict, tuple: Snapshot._look_at_tuple,
+_LOOKS: dict[type, Callable[[_Look, Any], None] | None] = {
+    **dict.fromkeys(_PLAIN), list: _Look.of_list, dict: _Look.of_dict, tuple: _Look.of_tuple,
 }  # fmt: skip
 
 
 def _values_of(attributes: Mapping[str, Any]) -> Iterator[Any]:
     """Attributes of the user's. What functions among them refer to is their own affair, as it is with code of classes."""
     for name, value in attributes.items():
-        if (
-            name not in private.STRUCTURE
-            and name not in _OURS_TO_KEEP
-            and not isinstance(value, (FunctionType, MethodType, partial))
-        ):
+        is_ours = name in private.STRUCTURE or name in _OURS_TO_KEEP
+        if not is_ours and not isinstance(value, (FunctionType, MethodType, partial)):
             yield value
 
 
@@ -543,7 +519,7 @@ def code_of(modules: Iterable[nn.Module]) -> Iterator[FunctionType]:
 
 @cache
 def is_users(filename: str) -> bool:
-    """Whether code is neither torch's nor Python's nor ours."""
+    """True if code is neither torch's nor Python's nor ours."""
     if filename.startswith(_TORCHS_AND_OURS):
         return False
     return not filename.startswith(_PYTHONS) or "-packages" in filename
@@ -559,7 +535,7 @@ def _is_torchs(kind: type) -> bool:
 
 
 def _is_own(kind: type) -> bool:
-    """Whether a class comes from the user's own files."""
+    """True if a class comes from the user's own files."""
     return "-packages" not in (getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
 
 
@@ -581,15 +557,15 @@ def _slots_of(kind: type) -> list[str]:
 
 
 @lru_cache(maxsize=4096)
-def _globals_of(code: CodeType) -> tuple[str, ...]:
+def globals_of(code: CodeType) -> tuple[str, ...]:
     """Names that code, and functions in it, look up or set among globals. Names of attributes are not among them."""
-    return tuple(dict.fromkeys(_named(code)))
+    return tuple(dict.fromkeys(_names_in(code)))
 
 
-def _named(code: CodeType) -> Iterator[str]:
+def _names_in(code: CodeType) -> Iterator[str]:
     for step in dis.get_instructions(code):
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"):
             yield str(step.argval)
     for inside in code.co_consts:
         if isinstance(inside, CodeType):
-            yield from _named(inside)
+            yield from _names_in(inside)
