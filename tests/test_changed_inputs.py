@@ -21,7 +21,7 @@ from lightning_rotor.errors import ExecutionError, RotorWarning
 from lightning_rotor.invertible import AdditiveCoupling, invertible_checkpoint
 from lightning_rotor.private.torch_names import stamps
 from lightning_rotor.schedule import Schedule
-from lightning_rotor.stages.versions import first_changed
+from lightning_rotor.stages.state import first_changed
 from tests.invertible import Unfused
 from tests.training import assert_same_bits
 

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_rotor.execution.recomputation import recomputed
 from lightning_rotor.invertible import AdditiveCoupling, invertible_checkpoint
-from lightning_rotor.stages.generators import settings
+from lightning_rotor.stages.state import settings
 
 MATMULS: tuple[tuple[str, Any], ...] = (("cuda", cuda.matmul), ("mkldnn", mkldnn.matmul))
 

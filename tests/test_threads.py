@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from lightning_rotor import sequentialize
-from lightning_rotor.capture.patches import replaced
+from lightning_rotor.capture.modules import replaced
 
 
 class Twice(torch.autograd.Function):

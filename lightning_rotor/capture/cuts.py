@@ -24,10 +24,10 @@ from lightning_rotor.errors import ModelError
 from lightning_rotor.execution.options import kept_attributes, kept_parameters, lent_buffers, undisturbed
 from lightning_rotor.invertible.check import try_inverse
 from lightning_rotor.private.values import is_fake
-from lightning_rotor.stages.generators import GeneratorStates
 from lightning_rotor.stages.sequential import Stage, packed, wiring_of
 from lightning_rotor.stages.sharding import units_in
 from lightning_rotor.stages.snapshot import Snapshot, is_users
+from lightning_rotor.stages.state import GeneratorStates
 
 _log = logging.getLogger(__name__)
 _Seen = TypeVar("_Seen")

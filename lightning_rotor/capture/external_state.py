@@ -19,8 +19,8 @@ import torch
 
 from lightning_rotor.capture.watched import LONG, PLAIN, frozen
 from lightning_rotor.private.torch_names import without_modes
-from lightning_rotor.stages.generators import generator_state
 from lightning_rotor.stages.snapshot import Snapshot, is_users, namespace_of
+from lightning_rotor.stages.state import generator_state
 
 _CONTAINERS = (list, dict, set, deque)
 _FIXED = frozenset((*PLAIN, FunctionType, BuiltinFunctionType, ModuleType, type))

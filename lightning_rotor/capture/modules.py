@@ -1,4 +1,4 @@
-"""The modules that a trace goes through: whose forward is running, which become one operation, where their tensors are."""
+"""The modules and the call that a recording is made of: whose forward runs, which become one operation, where tensors are."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, ClassMethodDescriptorType, FunctionType
 from typing import Any, NoReturn
 
 import torch
@@ -21,17 +21,19 @@ from lightning_rotor.private.values import TreeSpec, keystr, tree_flatten, tree_
 from lightning_rotor.stages.invertible import is_invertible
 from lightning_rotor.stages.sequential import has_own_call, runs_members_in_a_row
 
-BLOCKS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-"""Modules of torch that are several layers, so that one wants to choose between these."""
-
 
 class UntraceableError(Exception):
-    """The code of a module does what a trace cannot hold."""
+    """The code of a module does what a recording cannot hold."""
+
+
+# ----------------------------------------------------------------------------------------------------
+# What is so in one thread alone: whether its code is recorded, and functions that are others meanwhile.
+#
+#     nn.Module.__call__ ─► dispatch ─┬─► the replacement, in the thread that records
+#                                     └─► the original, in any other: one that loads data, or serves another model
 
 
 class _Tracing(threading.local):
-    """Whether code runs of which a trace is made, and not code of one operation."""
-
     active = False
 
 
@@ -40,7 +42,7 @@ _tracing = _Tracing()
 
 @contextmanager
 def tracing(active: bool = True) -> Iterator[None]:
-    """Context of code that is traced, or of code inside of it that is not."""
+    """Context of code that is recorded, or of code inside of it that is not."""
     before, _tracing.active = _tracing.active, active
     try:
         yield
@@ -58,22 +60,82 @@ def require_untraced(what: str) -> None:
         raise UntraceableError(what)
 
 
+_CLASS_METHODS = (classmethod, ClassMethodDescriptorType)
+_lock = threading.Lock()
+
+
+class _Shared:
+    """A function that some threads have replaced."""
+
+    def __init__(self, original: Any) -> None:
+        self.original = original
+        self.users = 0
+        self.mine = threading.local()
+
+    @property
+    def current(self) -> Any:
+        """What this thread finds."""
+        return getattr(self.mine, "function", self.original)
+
+    def dispatch(self) -> Any:
+        """What stands in the function's place."""
+
+        def function(*args: Any, **kwargs: Any) -> Any:
+            return self.current(*args, **kwargs)
+
+        def class_method(cls: type, *args: Any, **kwargs: Any) -> Any:
+            return self.current.__get__(None, cls)(*args, **kwargs)
+
+        return classmethod(class_method) if type(self.original) in _CLASS_METHODS else function
+
+
+_replaced: dict[tuple[int, str], _Shared] = {}
+
+
+@contextmanager
+def replaced(owner: Any, name: str, replacement: Callable[[Any], Any]) -> Iterator[None]:
+    """Context in which this thread finds another function in a module or class.
+
+    Args:
+        owner: The module or class.
+        name: Of the function or class method there.
+        replacement: Makes the other one, of the same kind, from what this thread finds now.
+    """
+    key = id(owner), name
+    with _lock:
+        if key not in _replaced:
+            _replaced[key] = _Shared(vars(owner)[name])
+            setattr(owner, name, _replaced[key].dispatch())
+        shared = _replaced[key]
+        shared.users += 1
+    before = shared.current
+    shared.mine.function = replacement(before)
+    try:
+        yield
+    finally:
+        shared.mine.function = before
+        with _lock:
+            shared.users -= 1
+            if not shared.users:
+                setattr(owner, name, _replaced.pop(key).original)
+
+
+# ----------------------------------------------------------------------------------------------------
+
+
 class ModuleCalls:
-    """Follows the calls of submodules while a module is traced.
+    """Follows the calls of submodules while a module is recorded.
 
     Args:
         root: The module.
-        opaque: Modules whose code was found to be untraceable.
+        opaque: Modules whose code was found to be no recording's.
         opaque_types: Types of which the same is taken for granted.
-        not_whole: Modules that are traced through although they have an inverse.
+        not_whole: Modules that are recorded inside although they have an inverse.
 
     Attributes:
         modules: The submodules by path, the root included.
-        root: The module.
-        opaque: What is not traced through: modules, and types.
         leaves: Modules that became one operation.
-        not_whole: See above.
-        culprit: The innermost module whose forward could not be traced.
+        culprit: The innermost module whose forward could not be recorded.
     """
 
     def __init__(
@@ -82,9 +144,7 @@ class ModuleCalls:
         self.modules = dict(root.named_modules())
         self.leaves: set[nn.Module] = set()
         self.culprit: nn.Module | None = None
-        self.root = root
-        self.opaque = opaque, opaque_types
-        self.not_whole = not_whole
+        self._opaque, self._opaque_types, self._not_whole = opaque, opaque_types, not_whole
         self._paths: dict[nn.Module, str] = {module: path for path, module in self.modules.items()}
         self._running = [""]
 
@@ -97,13 +157,13 @@ class ModuleCalls:
         return module in self._paths
 
     def is_opaque(self, module: nn.Module) -> bool:
-        """Whether a module was found to be untraceable, calling it does more than its code says, or it can be inverted as a whole alone."""
-        opaque, opaque_types = self.opaque
-        return module in opaque or type(module) in opaque_types or hides_code(module) or self.inverts_as_a_whole(module)
+        """True if a module cannot be recorded, does more than its code says, or can be inverted as a whole alone."""
+        found = module in self._opaque or type(module) in self._opaque_types
+        return found or hides_code(module) or self.inverts_as_a_whole(module)
 
     def inverts_as_a_whole(self, module: nn.Module) -> bool:
-        """Whether a module stays one operation for the sake of its inverse."""
-        return module not in self.not_whole and is_invertible_as_a_whole(module)
+        """True if a module stays one operation for the sake of its inverse."""
+        return module not in self._not_whole and is_invertible_as_a_whole(module)
 
     def path_of(self, module: nn.Module) -> str:
         """Where a module is that is called.
@@ -113,9 +173,8 @@ class ModuleCalls:
         """
         path = self._paths.get(module)
         if path is None:
-            raise UntraceableError(
-                f"{type(module).__name__} is called but is no submodule, so its parameters are hidden"
-            )
+            kind = type(module).__name__
+            raise UntraceableError(f"{kind} is called but is no submodule, so its parameters are hidden")
         return path
 
     @contextmanager
@@ -133,7 +192,7 @@ class ModuleCalls:
 
 
 def hides_code(module: nn.Module) -> bool:
-    """Whether calling a module does more than its code says, or its code is not Python's."""
+    """True if calling a module does more than its code says, or its code is not Python's."""
     return (
         has_own_call(module)
         or "parametrizations" in module._modules
@@ -143,12 +202,12 @@ def hides_code(module: nn.Module) -> bool:
 
 
 def is_invertible_as_a_whole(module: nn.Module) -> bool:
-    """Whether a module has an inverse, and is no row of modules, each of which may have one of its own."""
+    """True if a module has an inverse, and is no row of modules, each of which may have one of its own."""
     return is_invertible(module) and not (isinstance(module, nn.Sequential) and runs_members_in_a_row(module))
 
 
 def is_torchs_module(module: nn.Module) -> bool:
-    """Whether a module's class is torch's own."""
+    """True if a module's class is torch's own."""
     return type(module).__module__.startswith(("torch.nn.", "torch.ao.nn."))
 
 
@@ -168,24 +227,21 @@ def tensor_slots(
     return owners, names
 
 
-# ----------------------------------------------------------------------------------------------------
-# What a LightningModule's code may not ask while it is traced: its Trainer, whose answers change in every step.
-
-
 class _Hidden:
-    """Stands in for a Trainer."""
+    """Stands in for a Trainer, whose answers change in every step."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise UntraceableError(
-            f"it asks the Trainer for {name!r} (as self.global_step, self.current_epoch and self.log do), which is another in every step"
+            f"it asks the Trainer for {name!r} (as self.global_step, self.current_epoch and self.log do), which is "
+            "another in every step"
         )
 
 
 def hide_trainers(module: nn.Module, is_opaque: Callable[[nn.Module], bool]) -> None:
-    """Put something that answers nothing in the place of the Trainers of a module and of what is in it. The caller puts them back.
+    """Put something that answers nothing in the place of Trainers. The caller puts them back.
 
     Args:
-        module: Its code is about to be traced.
+        module: Its code is about to be recorded, and that of modules in it.
         is_opaque: Says of a submodule whether its code runs as it is.
     """
     attributes: dict[str, Any] = module.__dict__
@@ -196,37 +252,22 @@ def hide_trainers(module: nn.Module, is_opaque: Callable[[nn.Module], bool]) -> 
 
 
 # ----------------------------------------------------------------------------------------------------
-# One call of a module: which of its arguments are tensors, and which a trace takes for granted.
+# One call of a module: which of its arguments are tensors, and which a recording takes for granted.
 
 
 PLAIN = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(None),
-    type(Ellipsis),
-    enum.Enum,
-    slice,
-    torch.dtype,
-    torch.device,
-    torch.memory_format,
-    torch.Size,
-    FunctionType,
-    BuiltinFunctionType,
-    type,
+    *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), enum.Enum, slice),
+    *(torch.dtype, torch.device, torch.memory_format, torch.Size, FunctionType, BuiltinFunctionType, type),
 )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """The arguments of a call, flattened. A trace speaks of the tensors; every other leaf is baked into it.
+    """The arguments of a call, flattened. A recording speaks of the tensors; every other leaf is baked into it.
 
     Attributes:
         tensors: In the order of the signature.
-        key: Equal for calls that the same trace could serve: the structure and all leaves that are no tensor.
+        key: Equal for calls that the same recording could serve: the structure and all leaves that are no tensor.
         leaves: Everything, with None where a tensor was.
         spec: How leaves make the bound arguments.
     """
@@ -254,22 +295,17 @@ class Call:
             if not isinstance(leaf, (torch.Tensor, *PLAIN)):
                 names = [name for name, value in arguments if any(entry is leaf for entry in tree_flatten(value)[0])]
                 raise ModelError(
-                    f"the forward of {type(module).__name__} takes {type(leaf).__name__} as {' or '.join(map(repr, names))}: expected tensors "
-                    "and plain values, or tuples, lists and dicts of them (register other containers with torch.utils._pytree)"
+                    f"the forward of {type(module).__name__} takes {type(leaf).__name__} as "
+                    f"{' or '.join(map(repr, names))}: expected tensors and plain values, or tuples, lists and dicts of "
+                    "them (register other containers with torch.utils._pytree)"
                 )
         tensors = tuple(leaf for leaf in flat if isinstance(leaf, torch.Tensor))
-        constants = tuple(
-            "tensor"
-            if isinstance(leaf, torch.Tensor)
-            else (type(leaf), repr(leaf) if isinstance(leaf, (slice, float)) else leaf)
-            for leaf in flat
-        )
         leaves = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in flat)
-        return cls(tensors, (str(spec), constants), leaves, spec, signature)
+        return cls(tensors, (str(spec), tuple(map(_spelled, flat))), leaves, spec, signature)
 
     @property
     def firsts(self) -> tuple[int, ...]:
-        """For each tensor, the number of the first one that is the same object: code may ask whether two arguments are one."""
+        """For each tensor, the number of the first one that is the same object: code may ask whether two are one."""
         return firsts_of(self.tensors)
 
     @property
@@ -281,15 +317,14 @@ class Call:
 
     @property
     def signature(self) -> Any:
-        """Shapes of the tensors, and what else code can tell without their values, besides dimensions, types and devices."""
+        """Shapes, and what else code can tell of tensors without values, besides dimensions, types and devices."""
         return tuple((tuple(tensor.shape), (_layout(tensor), tensor.requires_grad)) for tensor in self.tensors)
 
     def with_tensors(self, replacements: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments, with something else in the place of each tensor."""
         pending = iter(replacements)
-        leaves = [
-            next(pending) if kind == "tensor" else leaf for kind, leaf in zip(self.key[1], self.leaves, strict=True)
-        ]
+        kinds = zip(self.key[1], self.leaves, strict=True)
+        leaves = [next(pending) if kind == "tensor" else leaf for kind, leaf in kinds]
         bound = self._signature.bind_partial()
         bound.arguments.update({next(iter(self._signature.parameters)): None}, **tree_unflatten(leaves, self.spec))
         return bound.args[1:], bound.kwargs
@@ -299,6 +334,12 @@ def firsts_of(values: Sequence[Any]) -> tuple[int, ...]:
     """For each value, the number of the first one that is the same object."""
     addresses = [id(value) for value in values]
     return tuple(map(addresses.index, addresses))
+
+
+def _spelled(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return "tensor"
+    return type(leaf), repr(leaf) if isinstance(leaf, (slice, float)) else leaf
 
 
 def _layout(tensor: torch.Tensor) -> Any:

@@ -33,12 +33,12 @@ from lightning_rotor.capture.external_state import Closures, Notes, Surroundings
 from lightning_rotor.capture.graph_stage import GraphSlice, appearance_of, require_as_recorded
 from lightning_rotor.capture.guards import OWN, Guards, ancestors, first_difference
 from lightning_rotor.capture.modules import (
-    BLOCKS,
     Call,
     ModuleCalls,
     UntraceableError,
     hides_code,
     is_torchs_module,
+    replaced,
     tracing,
 )
 from lightning_rotor.capture.operations import (
@@ -52,16 +52,19 @@ from lightning_rotor.capture.operations import (
     require_recordable,
     spell,
 )
-from lightning_rotor.capture.patches import replaced
 from lightning_rotor.capture.sizes import plain
 from lightning_rotor.capture.watched import version_of
 from lightning_rotor.capture.writer import GraphWriter
 from lightning_rotor.execution.recomputation import repeating
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.values import tensors_in, tree_leaves
-from lightning_rotor.stages.generators import GeneratorStates
+from lightning_rotor.stages.state import GeneratorStates
 
-_CONTAINERS = (nn.Sequential, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder, *BLOCKS)
+_CONTAINERS = (
+    *(nn.Sequential, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder),
+    *(nn.TransformerEncoderLayer, nn.TransformerDecoderLayer),
+)
+"""Modules of torch that are several layers."""
 _RANDOM = "random numbers, as when a block is skipped at random"
 
 

@@ -17,8 +17,8 @@ from torch import nn
 
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.torch_names import COMPILED_CALL, HOOKS, any_hooks_of_all
-from lightning_rotor.stages.generators import generator_state
 from lightning_rotor.stages.sequential import has_own_call
+from lightning_rotor.stages.state import generator_state
 
 # ----------------------------------------------------------------------------------------------------
 # What values look like at one moment, comparable.

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_rotor.errors import ExecutionError
 from lightning_rotor.execution.segment_state import FirstPass, Replay, SegmentState
 from lightning_rotor.private import torch_names as private
-from lightning_rotor.stages.versions import changed_meanwhile, first_changed
+from lightning_rotor.stages.state import changed_meanwhile, first_changed
 
 NO_STATE = SegmentState()
 

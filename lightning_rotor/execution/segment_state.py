@@ -38,11 +38,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.torch_names import any_hooks_of_all
 from lightning_rotor.private.values import tensors_in
-from lightning_rotor.stages.generators import HostGenerators, LayerSettings, Settings
 from lightning_rotor.stages.sequential import NORMALIZATIONS, Stage, has_own_code, is_plain_stock
 from lightning_rotor.stages.sharding import units_in
 from lightning_rotor.stages.snapshot import SMALL_BYTES, Snapshot
-from lightning_rotor.stages.versions import Slot, TensorsRead
+from lightning_rotor.stages.state import HostGenerators, LayerSettings, Settings, Slot, TensorsRead
 from lightning_rotor.units import in_blocks
 
 # ----------------------------------------------------------------------------------------------------

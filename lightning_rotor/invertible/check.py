@@ -15,7 +15,6 @@ from lightning_rotor.errors import InverseError
 from lightning_rotor.execution.reverse import Moment, Roots, learning, precision_of, stand_ins, tolerance_of
 from lightning_rotor.private.torch_names import version_of
 from lightning_rotor.private.values import is_fake, tensors_in, tree_leaves, tree_map, tree_structure, tree_unflatten
-from lightning_rotor.stages.generators import GeneratorStates
 from lightning_rotor.stages.invertible import (
     DRAWS,
     has_fused_backward,
@@ -25,6 +24,7 @@ from lightning_rotor.stages.invertible import (
     require_tensors,
     shares_memory,
 )
+from lightning_rotor.stages.state import GeneratorStates
 
 _INEXACT = "Correct the inverse; bound what it divides by; keep activations in float32 or float64; or allow more"
 

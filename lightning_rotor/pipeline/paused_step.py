@@ -17,7 +17,7 @@ import torch
 
 from lightning_rotor.pipeline.schedule import PipelineError
 from lightning_rotor.pipeline.surroundings import Surroundings, seeded
-from lightning_rotor.stages.generators import Settings
+from lightning_rotor.stages.state import Settings
 
 
 class _Abandoned(BaseException):

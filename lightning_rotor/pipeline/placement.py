@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_rotor.pipeline.schedule import PipelineError
-from lightning_rotor.stages.generators import GeneratorStates
 from lightning_rotor.stages.sequential import Stage
+from lightning_rotor.stages.state import GeneratorStates
 
 # ----------------------------------------------------------------------------------------------------
 # What the processes of a pipeline give each other, and what they start with alike: weights, buffers and random

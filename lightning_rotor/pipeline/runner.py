@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleLoopedBFS
 
+from lightning_rotor.capture.graph_stage import GraphSlice
 from lightning_rotor.execution.options import kept_attributes, lent_buffers, undisturbed
 from lightning_rotor.pipeline.batch_statistics import BatchNorm, BatchStatistics
 from lightning_rotor.pipeline.placement import share
@@ -113,7 +114,9 @@ class Shapes:
                 context.enter_context(torch.no_grad())
             made = part(layout.values(given))
             try:
-                found = Layout.of(made, f"pipeline stage {number} (it ends with {part.stages[-1].name!r})")
+                last = part.stages[-1]
+                sizes = isinstance(last.modules[-1], GraphSlice)
+                found = Layout.of(made, f"pipeline stage {number} (it ends with {last.name!r})", sizes=sizes)
             except PipelineError as error:
                 return [error], []
             return [found], [tensor.detach().contiguous() for tensor in found.flat(made)]

@@ -97,31 +97,32 @@ class Layout:
     """What crosses a cut for one micro-batch: how values nest, and their tensors.
 
     Attributes:
-        spec: The nesting; its leaves are tensors and Nones.
-        present: Which leaves are tensors.
+        spec: The nesting; its leaves are tensors, sizes and Nones.
+        leaves: A tensor's place is True; a size, which follows from the shapes of the micro-batch, is in a tuple.
         metas: Those tensors.
     """
 
     spec: TreeSpec
-    present: tuple[bool, ...]
+    leaves: tuple[Any, ...]
     metas: tuple[TensorMeta, ...]
 
     @classmethod
-    def of(cls, values: Sequence[Any], where: str) -> Layout:
-        """That of some values.
+    def of(cls, values: Sequence[Any], where: str, *, sizes: bool = False) -> Layout:
+        """That of some values, among which there may be sizes.
 
         Raises:
-            PipelineError: Something in them is neither a tensor nor None.
+            PipelineError: Something else in them is neither a tensor nor None.
         """
         leaves, spec = tree_flatten(list(values))
-        odd = [type(leaf).__name__ for leaf in leaves if not (leaf is None or isinstance(leaf, torch.Tensor))]
+        known = (torch.Tensor, int) if sizes else torch.Tensor
+        odd = [type(leaf).__name__ for leaf in leaves if not (leaf is None or isinstance(leaf, known))]
         if odd:
             raise PipelineError(
                 f"{where} hands over {', '.join(dict.fromkeys(odd))}: expected tensors, or tuples, lists and dicts of tensors, since nothing else "
                 "can be sent between devices. Cut elsewhere (balance=[...]), or keep such values inside a layer"
             )
-        tensors = [leaf for leaf in leaves if leaf is not None]
-        return cls(spec, tuple(leaf is not None for leaf in leaves), tuple(map(TensorMeta.of, tensors)))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        return cls(spec, tuple(map(_place, leaves)), tuple(map(TensorMeta.of, tensors)))
 
     def flat(self, values: Sequence[Any]) -> list[torch.Tensor]:
         """The tensors in some values.
@@ -130,17 +131,22 @@ class Layout:
             PipelineError: They are nested otherwise.
         """
         leaves, spec = tree_flatten(list(values))
-        if spec != self.spec or tuple(leaf is not None for leaf in leaves) != self.present:
+        if spec != self.spec or tuple(map(_place, leaves)) != self.leaves:
             raise PipelineError(
                 f"what a pipeline stage makes changed from {self.spec} to {spec}: expected outputs that nest alike in every micro-batch"
             )
-        return [leaf for leaf in leaves if leaf is not None]
+        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     def values(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         """The values with some tensors in them."""
         given = iter(tensors)
-        values: list[Any] = tree_unflatten([next(given) if here else None for here in self.present], self.spec)
+        leaves = [next(given) if leaf is True else leaf and leaf[0] for leaf in self.leaves]
+        values: list[Any] = tree_unflatten(leaves, self.spec)
         return values
+
+
+def _place(leaf: Any) -> Any:
+    return True if isinstance(leaf, torch.Tensor) else None if leaf is None else (leaf,)
 
 
 class _HandOver(nn.Module):

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from lightning_rotor.chain import Chain
-from lightning_rotor.stages.generators import Settings
 from lightning_rotor.stages.sequential import Stage, Wiring
+from lightning_rotor.stages.state import Settings
 
 OUTSIDE = -1
 """The place of what runs outside of the chain."""

@@ -21,8 +21,8 @@ from lightning_rotor.planned.preparation import Preparation
 from lightning_rotor.private.torch_names import copy_each, version_of
 from lightning_rotor.private.values import tensors_in, uncounted_copy
 from lightning_rotor.profiling import Profile
-from lightning_rotor.stages.generators import GeneratorStates
 from lightning_rotor.stages.snapshot import SMALL_BYTES, Snapshot
+from lightning_rotor.stages.state import GeneratorStates
 from lightning_rotor.units import format_bytes
 
 # ----------------------------------------------------------------------------------------------------

@@ -49,9 +49,9 @@ from lightning_rotor.profiling.settling import Bench, Measurable, Measured, give
 from lightning_rotor.profiling.stage import WORTH_MENTIONING_BYTES, StageMeasurement, StageProfiler
 from lightning_rotor.profiling.storages import Boundary, merged, scout
 from lightning_rotor.profiling.surroundings import Interlude, segment_seconds, with_units
-from lightning_rotor.stages.generators import GeneratorStates
 from lightning_rotor.stages.sequential import DROPOUTS, Stage, is_plain_stock, unpacked, wiring_of
 from lightning_rotor.stages.sharding import UnitSizes, gathered, units_in
+from lightning_rotor.stages.state import GeneratorStates
 from lightning_rotor.units import BLOCK_BYTES, in_blocks
 
 # ----------------------------------------------------------------------------------------------------

@@ -28,8 +28,8 @@ from lightning_rotor.private.torch_names import (
     TorchDispatchMode,
     packet_of,
 )
-from lightning_rotor.stages.generators import GeneratorStates
 from lightning_rotor.stages.snapshot import Snapshot, code_of
+from lightning_rotor.stages.state import GeneratorStates
 
 _aten = torch.ops.aten
 

@@ -17,8 +17,8 @@ from lightning_rotor.execution.recomputation import recomputed
 from lightning_rotor.private.torch_names import version_of
 from lightning_rotor.private.values import same_bits, tensors_in, tree_flatten, tree_leaves, tree_unflatten
 from lightning_rotor.profiling.storages import Boundary
-from lightning_rotor.stages.generators import GeneratorStates
 from lightning_rotor.stages.sequential import Stage, wiring_of
+from lightning_rotor.stages.state import GeneratorStates
 
 
 def require_same(module: nn.Module, cut: GraphCut, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -34,9 +34,9 @@ from lightning_rotor.profiling.gradients import (
 )
 from lightning_rotor.profiling.meters import Meter, MeteredPhase
 from lightning_rotor.profiling.storages import Boundary
-from lightning_rotor.stages.generators import GeneratorStates
 from lightning_rotor.stages.sequential import Stage
 from lightning_rotor.stages.snapshot import Snapshot
+from lightning_rotor.stages.state import GeneratorStates
 
 # ----------------------------------------------------------------------------------------------------
 # Reading what a meter has recorded, by the labels of its marks.

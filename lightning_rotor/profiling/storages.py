@@ -27,9 +27,9 @@ from lightning_rotor.private.values import (
     tree_leaves,
     tree_unflatten,
 )
-from lightning_rotor.stages.generators import GeneratorStates
 from lightning_rotor.stages.sequential import Stage, merge, unpacked, wiring_of
 from lightning_rotor.stages.sharding import gathered, units_in
+from lightning_rotor.stages.state import GeneratorStates
 from lightning_rotor.units import in_blocks
 
 # ----------------------------------------------------------------------------------------------------

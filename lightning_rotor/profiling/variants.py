@@ -21,7 +21,7 @@ from lightning_rotor.execution.options import kept_attributes, lent_buffers, run
 from lightning_rotor.private.values import is_fake, same_bits, tensors_in
 from lightning_rotor.profiling.inverted import lost_inverse
 from lightning_rotor.profiling.stage import StageMeasurement, StageProfiler, StageSeconds
-from lightning_rotor.stages.generators import GeneratorStates
+from lightning_rotor.stages.state import GeneratorStates
 
 _log = logging.getLogger(__name__)
 

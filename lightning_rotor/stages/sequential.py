@@ -34,7 +34,7 @@ class Wiring:
     Attributes:
         wire: What they take and make together.
         steps: Each of them.
-        dead: For each step, the values that nobody needs once it is done. What the steps take together is the caller's and never among them.
+        dead: For each step, the values that nobody needs once it is done. What they take together is the caller's.
     """
 
     wire: Wire
@@ -85,7 +85,7 @@ def packed(values: Sequence[Any]) -> Any:
 
 
 def unpacked(value: Any, count: int) -> Sequence[Any]:
-    """The other way round."""
+    """Values of the output, as the caller's nesting."""
     return (value,) if count == 1 else value
 
 
@@ -159,8 +159,7 @@ NORMALIZATIONS = (
 """Torch's layers with running statistics."""
 
 
-# An attribute of slices of a graph, see :class:`lightning_rotor.capture.GraphSlice`.
-_CALLED = "called_modules"
+_CALLED = "called_modules"  # an attribute of slices of a graph, see capture
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -199,7 +198,7 @@ class Stage:
 
     @property
     def invertible(self) -> nn.Module | None:
-        """The module that may have an inverse: the only one, which is all that the stage runs."""
+        """The module that may have an inverse: the only one that the stage runs."""
         if len(self.modules) != 1:
             return None
         module: nn.Module | None = getattr(self.modules[0], "only_module", self.modules[0])
@@ -230,7 +229,7 @@ class Stage:
         yield from dict.fromkeys(each for called in calls for each in called.modules())
 
     def direct_reads(self) -> Iterator[tuple[nn.Module, str]]:
-        """Parameters, buffers and attributes that it reads without calling their module: who has them, and under which name."""
+        """Parameters, buffers and attributes that it reads without calling their module: who has them, and the name."""
         for module in self.modules:
             if hasattr(module, _CALLED):
                 yield from module.reads  # type: ignore[misc]
@@ -265,8 +264,8 @@ def wiring_of(stages: Sequence[Stage]) -> Wiring:
 def sequential_stages(module: nn.Module) -> tuple[Stage, ...]:
     """Stages of an ``nn.Sequential``, nested ones flattened.
 
-    A nested ``nn.Sequential`` is the same computation as its members in a row, unless it has hooks or a ``forward`` of its own; then it
-    stays one stage.
+    A nested ``nn.Sequential`` is the same computation as its members in a row, unless it has hooks or a ``forward`` of
+    its own; then it stays one stage.
 
     Raises:
         ModelError: The module is no ``nn.Sequential``, has a ``forward`` of its own, or is empty.
@@ -275,8 +274,8 @@ def sequential_stages(module: nn.Module) -> tuple[Stage, ...]:
         raise ModelError(f"{type(module).__name__} is none: expected an nn.Sequential (nested ones are flattened)")
     if not runs_members_in_a_row(module):
         raise ModelError(
-            f"{type(module).__name__} is an nn.Sequential with a forward of its own, so its members may not run one after the other: "
-            "expected a plain nn.Sequential"
+            f"{type(module).__name__} is an nn.Sequential with a forward of its own, so its members may not run one after "
+            "the other: expected a plain nn.Sequential"
         )
     members = tuple(_flatten(module, ""))
     stages = tuple(
@@ -295,25 +294,8 @@ def sequential_members(module: nn.Module) -> list[nn.Module]:
     return [member for _, member in _flatten(module, "")]
 
 
-class Rows:
-    """All that the members of an ``nn.Sequential`` follow from, as it is at one moment; quick to compare."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._rows = [submodule for submodule in module.modules() if isinstance(submodule, nn.Sequential)]
-        self._seen = self._look()
-
-    def hold(self) -> bool:
-        """Whether the members are the same for sure."""
-        return self._look() == self._seen
-
-    def _look(self) -> list[Any]:
-        return [
-            (type(row), runs_members_in_a_row(row), has_own_call(row), *row._modules.values()) for row in self._rows
-        ]
-
-
 def is_plain_stock(module: nn.Module) -> bool:
-    """Whether a module is one of torch's own layers, unhooked and not parametrized, so that its behaviour is known."""
+    """True if a module is one of torch's own layers, unhooked and not parametrized, so that its behaviour is known."""
     return (
         type(module).__module__.startswith("torch.nn.modules.")
         and not private.has_forward_hooks(module)
@@ -322,14 +304,14 @@ def is_plain_stock(module: nn.Module) -> bool:
 
 
 def has_own_code(module: nn.Module) -> bool:
-    """Whether calling a module runs code that is neither torch's nor ours, not counting hooks."""
+    """True if calling a module runs code that is neither torch's nor ours, not counting hooks."""
     return not type(module).__module__.startswith(("torch.nn.modules.", "lightning_rotor.")) or (
         "forward" in module.__dict__ and "_lightning_rotor" not in module.__dict__
     )
 
 
 def has_own_call(module: nn.Module) -> bool:
-    """Whether calling a module does more than its class's forward: hooks, its own or those for all modules, or compiled code."""
+    """True if calling a module does more than its class's forward: hooks, also for all modules, or compiled code."""
     return (
         any(getattr(module, name) for name in private.HOOKS)
         or private.any_hooks_of_all()
@@ -353,5 +335,5 @@ def _flatten(module: nn.Sequential, prefix: str) -> Iterator[tuple[str, nn.Modul
 
 
 def runs_members_in_a_row(module: nn.Sequential) -> bool:
-    """Whether an ``nn.Sequential`` has no forward of its own."""
+    """True if an ``nn.Sequential`` has no forward of its own."""
     return type(module).forward is nn.Sequential.forward and type(module).__call__ is nn.Module.__call__

@@ -27,8 +27,8 @@ from lightning_rotor.pipeline.surroundings import Surroundings
 from lightning_rotor.planned.target import Target, named_target
 from lightning_rotor.private.lightning_names import before_batch_transfer, optimizers_of
 from lightning_rotor.private.values import tensors_in
-from lightning_rotor.stages.generators import GeneratorStates
 from lightning_rotor.stages.sequential import Stage
+from lightning_rotor.stages.state import GeneratorStates
 from lightning_rotor.strategies import checks
 from lightning_rotor.strategies.first_call import Call, find_target, first_batch, first_call
 

@@ -1,13 +1,14 @@
-"""States of random generators, those of Python and NumPy included, which torch's own bookkeeping leaves alone."""
+"""What a recomputation must find as its forward did: random generators, settings of torch and its layers, tensors."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from functools import partial
 from itertools import product
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -15,9 +16,11 @@ import torch
 from torch import nn
 from torch.backends import cuda, cudnn, mkldnn
 
+from lightning_rotor.errors import ExecutionError
 from lightning_rotor.private import torch_names as private
-from lightning_rotor.private.torch_names import (
-    no_dispatch,  # a state is a tensor, and real even where a mode makes all tensors fake
+from lightning_rotor.private.torch_names import (  # a state is a tensor, and real even among fake ones
+    no_dispatch,
+    stamps,
 )
 from lightning_rotor.private.values import uncounted_copy
 
@@ -35,23 +38,20 @@ class HostGenerators:
         np.random.set_state(self._numpy)  # noqa: NPY002
 
     def equals(self, other: HostGenerators) -> bool:
-        """Whether neither generator was used in between."""
+        """True if neither generator was used in between."""
         name, keys, *rest = self._numpy
         other_name, other_keys, *other_rest = other._numpy
-        return (
-            self._python == other._python
-            and (name, rest) == (other_name, other_rest)
-            and bool((keys == other_keys).all())
-        )
+        same_rest = self._python == other._python and (name, rest) == (other_name, other_rest)
+        return same_rest and bool((keys == other_keys).all())
 
 
 class GeneratorStates:
-    """The state of all global generators at one moment: Python's, NumPy's, torch's on the host and on the CUDA device in use.
+    """The state of all global generators at one moment: Python's, NumPy's, torch's on the host and on the CUDA device.
 
     Args:
         device: The CUDA device; by default the current one, if CUDA is in use at all.
-        counted: Whether torch's allocator counts the bytes that are remembered, as plans do.
-        host: Whether Python's and NumPy's are of interest, which torch's own layers never use.
+        counted: torch's allocator counts the bytes that are remembered, as plans do.
+        host: Python's and NumPy's are of interest, which torch's own layers never use.
     """
 
     __slots__ = ("_cuda", "_device", "_host", "_torch")
@@ -74,15 +74,13 @@ class GeneratorStates:
             torch.cuda.set_rng_state(self._cuda, self._device)
 
     def equals(self, other: GeneratorStates) -> bool:
-        """Whether no generator was used in between."""
+        """True if no generator was used in between."""
+        if self._host is not None and other._host is not None and not self._host.equals(other._host):
+            return False
         with no_dispatch():
-            if self._host is not None and other._host is not None and not self._host.equals(other._host):
-                return False
-            if not torch.equal(self._torch, other._torch):
-                return False
-            return self._cuda is other._cuda is None or (
-                self._cuda is not None and other._cuda is not None and torch.equal(self._cuda, other._cuda)
-            )
+            if self._cuda is None or other._cuda is None:
+                return self._cuda is other._cuda and torch.equal(self._torch, other._torch)
+            return torch.equal(self._torch, other._torch) and torch.equal(self._cuda, other._cuda)
 
 
 def generator_state(value: Any) -> Any:
@@ -92,8 +90,7 @@ def generator_state(value: Any) -> Any:
     if isinstance(value, torch.Generator):
         return value.get_state().numpy().tobytes()
     if isinstance(value, np.random.Generator):
-        # Its numbers are equal only if their text is: a NumPy array in a state has no truth value.
-        return repr(value.bit_generator.state)
+        return repr(value.bit_generator.state)  # a NumPy array in a state has no truth value
     if isinstance(value, np.random.RandomState):
         legacy: Any = value.get_state()
         name, keys, *rest = legacy
@@ -111,8 +108,7 @@ def rewinding(generator: Any) -> Callable[[], object]:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Settings of torch and its layers that decide over the numbers of a forward. A recomputation runs under those of its
-# forward.
+# Settings of torch and its layers that decide over the numbers of a forward.
 
 
 _Read: TypeAlias = Callable[[], Any]
@@ -144,7 +140,7 @@ class Settings:
 
 
 class LayerSettings:
-    """What torch's own layers have in attributes at the moment when it is made: their mode, a dropout's ``p``, a normalization's ``eps``.
+    """What torch's own layers have in attributes at the moment when it is made: a mode, a dropout's ``p``, an ``eps``.
 
     Args:
         layers: No hooks run around their forwards.
@@ -199,7 +195,7 @@ def settings() -> tuple[Any, ...]:
 
 
 def _change(values: tuple[Any, ...], older: list[Any] | None = None) -> list[Any]:
-    """Set all settings, and the older ones with them where torch tells them. Returns what they were, None where it does not.
+    """Set all settings, and the older ones with them. Returns what these were, None where torch does not tell.
 
     Args:
         values: From :func:`settings`.
@@ -268,8 +264,125 @@ _SETTINGS: tuple[tuple[_Read, _Write], ...] = (
     (private.attention_order, private.set_attention_order),
 )
 _READS = tuple(read for read, _ in _SETTINGS)
-# Names from before torch 2.9 for several of the above at once. torch refuses to read one if the newer names have set something else.
+# Names from before torch 2.9 for several of the above at once, which torch does not tell if newer names say otherwise.
 _OLDER: tuple[tuple[_Read, _Write, _Read], ...] = (
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, _products),
     (*_attribute(cudnn, "allow_tf32"), _convolutions),
 )
+
+
+# ----------------------------------------------------------------------------------------------------
+# Whether tensors are still what they were when a forward read them, as far as torch can tell: it counts writes in
+# place to a tensor and its views, and ``data`` that is set has another storage. It does not count what is written
+# through ``tensor.data``, through NumPy, or by fused optimizers.
+
+
+Slot: TypeAlias = tuple[dict[str, Any], str, Any]
+"""A module's table of parameters or buffers, a name in it, and what is there."""
+_requires_grad = attrgetter("requires_grad")
+
+
+def first_changed(before: Sequence[int], tensors: Sequence[torch.Tensor], *, or_copies: bool = False) -> int | None:
+    """Number of the first tensor that has changed since, or None.
+
+    Args:
+        before: Stamps of the tensors, or the first of these: what is left out is not compared.
+        tensors: As many.
+        or_copies: They may be copies, in other memory.
+    """
+    now = stamps(tensors)[: len(before)]
+    if now == before:
+        return None
+    if or_copies:
+        count = len(tensors)
+        changed = (now[n + count] == before[n + count] and now[n] > before[n] for n in range(count))
+        return next((number for number, has_changed in enumerate(changed) if has_changed), None)
+    return min(place % len(tensors) for place in range(len(now)) if now[place] != before[place])
+
+
+def _spell(_: dict[str, Any], name: str) -> str:
+    return f"tensor {name!r}"
+
+
+class TensorsRead:
+    """Parameters and buffers of modules that a forward reads.
+
+    Args:
+        slots: Where they are.
+        spell: How messages call what is in a slot.
+
+    Attributes:
+        slots: Where they are; None may be there, too.
+    """
+
+    def __init__(self, slots: Iterable[Slot] = (), spell: Callable[[dict[str, Any], str], str] = _spell) -> None:
+        self.slots = list(slots)
+        self._spell = spell
+        self._read = [slot for slot in self.slots if isinstance(slot[2], torch.Tensor)]
+        self._tensors = [tensor for _, _, tensor in self._read]
+        self._stamps = stamps(self._tensors)
+        self._learning = list(map(_requires_grad, self._tensors))
+
+    def require_untouched(self) -> None:
+        """Check at its end that the forward itself has not changed them.
+
+        Raises:
+            ExecutionError: It has.
+        """
+        for table, name, tensor in self._read:
+            if table.get(name) is not tensor:
+                raise self._changed_inside(table, name)
+        number = first_changed(self._stamps, self._tensors)
+        if number is not None:
+            raise self._changed_inside(*self._read[number][:2])
+
+    def require_unchanged(self) -> None:
+        """Check, when the forward is about to be repeated, that nobody else has changed them either.
+
+        Raises:
+            ExecutionError: Somebody has.
+        """
+        number = first_changed(self._stamps, self._tensors)
+        if number is not None:
+            raise changed_meanwhile(
+                self._spell(*self._read[number][:2]), "Step optimizers, average weights and update buffers behind it"
+            )
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Context in which those that were frozen, or set free, since the forward read them are what they were."""
+        now = list(map(_requires_grad, self._tensors))
+        frozen = [] if now == self._learning else list(zip(self._tensors, now, self._learning, strict=True))
+        try:
+            for tensor, _, then in frozen:
+                tensor.requires_grad_(then)
+            yield
+        finally:
+            for tensor, after, _ in frozen:
+                tensor.requires_grad_(after)
+
+    def standing_in(self, substitutes: Mapping[int, torch.Tensor]) -> TensorsRead:
+        """The same with others in the slots of some tensors, by the ``id`` of each."""
+        other = copy(self)
+        other.slots = [(table, name, substitutes.get(id(tensor), tensor)) for table, name, tensor in self.slots]
+        return other
+
+    def _changed_inside(self, table: dict[str, Any], name: str) -> ExecutionError:
+        return ExecutionError(
+            f"the {self._spell(table, name)} changed in a segment that is to be recomputed, but did not while it was "
+            "measured, so its earlier value is gone: expected a forward that leaves parameters and large buffers alone, or "
+            "updates them every time. Measure again with the module in its present state"
+        )
+
+
+def changed_meanwhile(what: str, remedy: str) -> ExecutionError:
+    """The error for what has changed between the forward that read it and the backward that recomputes with it.
+
+    Args:
+        what: Has changed.
+        remedy: What to do instead.
+    """
+    return ExecutionError(
+        f"the {what} has changed since the forward read it, and the backward would recompute with another value: expected "
+        f"it unchanged until the backward is over. {remedy}, or run the forward again"
+    )
