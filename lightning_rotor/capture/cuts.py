@@ -247,7 +247,7 @@ class _Attempts:
         self._paths = {submodule: path for path, submodule in module.named_modules()}
         self._opaque = {module.get_submodule(path): why for cut in known for path, why in cut.opaque.items()}
         self._failures = Counter(map(type, self._opaque))
-        self._closures = Closures(is_users)
+        self._closures = Closures()
 
     def record(self) -> tuple[Recording, dict[str, str]]:
         """A recording, and which modules are one operation in it, by name, and why."""

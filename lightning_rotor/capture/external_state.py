@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dis
 import gc
 import sys
 import threading
@@ -10,7 +9,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from operator import is_
 from types import BuiltinFunctionType, CellType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
@@ -19,7 +17,7 @@ import torch
 
 from lightning_rotor.capture.watched import LONG, PLAIN, frozen
 from lightning_rotor.private.torch_names import without_modes
-from lightning_rotor.stages.snapshot import Snapshot, is_users, namespace_of
+from lightning_rotor.stages.snapshot import Snapshot, globals_of, is_users, namespace_of
 from lightning_rotor.stages.state import generator_state
 
 _CONTAINERS = (list, dict, set, deque)
@@ -51,10 +49,6 @@ class Place:
             return None
         return vars(self.owner) if isinstance(self.owner, type) else self.owner
 
-    def shows(self, variables: dict[str, Any]) -> bool:
-        """Whether a frame's variables have the value."""
-        return self.read() is variables.get(self.name, _ABSENT)
-
     def read(self) -> Any:
         """The value, or something that is no other value."""
         if self.namespace is not None:
@@ -66,15 +60,13 @@ class Place:
 
     def write(self, value: Any) -> None:
         """Put another value there."""
-        if isinstance(self.owner, CellType):
-            self.owner.cell_contents = value
-        elif isinstance(self.owner, type):
-            setattr(self.owner, self.name, value)
-        else:
+        if isinstance(self.owner, dict):
             self.owner[self.name] = value
+        else:
+            setattr(self.owner, "cell_contents" if isinstance(self.owner, CellType) else self.name, value)
 
 
-class Noted:
+class _Noted:
     """The value at a place as it is now."""
 
     __slots__ = ("_before", "_entries", "_namespace", "_seen", "_value", "place")
@@ -84,26 +76,26 @@ class Noted:
         self._value = place.read()
         self._entries = _entries(self._value)
         # What is one object for ever, or equal to itself, need not be looked at again as long as it is the same.
-        self._seen = None if _is_fixed(self._value) else _appearance(self._value)
-        self._before = None if _is_fixed(self._value) else Snapshot((self._value,), hooks=False, objects=False)
+        is_fixed = type(self._value) in PLAIN or _is_object(self._value)
+        self._seen = None if is_fixed else frozen(self._value, objects=False)
+        self._before = None if is_fixed else Snapshot((self._value,), hooks=False, objects=False)
 
     def holds(self) -> bool:
-        """Whether the value is still the same."""
-        # This runs for every place at every training call.
+        """True if the value is still the same. This runs for every place at every training call."""
         value = self.place.read() if self._namespace is None else self._namespace.get(self.place.name, _ABSENT)
-        if value is self._value:
-            if self._seen is None:
-                return True
-            if self._entries is not None:
-                now = _entries(value)
-                if now is not None and len(now) == len(self._entries) and all(map(is_, now, self._entries)):
-                    return True
-        return bool(_appearance(value) == (_appearance(self._value) if self._seen is None else self._seen))
+        if value is self._value and (self._seen is None or self._has_same_entries(value)):
+            return True
+        seen = frozen(self._value, objects=False) if self._seen is None else self._seen
+        return bool(frozen(value, objects=False) == seen)
+
+    def _has_same_entries(self, value: Any) -> bool:
+        now = None if self._entries is None else _entries(value)
+        return now is not None and len(now) == len(self._entries or ()) and all(map(is_, now, self._entries or ()))
 
     @property
-    def has_value(self) -> bool:
-        """Whether something else than another object without a value of its own was there, or is now."""
-        return not (_is_object(self._value) and _is_object(self.place.read()))
+    def is_of_objects(self) -> bool:
+        """True if nothing but which object it is counted about the value, and counts now."""
+        return _is_object(self._value) and _is_object(self.place.read())
 
     def restore(self) -> None:
         """Put the value back, and what was in it."""
@@ -113,16 +105,32 @@ class Noted:
             self._before.restore()
 
 
+def _is_object(value: Any) -> bool:
+    """True if all that counts about a value is which object it is."""
+    if type(value) in PLAIN or issubclass(type(value), (*_CONTAINERS, tuple, torch.Tensor)):
+        return False
+    return generator_state(value) is None
+
+
+def _entries(value: Any) -> tuple[Any, ...] | None:
+    """What is in a list, tuple, or dict, if it can only be replaced and not changed."""
+    kind = type(value)
+    if kind not in (list, tuple, dict):
+        return None
+    entries = (*value, *value.values()) if kind is dict else tuple(value)
+    return entries if len(entries) <= LONG and all(type(entry) in _FIXED for entry in entries) else None
+
+
 class Notes:
-    """Values at places as they were. Refers to nothing of the trace for which they were taken."""
+    """Values at places as they were. Refers to nothing of the recording for which they were taken."""
 
     def __init__(self) -> None:
-        self._noted: dict[tuple[int, str], tuple[Noted, str]] = {}
+        self._noted: dict[tuple[int, str], tuple[_Noted, str]] = {}
 
     def take(self, place: Place, module_path: str) -> None:
         """Note what is at a place, unless it was noted before, and whose code is about to read it."""
         if place.key not in self._noted:
-            self._noted[place.key] = Noted(place), module_path
+            self._noted[place.key] = _Noted(place), module_path
 
     def changed(self) -> tuple[str, str] | None:
         """Path of a module and the name of a variable that is another since the module's code read it, or None.
@@ -130,18 +138,18 @@ class Notes:
         It is nobody's business that code has put another object in the place of a logger or a cache.
         """
         for noted, path in self._noted.values():
-            if not noted.holds() and noted.has_value:
+            if not noted.holds() and not noted.is_of_objects:
                 return path, noted.place.name
         return None
 
     def settle(self) -> None:
         """Take for granted what is there now."""
         self._noted = {
-            key: (noted if noted.holds() else Noted(noted.place), path) for key, (noted, path) in self._noted.items()
+            key: (noted if noted.holds() else _Noted(noted.place), path) for key, (noted, path) in self._noted.items()
         }
 
     def holds(self) -> bool:
-        """Whether everything is as it was."""
+        """True if everything is as it was."""
         return all(noted.holds() for noted, _ in self._noted.values())
 
     def restore(self) -> None:
@@ -152,14 +160,9 @@ class Notes:
 
 
 class Closures:
-    """The variables of enclosing functions that functions use. Looks for all functions once, when it is first asked.
+    """The variables of enclosing functions that users' functions use. Looks for all functions when it is first asked."""
 
-    Args:
-        wanted: Says of a file whether functions in it count.
-    """
-
-    def __init__(self, wanted: Callable[[str], bool]) -> None:
-        self._wanted = wanted
+    def __init__(self) -> None:
         self._found: dict[CodeType, list[tuple[Place, ...]]] | None = None
 
     def of(self, code: CodeType) -> Sequence[tuple[Place, ...]]:
@@ -167,58 +170,24 @@ class Closures:
         if self._found is None:
             self._found = defaultdict(list)
             for function in gc.get_objects():
-                if type(function) is not FunctionType or not function.__closure__:
-                    continue
-                if self._wanted(function.__code__.co_filename):
+                if type(function) is FunctionType and function.__closure__ and is_users(function.__code__.co_filename):
                     cells = zip(function.__closure__, function.__code__.co_freevars, strict=True)
                     self._found[function.__code__].append(tuple(Place(cell, name) for cell, name in cells))
         return self._found.get(code, ())
 
 
-def _is_fixed(value: Any) -> bool:
-    return type(value) in PLAIN or _is_object(value)
-
-
-def _is_object(value: Any) -> bool:
-    """Whether all that counts about a value is which object it is."""
-    kind = type(value)
-    if kind in PLAIN or issubclass(kind, (*_CONTAINERS, tuple, torch.Tensor)):
-        return False
-    return generator_state(value) is None
-
-
-def _appearance(value: Any) -> Any:
-    return frozen(value, objects=False)
-
-
-def _entries(value: Any) -> tuple[Any, ...] | None:
-    """What is in a list, tuple, or dict, if it can only be replaced and not changed."""
-    kind = type(value)
-    if kind is dict:
-        entries = (*value, *value.values())
-    elif kind in (list, tuple):
-        entries = tuple(value)
-    else:
-        return None
-    return entries if len(entries) <= LONG and all(type(entry) in _FIXED for entry in entries) else None
-
-
 # ----------------------------------------------------------------------------------------------------
-# What traced code reads outside of modules: globals, variables of enclosing functions, attributes of classes.
+# What recorded code reads outside of modules: globals, variables of enclosing functions, attributes of classes.
 
 
-_STAND_FOR_THEMSELVES = (torch.Tensor, torch.nn.Module)
-
-
-# From then on, code that is profiled is rewritten when profiling starts or stops.
-_COSTLY_TO_PAUSE = sys.version_info >= (3, 12)
+_COSTLY_TO_PAUSE = sys.version_info >= (3, 12)  # code that is profiled is rewritten when profiling starts or stops
 
 
 class Surroundings:
     """Watches what code could read outside of modules.
 
     Args:
-        module_path: Says at any moment which module's code runs; None if it is code that no trace holds.
+        module_path: Says at any moment which module's code runs; None if it is code that no recording holds.
         closures: Where variables of enclosing functions are.
 
     Attributes:
@@ -235,7 +204,7 @@ class Surroundings:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Context of a trace. A profiler that follows Python's calls by the same means pauses for its time."""
+        """Context of a recording. A profiler that follows Python's calls by the same means pauses for its time."""
         profiler: Any = sys.getprofile()
         # First and last, so that what others do whenever garbage is collected, and finalizers, is no code of the module's.
         gc.callbacks.insert(0, self._pause)
@@ -281,34 +250,25 @@ class Surroundings:
                 sys.setprofile(self._listen)
 
     def _listen(self, frame: FrameType, event: str, _: Any) -> None:
-        if event != "call" or self._collecting:
-            return
         code = frame.f_code
-        if not is_users(code.co_filename):
+        if event != "call" or self._collecting or not is_users(code.co_filename):
             return
         path = self._module_path()
         if path is None:
             return
         first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         kind: type = first if issubclass(type(first), type) else type(first)  # type: ignore[assignment]
+        places = []
         if (code, kind) not in self._known:
             self._known.add((code, kind))
-            for place in _named(frame, kind):
-                self._note(place, path)
-        if code.co_freevars:
-            for place in self._enclosing(frame):
-                self._note(place, path)
-
-    def _enclosing(self, frame: FrameType) -> Iterator[Place]:
-        """Variables of enclosing functions. A frame has their values and not their cells, which are looked for among all functions."""
-        for places in self._closures.of(frame.f_code):
-            if all(place.shows(frame.f_locals) for place in places):
-                yield from places
-
-    def _note(self, place: Place, path: str) -> None:
-        # Looking at a tensor or a generator is none of the operations that a trace listens to.
-        with without_modes():
-            self.notes.take(place, path)
+            places += _named(frame, kind)
+        # A frame has the values of enclosing functions' variables and not their cells.
+        for enclosing in self._closures.of(code) if code.co_freevars else ():
+            if all(place.read() is frame.f_locals.get(place.name, _ABSENT) for place in enclosing):
+                places += enclosing
+        with without_modes():  # looking at a tensor or a generator is none of the operations that are recorded
+            for place in places:
+                self.notes.take(place, path)
 
 
 def _named(frame: FrameType, kind: type) -> Iterator[Place]:
@@ -317,19 +277,12 @@ def _named(frame: FrameType, kind: type) -> Iterator[Place]:
     # ``getattr(args, "scale", 1)`` names it, too.
     names = tuple(dict.fromkeys((*code.co_names, *(entry for entry in code.co_consts if type(entry) is str))))
     holders: list[Any] = [kind]
-    for name in _globals_of(code):
+    for name in globals_of(code):
         if name in outside:
             yield Place(outside, name)
             holders.append(outside[name])
     for holder in holders:
         yield from _entries_of_class(holder, names)
-
-
-@lru_cache(maxsize=4096)
-def _globals_of(code: CodeType) -> tuple[str, ...]:
-    """Names that code looks up among globals. Names of attributes are not among them."""
-    names = (step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
-    return tuple(dict.fromkeys(names))
 
 
 def _entries_of_class(holder: Any, names: tuple[str, ...]) -> Iterator[Place]:
@@ -343,7 +296,7 @@ def _entries_of_class(holder: Any, names: tuple[str, ...]) -> Iterator[Place]:
     if isinstance(holder, ModuleType):
         if not is_users(getattr(holder, "__file__", None) or "<frozen "):
             return
-    elif issubclass(type(holder), _STAND_FOR_THEMSELVES):
+    elif issubclass(type(holder), (torch.Tensor, torch.nn.Module)):
         return
     namespace = namespace_of(holder)
     if namespace is not None:

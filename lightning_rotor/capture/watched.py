@@ -1,7 +1,6 @@
-"""What a trace takes for granted about a model: modes, plain attributes, which submodules there are.
+"""What modules looked like when they were recorded: modes, plain attributes, which submodules there are.
 
-A trace is a snapshot. The code of a module that was traced through does not run any more, so whatever could have sent it another way must
-be noticed when it changes.
+The code of a module that was recorded does not run any more, so whatever could have sent it another way must be noticed when it changes.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from lightning_rotor.stages.state import generator_state
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 """Types of values that never change."""
-
 LONG = 1000
 """Entries of a list or dict that are looked at; of a longer one, it counts which object it is and how long."""
 
@@ -57,7 +55,7 @@ def frozen(value: Any, depth: int = 4, *, objects: bool = True) -> Any:
     Args:
         value: Anything.
         depth: How far to follow lists and dicts in lists and dicts.
-        objects: Whether the plain attributes of other objects count, too.
+        objects: The plain attributes of other objects count, too.
     """
     kind = type(value)
     if kind in PLAIN:
@@ -82,27 +80,85 @@ def frozen(value: Any, depth: int = 4, *, objects: bool = True) -> Any:
 
 
 # ----------------------------------------------------------------------------------------------------
-# A quick answer to whether the attributes of modules are the same objects as before, for
-# :mod:`lightning_rotor.capture.watched`.
 
 
 _TENSORS = ("_parameters", "_buffers")
+_STRUCTURE = (set(nn.Module().__dict__) - {"training"}) | {"_lightning_rotor", "forward"}
 _forward_of = attrgetter("forward")
 _compiled_call_of = attrgetter(COMPILED_CALL)
 
 
-class AttributeFacts:
-    """The attributes of modules at one moment, as flat lists that are compared object by object.
+class Watch:
+    """What modules look like at one moment.
+
+    Args:
+        root: Its own hooks and ``forward`` run outside of the recording and do not matter.
+        modules: The modules whose code is recorded.
+        tensors: Also watch which tensors the parameters and buffers are. Stages read them anew at each call.
+        outside: Says whether all that their code read outside of modules is as it was.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        modules: Iterable[nn.Module],
+        *,
+        tensors: bool = False,
+        outside: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._root, self._modules = root, tuple(modules)
+        self._tensors, self._outside = tensors, outside
+        self._seen = [self._look(module) for module in self._modules]
+        self._identities: _Identities | None = None
+
+    def holds(self) -> bool:
+        """True if everything still looks the same. This runs at every training call."""
+        if self._identities is None or not self._identities.hold():
+            if self.changed() is not None:
+                return False
+            if not (self._tensors or any(isinstance(module, torch.jit.ScriptModule) for module in self._modules)):
+                self._identities = _Identities(self._modules)
+        return self._outside()
+
+    def changed(self, besides: Collection[nn.Module] = ()) -> nn.Module | None:
+        """The first module that looks different now, not counting some."""
+        for module, seen in zip(self._modules, self._seen, strict=True):
+            if module not in besides and self._look(module) != seen:
+                return module
+        return None
+
+    def _look(self, module: nn.Module) -> Any:
+        return (
+            type(module),
+            None if isinstance(module, torch.jit.ScriptModule) else Same(type(module).forward),
+            module is self._root or has_own_call(module),
+            {name: frozen(module.__dict__[name]) for name in _own_names(module)},
+            {key: Same(child) for key, child in module._modules.items()},
+            *(
+                {key: Same(tensor) if self._tensors else tensor is None for key, tensor in tensors.items()}
+                for tensors in (module._parameters, module._buffers)
+            ),
+        )
+
+
+def _own_names(module: nn.Module) -> tuple[str, ...]:
+    """The attributes that are neither torch's nor ours."""
+    # Lightning keeps its trainer and bookkeeping of hooks in private attributes.
+    hidden = any(kind.__name__ == "LightningModule" for kind in type(module).__mro__)
+    return tuple(name for name in module.__dict__ if name not in _STRUCTURE and not (hidden and name.startswith("_")))
+
+
+class _Identities:
+    """The attributes of modules at one moment, as flat lists that are quickly compared object by object.
 
     Args:
         modules: None of them is scripted, which would keep its attributes elsewhere.
-        names_in: The names of a module's own attributes that count; its children, parameters, buffers and hooks do besides.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], names_in: Callable[[nn.Module], Collection[str]]) -> None:
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
         self._attributes = [vars(module) for module in modules]
-        names = list(map(names_in, modules))
+        names = list(map(_own_names, modules))
         self._getters = [itemgetter("_modules", *_TENSORS, *HOOKS, *own) for own in names]
         self._children = [attributes["_modules"] for attributes in self._attributes]
         self._tensors = [attributes[name] for attributes in self._attributes for name in _TENSORS]
@@ -110,16 +166,12 @@ class AttributeFacts:
         self._values = self._now()
         self._below = list(chain.from_iterable(map(dict.values, self._children)))
         # What is in a list, a dict or an object may change though it stays the same object.
-        self._filled = [
-            attributes[name]
-            for attributes, own in zip(self._attributes, names, strict=True)
-            for name in own
-            if type(attributes[name]) not in PLAIN and not isinstance(attributes[name], (nn.Module, type))
-        ]
+        values = [attributes[name] for attributes, own in zip(self._attributes, names, strict=True) for name in own]
+        self._filled = [v for v in values if type(v) not in PLAIN and not isinstance(v, (nn.Module, type))]
         self._seen = self._look()
 
     def hold(self) -> bool:
-        """Whether everything is as it was for sure."""
+        """True if everything is as it was for sure."""
         try:
             return (
                 all(map(is_, self._now(), self._values))
@@ -147,78 +199,3 @@ class AttributeFacts:
             list(map(is_, chain.from_iterable(map(dict.values, self._tensors)), repeat(None))),
             list(map(frozen, self._filled)),
         )
-
-
-# ----------------------------------------------------------------------------------------------------
-
-
-_STRUCTURE = (set(nn.Module().__dict__) - {"training"}) | {"_lightning_rotor", "forward"}
-
-
-class Watch:
-    """What modules look like at one moment.
-
-    Args:
-        root: Its own hooks and ``forward`` run outside of the trace and do not matter.
-        modules: The modules whose code is traced.
-        tensors: Also watch which tensors the parameters and buffers are. Stages read them anew, so between calls it does not matter.
-        outside: Says whether all that their code read outside of modules is as it was.
-    """
-
-    def __init__(
-        self,
-        root: nn.Module,
-        modules: Iterable[nn.Module],
-        *,
-        tensors: bool = False,
-        outside: Callable[[], bool] = lambda: True,
-    ) -> None:
-        self._root = root
-        self._outside = outside
-        self._tensors = tensors
-        self._modules = tuple(modules)
-        self._seen = [self._look(module) for module in self._modules]
-        self._facts: AttributeFacts | None = None
-        self._objects: list[Any] | None = None
-
-    @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        """The modules that are watched."""
-        return self._modules
-
-    def holds(self) -> bool:
-        """Whether everything still looks the same. This runs at every training call."""
-        if self._facts is None or not self._facts.hold():
-            if self.changed() is not None:
-                return False
-            if not (self._tensors or any(isinstance(module, torch.jit.ScriptModule) for module in self._modules)):
-                self._facts = AttributeFacts(self._modules, _own_names)
-        return self._outside()
-
-    def changed(self, besides: Collection[nn.Module] = ()) -> nn.Module | None:
-        """The first module that looks different now, not counting some."""
-        for module, seen in zip(self._modules, self._seen, strict=True):
-            if module not in besides and self._look(module) != seen:
-                return module
-        return None
-
-    def _look(self, module: nn.Module) -> Any:
-        attributes = {name: frozen(module.__dict__[name]) for name in _own_names(module)}
-        return (
-            type(module),
-            None if isinstance(module, torch.jit.ScriptModule) else Same(type(module).forward),
-            module is self._root or has_own_call(module),
-            attributes,
-            {key: Same(child) for key, child in module._modules.items()},
-            *(
-                {key: Same(tensor) if self._tensors else tensor is None for key, tensor in tensors.items()}
-                for tensors in (module._parameters, module._buffers)
-            ),
-        )
-
-
-def _own_names(module: nn.Module) -> tuple[str, ...]:
-    """The attributes that are neither torch's nor ours."""
-    # Lightning keeps its trainer and bookkeeping of hooks in private attributes.
-    hidden = any(kind.__name__ == "LightningModule" for kind in type(module).__mro__)
-    return tuple(name for name in module.__dict__ if name not in _STRUCTURE and not (hidden and name.startswith("_")))

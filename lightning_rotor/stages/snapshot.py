@@ -371,7 +371,7 @@ class _Look:
             self.kept.append((_TENSORS, attributes[name], dict(attributes[name])))
         self._follow(_values_of(attributes))
 
-    def of_module(self, module: nn.Module) -> None:
+    def _module(self, module: nn.Module) -> None:
         """One that is referred to: its hooks are not called, and nobody else sees to its buffers."""
         if isinstance(module, torch.jit.ScriptModule) or _is_torchs(type(module)):
             return
@@ -384,28 +384,23 @@ class _Look:
         for table in tables:
             self._keep(_DICT, table, dict(table))
 
-    def of_list(self, value: Any) -> None:
-        """A list or a deque, and what is in it."""
+    def _list(self, value: Any) -> None:
         entries = [*(list if isinstance(value, list) else deque).__iter__(value)]
         self.kept.append((_LIST, value, entries))
         self._follow(entries if len(entries) <= _MOST_ENTRIES else ())
 
-    def of_dict(self, value: Any) -> None:
-        """A dict, and what is in it."""
+    def _dict(self, value: Any) -> None:
         entries = dict(_items(value))
         self.kept.append((_DICT, value, entries))
         self._follow(entries.values() if len(entries) <= _MOST_ENTRIES else ())
 
-    def of_set(self, value: Any) -> None:
-        """A set."""
+    def _set(self, value: Any) -> None:
         self.kept.append((_SET, value, set(value)))
 
-    def of_tuple(self, value: Any) -> None:
-        """What is in a tuple."""
+    def _tuple(self, value: Any) -> None:
         self._follow(value if len(value) <= _MOST_ENTRIES else ())
 
-    def of_tensor(self, tensor: torch.Tensor) -> None:
-        """A tensor that is no parameter."""
+    def _tensor(self, tensor: torch.Tensor) -> None:
         if is_fake(tensor) or tensor.is_inference() or isinstance(tensor, nn.Parameter):
             return
         is_small = tensor.layout is torch.strided and tensor.nbytes <= self._small_bytes and not tensor.requires_grad
@@ -414,17 +409,15 @@ class _Look:
             copy = uncounted_copy(tensor) if tensor.is_contiguous() else tensor.detach().clone()
         self.tensors.append((tensor, private.version_of(tensor), copy))
 
-    def of_array(self, array: Any) -> None:
-        """A NumPy array."""
+    def _array(self, array: Any) -> None:
         if array.nbytes <= self._small_bytes and array.dtype != object:
             self.kept.append((_ARRAY, array, array.copy()))
 
-    def of_generator(self, generator: Any) -> None:
-        """A random generator."""
+    def _generator(self, generator: Any) -> None:
         if not isinstance(generator, random.SystemRandom):
             self.generators.append(rewinding(generator))
 
-    def of_function(self, function: FunctionType) -> None:
+    def _function(self, function: FunctionType) -> None:
         """A function: variables around it, defaults, attributes, globals."""
         if function.__code__.co_filename.startswith(_OURS):
             return
@@ -437,21 +430,18 @@ class _Look:
             names = function.__globals__
             self._keep(_GLOBALS, names, {name: names.get(name, _ABSENT) for name in globals_of(function.__code__)})
 
-    def of_method(self, method: Any) -> None:
-        """A bound method."""
+    def _method(self, method: Any) -> None:
         self._follow((method.__func__,) if isinstance(method, MethodType) else ())
         self._follow(() if isinstance(method.__self__, ModuleType) else (method.__self__,))
 
-    def of_partial(self, function: partial[Any]) -> None:
-        """A function with some of its arguments."""
+    def _partial(self, function: partial[Any]) -> None:
         self._follow((function.func, *function.args))
-        self.of_dict(function.keywords)
+        self._dict(function.keywords)
 
-    def of_variable(self, variable: ContextVar[Any]) -> None:
-        """What a context variable holds."""
+    def _variable(self, variable: ContextVar[Any]) -> None:
         self._follow((variable.get(None),))
 
-    def of_object(self, value: Any) -> None:
+    def _object(self, value: Any) -> None:
         """An object of the user's, or of a library if it holds nothing but data."""
         if self._follows_objects:
             namespace, kind = namespace_of(value), type(value)
@@ -469,7 +459,7 @@ class _Look:
 def _look_for(kind: type) -> Callable[[_Look, Any], None] | None:
     """How to look at values of a type; None if nothing about them can change, or if it is nobody's business."""
     is_librarys = kind.__module__.partition(".")[0] in _LIBRARIES
-    found: Callable[[_Look, Any], None] | None = _Look.of_object
+    found: Callable[[_Look, Any], None] | None = _Look._object
     known = next((entry for entry in _KINDS if issubclass(kind, entry[0])), None)
     if known is not None:
         found = known[1]
@@ -481,25 +471,25 @@ def _look_for(kind: type) -> Callable[[_Look, Any], None] | None:
 
 
 _FILLED: tuple[tuple[type | tuple[type, ...], Callable[[_Look, Any], None]], ...] = (
-    ((list, deque), _Look.of_list),
-    (dict, _Look.of_dict),
-    (set, _Look.of_set),
-    ((tuple, frozenset), _Look.of_tuple),
+    ((list, deque), _Look._list),
+    (dict, _Look._dict),
+    (set, _Look._set),
+    ((tuple, frozenset), _Look._tuple),
 )
 _KINDS: tuple[tuple[Any, Callable[[_Look, Any], None] | None], ...] = (
     ((*_PLAIN, type, ModuleType, BaseException, Dataset, DataLoader), None),
-    (torch.Tensor, _Look.of_tensor),
-    (nn.Module, _Look.of_module),
-    (np.ndarray, _Look.of_array),
-    (_GENERATORS, _Look.of_generator),
-    (FunctionType, _Look.of_function),
-    ((MethodType, BuiltinMethodType), _Look.of_method),
-    (partial, _Look.of_partial),
-    (ContextVar, _Look.of_variable),
+    (torch.Tensor, _Look._tensor),
+    (nn.Module, _Look._module),
+    (np.ndarray, _Look._array),
+    (_GENERATORS, _Look._generator),
+    (FunctionType, _Look._function),
+    ((MethodType, BuiltinMethodType), _Look._method),
+    (partial, _Look._partial),
+    (ContextVar, _Look._variable),
 )
 _OBJECTS = tuple(look for base, look in _KINDS if base is not _GENERATORS)
 _LOOKS: dict[type, Callable[[_Look, Any], None] | None] = {
-    **dict.fromkeys(_PLAIN), list: _Look.of_list, dict: _Look.of_dict, tuple: _Look.of_tuple,
+    **dict.fromkeys(_PLAIN), list: _Look._list, dict: _Look._dict, tuple: _Look._tuple,
 }  # fmt: skip
 
 
