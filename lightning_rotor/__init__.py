@@ -17,7 +17,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lightning_rotor.capture.cutting import sequentialize
+from lightning_rotor.capture.cuts import sequentialize
 from lightning_rotor.chain import Chain, Option, StageCost
 from lightning_rotor.checkpointable import Checkpointable
 from lightning_rotor.errors import (

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_rotor.capture.cutting import sequentialize
+from lightning_rotor.capture.cuts import sequentialize
 from lightning_rotor.chain import Chain
 from lightning_rotor.execution.recomputation import is_recomputing
 from lightning_rotor.pipeline.surroundings import mixed, seeded, with_seeds

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_rotor.capture.cutting import sequentialize
+from lightning_rotor.capture.cuts import sequentialize
 from lightning_rotor.errors import SampleError
 from lightning_rotor.pipeline.balance import balance_by_size, balance_by_time
 from lightning_rotor.pipeline.partition import check_balance, partition

@@ -161,7 +161,9 @@ def test_a_tensor_that_only_longer_inputs_change_is_refused_as_ever() -> None:
     net = ChangesATensor()
     cut = cut_graph(net, (SIX,))
     for known in ([], [cut]):
-        with pytest.raises(ModelError, match=r"changes a parameter, or another tensor .* was there before, .* in place"):
+        with pytest.raises(
+            ModelError, match=r"changes a parameter, or another tensor .* was there before, .* in place"
+        ):
             cut_graph(net, (EIGHT,), known=known)
         assert torch.equal(SCALE, torch.ones(16))
 

@@ -27,9 +27,8 @@ import torch
 from torch import fx
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_rotor.capture.graph_stage import IN_PLACE, require_as_recorded
+from lightning_rotor.capture.graph_stage import IN_PLACE, SIZE, require_as_recorded
 from lightning_rotor.capture.recorder import Recording
-from lightning_rotor.capture.sizes import SIZE
 from lightning_rotor.errors import ModelError
 from lightning_rotor.private.values import address_of, sizes_by_address, tensors_in
 from lightning_rotor.stages.sequential import Stage, Wire, Wiring, packed

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lightning_rotor.capture.watched import LONG, PLAIN, frozen
+from lightning_rotor.capture.guards import LONG, PLAIN, frozen
 from lightning_rotor.private.torch_names import without_modes
 from lightning_rotor.stages.snapshot import Snapshot, globals_of, is_users, namespace_of
 from lightning_rotor.stages.state import generator_state

@@ -21,6 +21,8 @@ from lightning_rotor.private.values import tree_flatten
 
 CONSTANT = "_lightning_rotor_constant_"
 """With a number behind it, the name under which a graph reads a tensor that the forward made out of nothing."""
+SIZE = "size"
+"""Where the node of a size keeps what it was in the recording."""
 IN_PLACE = tuple(
     getattr(operator, f"i{name}")
     for name in [

@@ -18,8 +18,7 @@ from lightning_rotor.errors import ModelError
 from lightning_rotor.private.lightning_names import TRAINERS
 from lightning_rotor.private.torch_names import is_compiler_wrapper
 from lightning_rotor.private.values import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
-from lightning_rotor.stages.invertible import is_invertible
-from lightning_rotor.stages.sequential import has_own_call, runs_members_in_a_row
+from lightning_rotor.stages.sequential import has_own_call, is_invertible, runs_members_in_a_row
 
 
 class UntraceableError(Exception):

@@ -28,10 +28,9 @@ from torch import fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from lightning_rotor.capture.checks import DispatchCheck
 from lightning_rotor.capture.external_state import Closures, Notes, Surroundings
 from lightning_rotor.capture.graph_stage import GraphSlice, appearance_of, require_as_recorded
-from lightning_rotor.capture.guards import OWN, Guards, ancestors, first_difference
+from lightning_rotor.capture.guards import OWN, Guards, ancestors, first_difference, version_of
 from lightning_rotor.capture.modules import (
     Call,
     ModuleCalls,
@@ -45,6 +44,7 @@ from lightning_rotor.capture.operations import (
     FUNCTIONS,
     METADATA,
     SIZES,
+    DispatchCheck,
     body_of,
     is_attention,
     is_torchs,
@@ -52,9 +52,7 @@ from lightning_rotor.capture.operations import (
     require_recordable,
     spell,
 )
-from lightning_rotor.capture.sizes import plain
-from lightning_rotor.capture.watched import version_of
-from lightning_rotor.capture.writer import GraphWriter
+from lightning_rotor.capture.writer import GraphWriter, plain
 from lightning_rotor.execution.recomputation import repeating
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.values import tensors_in, tree_leaves

@@ -12,13 +12,107 @@ import numpy as np
 import torch
 from torch import fx, nn
 
-from lightning_rotor.capture.checks import CHANGES, DispatchCheck
-from lightning_rotor.capture.graph_stage import CONSTANT
+from lightning_rotor.capture.graph_stage import CONSTANT, SIZE
 from lightning_rotor.capture.guards import ancestors
 from lightning_rotor.capture.modules import PLAIN, ModuleCalls, UntraceableError, tensor_slots
-from lightning_rotor.capture.sizes import SIZE, Size, plain
+from lightning_rotor.capture.operations import CHANGES, DispatchCheck
 from lightning_rotor.private.torch_names import identity_of
 from lightning_rotor.private.values import TreeSpec, tensors_in, tree_flatten, tree_leaves, tree_unflatten
+
+# ----------------------------------------------------------------------------------------------------
+# Sizes that recorded code asks for: numbers that know their node, so that the recording holds for other sizes.
+#
+# batch = x.shape[0]               ─► getattr(x, "shape"), getitem(…, 0)
+# x.view(batch * 2, -1)            ─► mul(…, 2), view(x, …, -1)
+# if batch > self.longest: …       ─► a question: gt(…, longest) is False, and must be for other sizes as well
+# math.sqrt(batch)                 ─► a question: the size is 8
+
+
+class Size(int):
+    """A size that the recorded code has asked for."""
+
+    notebook: GraphWriter
+    node: fx.Node
+
+    @classmethod
+    def of(cls, number: int, node: fx.Node, notebook: GraphWriter) -> Size:
+        """The number as a size that a node computes."""
+        self = cls(number)
+        self.node, self.notebook = node, notebook
+        return self
+
+    def pin(self) -> None:
+        """Hold for this very size alone: what becomes of it is not recorded."""
+        if self.notebook.listens:
+            self.notebook.ask(operator.eq, self, int.__int__(self), True)
+
+    def __hash__(self) -> int:
+        self.pin()
+        return int.__hash__(self)
+
+    def __int__(self) -> int:
+        self.pin()
+        return int.__int__(self)
+
+    def __float__(self) -> float:
+        self.pin()
+        return int.__float__(self)
+
+    def __bool__(self) -> bool:
+        return bool(self != 0)
+
+    def __reduce__(self) -> Any:
+        return int, (int.__int__(self),)
+
+
+def _arithmetic(name: str, *, swapped: bool = False) -> Callable[..., Any]:
+    function = getattr(operator, name)
+
+    def operate(self: Size, other: Any) -> Any:
+        if not isinstance(other, int):
+            if isinstance(other, (float, complex)):
+                self.pin()
+            return getattr(int, f"__{'r' * swapped}{name}__")(self, other)
+        return self.notebook.compute(function, *((other, self) if swapped else (self, other)))
+
+    return operate
+
+
+def _comparison(name: str) -> Callable[..., Any]:
+    function, compare = getattr(operator, name), getattr(int, f"__{name}__")
+
+    def answer(self: Size, other: Any) -> Any:
+        if isinstance(other, float):
+            self.pin()
+        found = compare(self, other)
+        if found is not NotImplemented and self.notebook.listens:
+            self.notebook.ask(function, self, other, found)
+        return found
+
+    return answer
+
+
+for _name in ("add", "sub", "mul", "floordiv", "mod", "truediv", "pow"):
+    setattr(Size, f"__{_name}__", _arithmetic(_name))
+    setattr(Size, f"__r{_name}__", _arithmetic(_name, swapped=True))
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(Size, f"__{_name}__", _comparison(_name))
+Size.__neg__ = lambda self: self.notebook.compute(operator.neg, self)  # type: ignore[method-assign]
+
+
+def plain(value: Any) -> Any:
+    """A number, or what is in tuples, lists, dicts and slices, without nodes."""
+    kind = type(value)
+    if kind is Size:
+        return int.__int__(value)
+    if kind in (tuple, list):
+        return kind(map(plain, value))
+    if kind is dict:
+        return {plain(key): plain(entry) for key, entry in value.items()}
+    if kind is slice:
+        return slice(plain(value.start), plain(value.stop), plain(value.step))
+    return torch.Size(map(plain, value)) if kind is torch.Size else value
+
 
 # ----------------------------------------------------------------------------------------------------
 # Which node of the graph a tensor is the value of, and which tensors share memory.

@@ -32,7 +32,7 @@ from lightning_rotor.execution.reverse import Guard, Moment, first_derivatives_o
 from lightning_rotor.execution.segment_state import FirstPass, Replay, SegmentState
 from lightning_rotor.private.torch_names import backward_keeps_graph, version_of
 from lightning_rotor.private.values import TreeSpec, tree_flatten, tree_unflatten
-from lightning_rotor.stages.invertible import require_like
+from lightning_rotor.stages.sequential import require_like
 from lightning_rotor.stages.state import GeneratorStates
 
 _NO_STATE = SegmentState()

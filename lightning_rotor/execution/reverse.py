@@ -20,8 +20,7 @@ from lightning_rotor.errors import ExecutionError, InverseError, RotorWarning
 from lightning_rotor.execution.recomputation import repeating
 from lightning_rotor.execution.segment_state import FirstPass, Replay, SegmentState, state_of
 from lightning_rotor.private.torch_names import version_of
-from lightning_rotor.stages.invertible import DRAWS
-from lightning_rotor.stages.sequential import Stage
+from lightning_rotor.stages.sequential import DRAWS, Stage
 from lightning_rotor.stages.state import GeneratorStates
 
 

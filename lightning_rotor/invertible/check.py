@@ -15,7 +15,7 @@ from lightning_rotor.errors import InverseError
 from lightning_rotor.execution.reverse import Moment, Roots, learning, precision_of, stand_ins, tolerance_of
 from lightning_rotor.private.torch_names import version_of
 from lightning_rotor.private.values import is_fake, tensors_in, tree_leaves, tree_map, tree_structure, tree_unflatten
-from lightning_rotor.stages.invertible import (
+from lightning_rotor.stages.sequential import (
     DRAWS,
     has_fused_backward,
     require_invertible,

@@ -25,7 +25,7 @@ from lightning_rotor.private.torch_names import (
     version_of,
 )
 from lightning_rotor.private.values import TreeSpec, tree_flatten, tree_unflatten
-from lightning_rotor.stages.invertible import (
+from lightning_rotor.stages.sequential import (
     has_fused_backward,
     require_invertible,
     require_like,

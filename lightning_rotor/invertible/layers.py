@@ -18,8 +18,7 @@ from torch import nn
 from lightning_rotor.errors import InverseError, ModelError
 from lightning_rotor.execution.reverse import Roots, accumulate, learning
 from lightning_rotor.private.torch_names import has_forward_hooks, no_dispatch
-from lightning_rotor.stages.invertible import Invertible, require_invertible
-from lightning_rotor.stages.sequential import DROPOUTS, has_own_call
+from lightning_rotor.stages.sequential import DROPOUTS, Invertible, has_own_call, require_invertible
 from lightning_rotor.stages.state import GeneratorStates
 
 # ----------------------------------------------------------------------------------------------------

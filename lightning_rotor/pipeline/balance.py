@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_rotor.capture.cutting import sequentialize
+from lightning_rotor.capture.cuts import sequentialize
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import SampleError
 from lightning_rotor.pipeline.partition import balance

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_rotor.capture.cuts import GraphCut
-from lightning_rotor.capture.cutting import SequentialCut, sequentialize
+from lightning_rotor.capture.cuts import GraphCut, SequentialCut, sequentialize
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import RotorError
 from lightning_rotor.execution.segment_state import SegmentState

@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
-from lightning_rotor.capture.cuts import GraphCut
-from lightning_rotor.capture.cutting import SequentialCut, sequentialize
+from lightning_rotor.capture.cuts import GraphCut, SequentialCut, sequentialize
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import ModelError
 from lightning_rotor.execution.executor import Executor

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from lightning_rotor.capture.compiled import Variants
-from lightning_rotor.capture.cutting import check_module
+from lightning_rotor.capture.cuts import check_module
 from lightning_rotor.errors import BudgetError, ModelError, ProfilerBusyError, ProfilingError, UnitError
 from lightning_rotor.execution.executor import guard_second_backward
 from lightning_rotor.execution.recomputation import is_recomputing
@@ -48,7 +48,7 @@ class PlannedForward:
     training call, again for a call whose arguments differ in more than their tensors, and again when the module has changed.
 
     Args:
-        module: An ``nn.Sequential``, or any module that :func:`~lightning_rotor.capture.cutting.sequentialize` can cut.
+        module: An ``nn.Sequential``, or any module that :func:`~lightning_rotor.capture.cuts.sequentialize` can cut.
         allowance: Where the budget comes from.
         slots: Resolution of the dynamic program.
         max_plans: Plans that are kept, those used last; a plan that was dropped is made again when its signature returns.

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from lightning_rotor.capture.cuts import GraphCut
-from lightning_rotor.capture.cutting import WAYS, SequentialCut, sequentialize
+from lightning_rotor.capture.cuts import WAYS, GraphCut, SequentialCut, sequentialize
 from lightning_rotor.errors import ModelError, RotorWarning
 from lightning_rotor.private.torch_names import HOOKS
 from lightning_rotor.private.values import require_tensors, tensors_in

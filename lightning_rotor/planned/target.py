@@ -8,7 +8,7 @@ from difflib import get_close_matches
 
 from torch import nn
 
-from lightning_rotor.capture.cutting import check_module
+from lightning_rotor.capture.cuts import check_module
 from lightning_rotor.errors import ModelError
 from lightning_rotor.planned.compute import StepCompute
 

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from lightning_rotor.capture.compiled import CompiledModules
-from lightning_rotor.capture.cutting import NO_CHECKPOINTS
+from lightning_rotor.capture.cuts import NO_CHECKPOINTS
 from lightning_rotor.capture.graph_stage import GraphSlice
 from lightning_rotor.chain import Chain, StageCost
 from lightning_rotor.errors import ModelError, RotorWarning

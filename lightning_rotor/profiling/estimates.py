@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from lightning_rotor.capture.cutting import sequentialize
+from lightning_rotor.capture.cuts import sequentialize
 from lightning_rotor.errors import ModelError, SampleError
 from lightning_rotor.private.torch_names import (
     DataDependentOutputException,

@@ -23,8 +23,7 @@ from lightning_rotor.profiling.stage import (
     peak_bytes_of,
     typical,
 )
-from lightning_rotor.stages.invertible import has_fused_backward, is_invertible
-from lightning_rotor.stages.sequential import Stage
+from lightning_rotor.stages.sequential import Stage, has_fused_backward, is_invertible
 
 NAMES = {Inversion: "invert", FusedInversion: "invert, fused"}
 """Of the options."""

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_rotor.capture.cuts import GraphCut
-from lightning_rotor.capture.cutting import sequentialize
+from lightning_rotor.capture.cuts import GraphCut, sequentialize
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import BudgetError, ModelError, ProfilingError, SampleError
 from lightning_rotor.memory.budget import Allowance, ResidentMemory
