@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import distributed, fx, nn
+from torch import distributed, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.autograd.profiler import profile
 from torch.overrides import TorchFunctionMode
@@ -148,30 +148,8 @@ def test_the_compiler_takes_nothing_for_captured() -> None:
     assert torch.compile(answer, backend="eager")(torch.zeros(1)).item() == -1
 
 
-@pytest.mark.parametrize(("owner", "name"), [private.CHECK, private.DTYPE_OF_MASK])
-def test_what_a_symbolic_trace_stands_in_for_is_there(owner: Any, name: str) -> None:
-    assert callable(vars(owner)[name])
-
-
-def test_a_check_goes_through_its_helper(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
-    monkeypatch.setattr(*private.CHECK, lambda *args: seen.append(args))
-    torch._check_value(False, lambda: "why")
-    (error, condition, message), *_ = seen
-    assert (error, condition, message()) == (ValueError, False, "why")
-
-
 def test_functions_that_graphs_hold() -> None:
     assert private.LAYERS.gelu is F.gelu
-    with pytest.raises(AssertionError, match="because"):
-        private.ASSERT(False, "because")
-
-    class Asserts(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            private.ASSERT(x.shape[0] == 2, "two")
-            return x
-
-    assert any(node.target is private.ASSERT for node in fx.symbolic_trace(Asserts()).graph.nodes)
 
 
 def test_modes() -> None:

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from types import CodeType, MethodType
+from operator import attrgetter
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Size, fx, nn
@@ -379,21 +381,21 @@ class GraphSlice(nn.Module):
         """Equal for slices that do the same with modules and tensors of their own; what those look like is not in it."""
         places = {id(module): place for place, module in enumerate(self._targets.values())}
 
-        def spell(step: Step) -> Any:
-            target = step.target
-            if step.kind == "call_module":
-                target = places[id(target)]
-            elif step.kind == "read":
-                target = step.target[1]
-            elif step.kind == "constant":
-                target = tuple(target.shape)
-            elif isinstance(target, MethodType):
-                target = (id(target.__func__), id(target.__self__))
-            elif callable(target):
-                target = id(target)
-            return step.kind, target, _spell(step.args), _spell(step.kwargs), step.frees
+        def spell(value: Any) -> Any:
+            return spelled(value, attrgetter("index"))
 
-        return self._inputs, tuple(map(spell, self._steps)), _spell(self._output)
+        def target_of(step: Step) -> Any:
+            match step.kind:
+                case "call_module":
+                    return places[id(step.target)]
+                case "read":
+                    return step.target[1]
+                case "constant":
+                    return tuple(step.target.shape)
+            return step.target
+
+        steps = ((s.kind, spell(target_of(s)), spell(s.args), spell(s.kwargs), s.frees) for s in self._steps)
+        return self._inputs, tuple(steps), spell(self._output)
 
 
 def _nodes_in(*values: Any) -> list[fx.Node]:
@@ -407,19 +409,31 @@ def _nodes_in(*values: Any) -> list[fx.Node]:
     return found
 
 
-def _spell(value: Any) -> Any:
-    """Something hashable that is equal for equal arguments."""
-    if isinstance(value, Ref):
-        return "%", value.index
-    if isinstance(value, (tuple, list)):
-        return type(value).__name__, tuple(map(_spell, value))
-    if isinstance(value, dict):
-        return "dict", tuple((key, _spell(entry)) for key, entry in value.items())
-    if isinstance(value, slice):
-        return "slice", _spell(value.start), _spell(value.stop), _spell(value.step)
-    if isinstance(value, (bool, int, float, complex, str, type(None), type(Ellipsis), torch.dtype, torch.device)):
-        return type(value).__name__, repr(value)
-    return "object", id(value)
+def spelled(value: Any, place_of: Callable[[Any], int]) -> Any:
+    """Something hashable that is equal for equal arguments and targets.
+
+    Args:
+        value: In which there may be :class:`Ref` or nodes.
+        place_of: What stands for one of these.
+    """
+    match value:
+        case Ref() | fx.Node():
+            return "%", place_of(value)
+        case tuple() | list():
+            return type(value).__name__, tuple(spelled(entry, place_of) for entry in value)
+        case dict():
+            return "dict", tuple((key, spelled(entry, place_of)) for key, entry in value.items())
+        case slice():
+            return "slice", spelled((value.start, value.stop, value.step), place_of)
+        case FunctionType():
+            return "function", id(value.__code__)
+        case MethodType():
+            return "method", id(value.__func__), id(value.__self__)
+        case np.ndarray() | np.generic():
+            return str(value.dtype), value.shape, value.tobytes()
+    if callable(value) and not isinstance(value, type):
+        return "callable", id(value) if type(value).__hash__ is None else value
+    return type(value).__name__, repr(value)
 
 
 # -------------------------------------------------------------------- functions whose behaviour is known

@@ -12,14 +12,12 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain, repeat, zip_longest
 from operator import attrgetter, contains, is_, itemgetter
-from types import FunctionType, MethodType
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 from torch import fx, nn
 
-from lightning_rotor.capture.graph_stage import CONSTANT, SIZE, GraphSlice, spell_value
+from lightning_rotor.capture.graph_stage import CONSTANT, SIZE, GraphSlice, spell_value, spelled
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.torch_names import COMPILED_CALL, HOOKS, FakeTensorMode, any_hooks_of_all
 from lightning_rotor.private.values import same_bits
@@ -189,35 +187,20 @@ def first_difference(
 
 
 def _differ(mine: fx.Node, theirs: fx.Node, places: dict[fx.Node, int], constants: Any) -> bool:
-    if _spell(mine, places) != _spell(theirs, places):
+    spellings = [
+        (
+            node.op,
+            node.meta["module"],
+            *(spelled(part, places.__getitem__) for part in (node.target, node.args, node.kwargs)),
+        )
+        for node in (mine, theirs)
+    ]
+    if spellings[0] != spellings[1]:
         return True
     if mine.op != "get_attr" or not str(mine.target).startswith(CONSTANT):
         return False
     index = int(str(mine.target)[len(CONSTANT) :])
     return not same_bits(constants[0][index], constants[1][index])
-
-
-def _spell(node: fx.Node, places: dict[fx.Node, int]) -> Any:
-    def spell(value: Any) -> Any:
-        if isinstance(value, fx.Node):
-            return "%", places[value]
-        if isinstance(value, (tuple, list)):
-            return tuple(map(spell, value))
-        if isinstance(value, dict):
-            return tuple((key, spell(entry)) for key, entry in value.items())
-        if isinstance(value, slice):
-            return spell((value.start, value.stop, value.step))
-        if isinstance(value, FunctionType):
-            return id(value.__code__)
-        if isinstance(value, MethodType):
-            return spell(value.__func__), id(value.__self__)
-        if isinstance(value, (np.ndarray, np.generic)):
-            return str(value.dtype), value.shape, value.tobytes()
-        if isinstance(value, (int, float, complex, str, bytes)):
-            return spell_value(value)
-        return value if callable(value) else repr(value)
-
-    return node.op, node.meta["module"], spell(node.target), spell(node.args), spell(node.kwargs)
 
 
 # ----------------------------------------------------------------------------------------------------

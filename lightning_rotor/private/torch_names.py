@@ -11,7 +11,6 @@ from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import nn
 from torch._compile import _disable_dynamo
@@ -58,22 +57,15 @@ def backward_number() -> int | None:
     return None if number == -1 else number
 
 
-def backward_keeps_graph() -> bool:
-    """True if the running backward was called with ``retain_graph=True``. Only the caller knows it otherwise."""
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
-
-
-def backward_reaches(node: Node) -> bool:
-    """True if the running backward will execute a node of its graph. Public hooks tell it when it is too late."""
-    return bool(torch._C._will_engine_execute_node(node))
+backward_keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+"""True if the running backward was called with ``retain_graph=True``. Only the caller knows it otherwise."""
+backward_reaches: Callable[[Node], bool] = torch._C._will_engine_execute_node
+"""True if the running backward will execute a node of its graph. Public hooks tell it when it is too late."""
 
 
 def hooks_for_saved_tensors() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """The innermost hooks of ``torch.autograd.graph.saved_tensors_hooks``, which can be set but not read in public. None without any."""
-    hooks: tuple[Callable[..., Any], Callable[..., Any]] | None = torch._C._autograd._top_saved_tensors_default_hooks(
-        True
-    )
-    return hooks or None
+    """The innermost ``saved_tensors_hooks``, which can be set but not read in public; None without any."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) or None  # type: ignore[return-value]
 
 
 @contextmanager
@@ -111,22 +103,16 @@ def default_device() -> torch.device | None:
     return torch.get_default_device() if torch._C._len_torch_function_stack() else None
 
 
-# How float32 is computed in effect (``"ieee"``, ``"tf32"``, ``"bf16"`` or ``"none"``), by backend and operation: what is set for the operation, its
-# backend or torch as a whole; and what sets it for one of them. Public attributes lead there, but ``torch.backends.mkldnn.fp32_precision`` sets
-# that of all backends. Without functions around them, since each recomputed segment asks eleven times.
+# How float32 is computed in effect, by backend and operation, and what sets it for one of them. Public attributes lead
+# there, but ``torch.backends.mkldnn.fp32_precision`` sets that of all backends.
 float32_precision: Callable[[str, str], str] = torch._C._get_fp32_precision_getter
 set_float32_precision: Callable[[str, str, str], Any] = torch._C._set_fp32_precision_setter
 
 
-def attention_order() -> list[int]:
-    """The kernels for attention, first choice first. ``sdpa_kernel(..., set_priority=True)`` sets it; nothing public reads it."""
-    order: list[int] = torch._C._get_sdp_priority_order()
-    return order
-
-
-def set_attention_order(order: list[int]) -> None:
-    """Set the order alone. ``sdpa_kernel`` can only do so together with which ones are allowed, and for a time."""
-    torch._C._set_sdp_priority_order(order)
+attention_order: Callable[[], list[int]] = torch._C._get_sdp_priority_order
+"""The kernels for attention, first choice first. ``sdpa_kernel(..., set_priority=True)`` sets it; nothing public reads it."""
+set_attention_order: Callable[[list[int]], Any] = torch._C._set_sdp_priority_order
+"""Set the order alone. ``sdpa_kernel`` can only do so together with which ones are allowed, and for a time."""
 
 
 # -------------------------------------------------------------------- capture for another runtime
@@ -135,36 +121,23 @@ def set_attention_order(order: list[int]) -> None:
 def is_captured() -> bool:
     """True while ``torch.jit.trace``, ``torch.export`` or an ONNX exporter takes the computation down.
 
-    Public are ``torch.jit.is_tracing()``, which is about scripted code as well, and ``torch.compiler.is_exporting()``, which the compiler of
-    torch < 2.13 takes for True in all that it captures. It reads the flag behind it as it is.
+    Public are ``torch.jit.is_tracing()``, which is about scripted code as well, and ``torch.compiler.is_exporting()``,
+    which the compiler of torch < 2.13 takes for True in all that it captures. It reads the flag behind it as it is.
     """
     return bool(torch._C._get_tracing_state()) or bool(torch.compiler._is_exporting_flag)
 
 
-# -------------------------------------------------------------------- what a symbolic trace stands in for, as module and name there
-
-CHECK = (torch, "_check_with")
-"""What ``torch._check`` and its kin call, with the error, the condition and a message. A symbol for a condition must become a bool before."""
-DTYPE_OF_MASK = (F, "_none_or_dtype")
-"""What ``multi_head_attention_forward`` asks for the dtype of a mask. It takes a symbol for something that is no mask."""
 LAYERS: Any = torch._C._nn
 """Functions of layers in C++. ``torch.nn.functional`` has most of them under its own names, and a graph holds these very objects."""
-ASSERT: Callable[..., Any] = torch._assert
-"""``assert`` as a function, which a symbolic trace records. Python's statement would ask a symbol for its truth."""
 
 
 # -------------------------------------------------------------------- modes and transforms
 
 
-def function_mode() -> TorchFunctionMode | None:
-    """The innermost mode that sees calls of torch's functions. Modes can be entered in public, but not looked at."""
-    mode: TorchFunctionMode | None = torch.overrides._get_current_function_mode()
-    return mode
-
-
-def without_function_mode() -> AbstractContextManager[Any]:
-    """Context without the innermost such mode. A mode steps aside in its own handler, and nowhere else in public."""
-    return torch.overrides._pop_mode_temporarily()
+function_mode: Callable[[], TorchFunctionMode | None] = torch.overrides._get_current_function_mode
+"""The innermost mode that sees calls of torch's functions. Modes can be entered in public, but not looked at."""
+without_function_mode: Callable[[], AbstractContextManager[Any]] = torch.overrides._pop_mode_temporarily
+"""Context without the innermost such mode. A mode steps aside in its own handler, and nowhere else in public."""
 
 
 @contextmanager
@@ -387,9 +360,8 @@ def activation_budget(budget: float) -> AbstractContextManager[Any]:
 # -------------------------------------------------------------------- profiler
 
 
-def is_profiling() -> bool:
-    """True while torch's profiler records in this thread. There is room for one, and no public question whether it is taken."""
-    return torch._C._autograd._profiler_enabled()
+is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
+"""True while torch's profiler records in this thread. There is room for one, and no public question whether it is taken."""
 
 
 def allocation_of(event: Any) -> Any | None:
