@@ -293,10 +293,15 @@ class _Lives:
                 # Where that is the same, copies in another layout belong to what is before them as well.
                 cuts.add(min(places, key=lambda place: (held[place], len(self._alive[place]), -place)))
         alone = {index for index, node in enumerate(self._body) if self._inverts_as_a_whole(node)}
-        cuts.update(place for index in alone for place in (index, index + 1) if self._may_cut(place))
+        ends = {index: index + 1 + self._is_check(index + 1) for index in alone}
+        cuts.update(place for ends_of in ends.items() for place in ends_of if self._may_cut(place))
         return thinned(
             sorted(cuts), [footprints[node].made_bytes + footprints[node].saved_bytes for node in self._body], alone
         )
+
+    def _is_check(self, place: int) -> bool:
+        """True if an operation checks what the one before it, code that runs as it is, has returned."""
+        return place < len(self._body) and self._body[place].target is require_as_recorded
 
     def _may_cut(self, place: int) -> bool:
         return 0 < place < len(self._body) and self._is_possible(place)
@@ -342,6 +347,7 @@ class _Lives:
     def _is_possible(self, place: int) -> bool:
         return (
             bool(self._values(place))
+            and not self._is_check(place)
             and not any(node.target in _PIECES for node in self._alive[place])
             and not self._in_place(self._body[place])
         )

@@ -53,21 +53,25 @@ def spell_value(value: Any) -> Any:
     return type(value).__name__, repr(value)
 
 
-def require_as_recorded(output: Any, appearance: Any) -> None:
+def require_as_recorded(output: Any, appearance: Any, sizes: bool) -> None:
     """Check that code which a recording runs as it is returns what the code after it was recorded for.
 
+    Args:
+        output: What it returned.
+        appearance: What it returned in the recording.
+        sizes: The sizes of tensors count, too.
     Raises:
         ExecutionError: Another shape, type or number.
     """
-    received = appearance_of(output)
-    if appearance not in (received, appearance_of(output, sizes=False)):
+    received = appearance_of(output, sizes=sizes)
+    if received != appearance:
         raise ExecutionError(
             f"a submodule returned {received[1]} where its recording has {appearance[1]}: expected shapes and plain "
             "values that depend on the shapes of the inputs alone. Plan the submodules instead, by name"
         )
 
 
-def appearance_of(output: Any, *, sizes: bool = True) -> Any:
+def appearance_of(output: Any, *, sizes: bool) -> Any:
     """Shapes, or dimensions alone, types and plain values in what a module returned."""
     leaves, spec = tree_flatten(output)
     return str(spec), tuple(
@@ -298,7 +302,7 @@ class GraphSlice(nn.Module):
     @property
     def only_module(self) -> nn.Module | None:
         """The module that it calls, if calling it is all that is done."""
-        match self._steps:
+        match [step for step in self._steps if step.target is not require_as_recorded]:
             case [Step(kind="call_module", target=module, args=(Ref(0),), kwargs={}) as step] if (
                 self._inputs == 1 and not step.kwargs and self._output == Ref(1)
             ):

@@ -162,7 +162,7 @@ class Recorder:
         behind = ancestors([node for node, _ in asked])
         for leaf, check, appearance in self._leaves:
             if leaf in behind:
-                check.args = (leaf, appearance)
+                check.args = (leaf, appearance, True)
         guards = Guards(
             self._call.signature,
             inputs,
@@ -334,9 +334,9 @@ class Recorder:
             if kind != "call_module":
                 return self._result_of(result, node, read)
             if not known:
-                check = (node, appearance_of(result, sizes=False))
-                check_node = self._writer.node("call_function", require_as_recorded, check, {})
-                self._leaves.append((node, check_node, appearance_of(result)))
+                seen = appearance_of(result, sizes=False)
+                check = self._writer.node("call_function", require_as_recorded, (node, seen, False), {})
+                self._leaves.append((node, check, appearance_of(result, sizes=True)))
             return self._writer.unpack(result, node, read, fresh_objects=not known)
 
     def _result_of(self, result: Any, node: fx.Node, read: Sequence[torch.Tensor]) -> Any:
