@@ -2,10 +2,12 @@
 
 ::
 
-    module, call ──► symbols or recorder ──► graph ──► boundaries ──► GraphStage ──► GraphCut
-                     (a traced or a          (watched: what it        (a stage runs  (holds for a call
-                      recorded forward)       takes for granted)       one of them)   until the module changes)
+    module, call ──► recorder ──► Recording ──► boundaries ──► GraphSlice ──► GraphCut
+                     (one real    (a graph,     (where to      (a stage runs  (holds for a call
+                      forward)     guards)       cut)           one of them)   until the module changes)
 
 In: a module and the arguments of a call. Out: a cut, which binds the arguments of each call to the first value of its
-stages. Read ``cutting``, ``cuts``, ``boundaries``, then ``recorder`` or ``symbols``.
+stages. Read ``cuts`` first, then ``recorder`` with ``modules``, ``operations`` and ``writer``; ``guards`` and
+``external_state`` say for which calls a recording holds; ``boundaries`` and ``graph_stage`` make stages of it;
+``compiled`` is about modules that the user compiled.
 """
