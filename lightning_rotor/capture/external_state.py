@@ -258,7 +258,7 @@ class Surroundings:
             return
         first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         kind: type = first if issubclass(type(first), type) else type(first)  # type: ignore[assignment]
-        places = []
+        places: list[Place] = []
         if (code, kind) not in self._known:
             self._known.add((code, kind))
             places += _named(frame, kind)

@@ -61,6 +61,9 @@ class Size(int):
     def __bool__(self) -> bool:
         return bool(self != 0)
 
+    def __neg__(self) -> int:
+        return self.notebook.compute(operator.neg, self)
+
     def __reduce__(self) -> Any:
         return int, (int.__int__(self),)
 
@@ -97,7 +100,6 @@ for _name in ("add", "sub", "mul", "floordiv", "mod", "truediv", "pow"):
     setattr(Size, f"__r{_name}__", _arithmetic(_name, swapped=True))
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
     setattr(Size, f"__{_name}__", _comparison(_name))
-Size.__neg__ = lambda self: self.notebook.compute(operator.neg, self)  # type: ignore[method-assign]
 
 
 def plain(value: Any) -> Any:
@@ -268,7 +270,9 @@ class GraphWriter:
         if not self.listens:
             return value
         if type(value) is not int:
-            [operand.pin() for operand in operands if isinstance(operand, Size)]
+            for operand in operands:
+                if isinstance(operand, Size):
+                    operand.pin()
             return value
         return self._size(value, "call_function", function, *map(self.encode, operands))
 

@@ -65,7 +65,8 @@ backward_reaches: Callable[[Node], bool] = torch._C._will_engine_execute_node
 
 def hooks_for_saved_tensors() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """The innermost ``saved_tensors_hooks``, which can be set but not read in public; None without any."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) or None  # type: ignore[return-value]
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks or None
 
 
 @contextmanager
