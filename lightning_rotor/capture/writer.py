@@ -61,7 +61,7 @@ class Size(int):
     def __bool__(self) -> bool:
         return bool(self != 0)
 
-    def __neg__(self) -> int:
+    def __neg__(self) -> Any:
         return self.notebook.compute(operator.neg, self)
 
     def __reduce__(self) -> Any:
