@@ -9,7 +9,7 @@ right before the first solve (VmRSS), so interpreter, NumPy and the chain itself
     table           one table
     plan at half    a plan for half of what keeping everything takes, from nothing: tables, candidates, simulations
     least budget    what more it takes to find the least budget, and a plan for two percent more than that
-    loops           the same table by loops where compiled code fills it, in turn in one process
+    plain           the same table by the same functions as plain Python, in turn in one process
 
 Prints a table and writes ``benchmarks/results/planner.json`` and ``planner.md``.
 """
@@ -36,15 +36,15 @@ import numpy as np
 
 from lightning_rotor.chain import Chain, Option, Skip, StageCost
 from lightning_rotor.planning import Solver
-from lightning_rotor.planning.dynamic_program import Table
-from lightning_rotor.planning.machine_code import compiled_code, is_worthwhile
-from lightning_rotor.planning.requirements import Thresholds, thresholds_of
+from lightning_rotor.planning.dynamic_program import Table, compiled_solve
+from lightning_rotor.planning.kernel import Requirements
+from lightning_rotor.planning.requirements import requirements_of
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
 
 LENGTHS = (20, 50, 100, 200, 339)
 KINDS = ((1, False), (1, True), (10, False), (10, True))
-LOOPS = ((200, 1), (339, 1), (200, 10))
+PLAIN = ((50, 1), (100, 1), (200, 1))
 SLOTS = 500
 RESULTS = Path(__file__).parent / "results"
 
@@ -133,10 +133,10 @@ def measure(stages: int, options: int, shortcuts: bool) -> dict[str, float]:
     """Plan one chain in this process."""
     chain = chain_of(stages, options, shortcuts)
     keep_all_bytes = simulate(chain, Schedule.keep_all(stages)).peak_bytes
-    thresholds = _thresholds(chain)
-    loading = _timed(_load)[0] if is_worthwhile(stages, SLOTS) else 0.0
+    requirements = _requirements(chain)
+    loading = _timed(_load)[0] if Table(requirements, slots=SLOTS).is_compiled else 0.0
     before_kib = _memory_kib("VmRSS")
-    table_seconds, table_cpu, _ = _timed(lambda: _solve(thresholds))
+    table_seconds, table_cpu, _ = _timed(lambda: _solve(requirements))
     table_kib = _memory_kib("VmHWM") - before_kib
     solver = Solver(chain, slots=SLOTS)
     half_seconds, half_cpu, half = _timed(lambda: solver.plan(keep_all_bytes // 2))
@@ -157,42 +157,37 @@ def measure(stages: int, options: int, shortcuts: bool) -> dict[str, float]:
 
 
 def compare(stages: int, options: int, runs: int) -> dict[str, float]:
-    """The fast table and the loops in turn, in this process."""
-    thresholds = _thresholds(chain_of(stages, options, False))
-    if is_worthwhile(stages, SLOTS):
-        _load()
-    found: dict[str, list[float]] = {name: [] for name in ("fast", "fast_cpu", "loops", "loops_cpu")}
+    """The compiled kernel and the same functions as plain Python in turn, in this process."""
+    requirements = _requirements(chain_of(stages, options, False))
+    _load()
+    found: dict[str, list[float]] = {name: [] for name in ("compiled", "compiled_cpu", "plain", "plain_cpu")}
     for _ in range(runs):
-        seconds, cpu, table = _timed(lambda: _solve(thresholds))
-        found["fast"].append(seconds)
-        found["fast_cpu"].append(cpu)
-        seconds, cpu, loops = _timed(lambda: _solve(thresholds, compiled=False))
-        found["loops"].append(seconds)
-        found["loops_cpu"].append(cpu)
-        np.testing.assert_allclose(table.seconds, loops.seconds, rtol=1e-5)
+        seconds, cpu, compiled = _timed(lambda: _solve(requirements, compiled=True))
+        found["compiled"].append(seconds)
+        found["compiled_cpu"].append(cpu)
+        seconds, cpu, plain = _timed(lambda: _solve(requirements, compiled=False))
+        found["plain"].append(seconds)
+        found["plain_cpu"].append(cpu)
+        np.testing.assert_array_equal(compiled.seconds, plain.seconds)
     best = {name: min(values) for name, values in found.items()}
-    return {**best, "ratio": best["loops"] / best["fast"], "cpu_ratio": best["loops_cpu"] / best["fast_cpu"]}
+    return {**best, "ratio": best["plain"] / best["compiled"], "cpu_ratio": best["plain_cpu"] / best["compiled_cpu"]}
 
 
-def _thresholds(chain: Chain) -> Thresholds:
+def _requirements(chain: Chain) -> Requirements:
     unit = simulate(chain, Schedule.keep_all(len(chain))).peak_bytes / SLOTS
-    return thresholds_of(chain, unit=unit)
+    return requirements_of(chain, unit=unit, refined=len(chain) <= 40)
 
 
-def _slots(stages: int) -> int:
-    return SLOTS + stages // 16 + 4
-
-
-def _solve(thresholds: Thresholds, *, compiled: bool | None = None) -> Table:
-    stages = len(thresholds.stages)
-    table = Table(thresholds, slots=_slots(stages), refined=stages <= 40, compiled=compiled)
+def _solve(requirements: Requirements, *, compiled: bool | None = None) -> Table:
+    slots = SLOTS + len(requirements.endings) // 16 + 4
+    table = Table(requirements, slots=slots, compiled=compiled)
     table.solve()
     return table
 
 
 def _load() -> None:
     """Numba and the code that it has compiled before, which is done once per process."""
-    Table(_thresholds(convolutional_chain(4)), slots=SLOTS, refined=False, compiled=True).solve()
+    _solve(_requirements(convolutional_chain(4)), compiled=True)
 
 
 def _timed(work: Callable[[], Any]) -> tuple[float, float, Any]:
@@ -225,7 +220,7 @@ def _machine() -> dict[str, Any]:
         "load_before": os.getloadavg()[0],
         "python": platform.python_version(),
         "numpy": np.__version__,
-        "numba": importlib.metadata.version("numba") if compiled_code() else None,
+        "numba": importlib.metadata.version("numba") if compiled_solve() else None,
     }
 
 
@@ -234,15 +229,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--one", type=int, nargs=3, metavar=("STAGES", "OPTIONS", "SKIPS"), help="measure one row here")
     parser.add_argument(
-        "--loops", type=int, nargs=3, metavar=("STAGES", "OPTIONS", "RUNS"), help="compare with loops here"
+        "--plain", type=int, nargs=3, metavar=("STAGES", "OPTIONS", "RUNS"), help="compare with plain Python here"
     )
     parser.add_argument("--runs", type=int, default=3, help="processes per row")
     arguments = parser.parse_args()
     if arguments.one:
         stages, options, shortcuts = arguments.one
         print(json.dumps(measure(stages, options, bool(shortcuts))))
-    elif arguments.loops:
-        print(json.dumps(compare(*arguments.loops)))
+    elif arguments.plain:
+        print(json.dumps(compare(*arguments.plain)))
     else:
         _measure_all(arguments.runs)
 
@@ -264,17 +259,17 @@ def _measure_all(runs: int) -> None:
         {"stages": stages, "options": options, "skips": shortcuts, **_best(results)}
         for (stages, options, shortcuts), results in found.items()
     ]
-    loops = [
-        {"stages": stages, "options": options, **_apart("--loops", stages, options, 1 if stages > 200 else runs)}
-        for stages, options in LOOPS
+    plain = [
+        {"stages": stages, "options": options, **_apart("--plain", stages, options, 1 if stages > 100 else runs)}
+        for stages, options in PLAIN
     ]
     machine["load_after"] = os.getloadavg()[0]
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "planner.json").write_text(
-        json.dumps({"machine": machine, "rows": rows, "loops": loops}, indent=2) + "\n"
+        json.dumps({"machine": machine, "rows": rows, "plain": plain}, indent=2) + "\n"
     )
-    (RESULTS / "planner.md").write_text(_markdown(rows, loops, machine))
-    print(_markdown(rows, loops, machine))
+    (RESULTS / "planner.md").write_text(_markdown(rows, plain, machine))
+    print(_markdown(rows, plain, machine))
 
 
 def _best(results: list[dict[str, float]]) -> dict[str, float]:
@@ -283,7 +278,7 @@ def _best(results: list[dict[str, float]]) -> dict[str, float]:
     return {**best, "table_seconds_median": statistics.median(each["table_seconds"] for each in results)}
 
 
-def _markdown(rows: list[dict[str, Any]], loops: list[dict[str, Any]], machine: dict[str, Any]) -> str:
+def _markdown(rows: list[dict[str, Any]], plain: list[dict[str, Any]], machine: dict[str, Any]) -> str:
     lines = [
         f"# Planning at {SLOTS} slots",
         "",
@@ -293,7 +288,7 @@ def _markdown(rows: list[dict[str, Any]], loops: list[dict[str, Any]], machine: 
         f"{machine['processes_per_row']} processes.",
         "",
         "Seconds by the clock / of processor time over all threads. A load above the number of cores means that others ran: then the clock says "
-        "how long we waited for them, and processor time still contains what they did to the caches. Chains of 130 stages and more are planned by "
+        "how long we waited for them, and processor time still contains what they did to the caches. Chains of 80 stages and more are planned by "
         f"machine code where there is Numba; loading it takes {max(row['loading_seconds'] for row in rows):.1f} s once per process, which is not "
         "in the table.",
         "",
@@ -310,18 +305,17 @@ def _markdown(rows: list[dict[str, Any]], loops: list[dict[str, Any]], machine: 
         )
     lines += [
         "",
-        "## Compiled code against loops",
+        "## Compiled code against plain Python",
         "",
-        "The same table, equal bit by bit, by `planning/loops.py`: a loop over intervals, NumPy over the ends of segments and over memory. "
-        "In turn in one process.",
+        "The same table, equal bit by bit, by the same functions of `planning/kernel.py`, in turn in one process.",
         "",
-        "| stages | options | table | loops | ratio |",
+        "| stages | options | compiled | plain | ratio |",
         "|" + " ---: |" * 5,
     ]
     lines += [
-        f"| {row['stages']} | {row['options']} | {row['fast']:.2f} / {row['fast_cpu']:.2f} | {row['loops']:.2f} / {row['loops_cpu']:.2f} | "
+        f"| {row['stages']} | {row['options']} | {row['compiled']:.2f} / {row['compiled_cpu']:.2f} | {row['plain']:.2f} / {row['plain_cpu']:.2f} | "
         f"{row['ratio']:.1f} / {row['cpu_ratio']:.1f} |"
-        for row in loops
+        for row in plain
     ]
     return "\n".join(lines) + "\n"
 

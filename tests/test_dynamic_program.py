@@ -1,4 +1,4 @@
-"""The table: compiled code against loops, schedules against what the table says of them, and what is shared."""
+"""The table: the kernel compiled against the kernel as Python, and schedules against what the table says of them."""
 
 from __future__ import annotations
 
@@ -16,32 +16,27 @@ from hypothesis import strategies as st
 from strategies import KINDS, random_chain, with_skips
 
 from lightning_rotor.chain import Chain
-from lightning_rotor.planning.backtracking import Extraction
+from lightning_rotor.planning.backtracking import schedule_at
 from lightning_rotor.planning.dynamic_program import Table
-from lightning_rotor.planning.kernel import aligned_unit, first_twins
-from lightning_rotor.planning.requirements import Thresholds, thresholds_of
+from lightning_rotor.planning.requirements import requirements_of
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
 
 
-def in_slots(chain: Chain, slots: int, *, aligned: bool = False, **step: bool | int) -> tuple[Thresholds, int]:
-    """The chain in so many slots or a few more, and how many."""
+def solved(chain: Chain, slots: int, *, compiled: bool = False, **arguments: bool | int) -> Table:
+    """The table of a chain in so many slots."""
     most_bytes = max(simulate(chain, Schedule.keep_all(len(chain))).peak_bytes, 1)
-    unit = aligned_unit(chain, most_bytes / slots) if aligned else most_bytes / slots
-    return thresholds_of(chain, unit=unit, **step), int(most_bytes / unit) + 6  # type: ignore[arg-type]
-
-
-def solved(thresholds: Thresholds, slots: int, *, refined: bool, compiled: bool = False) -> Table:
-    table = Table(thresholds, slots=slots, refined=refined, compiled=compiled)
+    requirements = requirements_of(chain, unit=most_bytes / slots, **arguments)  # type: ignore[arg-type]
+    table = Table(requirements, slots=slots + 6, compiled=compiled)
     table.solve()
     assert table.is_compiled is compiled
     return table
 
 
-def assert_same_tables(compiled: Table, by_loops: Table, every: int) -> None:
-    np.testing.assert_array_equal(compiled.seconds, by_loops.seconds)
+def assert_same_tables(compiled: Table, plain: Table, every: int) -> None:
+    np.testing.assert_array_equal(compiled.seconds, plain.seconds)
     for memory in np.flatnonzero(np.isfinite(compiled.seconds))[::every].tolist():
-        assert Extraction(compiled).schedule(memory) == Extraction(by_loops).schedule(memory)
+        assert schedule_at(compiled, memory) == schedule_at(plain, memory)
 
 
 @st.composite
@@ -62,46 +57,53 @@ def any_chains(draw: st.DrawFn, *, repeats: int = 1) -> Chain:
     return with_skips(rng, chain) if len(chain) >= 3 and draw(st.booleans()) else chain
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
-    any_chains() | any_chains(repeats=4), st.sampled_from((30, 150, 600)), st.booleans(), st.booleans(), st.booleans()
+    any_chains() | any_chains(repeats=4),
+    st.sampled_from((30, 150, 600)),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
 )
-def test_compiled_code_fills_the_same_table_bit_by_bit(
-    chain: Chain, slots: int, gradients_exist: bool, readers_pay: bool, lingering: bool
+def test_compiled_kernel_fills_the_same_table_bit_by_bit(
+    chain: Chain, slots: int, refined: bool, gradients_exist: bool, readers_pay: bool, lingering: bool
 ) -> None:
-    thresholds, slots = in_slots(
-        chain,
-        slots,
-        aligned=True,
-        gradients_exist=gradients_exist,
-        readers_pay=readers_pay,
-        lingering_bytes=slots * lingering,
-    )
-    by_loops, compiled = (solved(thresholds, slots, refined=False, compiled=choice) for choice in (False, True))
-    assert (np.diff(by_loops.seconds[np.isfinite(by_loops.seconds)]) <= 0).all()
-    assert_same_tables(compiled, by_loops, every=9)
+    step = {"gradients_exist": gradients_exist, "readers_pay": readers_pay, "lingering_bytes": slots * lingering}
+    plain, compiled = (solved(chain, slots, refined=refined, compiled=choice, **step) for choice in (False, True))
+    assert (np.diff(plain.seconds[np.isfinite(plain.seconds)]) <= 0).all()
+    assert_same_tables(compiled, plain, every=9)
 
 
-@pytest.mark.parametrize(("threads", "columns"), [(1, 32), (2, 7), (3, 1), (3, 200)])
+@pytest.mark.parametrize(("threads", "block"), [(1, 16), (2, 7), (3, 1), (3, 200)])
 @pytest.mark.parametrize("options", [1, 3])
-def test_compiled_code_gives_long_chains_the_same_plans(
-    monkeypatch: pytest.MonkeyPatch, threads: int, columns: int, options: int
+def test_threads_and_blocks_make_no_difference(
+    monkeypatch: pytest.MonkeyPatch, threads: int, block: int, options: int
 ) -> None:
-    chain = random_chain(random.Random(options), 110, "options", grain=4099, most_options=110 * options)
+    chain = random_chain(random.Random(options), 60, "options", grain=4099, most_options=60 * options)
     chain = with_skips(random.Random(1), chain)
-    thresholds, slots = in_slots(chain, 150)
     monkeypatch.setattr("lightning_rotor.planning.dynamic_program._cores", lambda: threads)
-    monkeypatch.setattr("lightning_rotor.planning.dynamic_program._COLUMNS", columns)
-    by_loops, compiled = (solved(thresholds, slots, refined=False, compiled=choice) for choice in (False, True))
-    assert_same_tables(compiled, by_loops, every=5)
+    monkeypatch.setattr("lightning_rotor.planning.dynamic_program._BLOCK", block)
+    plain, compiled = (solved(chain, 150, compiled=choice) for choice in (False, True))
+    assert_same_tables(compiled, plain, every=5)
 
 
-def test_short_chains_and_refined_tables_do_not_wait_for_compiled_code() -> None:
-    thresholds, _ = in_slots(random_chain(random.Random(1), 100, "cnn"), 500)
-    assert not Table(thresholds, slots=500, refined=False).is_compiled
-    thresholds, _ = in_slots(random_chain(random.Random(1), 150, "cnn"), 500)
-    assert Table(thresholds, slots=500, refined=False).is_compiled
-    assert not Table(thresholds, slots=500, refined=True).is_compiled
+def test_short_chains_do_not_wait_for_compiled_code() -> None:
+    for stages, is_compiled in ((20, False), (150, True)):
+        requirements = requirements_of(random_chain(random.Random(1), stages, "cnn"), unit=1e6)
+        assert Table(requirements, slots=500).is_compiled is is_compiled
+
+
+@settings(max_examples=20, deadline=None)
+@given(any_chains(), st.integers(0, 200), st.integers(0, 200))
+def test_a_floor_leaves_so_much_memory_when_the_last_stage_is_kept(chain: Chain, floor: int, before: int) -> None:
+    table, free = solved(chain, 150), solved(chain, 150)
+    table.solve_last_column(floor=before)
+    table.solve_last_column(floor=floor)
+    assert (table.seconds >= free.seconds).all()
+    assert np.isinf(table.seconds[:floor]).all()
+    table.solve_last_column(floor=0)
+    np.testing.assert_array_equal(table.seconds, free.seconds)
 
 
 SCRIPT = """
@@ -110,9 +112,9 @@ import random, sys
 sys.path.insert(0, {tests!r})
 from strategies import random_chain
 from lightning_rotor.planning import minimum_budget
-from lightning_rotor.planning.machine_code import compiled_code
-assert (compiled_code() is not None) is {compiled}
-print(minimum_budget(random_chain(random.Random(3), 140, "cnn", grain=4099)).schedule)
+from lightning_rotor.planning.dynamic_program import compiled_solve
+assert (compiled_solve() is not None) is {compiled}
+print(minimum_budget(random_chain(random.Random(3), 82, "cnn", grain=4099), slots=100).schedule)
 """
 
 
@@ -135,54 +137,21 @@ def test_without_numba_or_a_place_for_its_code_plans_are_the_same(tmp_path: Path
     assert run_alone(no_locators, False) == expected
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(any_chains(), st.booleans())
 def test_schedules_that_are_read_from_the_table_take_the_seconds_that_it_says(chain: Chain, refined: bool) -> None:
     chain = replace(chain, segment_seconds=0.0)  # of segments nested twice the table knows one pass less
-    thresholds, slots = in_slots(chain, 150)
-    table = solved(thresholds, slots, refined=refined)
-    extraction = Extraction(table)
+    table = solved(chain, 150, refined=refined)
     for memory in np.flatnonzero(np.isfinite(table.seconds))[::9].tolist():
-        seconds = simulate(chain, extraction.schedule(memory)).seconds
-        assert seconds == pytest.approx(float(table.seconds[memory]), rel=1e-5)
-
-
-def periodic_chain(repeats: int) -> Chain:
-    block = random_chain(random.Random(4), 6, "heterogeneous", grain=4099).stages[1:]
-    return Chain(tuple(replace(block[index % 5], name=f"stage{index}") for index in range(5 * repeats)))
-
-
-def test_most_intervals_of_a_periodic_chain_are_copies_where_gradients_exist() -> None:
-    chain = periodic_chain(12)
-    thresholds, slots = in_slots(chain, 300, aligned=True, gradients_exist=True)
-    table = Table(thresholds, slots=slots, refined=False)
-    twins = first_twins(table.decisions)
-    assert twins is not None
-    copies = np.count_nonzero(twins != np.arange(60))
-    assert copies > 0.75 * 60 * 61 / 2  # all but the first of each kind, and those that touch an end of the chain
-    length, first = 7, 33
-    assert twins[length, first] == first % 5
-    assert twins[length, 35] == 5  # stage 0 is different: its input is the caller's
-
-
-def test_chain_without_identical_stages_has_no_copies() -> None:
-    chain = random_chain(random.Random(5), 30, "heterogeneous")
-    thresholds, slots = in_slots(chain, 100)
-    assert first_twins(Table(thresholds, slots=slots, refined=False).decisions) is None
-    assert aligned_unit(chain, 12.5) == 12.5
-
-
-def test_unit_is_a_whole_part_of_what_a_period_retains() -> None:
-    chain = periodic_chain(12)
-    period = sum(stage.output_bytes + stage.keep.saved_bytes for stage in chain.stages[5:10])
-    unit = aligned_unit(chain, period / 7.3)
-    assert period / unit == pytest.approx(8)
+        assert simulate(chain, schedule_at(table, memory)).seconds == pytest.approx(
+            float(table.seconds[memory]), rel=1e-9
+        )
 
 
 def test_an_error_in_one_thread_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    thresholds, slots = in_slots(random_chain(random.Random(3), 80, "cnn", grain=4099), 50)
-    table = Table(thresholds, slots=slots, refined=False, compiled=True)
+    requirements = requirements_of(random_chain(random.Random(3), 80, "cnn", grain=4099), unit=1e6)
+    table = Table(requirements, slots=50, compiled=True)
     monkeypatch.setattr("lightning_rotor.planning.dynamic_program._cores", lambda: 3)
-    monkeypatch.setattr("lightning_rotor.planning.machine_code.CompiledTable.solve", None)
-    with pytest.raises(TypeError, match="not callable"):
+    monkeypatch.setattr(table, "_compiled", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
         table.solve()

@@ -17,9 +17,9 @@ from strategies import random_chain, with_inversion, with_skips
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import ScheduleError
 from lightning_rotor.planning import Plan, Solver, fine_slots, lower_bound_seconds, minimum_budget, plan
-from lightning_rotor.planning.backtracking import Extraction
+from lightning_rotor.planning.backtracking import schedule_at
 from lightning_rotor.planning.dynamic_program import Table
-from lightning_rotor.planning.requirements import thresholds_of
+from lightning_rotor.planning.requirements import requirements_of
 from lightning_rotor.report import draw_chain, plot_timeline
 from lightning_rotor.report.style import INVERSION_COLOURS, INVERSION_LABEL
 from lightning_rotor.schedule import Leaf, Schedule
@@ -81,21 +81,21 @@ def test_plan_is_as_fast_as_the_best_of_all_schedule_trees_with_inverted_stages(
 
 @settings(max_examples=60, deadline=None)
 @given(st.randoms(use_true_random=False), st.sampled_from((30, 150, 600)), st.booleans())
-def test_compiled_code_and_loops_fill_the_same_table(rng: random.Random, slots: int, gradients_exist: bool) -> None:
+def test_compiled_and_plain_kernel_fill_the_same_table(rng: random.Random, slots: int, gradients_exist: bool) -> None:
     chain = random_chain(rng, rng.randint(2, 9), "invertible", grain=rng.choice((1, 997)))
     chain = replace(chain, segment_seconds=0.0)  # nested segments take more of it than is counted
     chain = with_skips(rng, chain) if len(chain) >= 3 and rng.random() < 0.3 else chain
     most_bytes = simulate(chain, Schedule.keep_all(len(chain))).peak_bytes
-    thresholds = thresholds_of(chain, unit=most_bytes / slots, gradients_exist=gradients_exist)
-    by_loops, compiled = (Table(thresholds, slots=slots, refined=False, compiled=choice) for choice in (False, True))
-    by_loops.solve()
+    requirements = requirements_of(chain, unit=most_bytes / slots, gradients_exist=gradients_exist)
+    plain, compiled = (Table(requirements, slots=slots, compiled=choice) for choice in (False, True))
+    plain.solve()
     compiled.solve()
-    np.testing.assert_array_equal(by_loops.seconds, compiled.seconds)
-    for memory in np.flatnonzero(np.isfinite(by_loops.seconds))[::9].tolist():
-        schedule = Extraction(by_loops).schedule(memory)
-        assert schedule == Extraction(compiled).schedule(memory)
+    np.testing.assert_array_equal(plain.seconds, compiled.seconds)
+    for memory in np.flatnonzero(np.isfinite(plain.seconds))[::9].tolist():
+        schedule = schedule_at(plain, memory)
+        assert schedule == schedule_at(compiled, memory)
         assert simulate(chain, schedule, gradients_exist=gradients_exist).seconds == pytest.approx(
-            float(by_loops.seconds[memory]), rel=1e-5
+            float(plain.seconds[memory]), rel=1e-9
         )
 
 

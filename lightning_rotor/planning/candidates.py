@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_rotor.chain import Chain
-from lightning_rotor.planning.backtracking import Extraction
+from lightning_rotor.planning.backtracking import schedule_at
 from lightning_rotor.planning.dynamic_program import Table
 from lightning_rotor.schedule import Item, Leaf, Schedule, Segment
 from lightning_rotor.simulator import Simulation, first_inverted
@@ -24,6 +24,8 @@ from lightning_rotor.simulator import Simulation, first_inverted
 
 
 _LONGEST_WRAP = 3
+# Sums of the same durations in another order differ by less.
+_ROUNDING = 1 - 1e-12
 
 
 def edits(schedule: Schedule, chain: Chain) -> Iterator[Schedule]:
@@ -126,7 +128,6 @@ class Staircase:
     ) -> None:
         self._chain = chain
         self._table = table
-        self._extraction = Extraction(table)
         self._unit = unit
         self._judge = judge
         self._uncertain_bytes = uncertain_bytes if thorough else 0
@@ -148,7 +149,7 @@ class Staircase:
         if not 0 <= stair < len(self._stairs):
             raise IndexError(f"stair {stair} of {len(self._stairs)}")
         if stair not in self._proposals:
-            self._proposals[stair] = self._judge(self._extraction.schedule(self._stairs[stair]))
+            self._proposals[stair] = self._judge(schedule_at(self._table, self._stairs[stair]))
         return self._proposals[stair]
 
     def fastest(self, budget_bytes: int) -> Proposal | None:
@@ -159,10 +160,7 @@ class Staircase:
         """
         best: Proposal | None = None
         for stair in range(self._hopeful_stair(budget_bytes), -1, -1):
-            if (
-                best is not None
-                and self._table.seconds[self._stairs[stair]] * self._table.accuracy >= best.simulation.seconds
-            ):
+            if best is not None and self._table.seconds[self._stairs[stair]] * _ROUNDING >= best.simulation.seconds:
                 break
             fitting = [each for each in self._around(stair, budget_bytes) if each.simulation.peak_bytes <= budget_bytes]
             best = min(fitting if best is None else [best, *fitting], key=lambda each: each.by_seconds, default=None)

@@ -20,12 +20,12 @@ Either stage ``i`` is kept, or the stages ``i..j-1`` become a segment, of which 
                             where h_i is what stages ``i - 1`` and ``i`` save of the boundary, counted once
     ======================  ====================================================================================
 
-Each decision has thresholds on ``m``, see :mod:`lightning_rotor.planning.requirements`. Intervals that end at ``l = n - 1`` exist only
+Each decision needs a least ``m``, see :mod:`lightning_rotor.planning.requirements`. Intervals that end at ``l = n - 1`` exist only
 in the step's own forward, the others only in a recomputation, which the backward of ``l`` starts while it holds its gradient and
 which stops at the last saved tensor of ``l``. A stage ``l`` that saves nothing at the end of a segment is not recomputed at all:
 body(m, i, l) = backward of ``l`` + body(m, i, l - 1).
 
-Columns are filled from the left, each from below::
+The functions of :mod:`lightning_rotor.planning.kernel` fill columns from the left, each from below::
 
             l   0  1  2  3
     i   0       1  3  6 10      Row (i, l) needs the rows to its left (bodies that start at i)
@@ -33,8 +33,13 @@ Columns are filled from the left, each from below::
         2             4  8
         3                7
 
-:mod:`.loops` does that as it stands here. :mod:`.compiled` does it for long chains in machine code, and in threads: each has a band of
-columns and follows the one before it, a few lengths behind.
+Where Numba is installed it compiles them for long chains, and threads fill blocks of columns and lengths. A block needs the one to its
+left and the one below it, so all blocks of a wave are filled at once::
+
+    columns      0-15  16-31  32-47
+    length 33-                  4
+    length 17-           2      3        the wave of each block
+    length  1-     0     1      2
 
 For ``n`` stages and ``S`` slots: time O(n³ S), memory O(n² S) for ``body`` and each ``rest_c``. Decisions are not stored; see
 :mod:`lightning_rotor.planning.backtracking`.
@@ -55,118 +60,131 @@ recurrence this refines: gradients and temporaries count only when they are aliv
 
 from __future__ import annotations
 
+import logging
 import math
 import os
-import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
+from pathlib import Path
+from types import FunctionType
+from typing import Any
 
 import numpy as np
 
-from lightning_rotor.planning.kernel import Loops, Seconds, Storage, first_twins
-from lightning_rotor.planning.machine_code import CompiledTable, compiled_code, is_worthwhile
-from lightning_rotor.planning.requirements import NEVER, Decisions, Thresholds
+from lightning_rotor.planning import kernel
+from lightning_rotor.planning.kernel import FIRST, NEVER, Requirements, Rows, Seconds
+from lightning_rotor.planning.requirements import with_floor
 
-# Columns of a band: what they need of one another fits the second cache.
-_COLUMNS = 32
+_log = logging.getLogger(__name__)
+
+# Columns and lengths of a block.
+_BLOCK = 16
 # More threads wait for one another.
 _MOST_THREADS = 4
-
-
-class _Progress:
-    """How far each band is: the length up to which its intervals are solved."""
-
-    def __init__(self) -> None:
-        self._reached: dict[int, int] = {-1: NEVER}
-        self._changed = threading.Condition()
-
-    def reach(self, band: int, length: int) -> None:
-        with self._changed:
-            self._reached[band] = length
-            self._changed.notify_all()
-
-    def wait_for(self, band: int, length: int) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._reached.get(band, -1) >= length)
+# From so many stages on plain Python takes longer than it takes to load Numba and compiled code.
+_COMPILED_STAGES = 80
 
 
 class Table:
-    """Least seconds for every interval and every memory, and the schedules behind them.
+    """Least seconds for every interval and every memory.
 
     Args:
-        thresholds: The chain, in slots.
+        requirements: The chain, in slots.
         slots: The table holds memories ``0 .. slots``.
-        refined: Count seconds in double precision, and tell apart who holds a segment's input even where that seldom matters.
-            Takes up to six times as long.
-        compiled: Whether compiled code fills the table. By default it does where that pays and Numba is there; only tables
-            that are not refined can be. The numbers are the same.
+        compiled: Whether compiled code fills it. By default it does for long chains where Numba is there. The numbers are the same.
+
+    Attributes:
+        requirements: The chain, in slots.
+        rows: What is behind the seconds.
+        seconds: Least seconds of the whole step by memory; infinite where nothing fits. Never increases.
     """
 
-    def __init__(self, thresholds: Thresholds, *, slots: int, refined: bool, compiled: bool | None = None) -> None:
-        self.decisions = Decisions(thresholds, refined=refined)
-        self.size = slots + 1
-        self._refined = refined
-        dtype = np.float64 if refined else np.float32
-        self.storage = Storage(self.decisions, self.size, dtype)
-        self._whole: Seconds = np.full(self.size, math.inf, dtype)
-        if compiled is None:
-            compiled = is_worthwhile(len(thresholds.stages), slots)
-        self._code = compiled_code() if compiled and not refined else None
-
-    @property
-    def seconds(self) -> Seconds:
-        """Least seconds of the whole step by memory; infinite where nothing fits. Never increases."""
-        return self._whole
+    def __init__(self, requirements: Requirements, *, slots: int, compiled: bool | None = None) -> None:
+        self._stages = len(requirements.endings)
+        self.requirements = self._without_floor = requirements
+        self.rows = _room_for(requirements, slots + 1)
+        self.seconds: Seconds = np.full(slots + 1, math.inf)
+        compiled = self._stages >= _COMPILED_STAGES if compiled is None else compiled
+        self._compiled = compiled_solve() if compiled else None
+        self._last_column_begins = int(self.rows.used[-1])
 
     @property
     def is_compiled(self) -> bool:
-        """Compiled code fills it, not loops."""
-        return self._code is not None
+        """True if compiled code fills it."""
+        return self._compiled is not None
 
-    @property
-    def accuracy(self) -> float:
-        """Factor that makes ``seconds`` a lower bound: single precision rounds."""
-        return 1 - 1e-12 if self._refined else 1 - 1e-6
+    def solve(self) -> None:
+        """Fill the table."""
+        top = self._stages - 1
+        if self._compiled is None:
+            self._fill(range(top), range(top))
+        else:
+            columns = [range(begin, min(begin + _BLOCK, top)) for begin in range(0, top, _BLOCK)]
+            with ThreadPoolExecutor(min(_MOST_THREADS, _cores())) as pool:
+                for wave in range(2 * len(columns)):
+                    blocks = range(-(-wave // 2), min(wave + 1, len(columns)))
+                    lengths = [range((wave - block) * _BLOCK, (wave - block + 1) * _BLOCK) for block in blocks]
+                    list(pool.map(self._fill, columns[blocks.start :], lengths))
+        self.solve_last_column()
 
-    def solve(self, *, packed: bool = True) -> None:
-        """Fill the table.
+    def solve_last_column(self, *, floor: int | None = None) -> None:
+        """Fill what ends with the last stage, perhaps again.
 
         Args:
-            packed: Keep it in a quarter of its room, see :meth:`.Storage.pack`.
+            floor: So many slots must be left when that stage is kept.
         """
-        if self._code is None:
-            Loops(self.decisions, self.storage, self._whole).solve()
-        else:
-            twins = first_twins(self.decisions)
-            self._solve_in_bands(CompiledTable(self.decisions, self.storage, twins, self._whole, self._code))
-        if packed:
-            self.storage.pack()
+        if floor is not None:
+            self.requirements = with_floor(self._without_floor, floor)
+        self.rows.used[-1] = self._last_column_begins
+        self._fill(range(self._stages - 1, self._stages), range(self._stages))
 
-    def solve_column(self, last: int, thresholds: Thresholds) -> None:
-        """Fill all intervals that end in ``last`` again, after their thresholds have changed.
+    def _fill(self, columns: range, lengths: range) -> None:
+        """All intervals that end in some columns and have one of some lengths (less one)."""
+        solve = self._compiled or kernel.solve
+        solve(self.requirements, self.rows, (columns.start, columns.stop), (lengths.start, lengths.stop), self.seconds)
 
-        Of tables that loops have filled and that are not packed.
-        """
-        self.decisions.take_over(thresholds)
-        Loops(self.decisions, self.storage, self._whole, is_filled=True).solve_column(last)
 
-    def _solve_in_bands(self, table: CompiledTable) -> None:
-        n = self.decisions.top + 1
-        bands = [range(begin, min(begin + _COLUMNS, n)) for begin in range(0, n, _COLUMNS)]
-        solve = partial(self._solve_band, table, _Progress())
-        with ThreadPoolExecutor(min(_MOST_THREADS, _cores(), len(bands))) as pool:
-            for solved in [pool.submit(solve, number, band) for number, band in enumerate(bands)]:
-                solved.result()
+def _room_for(a: Requirements, size: int) -> Rows:
+    """Rows for a table of which none is there yet. Memory that no row needs is never touched, and so never taken."""
+    n = len(a.endings)
+    counts = np.array([*(a.variants * (n - np.arange(n))), *(a.endings * a.class_before[1:])])
+    rows, starts = np.cumsum([1, *counts]), np.cumsum([1, *(counts * size)])
+    spans = np.zeros((int(rows[-1]), 3), np.int64)
+    spans[1:, FIRST] = NEVER
+    # Not from NumPy, which asks for huge pages: those are taken as a whole.
+    values = np.frombuffer(mmap(-1, 8 * int(starts[-1]), MAP_PRIVATE | MAP_ANONYMOUS))
+    values[0] = 0.0
+    return Rows(size, rows[:n], rows[n:-1], spans, values, starts[:-1].copy())
 
-    def _solve_band(self, table: CompiledTable, progress: _Progress, number: int, band: range) -> None:
-        """All intervals that end in ``band``, by rising length, some lengths at once."""
-        try:
-            for lengths in table.steps(band):
-                progress.wait_for(number - 1, lengths[-1])
-                table.solve(band, lengths)
-                progress.reach(number, lengths[-1])
-        finally:
-            progress.reach(number, NEVER)
+
+@cache
+def compiled_solve() -> Callable[..., None] | None:
+    """:func:`.kernel.solve` in machine code; None where that cannot be had: planning then takes longer and finds the same."""
+    try:
+        import numba
+    except ImportError as error:  # Numba raises it, too, if it is too old for NumPy
+        _log.debug("long chains are planned without compilation: %s", error)
+        return None
+    if getattr(numba.config, "DISABLE_JIT", False):  # it would run the same code as Python, without the shortcuts
+        return None
+    names: dict[str, Any] = dict(vars(kernel))
+    functions = {name: each for name, each in names.items() if isinstance(each, FunctionType)}
+    functions |= {name: functions[f"{name}_by_slot"] for name in ("lower_to_sums", "lower_to_row")}
+    try:
+        for name, function in functions.items():
+            # A copy that finds compiled copies under the names of the others. Only the first one is called from Python and kept on disk.
+            options: dict[str, Any] = {"cache": True} if name == "solve" else {"no_cpython_wrapper": True}
+            copy = FunctionType(function.__code__, names, name)
+            names[name] = numba.njit(nogil=True, **options)(copy)
+    except RuntimeError as error:  # no place to keep compiled code: compiling takes longer than it saves
+        _log.info("long chains are planned without compilation, for Numba cannot keep compiled code: %s", error)
+        return None
+    solve: Callable[..., None] = names["solve"]
+    if not any(Path(names["solve"].stats.cache_path).glob("kernel.solve*.nbi")):
+        _log.info("compiling the planner for long chains, which takes some seconds, once")
+    return solve
 
 
 def _cores() -> int:

@@ -1,465 +1,305 @@
-"""The dynamic program as its recurrences read: a loop over intervals, and NumPy over the ends of a segment and over memory.
+"""The recurrences of :mod:`.dynamic_program`: plain loops over intervals and decisions, NumPy over memory.
 
-It fills the tables of short chains, and those of long ones where there is no Numba. It is also the oracle of
-:mod:`lightning_rotor.planning.compiled`, which finds the same numbers bit by bit.
+The functions run as they stand, or compiled by Numba, see :mod:`.compilation`. Each decision is said once, as :class:`Choices`, from
+which the loops fill the table and :mod:`.backtracking` reads schedules.
+
+Of each row of the table only what changes is stored: it is infinite before its first slot, never increases, and stays the same from its last
+slot on. That is about a quarter of all numbers, and of all work::
+
+    slots         first      last           A sum of two rows is infinite before the later first slot, and constant from the later
+    row       ∞ ∞ ∞ ▔▔▔╲_____▁ ▁ ▁ ▁       last slot on. It lowers a target only where that is above the least of the sum.
 """
 
 from __future__ import annotations
 
-import math
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning_rotor.chain import Chain
-from lightning_rotor.planning.requirements import (
-    BackwardNeed,
-    Context,
-    Decisions,
-    Ending,
-    Integers,
-    LeafCost,
-    by_context,
-)
+Integers: TypeAlias = npt.NDArray[np.int64]
+Seconds: TypeAlias = npt.NDArray[np.float64]
 
-# ----------------------------------------------------------------------------------------------------
-# Which intervals have the same table, because their stages are the same one by one.
+NEVER = 1 << 60
+"""Slot that no table has: the decision is not allowed."""
 
+# Rows of ``kept`` and ``ended``: ways to keep a stage.
+FORWARD, LEAST, TAKEN, CLASS, RECORDED = range(5)
+# Columns of ``Rows.spans``.
+START, FIRST, LAST = range(3)
 
-# A period is worth fitting slots to if it holds for this part of the chain at least.
-_PERIODIC = 0.5
-# Looking for twins costs something everywhere, and pays if so many of all intervals have one.
-_WORTHWHILE = 0.05
+_FINITE = float(np.finfo(np.float64).max)
 
 
-def first_twins(decisions: Decisions) -> npt.NDArray[np.int64] | None:
-    """``(n, n)``, by length less one and first stage: where the first interval like this one starts; None if hardly any two are alike.
+class Requirements(NamedTuple):
+    """What the decisions for a chain of ``n`` stages need and take: slots, and seconds. See :mod:`.requirements`.
 
-    Takes O(n² log n).
+    Arrays are indexed by stages (``n``), by ``endings`` of a recomputation, and by *sources*: where the input of a stage comes from. The first
+    sources are *variants*, in which somebody else holds it; the others are *classes*, by what the stage before saved of it, and pay for it.
+
+    Attributes:
+        endings: ``(n,)``, how many ways a stage has to end a recomputation.
+        variants: ``(n,)``, how many variants count.
+        class_before: ``(n + 1,)``, classes of all stages before.
+        outermost: ``(n,)``, first stage of the longest segment that may end there.
+        base: ``(endings, n, n)``, alive whenever ``i..l`` runs forward.
+        trigger: ``(n, endings)``, taken by the backward before it starts the recomputation.
+        kept: ``(n, sources, 5, ways)``: peak of the forward without ``base``, least memory, what is taken, the class of the output, and
+            what is added to the least memory of recording all that follows. The ways are the options, and perhaps once more all of them
+            with the input free.
+        kept_seconds: ``(n, ways)``.
+        ended: ``(n, endings, sources, 5, ways)``, the same of a stage that ends a recomputation, or the step's forward.
+        ended_seconds: ``(n, ways)``.
+        recording: ``(endings, n + 1, n)``, least memory to run ``i..l`` and keep everything; no endings if no way asks for it.
+        bare: ``(n, 1 + variants, options)``, least memory of a backward that needs no recomputation: behind others, or alone by variant.
+        bare_seconds: ``(n, options)``.
+        input_slots: ``(n,)``.
+        segment_variant: ``(2, n, classes)``, the variant of a segment that pays for its input; 1 in the step's own forward.
+        segment_least: ``(2, n, classes)``, the least memory for it, its input included.
+        peak: ``(2, n, n)``, of the discarded pass over ``i..k``.
+        held: ``(n, n)``, what a segment ``i..k`` holds besides its input.
+        handed_on: ``(n, n)``, what else the stages behind ``i..k`` must do without.
+        discard_before: ``(n + 1,)`` seconds of the discarded passes over all stages before.
+        segment_seconds: Host time of one run of a segment.
     """
-    n = len(decisions.stages)
-    numbers = _numbered([_stage_key(decisions, index) for index in range(n)])
-    if len(set(numbers.tolist())) == n:
-        return None
-    needs = decisions.thresholds
-    twins = np.tile(np.arange(n), (n, 1))
-    for length in range(n):
-        first = np.arange(n - length)
-        own = [sizes[first, first + length] for sizes in (needs.discard, needs.remembered, needs.held, needs.handed_on)]
-        parts = [numbers[:-1], numbers[1:]] if length else [numbers]
-        _, begins, numbers = np.unique(np.stack([*parts, *own], axis=1), axis=0, return_index=True, return_inverse=True)
-        numbers = numbers.reshape(-1)
-        twins[length, first] = begins[numbers]
-        if len(begins) == len(first):
-            break  # what is longer holds something that is unique
-    copied = np.count_nonzero(twins != np.arange(n))
-    return twins if copied >= _WORTHWHILE * n * n / 2 else None
+
+    endings: Integers
+    variants: Integers
+    class_before: Integers
+    outermost: Integers
+    base: Integers
+    trigger: Integers
+    kept: Integers
+    kept_seconds: Seconds
+    ended: Integers
+    ended_seconds: Seconds
+    recording: Integers
+    bare: Integers
+    bare_seconds: Seconds
+    input_slots: Integers
+    segment_variant: Integers
+    segment_least: Integers
+    peak: Integers
+    held: Integers
+    handed_on: Integers
+    discard_before: Seconds
+    segment_seconds: float
 
 
-def aligned_unit(chain: Chain, unit: float) -> float:
-    """The largest unit up to ``unit`` of which a period of the chain retains a whole number; ``unit`` if the chain has no period."""
-    keys = _numbered([replace(stage, name="") for stage in chain])
-    n = len(keys)
-    for period in range(1, n // 3 + 1):
-        alike = keys[period:] == keys[:-period]
-        if alike.mean() < _PERIODIC:
-            continue
-        begin = int(np.argmax(alike))
-        retained = sum(stage.output_bytes + stage.keep.saved_bytes for stage in chain.stages[begin : begin + period])
-        return retained / math.ceil(retained / unit) if retained else unit
-    return unit
+class Rows(NamedTuple):
+    """The table: one row of seconds by memory for each interval and source.
+
+    Attributes:
+        size: Numbers per row, were all of them stored.
+        body_rows: ``(n,)``, row of the first interval that starts at a stage.
+        rest_rows: ``(n,)``, row of the first interval that ends at a stage.
+        spans: ``(rows, 3)``: slot 0 in ``values``, if it were there; the first and the last slot that are. Row 0 is zero everywhere.
+        values: Seconds of all rows.
+        used: ``(areas,)``, how far each area of ``values`` is filled. Threads fill areas of their own.
+    """
+
+    size: int
+    body_rows: Integers
+    rest_rows: Integers
+    spans: Integers
+    values: Seconds
+    used: Integers
 
 
-def _numbered(keys: list[object]) -> npt.NDArray[np.int64]:
-    """Equal keys get equal numbers."""
-    numbers: dict[object, int] = {}
-    return np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
+class Choices(NamedTuple):
+    """Ways to begin an interval. Each takes ``seconds + row(m - shift) + other(m - other_shift)`` for memories ``m >= low``."""
+
+    low: Integers
+    seconds: Seconds
+    row: Integers
+    shift: Integers
+    other: Integers
+    other_shift: Integers
 
 
-def _stage_key(decisions: Decisions, index: int) -> object:
-    stage = decisions.stages[index]
-    endings = tuple((ending.base, ending.trigger, ending.leaves) for ending in decisions.endings[index])
-    return (
-        stage.input_slots,
-        stage.saved_before,
-        stage.needs_as_segment,
-        stage.discard_seconds,
-        stage.recomputable,
-        stage.leaves,
-        endings,
-        decisions.contexts[index],
-        index == decisions.top,
+# -------------------------------------------------------------------- decisions
+
+
+def kept(a: Requirements, t: Rows, first: int, last: int, ending: int, source: int) -> Choices:
+    """Keep ``first``, by way."""
+    none = np.zeros(a.kept.shape[3], np.int64)
+    if first == last:
+        ways = a.ended[last, ending, source]
+        low = np.maximum(ways[FORWARD] + a.base[ending, first, last], ways[LEAST])
+        return Choices(low, a.ended_seconds[last], none, ways[TAKEN], none, none)
+    ways = a.kept[first, source]
+    low = np.maximum(ways[FORWARD] + a.base[ending, first, last], ways[LEAST])
+    if len(a.recording) > 0:
+        low = np.maximum(low, ways[RECORDED] + a.recording[ending, first + 1, last])
+    rest = rest_row(a, t, first + 1, last, ending, 0)
+    return Choices(low, a.kept_seconds[first], rest + ways[CLASS], ways[TAKEN], none, none)
+
+
+def segments(a: Requirements, t: Rows, first: int, last: int, ending: int, variant: int) -> Choices:
+    """Begin with a segment, by its last stage: a body, and what follows it."""
+    n = len(a.endings)
+    is_top = last == n - 1
+    base = 0 if is_top else a.base[ending, first, last]
+    held = a.held[first, first:last]
+    behind = held + a.handed_on[first, first:last]
+    low = np.maximum(held + a.peak[int(is_top), first, first:last] + base, behind)
+    body = body_row(a, t, first, first, variant)
+    rest = rest_row(a, t, 0, last, ending, 0)
+    # A nested segment's first pass runs inside its parent's, too.
+    seconds = np.full(last - first, 0.0 if is_top else a.segment_seconds)
+    bodies = np.arange(body, body + last - first)
+    return Choices(low, seconds, bodies, held, rest + a.class_before[first + 1 : last + 1], behind)
+
+
+def bare(a: Requirements, t: Rows, first: int, last: int, variant: int) -> Choices:
+    """End with options under which ``last`` saves nothing: its backward runs first, and what is recomputed ends before it."""
+    none = np.zeros(a.bare.shape[2], np.int64)
+    if first == last:
+        return Choices(a.bare[last, 1 + variant], a.bare_seconds[last] + a.segment_seconds, none, none, none, none)
+    body = body_row(a, t, first, last - 1, variant)
+    return Choices(a.bare[last, 0], a.bare_seconds[last], none + body, none, none, none)
+
+
+def body_row(a: Requirements, t: Rows, first: int, last: int, variant: int) -> int:
+    """The row of a body."""
+    row: int = t.body_rows[first] + variant * (len(a.endings) - first) + last - first
+    return row
+
+
+def rest_row(a: Requirements, t: Rows, first: int, last: int, ending: int, number: int) -> int:
+    """The row of a rest; ``number`` is the class of its input."""
+    row: int = t.rest_rows[last] + ending * a.class_before[last + 1] + a.class_before[first] + number
+    return row
+
+
+# -------------------------------------------------------------------- the table
+
+
+def solve(a: Requirements, t: Rows, columns: tuple[int, int], lengths: tuple[int, int], whole: Seconds) -> None:
+    """Fill all intervals of some lengths (less one) that end in some columns; both ranges exclude their ends.
+
+    What they need of others must be there: shorter ones in the same columns and in those before. ``whole`` gets the step's seconds.
+    """
+    splits = np.empty((a.bare.shape[1] - 1, t.size))
+    bodies = np.empty((a.bare.shape[1] - 1, t.size))
+    target = np.empty(t.size)
+    for last in range(columns[0], columns[1]):
+        for length in range(lengths[0], min(lengths[1], last - a.outermost[last] + 1)):
+            solve_interval(a, t, last - length, last, splits, bodies, target)
+            if last == len(a.endings) - 1 and length == last:
+                whole[:] = np.inf
+                lower_to_row(whole, splits[0], 0.0)
+
+
+def solve_interval(
+    a: Requirements, t: Rows, first: int, last: int, splits: Seconds, bodies: Seconds, target: Seconds
+) -> None:
+    """Fill one interval: its rests and bodies, by ending. The other arguments are room to work in."""
+    variants, is_top = a.bare.shape[1] - 1, last == len(a.endings) - 1
+    bodies[:] = np.inf
+    for ending in range(a.endings[last]):
+        splits[:] = np.inf
+        for variant in range(a.variants[first]):
+            lower_to_least(splits[variant], t, segments(a, t, first, last, ending, variant))
+        for number in range(a.class_before[first + 1] - a.class_before[first]):
+            # A segment or a stage that pays for its input.
+            target[:] = np.inf
+            least, paid = min(a.segment_least[int(is_top), first, number], t.size), a.input_slots[first]
+            split = splits[a.segment_variant[int(is_top), first, number]]
+            lower_to_row(target[least:], split[least - paid : t.size - paid], 0.0)
+            lower_to_least(target, t, kept(a, t, first, last, ending, variants + number))
+            put_row(t, len(a.endings) + last, rest_row(a, t, first, last, ending, number), target)
+        discarded = a.discard_before[last + 1] - a.discard_before[first] + a.segment_seconds
+        trigger = min(a.trigger[last, ending], t.size)
+        for variant in range(a.variants[first] if first == 0 or not is_top else 0):
+            lower_to_least(splits[variant], t, kept(a, t, first, last, ending, variant))
+            lower_to_row(bodies[variant, trigger:], splits[variant, trigger:], discarded)
+    for variant in range(0 if is_top else a.variants[first]):
+        lower_to_least(bodies[variant], t, bare(a, t, first, last, variant))
+        put_row(t, first, body_row(a, t, first, last, variant), bodies[variant])
+
+
+def put_row(t: Rows, area: int, row: int, seconds: Seconds) -> None:
+    """Store a row without what is infinite before it and the same behind it."""
+    first = first_at_most(seconds, 0, _FINITE)
+    if first == t.size:
+        t.spans[row, FIRST] = NEVER
+        return
+    last = first_at_most(seconds, first, seconds[-1])
+    start = t.used[area]
+    t.used[area] = start + last - first + 1
+    stored = t.values[start : start + last - first + 1]
+    stored[:] = np.inf
+    lower_to_row(stored, seconds[first : last + 1], 0.0)
+    t.spans[row, START], t.spans[row, FIRST], t.spans[row, LAST] = start - first, first, last
+
+
+def lower_to_least(target: Seconds, t: Rows, choices: Choices) -> None:
+    """Lower ``target``, which never increases, to the least of some choices."""
+    for number in range(len(choices.low)):
+        row, shift = choices.row[number], choices.shift[number]
+        other, other_shift = choices.other[number], choices.other_shift[number]
+        low = max(choices.low[number], t.spans[row, FIRST] + shift, t.spans[other, FIRST] + other_shift, 0)
+        if low < t.size:
+            lower_from(target, t, low, choices.seconds[number], row, shift, other, other_shift)
+
+
+def lower_from(
+    target: Seconds, t: Rows, low: int, seconds: float, row: int, shift: int, other: int, other_shift: int
+) -> None:
+    """Lower ``target`` from ``low`` on to the sum of two shifted rows and ``seconds``."""
+    start, last = t.spans[row, START] - shift, t.spans[row, LAST] + shift
+    other_start, other_last = t.spans[other, START] - other_shift, t.spans[other, LAST] + other_shift
+    if last > other_last:  # the other one is the one that changes for longer
+        start, last, other_start, other_last = other_start, other_last, start, last
+    both, change = min(max(low, last), t.size), min(max(low, other_last), t.size)
+    lower_to_sums(
+        target[low:both],
+        t.values[start + low : start + both],
+        t.values[other_start + low : other_start + both],
+        seconds,
     )
+    seconds += t.values[start + last]
+    lower_to_row(target[both:change], t.values[other_start + both : other_start + change], seconds)
+    if change < t.size:
+        seconds += t.values[other_start + other_last]
+        if target[change] > seconds:
+            target[change : first_at_most(target, change, seconds)] = seconds
 
 
-# ----------------------------------------------------------------------------------------------------
-# Where the numbers of a table live.
-
-
-Numbers: TypeAlias = type[np.float32] | type[np.float64]
-Seconds: TypeAlias = npt.NDArray[np.floating[Any]]
-
-# Rows that are looked at together when they are packed: what is compared fits the caches.
-_ROWS = 256
-
-
-class Storage:
-    """Rows of seconds by interval.
-
-    Args:
-        decisions: The chain.
-        size: Numbers per row.
-        number: Their type.
-
-    Attributes:
-        body_rows: ``(rows, size)``, until they are packed.
-        rest_rows: The same.
-    """
-
-    def __init__(self, decisions: Decisions, size: int, number: Numbers) -> None:
-        variants = max(map(len, decisions.contexts))
-        endings = decisions.ending_base.shape[1]
-        self._decisions, self.size, self.number = decisions, size, number
-        self._lay_out_bodies(variants)
-        self._lay_out_rests(endings)
-        self.body_rows = np.zeros((self._body_rows, size), number)
-        self.rest_rows = np.zeros((self._rest_rows, size), number)
-        self._asked_bodies: OpenRows | PackedRows = OpenRows(self.body_rows)
-        self._asked_rests: OpenRows | PackedRows = OpenRows(self.rest_rows)
-
-    def _lay_out_bodies(self, variants: int) -> None:
-        n = self._decisions.top + 1
-        self.body_base = np.full((variants, n), -1, np.int64)
-        rows = 0
-        for first, contexts in enumerate(self._decisions.contexts):
-            for variant in range(len(contexts)):
-                self.body_base[variant, first] = rows
-                rows += n - first
-        self._body_rows = rows
-
-    def _lay_out_rests(self, endings: int) -> None:
-        """Of classes other than 0, which only some boundaries have, rows for those boundaries alone."""
-        decisions, n = self._decisions, self._decisions.top + 1
-        classes = decisions.class_held.shape[1]
-        has = np.arange(classes)[:, None] < decisions.class_count
-        self.rest_rank = np.cumsum(has, axis=1) - 1
-        self.rest_base = np.full((endings, classes, n), -1, np.int64)
-        rows = 0
-        for last in range(n):
-            for ending in range(int(decisions.ending_count[last])):
-                for number in range(classes):
-                    self.rest_base[ending, number, last] = rows
-                    rows += int(self.rest_rank[number, last]) + 1
-        self._rest_rows = rows
-
-    # ---------------------------------------------------------------- rows, while the table is filled
-
-    def body_row(self, first: int, last: int, variant: int) -> Seconds:
-        """One body, ``(size,)``, to be read or written."""
-        row: Seconds = self.body_rows[self.body_base[variant, first] + last - first]
-        return row
-
-    def rest_row(self, first: int, last: int, ending: int, number: int) -> Seconds:
-        """One rest, ``(size,)``, to be read or written."""
-        row: Seconds = self.rest_rows[self.rest_base[ending, number, last] + self.rest_rank[number, first]]
-        return row
-
-    def split_rows(self, first: int, last: int, ending: int, variant: int) -> tuple[Seconds, Seconds]:
-        """Bodies ``(first, k)`` and rests ``(k + 1, last)`` of class 0 for all ``first <= k < last``."""
-        body, rest = self.body_base[variant, first], self.rest_base[ending, 0, last] + first + 1
-        return self.body_rows[body : body + last - first], self.rest_rows[rest : rest + last - first]
-
-    # ---------------------------------------------------------------- single numbers, once all rows are there
-
-    def pack(self) -> None:
-        """Keep what differs between neighbouring slots, about a quarter. No row can be asked for any more, single numbers can."""
-        with ThreadPoolExecutor(2) as pool:
-            bodies, rests = pool.map(PackedRows, (self.body_rows, self.rest_rows))
-        self._asked_bodies, self._asked_rests = bodies, rests
-        self.body_rows = self.rest_rows = np.zeros((0, 0), self.number)
-
-    def body(self, first: int, last: int, variant: int, memory: int) -> np.floating[Any]:
-        """One number of a body."""
-        return self._asked_bodies.number(int(self.body_base[variant, first]) + last - first, memory)
-
-    def rest(self, first: int, last: int, ending: int, number: int, memory: int) -> float:
-        """One number of a rest."""
-        row = int(self.rest_base[ending, number, last]) + int(self.rest_rank[number, first])
-        return float(self._asked_rests.number(row, memory))
-
-    def segments(
-        self, first: int, last: int, ending: int, variant: int, left: Integers, rest_left: Integers
-    ) -> npt.NDArray[np.float64]:
-        """By end of a segment that starts at ``first``: its body with ``left`` slots and what follows up to ``last`` with ``rest_left``."""
-        body, rest = int(self.body_base[variant, first]), int(self.rest_base[ending, 0, last]) + 1
-        ends = np.arange(last - first)
-        seconds = self._asked_bodies[body + ends, np.maximum(left, 0)].astype(np.float64)
-        total: npt.NDArray[np.float64] = seconds + self._asked_rests[rest + first + ends, np.maximum(rest_left, 0)]
-        return total
-
-
-class OpenRows:
-    """Rows as they are, which may still change, to be asked like packed ones.
-
-    Args:
-        rows: ``(rows, slots)`` seconds.
-    """
-
-    def __init__(self, rows: Seconds) -> None:
-        self._rows = rows
-
-    def __getitem__(self, at: tuple[Integers, Integers]) -> Seconds:
-        """Numbers by row and slot, neither of them negative."""
-        row, slot = at
-        values: Seconds = self._rows[row, np.minimum(slot, self._rows.shape[1] - 1)]
-        return values
-
-    def number(self, row: int, slot: int) -> np.floating[Any]:
-        """One number; the slot is not negative."""
-        number: np.floating[Any] = self._rows[row, min(slot, self._rows.shape[1] - 1)]
-        return number
-
-
-class PackedRows:
-    """Rows in a quarter of their room: each is infinite before some slot and stays the same from another one on.
-
-    Args:
-        rows: ``(rows, slots)`` seconds, infinite up to some slot.
-    """
-
-    def __init__(self, rows: Seconds) -> None:
-        count, width = rows.shape
-        self._low, self._high = np.zeros(count, np.int32), np.zeros(count, np.int32)
-        for begin in range(0, count, _ROWS):
-            part = slice(begin, begin + _ROWS)
-            self._low[part], self._high[part] = _changes(rows[part])
-        lengths = self._high - self._low + 1
-        self._starts: Integers = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
-        self._values = np.empty(int(self._starts[-1]), rows.dtype)
-        slots = np.arange(width, dtype=np.int32)
-        for begin in range(0, count, _ROWS):
-            part = slice(begin, begin + _ROWS)
-            kept = (slots >= self._low[part, None]) & (slots <= self._high[part, None])
-            stop = self._starts[min(begin + _ROWS, count)]
-            self._values[self._starts[begin] : stop] = rows[part][kept]
-
-    @property
-    def nbytes(self) -> int:
-        """Memory that this takes."""
-        return self._values.nbytes + self._starts.nbytes + self._low.nbytes + self._high.nbytes
-
-    def __getitem__(self, at: tuple[Integers, Integers]) -> Seconds:
-        """Numbers by row and slot, neither of them negative."""
-        row, slot = at
-        low = self._low[row]
-        values: Seconds = self._values[self._starts[row] + np.clip(slot, low, self._high[row]) - low]
-        return np.where(slot < low, math.inf, values)
-
-    def number(self, row: int, slot: int) -> np.floating[Any]:
-        """One number; the slot is not negative."""
-        low = int(self._low[row])
-        if slot < low:
-            return self._values.dtype.type(math.inf)
-        number: np.floating[Any] = self._values[int(self._starts[row]) + min(slot, int(self._high[row])) - low]
-        return number
-
-
-def _changes(rows: Seconds) -> tuple[Integers, Integers]:
-    """By row, a slot before which everything is infinite, and the first slot from which on nothing changes."""
-    width = rows.shape[1]
-    differs = rows[:, ::-1] != rows[:, -1:]
-    back = np.argmax(differs, axis=1)
-    changing = differs[np.arange(len(rows)), back]
-    high = np.where(changing, width - back, 0)
-    low = np.where(changing, np.minimum(np.argmax(rows < math.inf, axis=1), high), 0)
-    return low, high
-
-
-# ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Interval:
-    """Stages whose backward is due.
-
-    Attributes:
-        first: First stage.
-        last: Last stage.
-        ending: How a recomputation of them ends.
-        number: Number of the ending.
-        base: Slots that are alive meanwhile; none in the step's own forward.
-    """
-
-    first: int
-    last: int
-    ending: Ending
-    number: int
-    base: int
-
-
-class Loops:
-    """Fills a storage, column by column.
-
-    Args:
-        decisions: The chain.
-        storage: Where the rows go.
-        whole: Where the numbers of the whole step go.
-        is_filled: Some columns are there.
-    """
-
-    def __init__(self, decisions: Decisions, storage: Storage, whole: Seconds, *, is_filled: bool = False) -> None:
-        self._decisions, self._storage, self._whole = decisions, storage, whole
-        self._size, self._number = storage.size, storage.number
-        self._top = decisions.top
-        if not is_filled:  # what no segment may be is infinite
-            storage.body_rows.fill(math.inf)
-        self._sums: Seconds = np.empty((self._top, self._size), self._number)
-
-    def solve(self) -> None:
-        """Fill the whole table."""
-        for last in range(self._top + 1):
-            self.solve_column(last)
-
-    def solve_column(self, last: int) -> None:
-        """Fill all intervals that end in ``last``; those that end before it must be there."""
-        outermost = 0 if last == self._top else int(self._decisions.outermost[last])
-        for first in range(last, outermost - 1, -1):
-            self._solve_interval(first, last)
-
-    def _solve_interval(self, first: int, last: int) -> None:
-        decisions, is_top = self._decisions, last == self._top
-        contexts = decisions.contexts[first]
-        bodies = self._nothing(len(contexts))
-        for number, ending in enumerate(decisions.endings[last]):
-            remembered = 0 if is_top else int(decisions.thresholds.remembered[first, last])
-            at = _Interval(first, last, ending, number, 0 if is_top else ending.base + remembered)
-            splits = self._nothing(len(contexts))
-            if first < last:
-                for variant, split in enumerate(splits):
-                    self._split(at, variant, split)
-            if first > 0:
-                for held in range(len(decisions.stages[first].saved_before)):
-                    self._storage.rest_row(first, last, number, held)[:] = self._rest(at, held, splits)
-            if is_top and first > 0:
-                continue
-            for variant, context in enumerate(contexts):
-                self._keep_first(at, context, splits[variant])
-            if is_top:
-                self._whole[:] = splits[0]
-                return
-            splits += self._number(decisions.discarded_seconds(first, last))
-            np.minimum(bodies[:, ending.trigger :], splits[:, ending.trigger :], out=bodies[:, ending.trigger :])
-        if not is_top:
-            for variant, context in enumerate(contexts):
-                self._end_bare(first, last, variant, context, bodies[variant])
-                self._storage.body_row(first, last, variant)[:] = bodies[variant]
-
-    # ---------------------------------------------------------------- decisions
-
-    def _split(self, at: _Interval, variant: int, target: Seconds) -> None:
-        """split(m, i, l): the best segment that starts at ``i`` and ends before ``l``."""
-        decisions, storage, first, last = self._decisions, self._storage, at.first, at.last
-        needs = decisions.thresholds
-        bodies, rests = storage.split_rows(first, last, at.number, variant)
-        held, handed_on = needs.held[first, first:last], needs.handed_on[first, first:last]
-        lows = (held + np.maximum(decisions.peak[last == self._top][first, first:last] + at.base, handed_on)).tolist()
-        if held.any() or handed_on.any():
-            for end, (low, left, right) in enumerate(
-                zip(lows, held.tolist(), (held + handed_on).tolist(), strict=True)
-            ):
-                if low < self._size:
-                    body, rest = (
-                        bodies[end, low - left : self._size - left],
-                        rests[end, low - right : self._size - right],
-                    )
-                    _lower(target[low:], body + rest)
+def first_at_most(seconds: Seconds, begin: int, most: float) -> int:
+    """The first slot from ``begin`` on with at most so many seconds, which never increase; one past the last if there is none."""
+    end = len(seconds)
+    while begin < end:
+        middle = (begin + end) // 2
+        if seconds[middle] <= most:
+            end = middle
         else:
-            sums = np.add(bodies, rests, out=self._sums[: last - first])
-            for end, low in enumerate(lows):
-                sums[end, :low] = math.inf
-            np.minimum.reduce(sums, axis=0, out=target)
-        if last < self._top:  # a nested segment's first pass runs inside its parent's, too
-            target += self._number(needs.segment_seconds)
-
-    def _rest(self, at: _Interval, held: int, splits: Seconds) -> Seconds:
-        """rest_c(m, i, l): the input of ``i`` must be paid for, of which the stage before saved class ``held``."""
-        decisions, stage = self._decisions, self._decisions.stages[at.first]
-        context = decisions.segment_context(at.first, held, top=at.last == self._top)
-        need = 0 if decisions.is_apart[at.first] else by_context(stage.needs_as_segment, context)
-        low = min(stage.input_slots + need, self._size)
-        rest = self._nothing()
-        split = splits[decisions.variant_of(at.first, context)]
-        rest[low:] = split[low - stage.input_slots : max(self._size - stage.input_slots, 0)]
-        for leaf in self._leaves(at):
-            paid, backward = leaf.input_retained[held], _backward(leaf, at, self._top)
-            backward_need = backward.saved if stage.saved_before[held] else backward.plain
-            low = max(stage.input_slots + self._forward(leaf, at), paid + backward_need)
-            self._keep(at, leaf, paid, low, rest)
-        return rest
-
-    def _keep_first(self, at: _Interval, context: Context, target: Seconds) -> None:
-        """Keep ``i``, whose input somebody else holds."""
-        stage = self._decisions.stages[at.first]
-        for leaf in self._leaves(at):
-            if leaf.inverts:  # it may drop an input of its own only
-                continue
-            need = max(self._forward(leaf, at), by_context(_backward(leaf, at, self._top), context))
-            self._keep(at, leaf, 0, need, target)
-            freed = stage.input_slots - leaf.input_retained[0]
-            if context == "nested" and freed > 0 and at.first < at.last:
-                # A nested segment gives its input up when it has been recomputed; what the first stage does not save of it serves the
-                # backwards. The recomputation itself must do without it, which is known to work if it could keep everything.
-                recording = int(self._decisions.recording[at.number][at.first + 1, at.last])
-                self._keep(at, leaf, -freed, max(need, leaf.retained + recording), target)
-
-    def _keep(self, at: _Interval, leaf: LeafCost, paid: int, low: int, target: Seconds) -> None:
-        """Keep ``i`` where ``low`` slots are left, of which its input takes ``paid``."""
-        if at.first == at.last:
-            seconds = leaf.seconds if at.last == self._top else leaf.last_seconds
-            _lower(target[low:], self._number(seconds))
-            return
-        taken = paid + leaf.retained
-        # Where `taken` is negative the input becomes free, beyond what the table holds.
-        low, high = max(low, taken), min(self._size, self._size + taken)
-        if low < high:
-            rest = self._storage.rest_row(at.first + 1, at.last, at.number, leaf.output_class)
-            _lower(target[low:high], rest[low - taken : high - taken] + self._number(leaf.seconds))
-
-    def _end_bare(self, first: int, last: int, variant: int, context: Context, body: Seconds) -> None:
-        """Options under which ``l`` saves nothing: its backward runs first, and what is recomputed ends before it."""
-        needs, stage = self._decisions.thresholds, self._decisions.stages[last]
-        for leaf in stage.leaves:
-            if leaf.saves:
-                continue
-            seconds = leaf.backward_seconds + stage.discard_seconds
-            if first < last:
-                shorter = self._storage.body_row(first, last - 1, variant)
-                _lower(body[leaf.bare :], shorter[leaf.bare :] + self._number(seconds))
-            else:
-                # Without a recomputation segments hold their input to the end.
-                low = by_context(leaf.backward, "held" if context == "held" else "segment")
-                _lower(body[low:], self._number(seconds + needs.segment_seconds))
-
-    # ---------------------------------------------------------------- thresholds
-
-    def _leaves(self, at: _Interval) -> tuple[LeafCost, ...]:
-        return at.ending.leaves if at.first == at.last else self._decisions.stages[at.first].leaves
-
-    def _forward(self, leaf: LeafCost, at: _Interval) -> int:
-        if at.last == self._top:
-            return leaf.forward + self._decisions.thresholds.forward_base[at.first]
-        return (leaf.replay if at.first == at.last else leaf.forward) + at.base
-
-    def _nothing(self, *rows: int) -> Seconds:
-        return np.full((*rows, self._size), math.inf, self._number)
+            begin = middle + 1
+    return begin
 
 
-def _backward(leaf: LeafCost, at: _Interval, top: int) -> BackwardNeed:
-    return leaf.last_backward if at.first == at.last < top else leaf.backward
+def lower_to_sums(target: Seconds, row: Seconds, other: Seconds, more: float) -> None:
+    """Lower ``target`` to the sums of two rows and ``more``."""
+    np.minimum(target, row + other + more, out=target)
 
 
-def _lower(target: Seconds, seconds: Seconds | np.floating) -> None:
-    np.minimum(target, seconds, out=target)
+def lower_to_row(target: Seconds, row: Seconds, more: float) -> None:
+    """Lower ``target`` to a row and ``more``."""
+    np.minimum(target, row + more, out=target)
+
+
+def lower_to_sums_by_slot(target: Seconds, row: Seconds, other: Seconds, more: float) -> None:
+    """What is compiled in place of :func:`lower_to_sums`: loops take no room for the sums."""
+    for m in range(len(target)):
+        seconds = row[m] + other[m] + more
+        if seconds < target[m]:
+            target[m] = seconds
+
+
+def lower_to_row_by_slot(target: Seconds, row: Seconds, more: float) -> None:
+    """What is compiled in place of :func:`lower_to_row`."""
+    for m in range(len(target)):
+        seconds = row[m] + more
+        if seconds < target[m]:
+            target[m] = seconds

@@ -12,201 +12,325 @@ three kinds of moments exist, and at each of them most of what is alive depends 
     the backward of stage l     tensor (``Option.unpack_bytes``)
     ==========================  ==============================================================================
 
-So these amounts are added to the thresholds here, and the program's ``m`` counts only what the schedule retains.
+So these amounts are added to the requirements here, and the program's ``m`` counts only what the schedule retains.
 
-A skip (:class:`lightning_rotor.chain.Skip`) is retained under one of two rules. If several stages read it, or the stage that makes it saves it,
-then from the item of the schedule that makes it on, until that item's own backward. Else, a single reader far away, by the item that
-holds the reader: a segment, or a leaf that saves it; before, the running forward holds it. Gradients of skips depend on the place in the
-step alone, so they count like those of parameters.
+A skip (:class:`lightning_rotor.chain.Skip`) is retained under one of two rules. If several stages read it, or the stage that makes it
+saves it, then from the item of the schedule that makes it on, until that item's own backward. Else, a single reader far away, by the
+item that holds the reader: a segment, or a leaf that saves it; before, the running forward holds it. Gradients of skips depend on the
+place in the step alone, so they count like those of parameters.
 
 Sizes become slots by rounding cumulative sums, not each size: the errors of neighbours cancel, and a run of kept stages is
-off by one slot at most. Thresholds are rounded to the nearest slot. Neither is safe, and neither needs to be: the simulator
+off by one slot at most. Least memories are rounded to the nearest slot. Neither is safe, and neither needs to be: the simulator
 judges every schedule in bytes.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
-from typing import Literal, TypeAlias
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning_rotor.chain import BackwardPeaks, Chain, Option, StageCost
+from lightning_rotor.chain import Chain, Option
+from lightning_rotor.planning.kernel import FORWARD, LEAST, NEVER, RECORDED, TAKEN, Integers, Requirements
 from lightning_rotor.simulator import Skips
 
-NEVER = 1 << 60
-"""Slot that no table has: the decision is not allowed."""
+# Who holds the input of a stage during its backward.
+#   PLAIN    nobody but the stage itself
+#   NESTED   the segment that starts with it has given it up: it is paid for, and what the stage does not save of it is free
+#   SEGMENT  that segment holds it: it is not recomputed, or cannot tell that nobody else asks for it
+#   HELD     the stage before saved it, or the caller holds it, and it is paid for
+#   SAVED    the stage before saved it, which is counted here
+PLAIN, NESTED, SEGMENT, HELD, SAVED = range(5)
 
 
-@dataclass(frozen=True, slots=True)
-class BackwardNeed:
-    """Slots that the backward of a stage needs, by who holds its input meanwhile.
-
-    Attributes:
-        plain: Nobody but the stage itself.
-        nested: It is first in a segment, which has given the input up. The input is paid for, so what the stage itself does
-            not save of it is free again.
-        segment: It is first in a segment that holds the input: one that is not recomputed, or cannot tell that nobody else asks for it.
-        held: The stage before saved it, or the caller holds it, and it is paid for.
-        saved: The stage before saved it, which is counted here.
-    """
-
-    plain: int
-    nested: int
-    segment: int
-    held: int
-    saved: int
-
-
-@dataclass(frozen=True, slots=True)
-class LeafCost:
-    """One option of one stage. Everything but the seconds counts slots.
-
-    Attributes:
-        option: Number of the option.
-        seconds: Recorded forward and backward.
-        last_seconds: The same when it ends a recomputation: replay and backward.
-        backward_seconds: The backward alone.
-        saves: The backward needs a saved tensor.
-        retained: Saved bytes, without input and output.
-        output_class: Which class of the next boundary the stage leaves behind, see :attr:`StageNeeds.saved_before`.
-        input_retained: By class of the own input boundary, the part of it that stays alive.
-        forward: Peak of the recorded forward, without the input.
-        replay: Peak of the replay, without the input.
-        backward: Own retained tensors and peak of the backward, by who holds the input.
-        last_backward: The same when the stage ends a recomputation.
-        bare: Peak of the backward when nothing is recomputed for it (a stage that saves nothing and ends a segment).
-        inverts: It drops its input, so it can do so where that is nobody else's: not as the first of a chain or a segment.
-    """
-
-    option: int
-    seconds: float
-    last_seconds: float
-    backward_seconds: float
-    saves: bool
-    retained: int
-    output_class: int
-    input_retained: tuple[int, ...]
-    forward: int
-    replay: int
-    backward: BackwardNeed
-    last_backward: BackwardNeed
-    bare: int
-    inverts: bool
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Ending:
-    """Options under which a stage may end a recomputation, and which are alike in what the recomputation finds alive.
-
-    Attributes:
-        last: Number of the stage.
-        leaves: The options.
-        base: Slots alive whenever the recomputation runs.
-        trigger: What the backward takes before it starts the recomputation.
-    """
-
-    last: int
-    leaves: tuple[LeafCost, ...]
-    base: int
-    trigger: int
-
-
-@dataclass(frozen=True, slots=True)
-class StageNeeds:
-    """One stage.
-
-    Attributes:
-        input_slots: Size of the input boundary, 0 for the first stage: the caller holds it.
-        saved_before: Classes of the input boundary: the parts of it that the stage before may save, in bytes, 0 first. The same part is
-            twice among them if only one of two options can do without it.
-        endings: How it ends a recomputation; none if it saves nothing under any option.
-        needs_as_segment: Least memory for the backward of the stage when it starts a segment, by who holds its input.
-        discard_seconds: Forward whose saved tensors are dropped.
-        recomputable: May be part of a segment.
-        gives_up_input: A segment that starts here needs its input for one recomputation only, even in the step's own forward. Without a
-            gradient for the input it cannot tell whether another backward follows.
-        leaves: One entry per option.
-    """
-
-    input_slots: int
-    saved_before: tuple[int, ...]
-    needs_as_segment: BackwardNeed
-    discard_seconds: float
-    recomputable: bool
-    gives_up_input: bool
-    leaves: tuple[LeafCost, ...]
-    endings: tuple[Ending, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Thresholds:
-    """A chain as the dynamic program sees it.
-
-    Attributes:
-        unit: Bytes per slot.
-        stages: One entry per stage.
-        forward_base: By stage ``i``, slots alive during the first forward of ``i``.
-        discard: ``(n, n)`` slots: entry ``(i, k)`` is the peak of the discarded pass over ``i..k``, without the input of ``i``.
-        first_discard: The same with what is pinned on the way, for the first forward.
-        remembered: ``(n, n)`` slots: entry ``(i, k)`` is what a segment ``i..k`` remembers of generators and buffers.
-        held: The same and the skips that the segment holds because it reads them.
-        handed_on: ``(n, n)`` slots: entry ``(i, k)`` is what skips that a segment ``i..k`` makes take while what follows it runs.
-        segment_seconds: Host time of one run of a segment.
-    """
-
-    unit: float
-    stages: tuple[StageNeeds, ...]
-    forward_base: tuple[int, ...]
-    discard: npt.NDArray[np.int64]
-    first_discard: npt.NDArray[np.int64]
-    remembered: npt.NDArray[np.int64]
-    held: npt.NDArray[np.int64]
-    handed_on: npt.NDArray[np.int64]
-    segment_seconds: float
-
-
-def thresholds_of(
+def requirements_of(
     chain: Chain,
     *,
     unit: float,
+    refined: bool = False,
     gradients_exist: bool = False,
     lingering_bytes: int = 0,
     readers_pay: bool = False,
-) -> Thresholds:
+) -> Requirements:
     """Translate a chain into slots of ``unit`` bytes. Takes O(n²) for ``n`` stages.
 
-    ``readers_pay`` retains every skip by its first reader: less than some schedules take, where the other rule is more than some do.
+    Args:
+        chain: Costs of the stages.
+        unit: Bytes per slot.
+        refined: Tell apart who holds a segment's input even where that seldom matters. The table may take three times as long.
+        gradients_exist: See :func:`lightning_rotor.planning.plan`.
+        lingering_bytes: See :func:`lightning_rotor.planning.plan`.
+        readers_pay: Retain every skip by its first reader: less than some schedules take, where the other rule is more than some do.
     """
     n = len(chain)
-    ruler = _Ruler(chain, unit)
-    backward_base = _backward_bases(chain, gradients_exist)
-    pinned = [sum(stage.pinned_bytes for stage in chain.stages[:index]) for index in range(n)]
     skips = _Skips(chain, readers_pay=readers_pay)
-    in_forward = lingering_bytes + np.array(pinned, np.int64) + skips.in_forward
-    own_discards = np.zeros(n, np.int64)
+    options = _Options(chain, skips, unit, gradients_exist=gradients_exist)
     states = _state_bytes(chain)
-    return Thresholds(
-        unit=unit,
-        stages=tuple(
-            _stage_needs(chain, index, ruler, backward_base[index], skips, gradients_exist=gradients_exist)
-            for index in range(n)
-        ),
-        forward_base=tuple(ruler.slots(int(size)) for size in in_forward),
-        discard=_discard_peaks(chain, own_discards, skips, unit),
-        first_discard=_discard_peaks(chain, in_forward, skips, unit),
-        remembered=_in_slots(states, unit),
-        held=_in_slots(states + skips.held, unit),
+    held = _in_slots(states + skips.held, unit)
+    variants = [options.variants(index, refined=refined, holding=bool(held[index, index:].any())) for index in range(n)]
+    pinned = np.cumsum([0, *(stage.pinned_bytes for stage in chain)])[:n]
+    in_forward = lingering_bytes + pinned + skips.in_forward
+    base = options.bases(_in_slots(states, unit), _in_slots(in_forward, unit))
+    kept, ended = options.ways(variants)
+    repeats = kept.shape[-1] // options.seconds.shape[-1]
+    segment_variant, segment_least = options.segments(variants)
+    return Requirements(
+        endings=np.array([len(endings) for endings in options.endings]),
+        variants=np.array([len(each.columns) for each in variants]),
+        class_before=np.cumsum([0, 0, *(len(classes) for classes in options.classes[1:n])]),
+        outermost=np.array([*(_first_of_longest_segment(chain, last) for last in range(n - 1)), 0]),
+        base=base,
+        trigger=options.triggers(),
+        kept=kept,
+        kept_seconds=np.tile(options.seconds, repeats),
+        ended=ended,
+        ended_seconds=np.tile(options.last_seconds, repeats),
+        recording=options.recording(base) if repeats > 1 else np.zeros((0, n + 1, n), np.int64),
+        bare=options.bare(variants),
+        bare_seconds=options.bare_seconds,
+        input_slots=options.input_slots,
+        segment_variant=segment_variant,
+        segment_least=segment_least,
+        peak=np.stack([_discard_peaks(chain, before, skips, unit) for before in (0 * in_forward, in_forward)]),
+        held=held,
         handed_on=_in_slots(skips.handed_on, unit),
+        discard_before=np.cumsum([0.0, *(stage.discard_seconds for stage in chain)]),
         segment_seconds=chain.segment_seconds,
     )
 
 
+def with_floor(requirements: Requirements, floor: int) -> Requirements:
+    """The same where at least ``floor`` slots must be left when the last stage is kept. Only intervals that end there differ."""
+    ended = requirements.ended.copy()
+    least, taken = ended[-1, ..., LEAST, :], ended[-1, ..., TAKEN, :]
+    np.maximum(least, taken + floor, out=least)
+    return requirements._replace(ended=ended)
+
+
 def retains_from_birth(chain: Chain) -> bool:
-    """Whether any skip falls under the first of the two rules; else ``readers_pay`` changes nothing."""
+    """True if any skip falls under the first of the two rules; else ``readers_pay`` changes nothing."""
     return bool(_Skips(chain, readers_pay=False).from_birth)
+
+
+# ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Variants:
+    """For whom the bodies that start at a stage are told apart.
+
+    Attributes:
+        columns: By variant, who holds the input.
+        of: For whoever may hold it, the variant.
+        need: For whoever may hold it, the least memory that the bodies do not know of.
+        are_apart: It makes a difference who holds it.
+    """
+
+    columns: list[int]
+    of: list[int]
+    need: list[int]
+    are_apart: bool = False
+
+
+class _Options:
+    """What the options of all stages need: ``(n, options)`` slots or seconds. What a stage has too few options for is never allowed.
+
+    Attributes:
+        classes: By boundary, the parts of it that the stage before may save.
+        endings: By stage, what recomputations that end there find alive, and what the backward takes before it starts them.
+        input_slots: ``(n,)``, sizes of the inputs.
+        seconds: Of kept stages.
+        last_seconds: Of stages that end a recomputation.
+        bare_seconds: Of stages that save nothing and end a segment.
+    """
+
+    def __init__(self, chain: Chain, skips: _Skips, unit: float, *, gradients_exist: bool) -> None:
+        n, most = shape = len(chain), max(len(stage.options) for stage in chain)
+        self._chain, self._skips, self._ruler = chain, skips, _Ruler(chain, unit)
+        self.classes = [_classes(chain, boundary) for boundary in range(n + 1)]
+        self.endings: list[list[tuple[int, int]]] = [[] for _ in chain]
+        self.input_slots = np.array([self._ruler.boundary(index, _input_bytes(chain, index)) for index in range(n)])
+        self._gives_up_input = [
+            stage.keep.input_gradient_bytes > 0 or skips.learn_in(index, index) for index, stage in enumerate(chain)
+        ]
+        self._forward, self._replay, self._bare = (np.full(shape, NEVER) for _ in range(3))
+        self._retained, self._output_class, self._freed = (np.zeros(shape, np.int64) for _ in range(3))
+        self._ending = np.full(shape, -1)
+        self._paid = np.zeros((n, max(map(len, self.classes)), most), np.int64)  # of the input, by its class
+        self._backward, self._last_backward = (np.full((n, 5, most), NEVER) for _ in range(2))  # by who holds the input
+        self.seconds, self.last_seconds, self.bare_seconds = (np.zeros(shape) for _ in range(3))
+        for index, base in enumerate(_backward_bases(chain, gradients_exist)):
+            for number, option in enumerate(chain.stages[index].options):
+                self._read(index, number, option)
+                self._read_backward(index, number, option, base, gradients_exist)
+        # The last stage ends the step's forward, under any of its options; what is alive then is not a matter of endings.
+        self.endings[-1], self._ending[-1] = [(0, 0)], 0
+        self._replay[-1], self._last_backward[-1] = self._forward[-1], self._backward[-1]
+        self.last_seconds[-1] = self.seconds[-1]
+
+    def _read(self, index: int, number: int, option: Option) -> None:
+        """Sizes and durations of an option but those of its backward."""
+        at, slots, size = (index, number), self._ruler.slots, _input_bytes(self._chain, index)
+        self._forward[at], self._replay[at] = slots(option.forward_peak_bytes), slots(option.replay_peak_bytes)
+        skip_bytes = self._skips.retained(index, option, self._chain)
+        self._retained[at] = self._ruler.retained(index, option) + slots(skip_bytes)
+        self._output_class[at] = _class_number(option, self.classes[index + 1])
+        for number_before, (saved, is_exact) in enumerate(self.classes[index]):
+            kept = self._ruler.boundary(index, min(size, saved + option.saved_input_bytes))
+            self._paid[index, number_before, number] = (NEVER if is_exact else 0) if option.inverts else kept
+        if not option.inverts:  # what an inverted stage frees is never paid for
+            self._freed[at] = self.input_slots[index] - self._paid[index, 0, number]
+        self.seconds[at] = option.forward_seconds + option.backward_seconds
+        self.last_seconds[at] = option.replay_seconds + option.backward_seconds
+        self.bare_seconds[at] = option.backward_seconds + self._chain.stages[index].discard_seconds
+
+    def _read_backward(self, index: int, number: int, option: Option, base: int, gradients_exist: bool) -> None:
+        """What the backward of an option needs; ``base`` is alive whatever the schedule."""
+        slots, peaks = self._ruler.slots, option.backward_peaks(gradients_exist=gradients_exist)
+        own = base + option.saved_bytes + self._skips.retained(index, option, self._chain)
+        if index < len(self._chain) - 1:  # else the output is the caller's, and part of the base already
+            own += option.saved_output_bytes
+        size = _input_bytes(self._chain, index)
+        freed = size - min(size, option.saved_input_bytes)
+        for backward, least, more in (
+            (self._backward, option.unpack_peak_bytes, 0),
+            (self._last_backward, 0, option.saved_state_bytes),
+        ):
+            plain, segment, held = (
+                slots(own + more + max(peak, least))
+                for peak in (peaks.plain_bytes, peaks.segment_bytes, peaks.held_bytes)
+            )
+            nested = slots(max(own + more + max(peaks.plain_bytes, least) - freed, 0))
+            backward[index, :, number] = plain, nested, segment, held, held
+            if option.inverts:  # the input must be its own
+                backward[index, NESTED : HELD + 1, number] = NEVER
+        if not option.saved_tensors:
+            self._bare[index, number] = slots(base + max(peaks.plain_bytes, option.unpack_peak_bytes))
+            return
+        ending = slots(base + option.unpack_bytes), slots(base + option.unpack_peak_bytes)
+        if ending not in self.endings[index]:
+            self.endings[index].append(ending)
+        self._ending[index, number] = self.endings[index].index(ending)
+
+    # ---------------------------------------------------------------- who holds an input
+
+    def variants(self, index: int, *, refined: bool, holding: bool) -> _Variants:
+        """For whom the bodies that start at a stage are told apart.
+
+        With one option it matters only for a least memory who holds the input, the same for every decision, so one body serves all. Unless
+        segments differ in the states that they take from that memory.
+        """
+        if index == 0:
+            return _Variants([HELD], [0] * 4, [0] * 4)
+        frees = bool(self._freed[index].any())
+        choosing = sum(not option.inverts for option in self._chain.stages[index].options) > 1
+        if not choosing and not (refined and (holding or frees)):
+            return _Variants([NESTED], [0] * 4, self._last_backward[index, :4].min(axis=1).tolist())
+        columns: list[int] = []
+        of = [0] * 4
+        for who in (NESTED, HELD) if self._gives_up_input[index] else (NESTED, SEGMENT, HELD):
+            # A nested segment has given up what its first stage does not save: that is more than a least memory.
+            comparable = [each for each in columns if each != NESTED or not frees]
+            alike = [each for each in comparable if self._are_alike(index, who, each)]
+            if not alike:
+                columns.append(who)
+            of[who] = columns.index(alike[0]) if alike else len(columns) - 1
+        return _Variants(columns, of, [0] * 4, are_apart=True)
+
+    def _are_alike(self, index: int, who: int, other: int) -> bool:
+        """True if it makes no difference to the stage's backward which of two holds the input."""
+        return all((needs[index, who] == needs[index, other]).all() for needs in (self._backward, self._last_backward))
+
+    # ---------------------------------------------------------------- arrays, see Requirements
+
+    def segments(self, variants: list[_Variants]) -> tuple[Integers, Integers]:
+        """Which variant a segment that pays for its input is, and the least memory for it."""
+        shape = 2, len(variants), self._paid.shape[1]
+        variant, least = np.zeros(shape, np.int64), np.full(shape, NEVER)
+        for index, each in enumerate(variants[1:], start=1):
+            for number, (saved, _) in enumerate(self.classes[index]):
+                for is_top in (0, 1):
+                    who = SEGMENT if is_top and not self._gives_up_input[index] else NESTED
+                    who = HELD if saved else who
+                    variant[is_top, index, number] = each.of[who]
+                    least[is_top, index, number] = self.input_slots[index] + each.need[who]
+        return variant, least
+
+    def ways(self, variants: list[_Variants]) -> tuple[Integers, Integers]:
+        """What it needs and takes to keep stages, and to end recomputations with them."""
+        n, options = self._forward.shape
+        bodies, frees = max(len(each.columns) for each in variants), self._frees(variants)
+        kept = np.zeros((n, bodies + self._paid.shape[1], 5, options * (1 + bool(frees.any()))), np.int64)
+        kept[:, :, [FORWARD, LEAST]], kept[:, :, RECORDED] = NEVER, -NEVER
+        ended = np.stack([kept] * max(map(len, self.endings)), axis=1)
+        for index, each in enumerate(variants):
+            sources = [(source, 0 * self._forward[index], 0, who) for source, who in enumerate(each.columns)]
+            for number, (saved, _) in enumerate(self.classes[index] if index else ()):
+                paid = self._paid[index, number]
+                sources.append((bodies + number, paid, self.input_slots[index], SAVED if saved else PLAIN))
+            for source, paid, input_slots, who in sources:
+                taken, output = paid + self._retained[index], self._output_class[index]
+                least, last_least = paid + self._backward[index, who], paid + self._last_backward[index, who]
+                kept[index, source, :RECORDED, :options] = input_slots + self._forward[index], least, taken, output
+                for ending in range(len(self.endings[index])):
+                    replay = np.where(self._ending[index] == ending, self._replay[index], NEVER)
+                    ended[index, ending, source, :RECORDED, :options] = input_slots + replay, last_least, taken, output
+        for index in np.flatnonzero(frees).tolist():
+            # A nested segment gives its input up when it has been recomputed; what the first stage does not save of it serves the backwards.
+            # The recomputation itself must do without it, which is known to work if it could keep everything.
+            retained, freed = self._retained[index], self._freed[index]
+            least = np.where(freed > 0, self._backward[index, NESTED], NEVER)
+            free = self._forward[index], least, retained - freed, self._output_class[index], retained
+            kept[index, 0, :, options:] = free
+        return kept, ended
+
+    def _frees(self, variants: list[_Variants]) -> npt.NDArray[np.bool_]:
+        """By stage, whether a segment that starts there may count its input as free."""
+        return self._freed.any(axis=1) & np.array([each.are_apart for each in variants])
+
+    def bare(self, variants: list[_Variants]) -> Integers:
+        """Least memory for backwards that need no recomputation. Without one, segments hold their input to the end."""
+        bare = np.full((len(variants), 1 + max(len(each.columns) for each in variants), self._bare.shape[1]), NEVER)
+        bare[:, 0] = self._bare
+        for index, each in enumerate(variants):
+            for variant, who in enumerate(each.columns):
+                alone = self._backward[index, max(who, SEGMENT)]
+                bare[index, 1 + variant] = np.where(self._bare[index] < NEVER, alone, NEVER)
+        return bare
+
+    def bases(self, remembered: Integers, forward: Integers) -> Integers:
+        """What is alive whenever stages run forward: in a recomputation, by its ending, and in the step's own forward."""
+        n = len(self.endings)
+        found = [np.full((n, n), NEVER) for _ in range(max(map(len, self.endings)))]
+        for last, endings in enumerate(self.endings):
+            for number, (base, _) in enumerate(endings):
+                found[number][:, last] = base + remembered[:, last]
+        found[0][:, -1] = forward
+        return np.stack(found)
+
+    def triggers(self) -> Integers:
+        """What backwards take before they start a recomputation."""
+        triggers = np.full((len(self.endings), max(map(len, self.endings))), NEVER)
+        for last, endings in enumerate(self.endings):
+            triggers[last, : len(endings)] = [trigger for _, trigger in endings]
+        return triggers
+
+    def recording(self, bases: Integers) -> Integers:
+        """Least memory to run stages in a recomputation that keeps everything."""
+        n = len(self.endings)
+        taken = self._paid[:, 0, 0] + self._retained[:, 0]
+        found = np.full((len(bases), n + 1, n), NEVER)
+        for ending, (base, needs) in enumerate(zip(bases, found, strict=True)):
+            for first in reversed(range(n)):
+                forward = self.input_slots[first] + self._forward[first, 0] + base[first, first:]
+                needs[first, first:] = np.maximum(forward, taken[first] + needs[first + 1, first:])
+                if ending < len(self.endings[first]):
+                    option = int(np.argmax(self._ending[first] == ending))
+                    needs[first, first] = self.input_slots[first] + self._replay[first, option] + base[first, first]
+        return found
 
 
 class _Skips:
@@ -279,104 +403,6 @@ class _Ruler:
         return self.slots(self._before[index + 1]) - self.slots(start)
 
 
-def _stage_needs(
-    chain: Chain, index: int, ruler: _Ruler, base: int, skips: _Skips, *, gradients_exist: bool
-) -> StageNeeds:
-    stage = chain.stages[index]
-    size = _input_bytes(chain, index)
-    classes_before, classes_after = _classes(chain, index), _classes(chain, index + 1)
-    leaves = tuple(
-        _leaf_cost(
-            number,
-            option,
-            option.backward_peaks(gradients_exist=gradients_exist),
-            index,
-            size,
-            classes_before,
-            classes_after,
-            ruler,
-            base,
-            skip_bytes=skips.retained(index, option, chain),
-            is_last=index == len(chain) - 1,
-        )
-        for number, option in enumerate(stage.options)
-    )
-    return StageNeeds(
-        input_slots=ruler.boundary(index, size),
-        saved_before=tuple(saved for saved, _ in classes_before),
-        needs_as_segment=BackwardNeed(
-            *(min(getattr(leaf.last_backward, field.name) for leaf in leaves) for field in fields(BackwardNeed))
-        ),
-        endings=_endings(stage, index, leaves, ruler, base),
-        discard_seconds=stage.discard_seconds,
-        recomputable=stage.recomputable,
-        gives_up_input=stage.keep.input_gradient_bytes > 0 or skips.learn_in(index, index),
-        leaves=leaves,
-    )
-
-
-def _endings(
-    stage: StageCost, index: int, leaves: tuple[LeafCost, ...], ruler: _Ruler, base: int
-) -> tuple[Ending, ...]:
-    alike: dict[tuple[int, int], list[LeafCost]] = {}
-    for leaf, option in zip(leaves, stage.options, strict=True):
-        if leaf.saves:
-            key = ruler.slots(base + option.unpack_bytes), ruler.slots(base + option.unpack_peak_bytes)
-            alike.setdefault(key, []).append(leaf)
-    return tuple(Ending(index, tuple(group), *key) for key, group in alike.items())
-
-
-def _leaf_cost(
-    number: int,
-    option: Option,
-    peaks: BackwardPeaks,
-    index: int,
-    size: int,
-    classes_before: tuple[_Class, ...],
-    classes_after: tuple[_Class, ...],
-    ruler: _Ruler,
-    base: int,
-    *,
-    skip_bytes: int,
-    is_last: bool,
-) -> LeafCost:
-    # The output of the last stage is the caller's and part of the base already.
-    own = base + option.saved_bytes + skip_bytes + (0 if is_last else option.saved_output_bytes)
-    freed = size - min(size, option.saved_input_bytes)
-
-    def backward_need(least_peak: int, state_bytes: int = 0) -> BackwardNeed:
-        plain, segment, held = (
-            own + state_bytes + max(peak, least_peak)
-            for peak in (peaks.plain_bytes, peaks.segment_bytes, peaks.held_bytes)
-        )
-        if option.inverts:
-            return BackwardNeed(ruler.slots(plain), NEVER, NEVER, NEVER, ruler.slots(held))
-        return BackwardNeed(*(ruler.slots(need) for need in (plain, max(plain - freed, 0), segment, held, held)))
-
-    def retained_input(before: _Class) -> int:
-        saved, is_exact = before
-        if option.inverts:
-            return NEVER if is_exact else 0
-        return ruler.boundary(index, min(size, saved + option.saved_input_bytes))
-
-    return LeafCost(
-        option=number,
-        seconds=option.forward_seconds + option.backward_seconds,
-        last_seconds=option.replay_seconds + option.backward_seconds,
-        backward_seconds=option.backward_seconds,
-        saves=option.saved_tensors > 0,
-        retained=ruler.retained(index, option) + ruler.slots(skip_bytes),
-        output_class=classes_after.index(_class_of(option, classes_after)),
-        input_retained=tuple(map(retained_input, classes_before)),
-        forward=ruler.slots(option.forward_peak_bytes),
-        replay=ruler.slots(option.replay_peak_bytes),
-        backward=backward_need(option.unpack_peak_bytes),
-        last_backward=backward_need(0, option.saved_state_bytes),
-        bare=ruler.slots(base + max(peaks.plain_bytes, option.unpack_peak_bytes)),
-        inverts=option.inverts,
-    )
-
-
 def _input_bytes(chain: Chain, index: int) -> int:
     return chain.stages[index - 1].output_bytes if index else 0
 
@@ -397,9 +423,15 @@ def _classes(chain: Chain, boundary: int) -> tuple[_Class, ...]:
     return tuple(sorted({(0, False), *saved}))
 
 
-def _class_of(option: Option, classes: tuple[_Class, ...]) -> _Class:
+def _class_number(option: Option, classes: tuple[_Class, ...]) -> int:
+    """Which class of its output an option leaves behind."""
     exact = option.saved_output_bytes, option.needs_exact_output
-    return exact if exact in classes else (option.saved_output_bytes, False)
+    return classes.index(exact if exact in classes else (option.saved_output_bytes, False))
+
+
+def _first_of_longest_segment(chain: Chain, last: int) -> int:
+    """The first stage of the longest segment that may end at a stage; one more than that stage if there is none."""
+    return max((index + 1 for index in range(last + 1) if not chain.stages[index].recomputable), default=0)
 
 
 def _backward_bases(chain: Chain, gradients_exist: bool) -> list[int]:
@@ -461,205 +493,3 @@ def _state_bytes(chain: Chain) -> npt.NDArray[np.int64]:
 
 def _in_slots(sizes: npt.NDArray[np.int64], unit: float) -> npt.NDArray[np.int64]:
     return np.floor(sizes / unit + 0.5).astype(np.int64)
-
-
-# ----------------------------------------------------------------------------------------------------
-# What each decision of the dynamic program needs, for many intervals at once.
-
-
-Context: TypeAlias = Literal["any", "nested", "segment", "held"]
-"""Who holds the input of an interval during the backward of its first stage, see :class:`BackwardNeed`; "any" is the least of all."""
-Integers: TypeAlias = npt.NDArray[np.int64]
-Reals: TypeAlias = npt.NDArray[np.float64]
-
-_APART: tuple[Context, ...] = ("nested", "segment", "held")
-COLUMN_OF = {"plain": 0, "any": 1, "nested": 1, "segment": 2, "held": 3, "saved": 4}
-"""Where the need of a context, or of nobody else holding the input, stands among five, in the order of :class:`BackwardNeed`."""
-
-
-def by_context(need: BackwardNeed, context: Context) -> int:
-    """The need that counts in a context."""
-    return in_columns(need)[COLUMN_OF[context]]
-
-
-def in_columns(need: BackwardNeed) -> tuple[int, int, int, int, int]:
-    """In the order of :data:`COLUMN_OF`."""
-    return need.plain, need.nested, need.segment, need.held, need.saved
-
-
-class Decisions:
-    """Every threshold of a chain in arrays.
-
-    Args:
-        thresholds: The chain, in slots.
-        refined: See :class:`lightning_rotor.planning.dynamic_program.Table`.
-
-    Attributes:
-        top: Number of the last stage.
-        endings: By stage. The step's own forward ends at the last stage under any of its options, with thresholds of its own.
-        outermost: By stage, first stage of the longest segment that may end there; one more than the stage if there is none.
-        contexts: By stage and variant, the context whose thresholds the variant has.
-        variant: ``(n, 4)``, in which variant the bodies of a context are, by :class:`BackwardNeed`'s order.
-        alike_from: ``(n, variants)`` slots: from there on the bodies of a variant are those of variant ``alike``; never if there is none.
-        alike: ``(n, variants)``.
-    """
-
-    def __init__(self, thresholds: Thresholds, *, refined: bool) -> None:
-        self.thresholds = thresholds
-        self._refined = refined
-        stages = thresholds.stages
-        self.stages = stages
-        n = len(stages)
-        self.top = n - 1
-        # Ends nothing else, so its base and trigger are none; what its stages need is in `forward_base`.
-        self.endings = [*(stage.endings for stage in stages[:-1]), (Ending(self.top, stages[-1].leaves, 0, 0),)]
-        self.outermost = np.array([self._first_of_longest_segment(last) for last in range(n - 1)] + [0], np.int64)
-        self._read_stages()
-        self._read_endings()
-        self.contexts = [self._contexts_of(first) for first in range(n)]
-        self._find_variants()
-        discard = np.array([stage.discard_seconds for stage in stages])
-        self.discard_before = np.concatenate(([0.0], np.cumsum(discard)))
-        self.peak = {False: thresholds.discard, True: thresholds.first_discard}
-        self.recording = [self._recording_needs(ending) for ending in range(self.ending_base.shape[1])]
-
-    def take_over(self, thresholds: Thresholds) -> None:
-        """Take over thresholds in which needs of the last stage's backward are others: loops and extraction read them there."""
-        self.thresholds, self.stages = thresholds, thresholds.stages
-        self.endings[self.top] = (replace(self.endings[self.top][0], leaves=self.stages[-1].leaves),)
-
-    # ---------------------------------------------------------------- arrays
-
-    def _read_stages(self) -> None:
-        stages = self.stages
-        n, options = len(stages), max(len(stage.leaves) for stage in stages)
-        classes = max(len(stage.saved_before) for stage in stages)
-        self.input_slots = np.array([stage.input_slots for stage in stages], np.int64)
-        self.gives_up_input = np.array([stage.gives_up_input for stage in stages])
-        self.class_count = np.array([len(stage.saved_before) for stage in stages], np.int64)
-        self.class_held = np.zeros((n, classes), bool)
-        self.needs_as_segment = np.array([in_columns(stage.needs_as_segment)[:4] for stage in stages], np.int64)
-        self.forward, self.replay, self.bare = (np.full((n, options), NEVER, np.int64) for _ in range(3))
-        self.retained, self.output_class = (np.zeros((n, options), np.int64) for _ in range(2))
-        self.backward, self.last_backward = (np.full((n, options, 5), NEVER, np.int64) for _ in range(2))
-        self.input_retained = np.zeros((n, classes, options), np.int64)
-        self.seconds, self.last_seconds = (np.zeros((n, options)) for _ in range(2))
-        self.bare_seconds = np.zeros((n, options))
-        for index, stage in enumerate(stages):
-            self.class_held[index, : len(stage.saved_before)] = [saved > 0 for saved in stage.saved_before]
-            for option, leaf in enumerate(stage.leaves):
-                at = index, option
-                self.forward[at], self.replay[at], self.retained[at] = leaf.forward, leaf.replay, leaf.retained
-                self.output_class[at] = leaf.output_class
-                self.backward[at], self.last_backward[at] = in_columns(leaf.backward), in_columns(leaf.last_backward)
-                self.input_retained[index, : len(stage.saved_before), option] = leaf.input_retained
-                self.seconds[at], self.last_seconds[at] = leaf.seconds, leaf.last_seconds
-                if not leaf.saves:
-                    self.bare[at], self.bare_seconds[at] = leaf.bare, leaf.backward_seconds + stage.discard_seconds
-        self.last_seconds[-1] = self.seconds[-1]
-        self.freed = self.input_slots[:, None] - self.input_retained[:, 0]
-        for index, stage in enumerate(stages):  # what an inverted stage frees is never paid for
-            self.freed[index, [option for option, leaf in enumerate(stage.leaves) if leaf.inverts]] = 0
-
-    def _read_endings(self) -> None:
-        n, most = len(self.endings), max(len(endings) for endings in self.endings)
-        self.ending_count = np.array([len(endings) for endings in self.endings], np.int64)
-        self.ending_base, self.ending_trigger = (np.full((n, most), NEVER, np.int64) for _ in range(2))
-        self.ends = np.zeros((n, most, self.forward.shape[1]), bool)
-        for last, endings in enumerate(self.endings):
-            for number, ending in enumerate(endings):
-                self.ending_base[last, number], self.ending_trigger[last, number] = ending.base, ending.trigger
-                self.ends[last, number, [self.stages[last].leaves.index(leaf) for leaf in ending.leaves]] = True
-
-    def _recording_needs(self, ending: int) -> Integers:
-        """``(n, n)``: least memory to run ``i`` and what follows in a recomputation, up to ``l``, that keeps everything."""
-        n = len(self.stages)
-        needs = np.full((n + 1, n), NEVER, np.int64)
-        if not self.freed.any():
-            return needs
-        taken = self.input_retained[:, 0, 0] + self.retained[:, 0]
-        for first in reversed(range(n)):
-            base = self.ending_base[first:, ending] + self.thresholds.remembered[first, first:]
-            forward = self.input_slots[first] + self.forward[first, 0] + base
-            needs[first, first:] = np.maximum(forward, taken[first] + needs[first + 1, first:])
-            if ending < self.ending_count[first]:
-                option = int(np.argmax(self.ends[first, ending]))
-                needs[first, first] = self.input_slots[first] + self.replay[first, option] + base[0]
-        return needs
-
-    # ---------------------------------------------------------------- contexts
-
-    def _first_of_longest_segment(self, last: int) -> int:
-        first = last + 1
-        while first > 0 and self.stages[first - 1].recomputable:
-            first -= 1
-        return first
-
-    def _contexts_of(self, first: int) -> tuple[Context, ...]:
-        """Contexts that may differ.
-
-        With one option the context only sets a least memory, the same for every decision, so one body serves all. Unless segments
-        differ in the states that they take from that memory.
-        """
-        if first == 0:
-            return ("held",)
-        stage = self.stages[first]
-        remembering = bool(self.thresholds.held[first, first:].any())
-        apart = sum(not leaf.inverts for leaf in stage.leaves) > 1 or (
-            self._refined and (remembering or bool(self.freed[first].any()))
-        )
-        return _APART if apart else ("any",)
-
-    def _find_variants(self) -> None:
-        """Contexts with the same thresholds share a variant; others are alike where memory is no longer short for the first backward."""
-        n = len(self.stages)
-        self.variant = np.zeros((n, 4), np.int64)
-        self.alike_from, self.alike = np.full((n, 3), NEVER, np.int64), np.zeros((n, 3), np.int64)
-        for first, contexts in enumerate(self.contexts):
-            if contexts != _APART:
-                continue
-            needs = np.stack([self.backward[first], self.last_backward[first]])[:, : len(self.stages[first].leaves)]
-            kept: list[Context] = []
-            for context in self._distinct(first):
-                # A nested segment has given up what its first stage does not save: that is more than a threshold.
-                comparable = [other for other in kept if other != "nested" or not self.freed[first].any()]
-                column = COLUMN_OF[context]
-                same = [each for each in comparable if (needs[..., COLUMN_OF[each]] == needs[..., column]).all()]
-                if same:
-                    self.variant[first, column] = kept.index(same[0])
-                    continue
-                self.variant[first, column] = len(kept)
-                if comparable:
-                    self.alike[first, len(kept)] = kept.index(comparable[0])
-                    both = needs[..., [column, COLUMN_OF[comparable[0]]]]
-                    self.alike_from[first, len(kept)] = both[both < NEVER].max()
-                kept.append(context)
-            self.contexts[first] = tuple(kept)
-        self.variant_count = np.array([len(contexts) for contexts in self.contexts], np.int64)
-        most = int(self.variant_count.max())
-        # What a stage has too few variants for is computed with the others of its group, and not stored.
-        padded = [(*contexts, *contexts[-1:] * (most - len(contexts))) for contexts in self.contexts]
-        self.columns = np.array([[COLUMN_OF[context] for context in contexts] for contexts in padded])
-        # Without a recomputation segments hold their input to the end.
-        self.bare_columns = np.maximum(self.columns, COLUMN_OF["segment"])
-        self.is_apart = np.array([contexts[0] == "nested" for contexts in self.contexts])
-
-    def _distinct(self, first: int) -> tuple[Context, ...]:
-        """What a segment that starts there may be in, once it matters."""
-        return tuple(context for context in _APART if context != "segment" or not self.stages[first].gives_up_input)
-
-    def segment_context(self, first: int, number: int, *, top: bool) -> Context:
-        """The context of a segment that starts at ``first`` after class ``number`` of the boundary."""
-        stage = self.stages[first]
-        if stage.saved_before[number]:
-            return "held"
-        return "segment" if top and not stage.gives_up_input else "nested"
-
-    def variant_of(self, first: int, context: Context) -> int:
-        """Where the bodies of a context are."""
-        return int(self.variant[first, COLUMN_OF[context]])
-
-    def discarded_seconds(self, first: int, last: int) -> float:
-        """The first pass over a segment."""
-        seconds = self.discard_before[last + 1] - self.discard_before[first] + self.thresholds.segment_seconds
-        return float(seconds)

@@ -14,9 +14,8 @@ from lightning_rotor.planning.baselines import keep_all_fastest, no_schedule_is_
 from lightning_rotor.planning.candidates import Proposal, Staircase
 from lightning_rotor.planning.dynamic_program import Table
 from lightning_rotor.planning.frontier import SAME, Frontier, FrontierPoint, pareto
-from lightning_rotor.planning.kernel import aligned_unit
 from lightning_rotor.planning.plan import DEFAULT_SLOTS, Plan
-from lightning_rotor.planning.requirements import retains_from_birth, thresholds_of
+from lightning_rotor.planning.requirements import requirements_of, retains_from_birth
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
 from lightning_rotor.units import format_bytes
@@ -236,17 +235,18 @@ class Solver:
     def _solve(self, most_bytes: int, *, readers_pay: bool = False) -> Staircase:
         """One table for budgets up to ``most_bytes``."""
         exact, refined = self._is_exact(most_bytes), len(self.chain) <= _REFINED_STAGES
-        unit = float(self._divisor) if exact else aligned_unit(self.chain, most_bytes / self._slots)
-        thresholds = thresholds_of(
+        unit = float(self._divisor) if exact else most_bytes / self._slots
+        requirements = requirements_of(
             self.chain,
             unit=unit,
+            refined=refined,
             gradients_exist=self._gradients_exist,
             lingering_bytes=self._lingering_bytes,
             readers_pay=readers_pay,
         )
         # A little more than everything takes, for what rounds up.
         slots = math.ceil(most_bytes / unit) + len(self.chain) // 16 + 4
-        table = Table(thresholds, slots=slots, refined=refined)
+        table = Table(requirements, slots=slots)
         table.solve()
         states = sum(stage.state_bytes for stage in self.chain)
         states += sum(option.saved_bytes for stage in self.chain for option in stage.options if option.inverts)

@@ -30,7 +30,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -39,11 +39,11 @@ from lightning_rotor.chain import Chain, Option, Skip, StageCost
 from lightning_rotor.errors import BudgetError
 from lightning_rotor.pipeline.schedule import Action
 from lightning_rotor.pipeline.simulator import MicroBatchLoad, PipelineStageLoad
-from lightning_rotor.planning.backtracking import Extraction
+from lightning_rotor.planning.backtracking import schedule_at
 from lightning_rotor.planning.baselines import keep_all_fastest, segments_around
 from lightning_rotor.planning.dynamic_program import Table
 from lightning_rotor.planning.kernel import Seconds
-from lightning_rotor.planning.requirements import BackwardNeed, LeafCost, Thresholds, thresholds_of
+from lightning_rotor.planning.requirements import requirements_of
 from lightning_rotor.planning.solver import Solver, sizes_in
 from lightning_rotor.schedule import Leaf, Schedule, Segment
 from lightning_rotor.simulator import Simulation, simulate
@@ -360,14 +360,9 @@ class _Columns:
         divisor = math.gcd(*sizes_in(chain))
         exact = divisor * slots >= most_bytes
         self.unit = float(divisor) if exact else most_bytes / slots
-        self._thresholds = thresholds_of(chain, unit=self.unit, gradients_exist=True)
-        self._table = Table(
-            self._thresholds,
-            slots=math.ceil(most_bytes / self.unit) + len(chain) // 16 + 4,
-            refined=len(chain) <= 40,
-            compiled=False,
-        )
-        self._table.solve(packed=False)
+        requirements = requirements_of(chain, unit=self.unit, refined=len(chain) <= 40, gradients_exist=True)
+        self._table = Table(requirements, slots=math.ceil(most_bytes / self.unit) + len(chain) // 16 + 4)
+        self._table.solve()
         self.exact = exact
         self._floor = 0
         self._known: dict[int, Seconds] = {0: self._table.seconds.copy()}
@@ -375,7 +370,7 @@ class _Columns:
     @property
     def top(self) -> int:
         """Most slots."""
-        return self._table.size - 1
+        return len(self._table.seconds) - 1
 
     def seconds(self, floor: int) -> Seconds:
         """Least seconds by memory if so many slots must be left when the last stage is kept."""
@@ -388,12 +383,12 @@ class _Columns:
         """What is behind ``seconds(floor)[memory]``, which must be finite."""
         if floor != self._floor:
             self._set_floor(floor)
-        return Extraction(self._table).schedule(memory)
+        return schedule_at(self._table, memory)
 
     def _set_floor(self, floor: int) -> None:
         """Raise what the last stage needs, and solve the intervals that end there again. The others do not know of it."""
         self._floor = floor
-        self._table.solve_column(len(self.chain) - 1, _with_floor(self._thresholds, floor))
+        self._table.solve_last_column(floor=floor)
 
 
 class _Search:
@@ -475,17 +470,6 @@ class _Search:
     def _take(self, plan: StagePlan) -> None:
         if self._best is None or plan.seconds < self._best.seconds:
             self._best = plan
-
-
-def _with_floor(thresholds: Thresholds, floor: int) -> Thresholds:
-    last = thresholds.stages[-1]
-    leaves = tuple(_floored(leaf, floor) for leaf in last.leaves)
-    return replace(thresholds, stages=(*thresholds.stages[:-1], replace(last, leaves=leaves)))
-
-
-def _floored(leaf: LeafCost, floor: int) -> LeafCost:
-    needs = (max(getattr(leaf.backward, each.name), leaf.retained + floor) for each in fields(BackwardNeed))
-    return replace(leaf, backward=BackwardNeed(*needs))
 
 
 # ----------------------------------------------------------------------------------------------------
