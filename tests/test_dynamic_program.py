@@ -111,15 +111,17 @@ import random, sys
 {before}
 sys.path.insert(0, {tests!r})
 from strategies import random_chain
-from lightning_rotor.planning import minimum_budget
-from lightning_rotor.planning.dynamic_program import compiled_solve
-assert (compiled_solve() is not None) is {compiled}
-print(minimum_budget(random_chain(random.Random(3), 82, "cnn", grain=4099), slots=100).schedule)
+from lightning_rotor.planning.dynamic_program import Table
+from lightning_rotor.planning.requirements import requirements_of
+table = Table(requirements_of(random_chain(random.Random(3), 20, "cnn", grain=4099), unit=1e5), slots=100, compiled=True)
+assert table.is_compiled is {compiled}
+table.solve()
+print(table.seconds.tolist())
 """
 
 
 def run_alone(before: str, compiled: bool, **environment: str) -> str:
-    """The least plan of a chain in a process of its own."""
+    """The seconds of a table in a process of its own."""
     script = SCRIPT.format(before=before, tests=str(Path(__file__).parent), compiled=compiled)
     done = subprocess.run(
         [sys.executable, "-c", script], env={**os.environ, **environment}, capture_output=True, text=True, check=False
@@ -128,7 +130,7 @@ def run_alone(before: str, compiled: bool, **environment: str) -> str:
     return done.stdout
 
 
-def test_without_numba_or_a_place_for_its_code_plans_are_the_same(tmp_path: Path) -> None:
+def test_without_numba_or_a_place_for_its_code_tables_are_the_same(tmp_path: Path) -> None:
     expected = run_alone("", True)
     assert run_alone('sys.modules["numba"] = None', False) == expected
     assert run_alone("", False, NUMBA_DISABLE_JIT="1") == expected
