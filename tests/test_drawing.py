@@ -20,8 +20,7 @@ from lightning_rotor.chain import Chain
 from lightning_rotor.errors import ScheduleError
 from lightning_rotor.profiling import profile_chain
 from lightning_rotor.report import draw_chain
-from lightning_rotor.report.drawing import operator_labels
-from lightning_rotor.report.layout import Run, fitted, folded, stage_keys, text_width, wrapped
+from lightning_rotor.report.drawing import Run, fitted, folded, operator_labels, stage_keys, text_width, wrapped
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.stages.sequential import Stage, sequential_stages
 
@@ -37,12 +36,14 @@ def texts(text: str) -> list[str]:
 
 
 def boxes(text: str) -> list[tuple[float, float, float, float]]:
-    """Left, top, right and bottom of the boxes of stages."""
+    """Left, top, right and bottom of the boxes of stages, each of them in a column that is moved."""
     found = []
-    for element in parsed(text).iter(f"{SVG}rect"):
-        if element.get("stroke-width") == "0.7":
-            x, y, width, height = (float(element.get(key, 0)) for key in ("x", "y", "width", "height"))
-            found.append((x, y, x + width, y + height))
+    for column in parsed(text).iter(f"{SVG}g"):
+        left, down = map(float, column.get("transform", "").removeprefix("translate(").removesuffix(")").split())
+        for element in column.iter(f"{SVG}rect"):
+            if element.get("stroke-width") == "0.7":
+                x, y, width, height = (float(element.get(key, 0)) for key in ("x", "y", "width", "height"))
+                found.append((left + x, down + y, left + x + width, down + y + height))
     return found
 
 

@@ -227,14 +227,17 @@ def _range(first: int, last: int) -> str:
 
 def _from_to(first: str, last: str) -> str:
     start, end = first.partition(" … ")[0], last.rpartition(" … ")[2]
-    if start == end:
-        return _short(start)
-    common = 0
-    for left, right in zip(start.split(".")[:-1], end.split(".")[:-1], strict=False):
-        if left != right:
+    return _short(start) if start == end else f"{_short(start)} … {_short(relative_name(start, end))}"
+
+
+def relative_name(start: str, end: str) -> str:
+    """The name of a module without those that another one is in, too: ``d`` for ``a.b.d`` beside ``a.b.c``."""
+    inside = end.split(".")
+    for module in start.split(".")[:-1]:
+        if len(inside) == 1 or inside[0] != module:
             break
-        common += 1
-    return f"{_short(start)} … {_short('.'.join(end.split('.')[common:]))}"
+        del inside[0]
+    return ".".join(inside)
 
 
 def _short(name: str) -> str:

@@ -13,130 +13,45 @@ r"""The stages of a model as a drawing: what each of them runs, what it hands on
     ║ └──────────────────┘ ║ │ skips
     ╚══════════════ × 2 ═══╝ │
 
-Where there are many boxes they continue in a column to the right.
+Boxes and skips lie on one long strip. It is cut into columns of about the same height; each is drawn with the heights
+of the strip and moved to its place.
 """
 
 from __future__ import annotations
 
+import math
+import re
+import xml.etree.ElementTree as ET
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from itertools import groupby
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from itertools import cycle, groupby, zip_longest
 from typing import Any
 
 from torch import nn
 
 from lightning_rotor.capture.graph_stage import GraphSlice
-from lightning_rotor.chain import Chain, Option
+from lightning_rotor.chain import Chain, Option, Skip
 from lightning_rotor.errors import ScheduleError
-from lightning_rotor.report import layout as svg
-from lightning_rotor.report.layout import (
-    BOX,
-    FRAME,
-    GAP,
-    GUTTER,
-    LANE,
-    LINE,
-    MARGIN,
-    NAME,
-    PADDING,
-    SMALL,
-    Box,
-    Column,
-    Layout,
-    Run,
-    Strand,
-    folded,
-    stage_keys,
-)
+from lightning_rotor.planning.tables import relative_name
 from lightning_rotor.report.style import INVERSION_COLOURS, PHASE_COLOURS
-from lightning_rotor.schedule import Item, Leaf, Schedule, leaves
+from lightning_rotor.schedule import Schedule, leaves, segments_in
 from lightning_rotor.stages.sequential import Stage
 from lightning_rotor.units import format_bytes
 
-# ----------------------------------------------------------------------------------------------------
-# What the operators of a stage are called in a drawing.
-
-
-# They compute nothing. Shown only if a stage does nothing else.
-_QUIET = frozenset(
-    name
-    for line in (
-        "size dim numel getattr getitem _assert view reshape transpose permute unsqueeze squeeze expand expand_as contiguous",
-        "view_as reshape_as t movedim swapaxes unflatten chunk split unbind detach to type_as is_floating_point tree_unflatten",
-        "eq ne lt le gt ge floordiv mod",
-    )
-    for name in line.split()
-)
-
-_PLAIN = {name: name for name in _QUIET} | {f"i{name}": name for name in ("add", "sub", "mul")} | {"truediv": "div"}
-
-
-def operator_labels(stage: Stage) -> tuple[str, ...]:
-    """What a stage runs, in order and for people; an operator that comes several times in a row once.
-
-    Args:
-        stage: With modules of the user's, or slices of a graph that call them.
-    """
-    labels = [label for module in stage.modules for label in _of_module(module)]
-    loud = [label for label in labels if label not in _QUIET] or labels
-    counted = ((label, len(list(group))) for label, group in groupby(loud))
-    return tuple(label if count == 1 else f"{label} (×{count})" for label, count in counted)
-
-
-def _of_module(module: nn.Module) -> Iterable[str]:
-    if isinstance(module, GraphSlice):
-        return [label for operator in module.operators for label in _of_operator(operator)]
-    if isinstance(module, nn.Sequential):
-        return [label for member in module for label in _of_module(member)]
-    return [_described(module)]
-
-
-def _of_operator(operator: Any) -> Iterable[str]:
-    if isinstance(operator, nn.Module):
-        return _of_module(operator)
-    name = operator if isinstance(operator, str) else getattr(operator, "__name__", str(operator))
-    return [_PLAIN.get(name, name.strip("_"))]
-
-
-def _described(module: nn.Module) -> str:
-    for kind, describe in _DESCRIBED.items():
-        if isinstance(module, kind):
-            return describe(module)
-    name = type(module).__name__
-    return name.removesuffix("1d").removesuffix("2d").removesuffix("3d") if name.startswith("BatchNorm") else name
-
-
-def _convolution(module: Any) -> str:
-    size = "×".join(map(str, module.kernel_size))
-    stride = f" /{module.stride[0]}" if module.stride[0] > 1 else ""
-    if module.groups == module.in_channels > 1:
-        channels = f"depthwise {module.out_channels}"
-    else:
-        groups = f", {module.groups} groups" if module.groups > 1 else ""
-        channels = f"{module.in_channels}→{module.out_channels}{groups}"
-    transposed = "ConvTranspose" if module.transposed else "Conv"
-    return f"{transposed} {size} {channels}{stride}"
-
-
-_DESCRIBED: dict[type[nn.Module], Callable[[Any], str]] = {
-    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), _convolution),
-    **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), _convolution),
-    nn.Linear: lambda module: f"Linear {module.in_features}→{module.out_features}",
-    nn.Embedding: lambda module: f"Embedding {module.num_embeddings}×{module.embedding_dim}",
-    nn.MultiheadAttention: lambda module: f"MultiheadAttention {module.embed_dim}, {module.num_heads} heads",
-}
-
-
-# ----------------------------------------------------------------------------------------------------
-
-
-# Paul Tol's scheme for filling cells: apart for colour-blind readers, and light behind black text; then the same, paler.
-_COLOURS = ("#77AADD", "#EE8866", "#EEDD88", "#FFAABB", "#99DDFF", "#44BB99", "#BBCC33", "#AAAA00")
-_INK, _GREY, _SKIP = "#222222", "#666666", "#AA3377"
-_SEGMENT = PHASE_COLOURS["recompute"][0]
-_INVERTED = INVERSION_COLOURS[0]
-
+_MARGIN, _BOX, _NAME, _SMALL, _TINY = 16.0, 250.0, 10.0, 8.5, 7.5
+_LINE, _PADDING, _GAP, _FRAME = 11.0, 5.0, 17.0, 7.0
+_LANE, _GUTTER, _BAR = 13.0, 34.0, 5.0
+_HIGHEST = 980.0
 _MOST_LINES, _BOLD = 4, 1.1
+_FONT = "Helvetica, Arial, 'DejaVu Sans', sans-serif"
+# Paul Tol's scheme for filling cells: apart for colour-blind readers, and light behind black text. Then the same, paler.
+_COLOURS = (
+    *("#77AADD", "#EE8866", "#EEDD88", "#FFAABB", "#99DDFF", "#44BB99", "#BBCC33", "#AAAA00"),
+    *("#B4D0EC", "#F6BEAB", "#F6ECBE", "#FFD0DA", "#C7ECFF", "#98DAC7", "#DAE38F", "#D0D073"),
+)
+_INK, _GREY, _SKIP = "#222222", "#666666", "#AA3377"
+_SEGMENT, _INVERTED = PHASE_COLOURS["recompute"][0], INVERSION_COLOURS[0]
 
 
 def draw_chain(
@@ -151,8 +66,10 @@ def draw_chain(
 
     Args:
         chain: Its sizes and skips.
-        stages: What :func:`~lightning_rotor.profiling.profile_chain` returns along with the chain, for the operators in the boxes.
-        schedule: Marks recomputed stages, with a bar for each segment around them, and inverted ones; says what stages keep under it.
+        stages: What :func:`~lightning_rotor.profiling.profile_chain` returns along with the chain, for the operators
+            in the boxes.
+        schedule: Marks recomputed stages, with a bar for each segment around them, and inverted ones; says what stages
+            keep under it.
         title: Above the picture.
         fold: Draw what repeats once.
     Returns:
@@ -166,247 +83,405 @@ def draw_chain(
         )
     if schedule is not None and len(schedule) != len(chain):
         raise ScheduleError(f"a schedule of {len(schedule)} stages for a chain of {len(chain)}: expected as many")
-    labels: list[tuple[str, ...]] = (
-        [operator_labels(stage) for stage in stages] if stages is not None else [()] * len(chain)
-    )
-    depths = _depths(schedule) if schedule is not None else [0] * len(chain)
-    options = _options(chain, schedule)
-    keys = stage_keys(chain, list(zip(labels, depths, (option.name for option in options), strict=True)))
+    items = (schedule or Schedule.keep_all(len(chain))).items
+    depths = Counter(stage for segment in segments_in(items) for stage in range(segment.first, segment.last + 1))
+    options = [chain.stages[leaf.stage].options[leaf.option] for item in items for leaf in leaves(item)]
+    labels: list[tuple[str, ...]] = [()] * len(chain) if stages is None else [operator_labels(each) for each in stages]
+    keys = stage_keys(chain, [(labels[n], depths[n], options[n].name) for n in range(len(chain))])
     runs = folded(keys) if fold else [Run(number, 1, 1) for number in range(len(chain))]
-    return _Drawing(chain, labels, depths, options, _colours(keys), runs, title).text()
+    prefix, colours = _common_prefix(chain.names), _colours(keys)
+    boxes = [
+        _Box(number, run, _name(chain.names, run, number, prefix), _lines(labels[number]), options[number],
+             colours[number], depths[number], chain.stages[number].output_bytes)
+        for run in runs
+        for number in range(run.first, run.first + run.length)
+    ]  # fmt: skip
+    facts = [
+        (True, f"{len(chain)} stages"),
+        (True, f"input {format_bytes(chain.input_bytes)}"),
+        (chain.skips, f"{len(chain.skips)} skips"),
+        (prefix, f"names without “{prefix}”"),
+        (len(set(keys)) < len(keys), "equal stages share a colour"),
+        (depths, "orange: recomputed, a bar for each level of nesting"),
+        (any(each.inverts for each in options), "dark blue: inverted, drops its input and rebuilds it from its output"),
+    ]
+    _place(boxes)
+    columns = _cut(boxes, list(_strands(chain.skips, boxes)))
+    return _svg(columns, title, [fact for applies, fact in facts if applies])
 
 
-def _options(chain: Chain, schedule: Schedule | None) -> list[Option]:
-    """By stage, how it runs when it is recorded."""
-    if schedule is None:
-        return [stage.keep for stage in chain]
-    return [chain.stages[leaf.stage].options[leaf.option] for item in schedule.items for leaf in leaves(item)]
+# ----------------------------------------------------------------------------------------------------
+# Which stages are equal, and where runs of them repeat.
 
 
-def _depths(schedule: Schedule) -> list[int]:
-    """By stage, in how many segments it is."""
-    depths: list[int] = []
+# A skip that is read within so many stages belongs to where it is; a longer one belongs to the whole chain.
+_NEAR = 64
 
-    def visit(items: Sequence[Item], depth: int) -> None:
-        for item in items:
-            if isinstance(item, Leaf):
-                depths.append(depth)
-            else:
-                visit(item.items, depth + 1)
 
-    visit(schedule.items, 0)
-    return depths
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive stages that are drawn once.
+
+    Attributes:
+        first: Number of the first stage.
+        length: How many stages are drawn.
+        repeats: How often they come, one after the other.
+    """
+
+    first: int
+    length: int
+    repeats: int
+
+    @property
+    def end(self) -> int:
+        """Number of the first stage behind it."""
+        return self.first + self.length * self.repeats
+
+
+def stage_keys(chain: Chain, details: Sequence[Hashable]) -> list[Hashable]:
+    """By stage, a value that is equal for stages of the same operators, sizes and skips, whatever they take in time.
+
+    Args:
+        chain: The chain.
+        details: What else tells stages apart, one entry a stage.
+    """
+    skips: list[list[Hashable]] = [[] for _ in chain]
+    for number, skip in enumerate(chain.skips):
+        near = skip.born >= 0 and skip.last_use - skip.born <= _NEAR
+        if skip.born >= 0:
+            readers = tuple(use - skip.born for use in skip.uses) if near else number
+            skips[skip.born].append(("makes", skip.size_bytes, readers))
+        for use in skip.uses:
+            skips[use].append(("reads", skip.size_bytes, use - skip.born if near else number))
+    sizes = [tuple(map(_sizes, stage.options)) for stage in chain]
+    return [
+        (stage.output_bytes, stage.recomputable, detail, size, tuple(sorted(map(repr, own))))
+        for stage, detail, size, own in zip(chain, details, sizes, skips, strict=True)
+    ]
+
+
+def _sizes(option: Option) -> tuple[int, ...]:
+    return tuple(getattr(option, field.name) for field in fields(Option) if field.name.endswith("_bytes"))
+
+
+def folded(keys: Sequence[Hashable], *, longest: int = 64) -> list[Run]:
+    """Repetitions, found greedily from the left: the one that leaves out most, and the shortest of those.
+
+    Args:
+        keys: Equal where stages are.
+        longest: Most stages that repeat together.
+    """
+    runs: list[Run] = []
+    start = 0
+    while start < len(keys):
+        best = Run(start, 1, 1)
+        for length in range(1, min(longest, (len(keys) - start) // 2) + 1):
+            repeats = 1
+            while keys[start + repeats * length : start + (repeats + 1) * length] == keys[start : start + length]:
+                repeats += 1
+            if length * (repeats - 1) > best.length * (best.repeats - 1):
+                best = Run(start, length, repeats)
+        runs.append(best)
+        start = best.end
+    return runs
 
 
 def _colours(keys: Sequence[Hashable]) -> list[str]:
     """By stage; white for those that are alone."""
-    counts = Counter(keys)
-    kinds = {key: number for number, key in enumerate(key for key in counts if counts[key] > 1)}
-    return ["white" if key not in kinds else _shade(kinds[key]) for key in keys]
+    kinds = [key for key, count in Counter(keys).items() if count > 1]
+    shades = dict(zip(kinds, cycle(_COLOURS), strict=False))
+    return [shades.get(key, "white") for key in keys]
 
 
-def _shade(kind: int) -> str:
-    colour = _COLOURS[kind % len(_COLOURS)]
-    pale = 0.45 if (kind // len(_COLOURS)) % 2 else 0.0
-    parts = [int(colour[place : place + 2], 16) for place in (1, 3, 5)]
-    return "#" + "".join(f"{round(part + (255 - part) * pale):02X}" for part in parts)
+# ----------------------------------------------------------------------------------------------------
+# Where boxes and skips are on the strip, and where it is cut.
 
 
-class _Drawing:
-    def __init__(
-        self,
-        chain: Chain,
-        labels: Sequence[tuple[str, ...]],
-        depths: Sequence[int],
-        options: Sequence[Option],
-        colours: Sequence[str],
-        runs: Sequence[Run],
-        title: str | None,
-    ) -> None:
-        self._chain = chain
-        self._depths = depths
-        self._options = options
-        self._colours = colours
-        self._runs = runs
-        self._title = title or ""
-        self._prefix = _common_prefix(chain.names)
-        self._bars = 5.0 * max(depths, default=0)
-        self._subtitle: list[str] = []
-        self._layout = Layout(
-            runs,
-            [self._lines(each) for each in labels],
-            chain.skips,
-            header=self._header_height,
-            bars=self._bars,
+@dataclass(slots=True)
+class _Box:
+    """A stage as it is drawn: what it says, how it runs when it is recorded, and its upper edge on the strip."""
+
+    stage: int
+    run: Run
+    name: str
+    lines: list[str]
+    option: Option
+    colour: str
+    depth: int
+    output_bytes: int
+    top: float = 0.0
+
+    @property
+    def bottom(self) -> float:
+        """Its lower edge."""
+        return self.top + 2 * _PADDING + _NAME + 1 + _LINE * len(self.lines)
+
+    @property
+    def middle(self) -> float:
+        """Halfway down."""
+        return (self.top + self.bottom) / 2
+
+    @property
+    def frame(self) -> float:
+        """Room for the frame around what repeats."""
+        return _FRAME if self.run.repeats > 1 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Strand:
+    """A line for a skip, as heights on the strip; ``made`` is None if it comes from another column or repetition."""
+
+    top: float
+    bottom: float
+    made: float | None
+    reads: tuple[float, ...]
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """A piece of the strip: its boxes, and by lane, from the boxes outwards, its parts of skips."""
+
+    boxes: list[_Box]
+    lanes: list[list[_Strand]]
+
+    @property
+    def start(self) -> float:
+        """Where it begins on the strip."""
+        return self.boxes[0].top - self.boxes[0].frame
+
+    @property
+    def width(self) -> float:
+        """Frames and lanes included."""
+        return 2 * _FRAME + _BOX + _LANE * len(self.lanes) + (8 if self.lanes else 0)
+
+
+def _place(boxes: Sequence[_Box]) -> None:
+    """Put boxes on the strip, one below the other."""
+    bottom, frame, run = -_GAP, 0.0, None
+    for box in boxes:
+        box.top = bottom + _GAP + (frame + box.frame if box.run is not run else 0)
+        bottom, frame, run = box.bottom, box.frame, box.run
+
+
+def _strands(skips: Sequence[Skip], boxes: Sequence[_Box]) -> Iterator[_Strand]:
+    """Skips from box to box. One that goes on into the next repetition leaves the run at its end and enters at its top."""
+    place = {box.stage + again * box.run.length: n for n, box in enumerate(boxes) for again in range(box.run.repeats)}
+    ends = {box.run: box.bottom + 6 for box in boxes}
+    tops = {box.run: box.top - 6 for box in reversed(boxes)}
+    found: dict[tuple[int, tuple[int, ...], int], None] = {}
+    for skip in skips:
+        if skip.born >= 0:  # others are the caller's, wherever they are read
+            found[place[skip.born], tuple(sorted({place[use] for use in skip.uses})), skip.size_bytes] = None
+    # The first or last repetition may show by itself that a skip enters or leaves.
+    shown = [(made, reads, size) for made, reads, size in found if reads[0] > made]
+    makers = {(made, size) for made, _, size in shown}
+    readers = {(read, size) for _, reads, size in shown for read in reads}
+    for made, reads, size in found:
+        top, run = boxes[made].middle - 3, boxes[made].run
+        later = tuple(boxes[read].middle + 3 for read in reads if read > made)
+        behind = tuple(boxes[read].middle + 3 for read in reads if read <= made and (read, size) not in readers)
+        if reads[0] > made:
+            yield _Strand(top, later[-1], top, later, size)
+        elif later or (made, size) not in makers:
+            yield _Strand(top, max((ends[run], *later)), top, later, size)
+        if behind:
+            yield _Strand(tops[run], behind[-1], None, behind, size)
+
+
+def _cut(boxes: Sequence[_Box], strands: Sequence[_Strand]) -> list[_Column]:
+    """Columns of about the same height, as low as that goes."""
+    total = boxes[-1].bottom + _GAP
+    count = max(1, math.ceil(total / _HIGHEST))
+    limit = total / count
+    while len(pieces := _pieces(boxes, limit)) > count:
+        limit *= 1.03
+    return [_Column(piece, _lanes(strands, piece[0].top - 6, piece[-1].bottom + 6)) for piece in pieces]
+
+
+def _pieces(boxes: Sequence[_Box], limit: float) -> list[list[_Box]]:
+    """Boxes in columns of at most this height. A run stays together if it fits into one."""
+    ends = {box.run: box.bottom for box in boxes}
+    pieces: list[list[_Box]] = []
+    for box in boxes:
+        end = ends[box.run] if box.stage == box.run.first else box.bottom
+        if not pieces or end - pieces[-1][0].top > limit:
+            pieces.append([])
+        pieces[-1].append(box)
+    return pieces
+
+
+def _lanes(strands: Sequence[_Strand], top: float, bottom: float) -> list[list[_Strand]]:
+    """Parts of strands between two heights, in lanes in which they do not touch; short ones come first."""
+    parts = [
+        _Strand(
+            max(top, strand.top),
+            min(bottom, strand.bottom),
+            strand.made if strand.made is not None and top < strand.made < bottom else None,
+            tuple(read for read in strand.reads if top < read < bottom),
+            strand.size_bytes,
         )
-
-    def _header_height(self, columns: int) -> float:
-        self._subtitle = svg.wrapped(list(self._facts()), columns * (BOX + GUTTER) - 2 * FRAME, SMALL)
-        # An arrow into the second column passes below it.
-        return MARGIN + (18 if self._title else 0) + 12 * len(self._subtitle) + (18 if columns > 1 else 10)
-
-    @staticmethod
-    def _lines(labels: Sequence[str]) -> list[str]:
-        lines = svg.wrapped(labels, BOX - 12, SMALL)
-        if len(lines) > _MOST_LINES:
-            lines = [*lines[: _MOST_LINES - 1], f"{svg.fitted(lines[_MOST_LINES - 1], BOX - 24, SMALL)} …"]
-        return [svg.fitted(line, BOX - 12, SMALL) for line in lines]
-
-    def _facts(self) -> Iterator[str]:
-        chain = self._chain
-        yield f"{len(chain)} stages"
-        yield f"input {format_bytes(chain.input_bytes)}"
-        if chain.skips:
-            yield f"{len(chain.skips)} skips"
-        if self._prefix:
-            yield f"names without “{self._prefix}”"
-        if any(colour != "white" for colour in self._colours):
-            yield "equal stages share a colour"
-        if any(self._depths):
-            yield "orange: recomputed, a bar for each level of nesting"
-        if any(option.inverts for option in self._options):
-            yield "dark blue: inverted, drops its input and rebuilds it from its output"
-
-    # ---------------------------------------------------------------- layout
-
-    # ---------------------------------------------------------------- drawing
-
-    def text(self) -> str:
-        """The picture."""
-        return svg.document(self._parts(), self._layout.width, self._layout.height, self._title or "chain")
-
-    def _parts(self) -> Iterator[str]:
-        y = MARGIN + 12
-        if self._title:
-            yield svg.text(self._title, MARGIN, y, 13, font_weight="bold", fill=_INK)
-            y += 18
-        for number, line in enumerate(self._subtitle):
-            yield svg.text(line, MARGIN, y + 12 * number, SMALL, fill=_GREY)
-        for index, run in enumerate(self._runs):
-            if run.repeats > 1:
-                yield from self._frames(index, run)
-        for column in self._layout.columns:
-            for strand in column.strands:
-                yield from self._strand(column, strand)
-        for place, box in enumerate(self._layout.boxes):
-            yield from self._box(box)
-            yield from self._arrow(place, box)
-
-    def _frames(self, index: int, run: Run) -> Iterator[str]:
-        boxes = [box for box in self._layout.boxes if box.run == index]
-        for number, column in enumerate(self._layout.columns):
-            inside = [box for box in boxes if box.column == number]
-            if not inside:
-                continue
-            top, bottom = inside[0].top - FRAME, inside[-1].bottom + FRAME
-            yield svg.element(
-                "rect", x=column.left, y=top, width=BOX + 2 * FRAME, height=bottom - top, rx=6, fill="none",
-                stroke=_GREY, stroke_width=1, stroke_dasharray="4 2",
-            )  # fmt: skip
-            if inside[-1] is boxes[-1]:
-                label = f"× {run.repeats}"
-                width = svg.text_width(label, NAME) + 8
-                x = column.left + BOX + 2 * FRAME - width - 8
-                yield svg.element("rect", x=x, y=bottom - 7, width=width, height=14, fill="white")
-                yield svg.text(
-                    label, x + width / 2, bottom + 4, NAME, text_anchor="middle", font_weight="bold", fill=_INK
-                )
-
-    def _box(self, box: Box) -> Iterator[str]:
-        option = self._options[box.stage]
-        left = self._layout.columns[box.column].left + FRAME
-        ink, frame = (_INVERTED, 2.5) if option.inverts else (_INK, 0.7)
-        yield svg.element(
-            "rect", x=left, y=box.top, width=BOX, height=box.height, rx=3, fill=self._colours[box.stage], stroke=ink,
-            stroke_width=frame,
-        )  # fmt: skip
-        following = next(
-            (other for other in self._layout.boxes if other.stage > box.stage and other.column == box.column), None
-        )
-        for bar in range(self._depths[box.stage]):
-            x = left - FRAME - 3 - 5 * bar
-            goes_on = following is not None and self._depths[following.stage] > bar
-            end = following.top if following is not None and goes_on else box.bottom
-            yield svg.element("line", x1=x, y1=box.top, x2=x, y2=end, stroke=_SEGMENT, stroke_width=2.5)
-        kept = option.saved_bytes + option.saved_input_bytes + option.saved_output_bytes
-        keeps = "inverted" if option.inverts else f"keeps {format_bytes(kept)}"
-        room = BOX - 20 - svg.text_width(keeps, SMALL)
-        y = box.top + PADDING + NAME - 1
-        yield svg.text(self._name(box, room), left + 6, y, NAME, font_weight="bold", fill=_INK)
-        yield svg.text(keeps, left + BOX - 6, y, SMALL, text_anchor="end", fill=_INVERTED if option.inverts else _INK)
-        for number, line in enumerate(box.lines, 1):
-            yield svg.text(line, left + 6, y + 1 + LINE * number, SMALL, fill="#333333")
-
-    def _name(self, box: Box, room: float) -> str:
-        """The stage's name; for one that stands for several, those of the first and last. As much of it as has room."""
-        run, names = self._runs[box.run], self._chain.names
-        name = _shorter(" … ".join(part.removeprefix(self._prefix) for part in names[box.stage].split(" … ")))
-        if run.repeats > 1 and run.length == 1:
-            last = names[box.stage + run.repeats - 1].rpartition(" … ")[2]
-            name = f"{name.partition(' … ')[0]} … {last.rpartition('.')[2]}"
-        elif svg.text_width(name, _BOLD * NAME) > room:
-            name = name.partition(" … ")[0]
-        return svg.fitted(name, room, _BOLD * NAME)
-
-    def _arrow(self, place: int, box: Box) -> Iterator[str]:
-        size = self._chain.stages[box.stage].output_bytes
-        x = self._layout.columns[box.column].left + FRAME + BOX / 2
-        following = self._layout.boxes[place + 1] if place + 1 < len(self._layout.boxes) else None
-        # All that goes on may be skips.
-        label = (format_bytes(size) if size else "") if following is not None else f"output {format_bytes(size)}"
-        if following is not None and following.column != box.column:
-            gutter = self._layout.columns[following.column].left - self._bars - GUTTER / 2
-            target = self._layout.columns[following.column].left + FRAME + BOX / 2
-            low, high = box.bottom + GAP / 2 + FRAME, self._layout.header - 9
-            path = f"M{x:.1f} {box.bottom:.1f}V{low:.1f}H{gutter:.1f}V{high:.1f}H{target:.1f}V{following.top - 5:.1f}"
-            yield svg.element("path", d=path, fill="none", stroke=_INK, stroke_width=1)
-            yield _head(target, following.top)
-            if label:
-                yield svg.text(label, x + 5, low + 10, SMALL, fill=_GREY)
-            return
-        is_last_of_run = following is None or following.run != box.run
-        frame = FRAME if self._runs[box.run].repeats > 1 and is_last_of_run else 0
-        end = following.top if following is not None else box.bottom + frame + GAP
-        yield svg.element("line", x1=x, y1=box.bottom, x2=x, y2=end - 5, stroke=_INK, stroke_width=1)
-        yield _head(x, end)
-        if label:
-            yield svg.text(label, x + 7, box.bottom + frame + 11.5, SMALL, fill=_GREY)
-
-    def _strand(self, column: Column, strand: Strand) -> Iterator[str]:
-        edge = column.left + FRAME + BOX
-        x = edge + FRAME + LANE * (strand.lane + 0.7)
-        style: dict[str, Any] = {"fill": "none", "stroke": _SKIP, "stroke_width": 1}
-        if strand.made is not None:
-            yield svg.element("line", x1=edge, y1=strand.made, x2=x, y2=strand.made, **style)
-        for y in strand.reads:
-            yield svg.element("line", x1=edge + 5, y1=y, x2=x, y2=y, **style)
-            yield svg.element("path", d=f"M{edge:.1f} {y:.1f}l6 -2.6v5.2z", fill=_SKIP)
-        yield svg.element("line", x1=x, y1=strand.top, x2=x, y2=strand.bottom, **style)
-        label = format_bytes(self._chain.skips[strand.skip].size_bytes)
-        length = svg.text_width(label, 7.5) + 4
-        if strand.bottom - strand.top > length + 4:
-            y = (strand.top + strand.bottom) / 2
-            yield svg.element("rect", x=x - 4, y=y - length / 2, width=8, height=length, fill="white")
-            yield svg.text(
-                label, x + 2.7, y, 7.5, text_anchor="middle", fill=_SKIP, transform=f"rotate(-90 {x + 2.7:.1f} {y:.1f})"
-            )
+        for strand in strands
+        if strand.top < bottom and top < strand.bottom
+    ]
+    lanes: list[list[_Strand]] = []
+    for part in sorted(parts, key=lambda part: (part.bottom - part.top, part.top)):
+        for lane in lanes:
+            if all(part.bottom + 4 < other.top or other.bottom + 4 < part.top for other in lane):
+                lane.append(part)
+                break
+        else:
+            lanes.append([part])
+    return lanes
 
 
-def _head(x: float, y: float) -> str:
-    return svg.element("path", d=f"M{x:.1f} {y:.1f}l-3 -6h6z", fill=_INK)
+# ----------------------------------------------------------------------------------------------------
+# The picture.
 
 
-def _shorter(name: str) -> str:
-    """``a.b.c … a.b.d`` as ``a.b.c … d``."""
-    start, dots, end = name.partition(" … ")
-    if not dots:
-        return name
-    common = 0
-    for left, right in zip(start.split(".")[:-1], end.split(".")[:-1], strict=False):
-        if left != right:
-            break
-        common += 1
-    return f"{start} … {'.'.join(end.split('.')[common:])}"
+def _svg(columns: Sequence[_Column], title: str | None, facts: Sequence[str]) -> str:
+    """The whole picture: title and facts, and below them the columns from left to right."""
+    room = len(columns) * (_BOX + _GUTTER) - 2 * _FRAME
+    subtitle = wrapped(facts, room, _SMALL)
+    bars = _BAR * max(box.depth for column in columns for box in column.boxes)
+    top = _MARGIN + (18 if title else 0) + 12 * len(subtitle)
+    header = top + (18 if len(columns) > 1 else 10)  # an arrow into the second column passes below the text
+    height = max(column.boxes[-1].bottom - column.start for column in columns) + _FRAME + _GAP + 20 + _MARGIN
+    width = sum(bars + column.width + _GUTTER for column in columns) - _GUTTER + 2 * _MARGIN
+    root = ET.Element("svg", xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {width:.0f} {header + height:.0f}")
+    root.attrib |= {"width": f"{width:.0f}", "height": f"{header + height:.0f}", "font-family": _FONT}
+    _add(root, "title", title or "chain")
+    _add(root, "rect", width="100%", height="100%", fill="white")
+    if title:
+        _text(root, title, _MARGIN, _MARGIN + 12, 13, font_weight="bold")
+    for number, line in enumerate(reversed(subtitle)):
+        _text(root, line, _MARGIN, top - 12 * number, _SMALL, fill=_GREY)
+    left = _MARGIN + bars
+    for column, following in zip_longest(columns, columns[1:]):
+        moved = _add(root, "g", transform=f"translate({left:.2f} {header - column.start:.2f})")
+        _draw_column(moved, column, following, column.width + _GUTTER + bars)
+        left += column.width + _GUTTER + bars
+    ET.indent(root, "")
+    return ET.tostring(root, encoding="unicode") + "\n"
+
+
+def _draw_column(group: ET.Element, column: _Column, following: _Column | None, step: float) -> None:
+    """Frames, skips, boxes and arrows; the next column is so far to the right."""
+    for run, boxes in groupby(column.boxes, lambda box: box.run):
+        if run.repeats > 1:
+            _draw_frame(group, list(boxes), run)
+    for lane, strands in enumerate(column.lanes):
+        for strand in strands:
+            _draw_strand(group, strand, 2 * _FRAME + _BOX + _LANE * (lane + 0.7))
+    x = _FRAME + _BOX / 2
+    for box, below in zip_longest(column.boxes, column.boxes[1:]):
+        _draw_box(group, box)
+        for bar in range(box.depth):
+            end = below.top if below is not None and below.depth > bar else box.bottom
+            _line(group, -3 - _BAR * bar, box.top, -3 - _BAR * bar, end, _SEGMENT, stroke_width=2.5)
+        if below is not None:
+            _draw_arrow(group, f"M{x} {box.bottom:.1f}", x, below.top)
+            frame = box.frame if below.run is not box.run else 0
+            _draw_boundary(group, box, x + 7, box.bottom + frame + 11.5)
+    last = column.boxes[-1]
+    if following is None:
+        _draw_arrow(group, f"M{x} {last.bottom:.1f}", x, last.bottom + last.frame + _GAP)
+        _draw_boundary(group, last, x + 7, last.bottom + last.frame + 11.5, "output ")
+        return
+    # Up between the columns and into the next one.
+    low, between, high = last.bottom + _GAP / 2 + _FRAME, column.width + _GUTTER / 2, column.start - 9
+    path = f"M{x} {last.bottom:.1f}V{low:.1f}H{between:.1f}V{high:.1f}H{x + step:.1f}"
+    _draw_arrow(group, path, x + step, column.start + following.boxes[0].frame)
+    _draw_boundary(group, last, x + 5, low + 10)
+
+
+def _draw_boundary(group: ET.Element, box: _Box, x: float, y: float, said: str = "") -> None:
+    """The size of what a box hands on; all of it may be skips."""
+    if box.output_bytes or said:
+        _text(group, said + format_bytes(box.output_bytes), x, y, _SMALL, fill=_GREY)
+
+
+def _draw_frame(group: ET.Element, boxes: Sequence[_Box], run: Run) -> None:
+    """Around boxes that repeat, with the number of repetitions where they end."""
+    top, bottom, width = boxes[0].top - _FRAME, boxes[-1].bottom + _FRAME, _BOX + 2 * _FRAME
+    _add(
+        group, "rect", x=0, y=top, width=width, height=bottom - top, rx=6, fill="none", stroke=_GREY, stroke_width=1,
+        stroke_dasharray="4 2",
+    )  # fmt: skip
+    if boxes[-1].stage == run.first + run.length - 1:
+        label = f"× {run.repeats}"
+        room = text_width(label, _NAME) + 8
+        _add(group, "rect", x=width - room - 8, y=bottom - 7, width=room, height=14, fill="white")
+        middle = width - room / 2 - 8
+        _text(group, label, middle, bottom + 4, _NAME, text_anchor="middle", font_weight="bold")
+
+
+def _draw_box(group: ET.Element, box: _Box) -> None:
+    ink, stroke = (_INVERTED, 2.5) if box.option.inverts else (_INK, 0.7)
+    _add(
+        group, "rect", x=_FRAME, y=box.top, width=_BOX, height=box.bottom - box.top, rx=3, fill=box.colour, stroke=ink,
+        stroke_width=stroke,
+    )  # fmt: skip
+    kept = box.option.saved_bytes + box.option.saved_input_bytes + box.option.saved_output_bytes
+    keeps, y = "inverted" if box.option.inverts else f"keeps {format_bytes(kept)}", box.top + _PADDING + _NAME - 1
+    name = fitted(box.name, _BOX - 20 - text_width(keeps, _SMALL), _BOLD * _NAME)
+    _text(group, name, _FRAME + 6, y, _NAME, font_weight="bold")
+    _text(group, keeps, _FRAME + _BOX - 6, y, _SMALL, text_anchor="end", fill=ink)
+    for number, line in enumerate(box.lines, 1):
+        _text(group, line, _FRAME + 6, y + 1 + _LINE * number, _SMALL, fill="#333333")
+
+
+def _draw_arrow(group: ET.Element, path: str, x: float, y: float) -> None:
+    """A path that ends with a head at a point."""
+    _add(group, "path", d=f"{path}V{y - 5:.1f}", fill="none", stroke=_INK, stroke_width=1)
+    _add(group, "path", d=f"M{x:.1f} {y:.1f}l-3 -6h6z", fill=_INK)
+
+
+def _draw_strand(group: ET.Element, strand: _Strand, x: float) -> None:
+    """From the box that makes it to those that read it, with its size where there is room."""
+    edge = _FRAME + _BOX
+    if strand.made is not None:
+        _line(group, edge, strand.made, x, strand.made, _SKIP)
+    for y in strand.reads:
+        _line(group, edge + 5, y, x, y, _SKIP)
+        _add(group, "path", d=f"M{edge:.1f} {y:.1f}l6 -2.6v5.2z", fill=_SKIP)
+    _line(group, x, strand.top, x, strand.bottom, _SKIP)
+    label, y = format_bytes(strand.size_bytes), (strand.top + strand.bottom) / 2
+    length = text_width(label, _TINY) + 4
+    if strand.bottom - strand.top > length + 4:
+        _add(group, "rect", x=x - 4, y=y - length / 2, width=8, height=length, fill="white")
+        turned = f"rotate(-90 {x + 2.7:.1f} {y:.1f})"
+        _text(group, label, x + 2.7, y, _TINY, text_anchor="middle", fill=_SKIP, transform=turned)
+
+
+def _line(group: ET.Element, x1: float, y1: float, x2: float, y2: float, stroke: str, stroke_width: float = 1) -> None:
+    _add(group, "line", x1=x1, y1=y1, x2=x2, y2=y2, stroke=stroke, stroke_width=stroke_width)
+
+
+def _text(group: ET.Element, text: str, x: float, y: float, font_size: float, **attributes: object) -> None:
+    """A line of text, from ``x`` on the baseline ``y``."""
+    _add(group, "text", text, x=x, y=y, font_size=font_size, **{"fill": _INK, **attributes})
+
+
+def _add(parent: ET.Element, tag: str, text: str | None = None, **attributes: object) -> ET.Element:
+    """A new element; underscores in attributes' names become hyphens, numbers lose what nobody sees."""
+    child = ET.SubElement(parent, tag)
+    child.text = text
+    for name, value in attributes.items():
+        child.set(name.replace("_", "-"), f"{round(value, 2):g}" if isinstance(value, float) else str(value))
+    return child
+
+
+# ----------------------------------------------------------------------------------------------------
+# Text: names of stages, and lines that fit.
+
+
+def _name(names: Sequence[str], run: Run, stage: int, prefix: str) -> str:
+    """The name of a stage, or of all that it stands for alone."""
+    last = names[stage + run.repeats - 1] if run.length == 1 else names[stage]
+    start, end = names[stage].partition(" … ")[0], last.rpartition(" … ")[2]
+    name = start if start == end else f"{start} … {relative_name(start, end)}"
+    return name.removeprefix(prefix)
 
 
 def _common_prefix(names: Sequence[str]) -> str:
@@ -414,3 +489,112 @@ def _common_prefix(names: Sequence[str]) -> str:
     firsts = Counter(name.partition(".")[0] for name in names if "." in name.partition(" … ")[0])
     first, count = max(firsts.items(), key=lambda entry: entry[1], default=("", 0))
     return f"{first}." if count > 0.7 * len(names) else ""
+
+
+def _lines(labels: Sequence[str]) -> list[str]:
+    """Operators as text below a name."""
+    lines = wrapped(labels, _BOX - 12, _SMALL)
+    if len(lines) > _MOST_LINES:
+        lines = [*lines[: _MOST_LINES - 1], f"{fitted(lines[_MOST_LINES - 1], _BOX - 24, _SMALL)} …"]
+    return [fitted(line, _BOX - 12, _SMALL) for line in lines]
+
+
+_NARROW = frozenset("iljtfrI.,:;|'!()[] /·")
+_WIDE = frozenset("mwMW@%—…→×")
+
+
+def text_width(text: str, size: float) -> float:
+    """Width of a line in the widest of the fonts, in the unit of ``size``; a few percent too much rather than too little."""
+    return size * sum(0.37 if character in _NARROW else 0.9 if character in _WIDE else 0.62 for character in text)
+
+
+def fitted(text: str, width: float, size: float) -> str:
+    """A line without its inside if it is too long."""
+    if text_width(text, size) <= width:
+        return text
+    keep = len(text)
+    while keep > 2 and text_width(text[:keep], size) + size > width:
+        keep -= 1
+    head = keep // 3
+    return f"{text[:head]}…{text[len(text) - (keep - head) :]}"
+
+
+def wrapped(words: Sequence[str], width: float, size: float, separator: str = " · ") -> list[str]:
+    """Words in lines that are no wider than this, unless a word is."""
+    lines: list[str] = []
+    for word in words:
+        longer = f"{lines[-1]}{separator}{word}" if lines else word
+        if lines and text_width(longer, size) <= width:
+            lines[-1] = longer
+        else:
+            lines.append(word)
+    return lines
+
+
+# ----------------------------------------------------------------------------------------------------
+# What the operators of a stage are called in a drawing.
+
+
+# They compute nothing. Shown only if a stage does nothing else.
+_QUIET = frozenset(
+    name
+    for line in (
+        "size dim numel getattr getitem _assert view reshape transpose permute unsqueeze squeeze expand expand_as",
+        "contiguous view_as reshape_as t movedim swapaxes unflatten chunk split unbind detach to type_as",
+        "is_floating_point tree_unflatten eq ne lt le gt ge floordiv mod",
+    )
+    for name in line.split()
+)
+_PLAIN = {name: name for name in _QUIET} | {"iadd": "add", "isub": "sub", "imul": "mul", "truediv": "div"}
+
+
+def operator_labels(stage: Stage) -> tuple[str, ...]:
+    """What a stage runs, in order and for people; an operator that comes several times in a row once.
+
+    Args:
+        stage: With modules of the user's, or slices of a graph that call them.
+    """
+    labels = [label for module in stage.modules for label in _labels(module)]
+    loud = [label for label in labels if label not in _QUIET] or labels
+    counted = ((label, len(list(group))) for label, group in groupby(loud))
+    return tuple(label if count == 1 else f"{label} (×{count})" for label, count in counted)
+
+
+def _labels(operator: Any) -> Iterator[str]:
+    """Of a module, a function, or a tensor's method by its name."""
+    match operator:
+        case GraphSlice():
+            for inner in operator.operators:
+                yield from _labels(inner)
+        case nn.Sequential():
+            for member in operator:
+                yield from _labels(member)
+        case nn.Module():
+            yield _described(operator)
+        case _:
+            name = operator if isinstance(operator, str) else getattr(operator, "__name__", str(operator))
+            yield _PLAIN.get(name, name.strip("_"))
+
+
+def _described(module: Any) -> str:
+    match module:
+        case nn.Conv1d() | nn.Conv2d() | nn.Conv3d():
+            return f"Conv {_convolution(module)}"
+        case nn.ConvTranspose1d() | nn.ConvTranspose2d() | nn.ConvTranspose3d():
+            return f"ConvTranspose {_convolution(module)}"
+        case nn.Linear():
+            return f"Linear {module.in_features}→{module.out_features}"
+        case nn.Embedding():
+            return f"Embedding {module.num_embeddings}×{module.embedding_dim}"
+        case nn.MultiheadAttention():
+            return f"MultiheadAttention {module.embed_dim}, {module.num_heads} heads"
+    return re.sub(r"^(BatchNorm)[123]d$", r"\1", type(module).__name__)
+
+
+def _convolution(module: Any) -> str:
+    """Kernel, channels and stride."""
+    size, stride = "×".join(map(str, module.kernel_size)), f" /{module.stride[0]}" if module.stride[0] > 1 else ""
+    if module.groups == module.in_channels > 1:
+        return f"{size} depthwise {module.out_channels}{stride}"
+    groups = f", {module.groups} groups" if module.groups > 1 else ""
+    return f"{size} {module.in_channels}→{module.out_channels}{groups}{stride}"
