@@ -19,6 +19,8 @@ _FACTORS = {
     "g": 10**9, "gb": 10**9, "gib": 2**30,
     "t": 10**12, "tb": 10**12, "tib": 2**40,
 }  # fmt: skip
+_SIZES = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+_DURATIONS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 BLOCK_BYTES = {"cuda": 512, "xpu": 512}
 """By type of device: torch's caching allocators for GPUs hand out, and count, multiples of this. That of the CPU counts every byte."""
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z]*|%)\s*", re.IGNORECASE)
@@ -108,6 +110,16 @@ def in_blocks(size_bytes: int, block_bytes: int) -> int:
     return -(-size_bytes // block_bytes) * block_bytes
 
 
+def size_unit(size_bytes: float) -> tuple[int, str]:
+    """The binary unit in which a size reads best, and its name."""
+    return next((unit for unit in _SIZES if abs(size_bytes) >= unit[0]), (1, "B"))
+
+
+def duration_unit(seconds: float) -> tuple[float, str]:
+    """The unit in which a duration reads best, and its name."""
+    return next((unit for unit in _DURATIONS if abs(seconds) >= unit[0]), _DURATIONS[-1])
+
+
 def format_bytes(size_bytes: float) -> str:
     """Print a size with three or four significant digits and a binary unit.
 
@@ -115,24 +127,16 @@ def format_bytes(size_bytes: float) -> str:
         >>> format_bytes(2_900_000_000)
         '2.70 GiB'
     """
-    size = float(size_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return (
-                f"{size:.0f} B"
-                if unit == "B"
-                else f"{size:.{2 if abs(size) < 10 else 1 if abs(size) < 100 else 0}f} {unit}"
-            )
-        size /= 1024
-    return f"{size:.2f} TiB"
+    factor, unit = size_unit(size_bytes)
+    size = size_bytes / factor
+    digits = 0 if unit == "B" else 2 if abs(size) < 10 or unit == "TiB" else 1 if abs(size) < 100 else 0
+    return f"{size:.{digits}f} {unit}"
 
 
 def format_seconds(seconds: float) -> str:
     """Print a duration with a unit that keeps it readable, such as ``'3.2 ms'``."""
-    for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if abs(seconds) >= factor:
-            return f"{seconds / factor:.3g} {unit}"
-    return f"{seconds * 1e9:.3g} ns"
+    factor, unit = duration_unit(seconds)
+    return f"{seconds / factor:.3g} {unit}"
 
 
 def _split(text: str) -> tuple[float, str]:

@@ -16,10 +16,9 @@ from lightning_rotor.report.style import (
     clear_frame,
     legend_above,
     new_figure,
-    size_unit,
 )
 from lightning_rotor.simulator import Simulation
-from lightning_rotor.units import format_bytes
+from lightning_rotor.units import format_bytes, size_unit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

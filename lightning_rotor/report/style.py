@@ -1,8 +1,8 @@
-"""What the pictures have in common: colours, units, and matplotlib itself, which is imported when something is drawn."""
+"""What the pictures have in common: colours, and matplotlib itself, which is imported when something is drawn."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from lightning_rotor.errors import RotorError
 from lightning_rotor.simulator import Phase
@@ -23,8 +23,6 @@ PHASE_LABELS: dict[Phase, str] = {"forward": "forward", "recompute": "recomputat
 LINE_COLOURS = ("#222222", "#AA3377", "#117733", "#882255")
 BUDGET_COLOUR = "#CC3311"
 PLAIN_COLOUR = "#555555"
-DURATIONS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
-SIZES = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 
 
 class PlotError(RotorError, RuntimeError):
@@ -57,20 +55,10 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def size_unit(size_bytes: float) -> tuple[int, str]:
-    """The binary unit in which a size reads best, and its name."""
-    return next((unit for unit in SIZES if size_bytes >= unit[0]), SIZES[-1])
-
-
-def duration_unit(seconds: float) -> tuple[float, str]:
-    """The unit in which a duration reads best, and its name."""
-    return next((unit for unit in DURATIONS if seconds >= unit[0]), DURATIONS[-1])
-
-
-def clear_frame(axes: Axes, *, grid: str = "y") -> None:
-    """No box around the data, a pale grid behind it."""
+def clear_frame(axes: Axes, *, which: Literal["major", "minor"] = "major") -> None:
+    """No box around the data, pale lines behind it at the ticks of the vertical axis."""
     axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis=grid, color="0.9", linewidth=0.6)  # type: ignore[arg-type]
+    axes.grid(axis="y", which=which, color="0.9", linewidth=0.6)
     axes.set_axisbelow(True)
 
 
