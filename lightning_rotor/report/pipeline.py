@@ -101,7 +101,7 @@ def _draw_actions(axes: Axes, simulation: PipelineSimulation, scale: float) -> b
     edge = {"edgecolor": "white", "linewidth": 0.5} if devices <= _MOST_NUMBERED else {"linewidth": 0.0}
     for (phase, pale), bars in found.items():
         rows = [device for device, *_ in bars]
-        widths, lefts = zip(*(((end - start) / scale, start / scale) for _, start, end, _ in bars), strict=True)
+        lefts, widths = [start / scale for _, start, *_ in bars], [(end - start) / scale for _, start, end, _ in bars]
         label = PHASE_LABELS[phase] + ((", later stages" if pale else ", first stage") if several else "")
         axes.barh(rows, widths, _BAR, lefts, color=PHASE_COLOURS[phase][pale], label=label, **edge)
         for device, start, end, number in bars if devices <= _MOST_NUMBERED else ():
