@@ -1,16 +1,15 @@
 r"""Where to cut a graph into stages.
 
-A plan chooses between cuts alone: what is behind one can be recomputed without what is before it. So there should be a cut between any
-two operations that save something for the backward. In a transformer's block that is what a planner needs to drop the cheap outputs and
-keep the dear ones, in a residual network what it needs to keep a convolution's output and recompute its normalization::
+A plan chooses between cuts alone: what is behind one can be recomputed without what is before it. So there should be a
+cut between any two operations that save something for the backward::
 
     x ─┬─ norm ─ qkv ─ attention ─ proj ─ + ─┬─ norm ─ fc1 ─ gelu ─ fc2 ─ + ─
        │      cut   cut         cut      │   cut     cut   cut    cut     │   cut
        └─────────────────────────────────┘   └────────────────────────────┘
 
-Between two such operations the cut is where the least is alive, so additions and views belong to what is before them: a boundary of two
-tensors would be of no use there. What else is alive at a cut (the shortcut x, a mask) is carried along, see :class:`lightning_rotor.chain.Skip`.
-Parameters and buffers are none of it, for every stage reads them where they are.
+Between two such operations the cut is where the least is alive, so additions and views belong to what is before them.
+What else is alive at a cut (the shortcut x, a mask) is carried along, see :class:`lightning_rotor.chain.Skip`. Parameters
+and buffers are none of it, for every stage reads them where they are.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from lightning_rotor.stages.sequential import Stage, Wire, Wiring, packed
 
 
 @dataclass(frozen=True, slots=True)
-class Footprint:
+class OpMemory:
     """Memory that one operation takes.
 
     Attributes:
@@ -47,7 +46,7 @@ class Footprint:
         storages: Sizes of the storages under what it returns, new or not, by a number for each.
         pieces: Numbers of storages of which what it returns shows a part only.
         saved: Numbers of the storages that autograd saves, as far as they are under values of the graph.
-        of_parameters: Whether what it returns shows parameters.
+        of_parameters: What it returns shows parameters.
     """
 
     made_bytes: int
@@ -58,10 +57,10 @@ class Footprint:
     of_parameters: bool = False
 
 
-def footprints_of(recording: Recording, tensors: Sequence[torch.Tensor]) -> dict[fx.Node, Footprint]:
+def op_memory_of(recording: Recording, tensors: Sequence[torch.Tensor]) -> dict[fx.Node, OpMemory]:
     """Run a recording, one operation after the other, and see what each of them makes and saves.
 
-    The run updates buffers and generators. What is saved is let go at once, so this takes no more memory than a forward without gradients.
+    The run updates buffers and generators. What is saved is let go at once.
 
     Args:
         recording: Of one call.
@@ -76,7 +75,7 @@ def footprints_of(recording: Recording, tensors: Sequence[torch.Tensor]) -> dict
     values: dict[fx.Node, Any] = dict(zip(inputs, tensors, strict=True))
     numbers = count()
     numbered: dict[fx.Node, dict[int, int]] = {}  # by address; only values that are alive are looked up
-    found: dict[fx.Node, Footprint] = {}
+    found: dict[fx.Node, OpMemory] = {}
     for index, node in enumerate(body):
         reads = [used for used in node.all_input_nodes if used.op != "get_attr"]
         values[node], saved = _run(recording.slice_of(reads, [node], node), packed([values[used] for used in reads]))
@@ -85,7 +84,7 @@ def footprints_of(recording: Recording, tensors: Sequence[torch.Tensor]) -> dict
         made = {address: size for address, size in sizes.items() if address not in lasting}
         numbered[node] = {address: old[address] if address in old else next(numbers) for address in made}
         shown = _shown_bytes(values[node])
-        found[node] = Footprint(
+        found[node] = OpMemory(
             made_bytes=sum(size for address, size in made.items() if address not in old),
             saved_bytes=sum(size for address, size in saved.items() if address not in lasting),
             storages={numbered[node][address]: size for address, size in made.items()},
@@ -128,29 +127,18 @@ def _never_unpacked(_: None) -> torch.Tensor:
 # Names of stages in the user's terms.
 
 
-# Not what a stage is named after.
-_VIEWS = {
-    "chunk",
-    "contiguous",
-    "expand",
-    "flatten",
-    "getitem",
-    "narrow",
-    "permute",
-    "reshape",
-    "select",
-    "split",
-    "split_with_sizes",
-    "squeeze",
-    "swapaxes",
-    "t",
-    "tensor_split",
-    "transpose",
-    "unbind",
-    "unflatten",
-    "unsqueeze",
-    "view",
+_SPLITS = ("chunk", "split", "unbind", "tensor_split", "split_with_sizes")
+"""Several views of one storage: a stage that takes them cannot be measured alone, for a copy of each is another storage."""
+_PIECES = (*_SPLITS, torch.chunk, torch.split, torch.unbind, torch.tensor_split)
+_VIEWS = {*_SPLITS} | {
+    name
+    for line in (
+        "contiguous expand flatten getitem narrow permute reshape select squeeze swapaxes t transpose unflatten unsqueeze",
+        "view",
+    )
+    for name in line.split()
 }
+"""What a stage is not named after: it shows its input in another way; a few of these copy if they must."""
 
 
 class Names:
@@ -192,7 +180,6 @@ class Names:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether an operation only shows its input in another way; a few of these copy if they must."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     return node.op != "call_module" and name in _VIEWS
 
@@ -205,16 +192,18 @@ def _paths_around(node: fx.Node) -> list[str]:
 # ----------------------------------------------------------------------------------------------------
 
 
-# The time of planning grows with the cube of the stages, and the least of several hundred matter little.
 MOST_STAGES = 256
+"""The time of planning grows with the cube of the stages, and the least of several hundred matter little."""
+_NOTHING = 4096
+"""A stage that weighs less than this part of all is not worth a cut."""
 
 
-def stages_of(recording: Recording, footprints: Mapping[fx.Node, Footprint] | None = None) -> list[Stage]:
+def stages_of(recording: Recording, memory: Mapping[fx.Node, OpMemory] | None = None) -> list[Stage]:
     """Cut a recording into stages.
 
     Args:
         recording: Of one call.
-        footprints: What each operation takes; without them only places where one value is alive are cut.
+        memory: What each operation takes; without them only places where one value is alive are cut.
     Raises:
         ModelError: There are no operations.
     """
@@ -225,7 +214,7 @@ def stages_of(recording: Recording, footprints: Mapping[fx.Node, Footprint] | No
             f"the forward of {type(recording.root).__name__} computes nothing: expected at least one operation"
         )
     lives = _Lives(recording, inputs, body, result)
-    cuts = lives.behind_results(lives.single_cuts() if footprints is None else lives.cuts(footprints))
+    cuts = lives.behind_results(lives.single_cuts() if memory is None else lives.cuts(memory))
     names = Names(body)
     values = (*inputs, *body)
     number = {node: index for index, node in enumerate(values)}
@@ -276,18 +265,18 @@ class _Lives:
                 cuts.append(place)
         return cuts
 
-    def cuts(self, footprints: Mapping[fx.Node, Footprint]) -> list[int]:
+    def cuts(self, memory: Mapping[fx.Node, OpMemory]) -> list[int]:
         """After how many operations to cut: once between any two that save something, where the least is alive."""
-        saving = [index for index, node in enumerate(self._body) if footprints[node].saved_bytes]
-        held = [self._held_bytes(place, footprints) for place in range(len(self._body))]
+        saving = [index for index, node in enumerate(self._body) if memory[node].saved_bytes]
+        held = [self._held_bytes(place, memory) for place in range(len(self._body))]
         cuts = set(self.single_cuts())
         saved: set[int] = set()
         for index, following in pairwise(saving):
-            saved |= footprints[self._body[index]].saved
+            saved |= memory[self._body[index]].saved
             places = [
                 place
                 for place in range(index + 1, following + 1)
-                if self._is_possible(place) and not self._misleads(place, saved, footprints)
+                if self._is_possible(place) and not self._misleads(place, saved, memory)
             ]
             if places:
                 # Where that is the same, copies in another layout belong to what is before them as well.
@@ -295,9 +284,7 @@ class _Lives:
         alone = {index for index, node in enumerate(self._body) if self._inverts_as_a_whole(node)}
         ends = {index: index + 1 + self._is_check(index + 1) for index in alone}
         cuts.update(place for ends_of in ends.items() for place in ends_of if self._may_cut(place))
-        return thinned(
-            sorted(cuts), [footprints[node].made_bytes + footprints[node].saved_bytes for node in self._body], alone
-        )
+        return thinned(sorted(cuts), [memory[node].made_bytes + memory[node].saved_bytes for node in self._body], alone)
 
     def _is_check(self, place: int) -> bool:
         """True if an operation checks what the one before it, code that runs as it is, has returned."""
@@ -320,24 +307,24 @@ class _Lives:
                 start = place
         return kept
 
-    def _misleads(self, place: int, saved: Set[int], footprints: Mapping[fx.Node, Footprint]) -> bool:
-        """Whether the stages around a cut would look larger, each by itself, than they are together.
+    def _misleads(self, place: int, saved: Set[int], memory: Mapping[fx.Node, OpMemory]) -> bool:
+        """True if the stages around a cut would look larger, each by itself, than they are together.
 
-        That is so where a part of something is carried along, the value in attention written by hand for instance: for its sake query and
-        key are held, too, which may have been saved before. And where a parameter is that was divided for a few operations: a copy of it
-        is a tensor like others. Code that carries a part past other modules means it (ShuffleNet).
+        That is so where a part of something is carried along, the value in attention written by hand for instance: for
+        its sake query and key are held, too, which may have been saved before. And where a parameter is that was divided
+        for a few operations: a copy of it is a tensor like others. Code that carries a part past other modules means it.
         """
         around = {str(self._body[index].meta["module"]) for index in (place - 1, place)}
         return any(
-            footprints[node].pieces & saved
-            or ((footprints[node].pieces or footprints[node].of_parameters) and around == {str(node.meta["module"])})
+            memory[node].pieces & saved
+            or ((memory[node].pieces or memory[node].of_parameters) and around == {str(node.meta["module"])})
             for node in self._values(place)
         )
 
-    def _held_bytes(self, place: int, footprints: Mapping[fx.Node, Footprint]) -> int:
+    def _held_bytes(self, place: int, memory: Mapping[fx.Node, OpMemory]) -> int:
         storages: dict[int, int] = {}
         for node in self._values(place):
-            storages.update(footprints[node].storages)
+            storages.update(memory[node].storages)
         return sum(storages.values())
 
     def _values(self, place: int) -> list[fx.Node]:
@@ -397,21 +384,3 @@ def thinned(cuts: Sequence[int], weights: Sequence[int], alone: Set[int] = froze
         left[end], right[start] = start, end
         heapq.heappush(lightest, (sums[end] - sums[start], start, end))
     return sorted(right)[1:]
-
-
-# A stage that weighs less than this part of all is not worth a cut.
-_NOTHING = 4096
-
-
-# Several views of one storage: a stage that takes them cannot be measured alone, for a copy of each is another storage.
-_PIECES = (
-    "chunk",
-    "split",
-    "unbind",
-    "tensor_split",
-    "split_with_sizes",
-    torch.chunk,
-    torch.split,
-    torch.unbind,
-    torch.tensor_split,
-)

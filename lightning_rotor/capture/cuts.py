@@ -17,7 +17,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import fx, nn
 
-from lightning_rotor.capture.boundaries import Footprint, footprints_of, stages_of
+from lightning_rotor.capture.boundaries import OpMemory, op_memory_of, stages_of
 from lightning_rotor.capture.compiled import is_compiled
 from lightning_rotor.capture.external_state import Closures
 from lightning_rotor.capture.graph_stage import GraphSlice
@@ -142,7 +142,7 @@ def cut_graph(
     for cut in reversed(known):
         if cut.renewed_by(recording, call, watch):
             return cut
-    stages = tuple(stages_of(recording, _footprints(recording, call)))
+    stages = tuple(stages_of(recording, _op_memory(recording, call)))
     return GraphCut(stages, opaque, module, call.names, _key(call), watch, recording)
 
 
@@ -161,9 +161,9 @@ def _watch(recording: Recording) -> Watch:
     return Watch(recording.root, watched, outside=recording.notes.holds)
 
 
-def _footprints(recording: Recording, call: Call) -> dict[fx.Node, Footprint] | None:
+def _op_memory(recording: Recording, call: Call) -> dict[fx.Node, OpMemory] | None:
     """What the operations make and save; None if the graph does not run, which its checks will find, too."""
-    return _tried(recording.root, call, lambda tensors: footprints_of(recording, tensors))
+    return _tried(recording.root, call, lambda tensors: op_memory_of(recording, tensors))
 
 
 def _tried(module: nn.Module, call: Call, run: Callable[[list[torch.Tensor]], _Seen]) -> _Seen | None:
