@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -124,8 +124,8 @@ def encoded(value: Any, places: Mapping[fx.Node, int]) -> Any:
 def function_of(inputs: int, steps: Sequence[Step], output: Any) -> Callable[[Any], Any]:
     """A function that runs operations.
 
-    It holds no value longer than :attr:`Step.frees` says, as the user's code would. What it calls and reads is bound by name, so that equal
-    operations on other modules share their code.
+    It holds no value longer than :attr:`Step.frees` says, as the user's code would. What it calls and reads is bound by
+    name, so that equal operations on other modules share their code.
 
     Args:
         inputs: How many values it takes: one as it is, several as a tuple. They have the first places.
@@ -206,8 +206,8 @@ class _Writer:
 class GraphSlice(nn.Module):
     """Runs consecutive operations of a graph.
 
-    It calls the user's modules and reads the user's parameters from where they are at that moment, so a replaced parameter is seen. A value
-    is let go after the last operation that reads it, as it would be in the user's code.
+    It calls the user's modules and reads the user's parameters from where they are at that moment, so a replaced
+    parameter is seen. A value is let go after the last operation that reads it, as it would be in the user's code.
 
     Args:
         inputs: Values that it takes; a single one is the stage's input itself, several are a tuple.
@@ -234,63 +234,53 @@ class GraphSlice(nn.Module):
         self._targets: dict[int, nn.Module] = {}
         self._steps: list[Step] = []
         self._function: Callable[[Any], Any] | None = None  # made at the first call
-        known_functions = True
         places = {node: index for index, node in enumerate(inputs)}
-        uses = {node: index for index, step in enumerate(nodes) for node in step.all_input_nodes}
-        kept = set(_nodes_in(outputs))
-        reads = [
-            node
-            for node in dict.fromkeys(_nodes_in(tuple(n.args for n in nodes), [n.kwargs for n in nodes], outputs))
-            if node.op == "get_attr"
-        ]
-        first_use = {node: index for index, step in reversed([*enumerate(nodes)]) for node in step.all_input_nodes}
-        for number, node in enumerate([*nodes, None]):
-            for read in reads:
-                if first_use.get(read, len(nodes)) == number:
-                    places[read] = len(places)
-                    self._steps.append(self._read(read, owners, constants, frees=()))
-            if node is None:
-                break
-            places[node] = len(places)
-            dying = [n for n in node.all_input_nodes if uses[n] == number and n not in kept]
-            if node not in uses and node not in kept:
+        last = {used: node for node in nodes for used in node.all_input_nodes}
+        kept = dict.fromkeys(_nodes_in(outputs))
+        for node in self._with_reads(nodes, kept):
+            dying = [used for used in node.all_input_nodes if last[used] is node and used not in kept]
+            if node not in last and node not in kept:
                 dying.append(node)
-            self._steps.append(
-                Step(
-                    node.op,
-                    self._target(node, root),
-                    encoded(node.args, places),
-                    encoded(node.kwargs, places),
-                    tuple(places[n] for n in dying),
-                )
-            )
-            known_functions = known_functions and (node.op == "call_module" or _is_known(node))
+            places[node] = len(places)
+            kind, target = self._target(node, root, owners, constants)
+            args, kwargs = encoded(node.args, places), encoded(node.kwargs, places)
+            self._steps.append(Step(kind, target, args, kwargs, tuple(places[each] for each in dying)))
         self._output = encoded(outputs, places)
-        self.known_functions = known_functions
-        """Whether all functions that it calls are torch's, draw nothing and give the same bits each time."""
+        self.known_functions = all(node.op == "call_module" or _is_known(node) for node in nodes)
+        """True if all functions that it calls are torch's, draw nothing and give the same bits each time."""
 
-    def _read(
+    @staticmethod
+    def _with_reads(nodes: Sequence[fx.Node], kept: Iterable[fx.Node]) -> dict[fx.Node, None]:
+        """The operations, and before each the parameters and the like that it is the first one to read."""
+        found: dict[fx.Node, None] = {}
+        for node in nodes:
+            found.update((used, None) for used in node.all_input_nodes if used.op == "get_attr")
+            found[node] = None
+        found.update((node, None) for node in kept if node.op == "get_attr")
+        return found
+
+    def _target(
         self,
         node: fx.Node,
+        root: nn.Module,
         owners: Mapping[str, tuple[nn.Module, str]],
         constants: Sequence[torch.Tensor],
-        frees: tuple[int, ...],
-    ) -> Step:
+    ) -> tuple[str, Any]:
+        """Kind and target of a node's step."""
         name = str(node.target)
-        if name.startswith(CONSTANT):
+        if node.op == "get_attr" and name.startswith(CONSTANT):
             self._constants.append(constants[int(name[len(CONSTANT) :])])
-            return Step("constant", self._constants[-1], (), {}, frees)
-        self._reads.append(owners[name])
-        return Step("read", owners[name], (), {}, frees)
-
-    def _target(self, node: fx.Node, root: nn.Module) -> Any:
+            return "constant", self._constants[-1]
+        if node.op == "get_attr":
+            self._reads.append(owners[name])
+            return "read", owners[name]
         if node.op != "call_module":
-            return node.target
-        module = root.get_submodule(str(node.target))
+            return node.op, node.target
+        module = root.get_submodule(name)
         if id(module) not in self._targets:
             self._targets[id(module)] = module
             self._modules[str(len(self._modules))] = module
-        return module
+        return node.op, module
 
     # Not nn.Module's: hooks for all modules are the business of the user's modules.
     def __call__(self, value: Any) -> Any:
