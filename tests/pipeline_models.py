@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_rotor.capture.cuts import sequentialize
 from lightning_rotor.chain import Chain
 from lightning_rotor.execution.recomputation import is_recomputing
+from lightning_rotor.pipeline.stage_runner import cut_for_rows
 from lightning_rotor.pipeline.surroundings import mixed, seeded, with_seeds
 from lightning_rotor.skip import pop, skippable, stash
 from lightning_rotor.stages.sequential import wiring_of
@@ -149,7 +149,7 @@ def reference_step(
     outputs, start = [], 0
     run: Any = model
     if chain is not None:
-        cut = sequentialize(model, (x[: sizes[0]],))
+        cut = cut_for_rows(model, (x[: sizes[0]],), {})
         stages = with_seeds(cut.stages, chain)
 
         def run(value: torch.Tensor) -> Any:

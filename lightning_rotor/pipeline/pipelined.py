@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_rotor.capture.cuts import GraphCut, SequentialCut, sequentialize
+from lightning_rotor.capture.cuts import GraphCut, SequentialCut
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import RotorError
 from lightning_rotor.execution.segment_state import SegmentState
@@ -26,7 +26,7 @@ from lightning_rotor.pipeline.paused_step import suspended_call
 from lightning_rotor.pipeline.placement import Ownership, first, gathered
 from lightning_rotor.pipeline.runner import PipelineRunner
 from lightning_rotor.pipeline.schedule import PipelineError, PipelineScheduleName
-from lightning_rotor.pipeline.stage_runner import Part, PartPlan, evaluation_cut
+from lightning_rotor.pipeline.stage_runner import Part, PartPlan, cut_for_rows, evaluation_cut
 from lightning_rotor.pipeline.surroundings import mixed
 from lightning_rotor.private.torch_names import sent_outputs_linger
 from lightning_rotor.private.values import tensors_in
@@ -342,7 +342,7 @@ def pipelined(
 
 
 def _cut(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SequentialCut | GraphCut:
-    cut = sequentialize(module, args, kwargs)
+    cut = cut_for_rows(module, args, kwargs)
     if isinstance(cut, GraphCut):
         require_same(module, cut, args, kwargs)
     return cut

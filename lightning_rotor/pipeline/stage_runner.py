@@ -11,7 +11,7 @@ A cut may be crossed by several values: the link, and skip connections. What a s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -21,13 +21,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
-from lightning_rotor.capture.cuts import GraphCut, SequentialCut, sequentialize
+from lightning_rotor.capture.cuts import GraphCut, SequentialCut, cut_graph, sequentialize
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import ModelError
 from lightning_rotor.execution.executor import Executor
 from lightning_rotor.execution.options import run_stage
 from lightning_rotor.execution.segment_state import SegmentState
 from lightning_rotor.pipeline.batch_statistics import BatchStatistics
+from lightning_rotor.pipeline.micro_batches import join, rows_in, split
 from lightning_rotor.pipeline.partition import Partition, StagePlan
 from lightning_rotor.pipeline.partition.in_flight import END
 from lightning_rotor.pipeline.placement import Ownership
@@ -448,6 +449,20 @@ class MicroBatchStage(PipelineStage):
 # A module as pipeline stages in evaluation, where its code may go another way than in training.
 
 
+def cut_for_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SequentialCut | GraphCut:
+    """The module as stages, for micro-batches of any number of rows unless that decides what it does.
+
+    A recording must have seen two numbers, and later no process has all layers.
+    """
+    cut = sequentialize(module, args, kwargs)
+    if isinstance(cut, GraphCut):
+        call = args, kwargs
+        one_more = join([call, split(call, (1, rows_in(call) - 1))[0]])
+        with suppress(ModelError):
+            cut_graph(module, *one_more, known=[cut])
+    return cut
+
+
 def evaluation_cut(
     module: nn.Module,
     call: tuple[tuple[Any, ...], dict[str, Any]],
@@ -466,7 +481,7 @@ def evaluation_cut(
     args, kwargs = tree_unflatten([leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
     try:
         with torch.no_grad():
-            cut = sequentialize(module, args, kwargs)
+            cut = cut_for_rows(module, args, kwargs)
     except ModelError as error:
         raise PipelineError(f"{type(module).__name__} can be cut in training, but not in evaluation: {error}") from None
     finally:
