@@ -19,17 +19,18 @@ Symbols of the papers (Beaumont et al., hal-02352969; their stage numbers start 
 rotor has one number for the memory of a forward and one for a backward. Autograd has more cases, and the difference is
 2-11 % of the peak, so they are measured apart:
 
-* A stage runs *recorded* (its saved tensors stay), *discarded* (the first pass of a segment: the graph is built and every
-  saved tensor is dropped at once) or *replayed* (the last stage of a segment during recomputation, which stops at its last
-  saved tensor).
+* A stage runs *recorded* (its saved tensors stay), *discarded* (the first pass of a segment: the graph is built and
+  every saved tensor is dropped at once) or *replayed* (the last stage of a segment during recomputation, which stops at
+  its last saved tensor).
 * A backward first runs operators that need no saved tensor, then unpacks the first one. If the stage ends a segment,
   recomputation happens at exactly that moment.
 * The stage's input may die during its backward, or someone else holds it.
 
 Every ``*_peak_bytes`` counts from what is allocated just before the operation starts, so a simulator only adds.
 
-What a stage makes for the next one alone is the boundary between the two, its *link*. Whatever lives longer is a :class:`Skip`: a shortcut
-connection, features that are concatenated later, a mask that every block reads. A skip is never part of a link::
+What a stage makes for the next one alone is the boundary between the two, its *link*. Whatever lives longer is a
+:class:`Skip`: a shortcut connection, features that are concatenated later, a mask that every block reads. A skip is
+never part of a link::
 
     stage 0 ──link──► stage 1 ──link──► stage 2 ──link──► stage 3
         └──────────── skip, read by 1 and 3 ──────────────┘
@@ -54,8 +55,8 @@ class BackwardPeaks:
         plain_bytes: Nobody but the stage.
         segment_bytes: The enclosing segment, until the stage's last saved tensor is gone.
         held_bytes: Somebody else throughout.
-        replayed_bytes: Nobody but the stage, whose saved tensors come from a recomputation: each is given up once it is read, before the
-            engine reduces gradients to the shapes of what they belong to.
+        replayed_bytes: Nobody but the stage, whose saved tensors come from a recomputation: each is given up once it is
+            read, before the engine reduces gradients to the shapes of what they belong to.
     """
 
     plain_bytes: int
@@ -75,10 +76,11 @@ class Option:
     All sizes are integers of bytes, all durations seconds.
 
     Attributes:
-        name: ``"keep"`` saves what autograd saves; ``"budget 0.3"`` is a compiled stage under another activation memory budget;
-            ``"invert"`` and ``"invert, fused"`` save the output alone.
-        saved_bytes: Storages that stay alive for the backward: not the stage's input or output, not parameters or buffers. For an option
-            that inverts, what its first pass remembers (generators, buffers), be it in a segment or not.
+        name: ``"keep"`` saves what autograd saves; ``"budget 0.3"`` is a compiled stage under another activation memory
+            budget; ``"invert"`` and ``"invert, fused"`` save the output alone.
+        saved_bytes: Storages that stay alive for the backward: not the stage's input or output, not parameters or
+            buffers. For an option that inverts, what its first pass remembers (generators, buffers), be it in a segment
+            or not.
         saved_input_bytes: The part of the input boundary that autograd saves (0 for Dropout, all of it for Linear).
         saved_output_bytes: The part of the output boundary that autograd saves (all of it for Tanh).
         saved_tensors: Number of tensors saved; 0 means that the backward needs no forward at all.
@@ -87,7 +89,8 @@ class Option:
         unpack_peak_bytes: Peak of the backward before it reads a saved tensor. The gradient of the output counts.
         unpack_bytes: What the backward holds when it reads the first saved tensor; the gradient of the output counts.
         backward_peak_bytes: Peak of the backward from there on, if nobody but this stage holds its input.
-        backward_segment_peak_bytes: The same when the enclosing segment holds the input, until the stage's last saved tensor is gone.
+        backward_segment_peak_bytes: The same when the enclosing segment holds the input, until the stage's last saved
+            tensor is gone.
         backward_held_peak_bytes: The same when somebody holds the input throughout.
         input_gradient_bytes: Gradient of the stage's input, left when the backward is done.
         parameter_gradient_bytes: Gradients of parameters, which appear during the backward and stay.
@@ -95,18 +98,22 @@ class Option:
         replay_seconds: Recorded forward up to the last saved tensor.
         backward_seconds: Backward, without any recomputation.
         saved_skips: Skips that autograd saves for this stage: numbers in :attr:`Chain.skips`.
-        saved_state_bytes: Buffers among ``StageCost.state_bytes`` that autograd saves (the index of a lookup, say). A plain forward saves
-            the module's own, at no cost; a recomputation works on copies, which stay until the backward.
-        accumulating: Peaks of the backward where parameters already have gradients, so that each new one is added to its own and freed at
-            once. None if they are those of a backward whose gradients pile up.
-        discard_peak_bytes: Peak of the forward whose saved tensors are dropped, output included. None if it is the stage's.
-        inverts: The stage drops its input when it has run, whoever saved it, and rebuilds it from the output in the backward. The peaks of
-            its backward count the rebuilt input: plain is where it dies with the stage, held where the stage before has saved it.
+        saved_state_bytes: Buffers among ``StageCost.state_bytes`` that autograd saves (the index of a lookup, say). A
+            plain forward saves the module's own, at no cost; a recomputation works on copies, which stay until the
+            backward.
+        accumulating: Peaks of the backward where parameters already have gradients, so that each new one is added to
+            its own and freed at once. None if they are those of a backward whose gradients pile up.
+        discard_peak_bytes: Peak of the forward whose saved tensors are dropped, output included. None if it is the
+            stage's.
+        inverts: The stage drops its input when it has run, whoever saved it, and rebuilds it from the output in the
+            backward. The peaks of its backward count the rebuilt input: plain is where it dies with the stage, held
+            where the stage before has saved it.
         fused: The backward is the module's own ``reversible_backward``, which rebuilds the input at once.
-        backward_replayed_peak_bytes: ``backward_peak_bytes`` where the saved tensors come from a recomputation, which holds none of them longer
-            than until it is read. None if that makes no difference.
-        needs_exact_output: Of the output that it saves the backward asks what a rounding error changes, such as where ReLU's is zero. So the
-            next stage must not be inverted, which would give back an output with rounding errors.
+        backward_replayed_peak_bytes: ``backward_peak_bytes`` where the saved tensors come from a recomputation, which
+            holds none of them longer than until it is read. None if that makes no difference.
+        needs_exact_output: Of the output that it saves the backward asks what a rounding error changes, such as where
+            ReLU's is zero. So the next stage must not be inverted, which would give back an output with rounding
+            errors.
     """
 
     name: str
@@ -164,11 +171,13 @@ class Skip:
     """A storage that outlives the stage behind the one that made it.
 
     Attributes:
-        born: Number of the stage that makes it; -1 for a part of the chain's input, which costs nothing since the caller holds it.
+        born: Number of the stage that makes it; -1 for a part of the chain's input, which costs nothing since the
+            caller holds it.
         uses: Numbers of the stages that read it, rising; all of them are larger than ``born``.
         size_bytes: Its size; 0 for a part of the chain's input.
-        gradient_bytes: For each reader, what holds the gradient once the reader's backward is done, until that of ``born``. Readers that
-            concatenate leave slices of a larger gradient, all of which stays alive. 0 if there is none.
+        gradient_bytes: For each reader, what holds the gradient once the reader's backward is done, until that of
+            ``born``. Readers that concatenate leave slices of a larger gradient, all of which stays alive. 0 if there
+            is none.
         in_output: It is also a part of the chain's output, so the caller holds it to the end of the step.
     """
 
@@ -204,23 +213,27 @@ class StageCost:
 
     Attributes:
         name: Where the stage is in the user's model, such as ``"layer1.0"``.
-        output_bytes: Storage of the stage's link: of its output, what the next stage alone reads. For the last stage, what it makes anew.
-        discard_peak_bytes: Peak of the forward whose saved tensors are dropped, output included; the largest of any option.
+        output_bytes: Storage of the stage's link: of its output, what the next stage alone reads. For the last stage,
+            what it makes anew.
+        discard_peak_bytes: Peak of the forward whose saved tensors are dropped, output included; the largest of any
+            option.
         discard_seconds: Duration of that forward.
-        pinned_bytes: What stays allocated after that forward besides the output, because the stage's graph holds it in a way that no
-            checkpoint can drop (a tensor stored on an autograd context).
+        pinned_bytes: What stays allocated after that forward besides the output, because the stage's graph holds it in
+            a way that no checkpoint can drop (a tensor stored on an autograd context).
         draws_random: The stage reads a random number generator, whose state a segment must then restore.
         state_bytes: Buffers whose values a segment remembers, to recompute from what its first pass saw.
         recomputable: Running the stage twice gives the same bits; otherwise it must be kept.
         options: Ways to keep the stage; the first one is ``"keep"``.
         takes: Tensors that it reads, such as ``"float32[4, 64, 8, 8]"``; empty for stages that were not measured.
         not_inverted: Why no option inverts it although its module has an inverse; empty if there is nothing to say.
-        waiting_gradient_bytes: Gradients of parameters that it or a later stage shares with an earlier one. Once its backward is done they wait
-            in autograd's engine for those of the earlier stage, even where parameters have gradients that all are added to.
-        output_gradient_bytes: Gradient of the link that the peaks of the backward count; the stage behind may leave more, which is alive beside
-            them, and on in the gradient that the stage leaves if this is known of the stage before as well. None if it leaves just that.
-        skip_gradient_bytes: Gradients of skips that the peaks of the backward count, of those that later readers leave. None if they are as
-            large as the skips.
+        waiting_gradient_bytes: Gradients of parameters that it or a later stage shares with an earlier one. Once its
+            backward is done they wait in autograd's engine for those of the earlier stage, even where parameters have
+            gradients that all are added to.
+        output_gradient_bytes: Gradient of the link that the peaks of the backward count; the stage behind may leave
+            more, which is alive beside them, and on in the gradient that the stage leaves if this is known of the stage
+            before as well. None if it leaves just that.
+        skip_gradient_bytes: Gradients of skips that the peaks of the backward count, of those that later readers leave.
+            None if they are as large as the skips.
     """
 
     name: str
@@ -249,8 +262,8 @@ class StageCost:
         for option in self.options:
             if self.discard_peak_of(option) > self.discard_peak_bytes:
                 raise ScheduleError(
-                    f"stage {self.name!r}: discard_peak_bytes of option {option.name!r} is {option.discard_peak_bytes}, "
-                    f"expected at most the stage's own {self.discard_peak_bytes}"
+                    f"stage {self.name!r}: discard_peak_bytes of option {option.name!r} is "
+                    f"{option.discard_peak_bytes}, expected at most the stage's own {self.discard_peak_bytes}"
                 )
 
     @property
@@ -270,7 +283,8 @@ class Chain:
     Attributes:
         stages: In the order of the forward.
         input_bytes: Storage of the chain's input. The caller holds it, so no peak counts it.
-        rng_state_bytes: Memory *on the measured device* that a segment takes to remember the state of the random number generators.
+        rng_state_bytes: Memory *on the measured device* that a segment takes to remember the state of the random number
+            generators.
         segment_seconds: Host time that one run of a segment adds, forward and recomputation together.
         device: Where it was measured, such as ``"cpu"`` or ``"cuda:0"``.
         skips: What outlives a link.
@@ -321,7 +335,7 @@ class Chain:
 
     @property
     def fingerprint(self) -> str:
-        """Sixteen hexadecimal digits that name stages, boundaries, skips and options with their sizes, but nothing that the machine decides.
+        """Sixteen hexadecimal digits for stages, boundaries, skips and options with their sizes.
 
         The same in every process: timings and what kernels take for themselves are left out.
         """
@@ -369,11 +383,13 @@ def _check_costs(costs: Option | StageCost) -> None:
             continue
         if field.name.endswith(("_bytes", "_tensors")) and (not isinstance(value, int) or value < 0):
             raise ScheduleError(
-                f"{type(costs).__name__} {costs.name!r}: {field.name} is {value!r}, expected a whole number that is not negative"
+                f"{type(costs).__name__} {costs.name!r}: {field.name} is {value!r}, "
+                "expected a whole number that is not negative"
             )
         if field.name.endswith("_seconds") and not (math.isfinite(value) and value >= 0):
             raise ScheduleError(
-                f"{type(costs).__name__} {costs.name!r}: {field.name} is {value!r}, expected a finite duration that is not negative"
+                f"{type(costs).__name__} {costs.name!r}: {field.name} is {value!r}, "
+                "expected a finite duration that is not negative"
             )
 
 
@@ -388,7 +404,7 @@ class UnlikeChainsError(Exception):
 def combined(
     chains: Sequence[Chain], *, of_bytes: Callable[[Sequence[int]], int], of_seconds: Callable[[Sequence[float]], float]
 ) -> Chain:
-    """A chain whose every size and duration follows from those of several chains; all else must be equal. It says no shapes.
+    """A chain whose sizes and durations follow from those of several chains; all else must be equal. It says no shapes.
 
     Args:
         chains: At least one.

@@ -1,7 +1,8 @@
 """A schedule is data: a tree that says which stages are kept and which are recomputed, and from where.
 
-A :class:`Leaf` runs one stage and keeps what its backward needs. A :class:`Segment` runs its stages, holds nothing but its
-input, and runs them again when the backward arrives, this time under the segment's own items, which may hold further segments::
+A :class:`Leaf` runs one stage and keeps what its backward needs. A :class:`Segment` runs its stages, holds nothing but
+its input, and runs them again when the backward arrives, this time under the segment's own items, which may hold
+further segments::
 
     0 1 (2-4) 5          forward    0 1 2 3 4 5
                          backward   5, recompute 2 3 4, backward 4 3 2, backward 1 0
@@ -11,11 +12,12 @@ input, and runs them again when the backward arrives, this time under the segmen
 
 A stage under an option that inverts it is a leaf, too: it keeps its output, from which it rebuilds its input.
 
-The text form is one line: stage numbers, ``a-b`` for a run of kept stages, ``3:1`` for stage 3 under its option 1, ``3-7:1`` for a run of
-such stages, and parentheses around a segment. ``Schedule.parse(str(schedule)) == schedule``. Pickles and copies hold the text.
+The text form is one line: stage numbers, ``a-b`` for a run of kept stages, ``3:1`` for stage 3 under its option 1,
+``3-7:1`` for a run of such stages, and parentheses around a segment. ``Schedule.parse(str(schedule)) == schedule``.
+Pickles and copies hold the text.
 
-Segments may be nested as deeply as the chain is long. So nothing here calls itself for what is inside: a segment knows its ends, its depth and
-its hash from when it was made, and whatever must visit all of it keeps a stack.
+Segments may be nested as deeply as the chain is long. So nothing here calls itself for what is inside: a segment knows
+its ends, its depth and its hash from when it was made, and whatever must visit all of it keeps a stack.
 """
 
 from __future__ import annotations
@@ -61,8 +63,8 @@ class Segment:
     """Run consecutive stages holding only their input; recompute them in the backward under ``items``.
 
     Attributes:
-        items: What the recomputation keeps and what it checkpoints again. The last one is a leaf: a segment at the end would
-            be recomputed for nothing, since the backward needs it at once.
+        items: What the recomputation keeps and what it checkpoints again. The last one is a leaf: a segment at the end
+            would be recomputed for nothing, since the backward needs it at once.
         first: Number of the first stage.
         last: Number of the last stage.
         depth: How deeply segments are nested, this one included.
@@ -175,8 +177,8 @@ class Schedule:
     def operations(self) -> tuple[str, ...]:
         """The step as rotor's list of operations.
 
-        ``Fall i``: forward that keeps everything (rotor's ``Fe``). ``Fck i``: forward without saving that keeps its input.
-        ``Fn i``: forward that saves nothing. ``B i``: backward.
+        ``Fall i``: forward that keeps everything (rotor's ``Fe``). ``Fck i``: forward without saving that keeps its
+        input. ``Fn i``: forward that saves nothing. ``B i``: backward.
         """
         return tuple(_forward(self.items) + _backward(self.items))
 
@@ -260,7 +262,7 @@ def _check_items(items: tuple[Item, ...]) -> None:
 
 
 def _format(items: tuple[Item, ...]) -> str:
-    """Text of items, runs of leaves under one option shortened to ``a-b``; so are runs of two, for ``1-2`` is no longer than ``1 2``."""
+    """Text of items, with runs of leaves under one option shortened to ``a-b``."""
     words: list[str] = []
     run: list[Leaf] = []  # leaves side by side under one option
     opening = ""  # parentheses before the next word
@@ -315,7 +317,8 @@ def _parse(text: str) -> tuple[Item, ...]:
             open_items[-1].extend(Leaf(stage, int(match[3] or 0)) for stage in stages)
         else:
             raise ScheduleError(
-                f"schedule {text!r} holds {token!r}: expected stage numbers such as 3, 3-7, 3:1 or 3-7:1, and parentheses"
+                f"schedule {text!r} holds {token!r}: expected stage numbers such as 3, 3-7, 3:1 or 3-7:1, "
+                "and parentheses"
             )
     if len(open_items) > 1:
         raise ScheduleError(f"schedule {text!r} lacks a closing parenthesis")
@@ -332,6 +335,6 @@ _USUAL = 1000
 
 
 def make_room_for(calls: int) -> None:
-    """Let so many calls more than usual be inside one another; in all threads, and for good, since another thread may need it by then."""
+    """Let so many calls more than usual be inside one another: in all threads, and for good, as others may need it."""
     if sys.getrecursionlimit() < _USUAL + calls:
         sys.setrecursionlimit(_USUAL + calls)

@@ -1,21 +1,20 @@
 r"""The independent judge: what a schedule costs on a chain, in bytes and seconds.
 
-The simulator walks through a training step as the executor runs it and keeps count of what is allocated. It knows nothing of
-how the schedule was found, so it can check every planner, and its peak is the one that the allocator shows.
+The simulator walks through a training step as the executor runs it and keeps count of what is allocated. It knows
+nothing of how the schedule was found, so it can check every planner, and its peak is the one that the allocator shows.
 
 What is alive, and until when::
 
-    boundary i      from the forward of stage i-1 on, while somebody holds it:
-                      the caller (the chain's input and output), the running forward (its current value),
-                      a segment that starts here and is not recomputed yet, or the saved tensors of stage i-1 or stage i;
-                    if stage i is inverted, not from the end of its forward to its backward, whoever saved it
-    skip            from the forward of the stage that makes it on, while somebody holds it: the forward that runs until its last
-                      reader is done, a segment that reads it, the caller if it is a part of the output, or saved tensors
+    boundary i      from the forward of stage i-1 on, while somebody holds it: the caller (input, output),
+                    the running forward, a segment that starts here and is not recomputed yet, or the saved tensors of
+                    stage i-1 or i; if stage i is inverted, not from the end of its forward to its backward
+    skip            from the forward of the stage that makes it on, while somebody holds it: the running forward, until
+                    its last reader is done, a segment that reads it, the caller if it is output, or saved tensors
     saved tensors   from the stage's recorded forward to its backward
     gradients       of a boundary: from the backward of the stage behind it to that of the stage before;
                     of a skip: from the backward of its last reader to that of the stage that makes it;
-                    of parameters: from the stage's backward to the end of the step, or, where they are added to gradients that exist,
-                      to the backward of the first stage that uses the parameter
+                    of parameters: from the stage's backward to the end of the step, or, where they are added to
+                    gradients that exist, to the backward of the first stage that uses the parameter
 
 Not counted: the chain's input (the caller has it anyway), parameters, buffers, and gradients from earlier steps.
 """
@@ -75,7 +74,7 @@ class Boundaries:
         return self._live_bytes(boundary) - before
 
     def drop(self, boundary: int) -> int:
-        """The stage behind it will rebuild it: what saved it goes without it meanwhile. Returns the bytes that this frees."""
+        """The stage behind it will rebuild it, so what saved it goes without it. Returns the bytes that this frees."""
         before = self._live_bytes(boundary)
         self._dropped[boundary] = True
         return before - self._live_bytes(boundary)
@@ -131,7 +130,7 @@ class Skips:
         return {skip for stage in stages for skip in self._read[stage] if self._all[skip].born < segment.first}
 
     def learn_in(self, first: int, last: int) -> bool:
-        """Whether one of these stages leaves a gradient for something that it reads and a stage before them has made."""
+        """True if one of these stages leaves a gradient for something that a stage before them has made."""
         read = ((self._all[number], stage) for stage in range(first, last + 1) for number in self._read[stage])
         return any(0 <= skip.born < first and skip.gradient_bytes[skip.uses.index(stage)] > 0 for skip, stage in read)
 
@@ -153,7 +152,7 @@ class Skips:
         return counted
 
     def leave_gradients(self, stage: int) -> int:
-        """Bytes of gradients for skips that the stage read, which it leaves behind, less what dies with those that it found."""
+        """Bytes of gradients that the stage leaves for skips that it read, less what dies with those that it found."""
         if not self._read[stage]:
             return -self._slices_bytes
         for number in self._read[stage]:
@@ -227,12 +226,13 @@ def simulate(
     Args:
         chain: Costs of ``n`` stages.
         schedule: Covers the same ``n`` stages.
-        gradients_exist: Parameters already have gradients that this step adds to (gradient accumulation), so that new ones are
-            temporary. By default they appear during the backward and stay.
-        lingering_bytes: Held during the forward and freed before the backward, such as the gradients of the step before in a loop that
-            calls ``zero_grad`` between the two.
+        gradients_exist: Parameters already have gradients that this step adds to (gradient accumulation), so that new
+            ones are temporary. By default they appear during the backward and stay.
+        lingering_bytes: Held during the forward and freed before the backward, such as the gradients of the step before
+            in a loop that calls ``zero_grad`` between the two.
     Returns:
-        Peak and duration. The peak is exact for the executor of this package on the device where the chain was measured.
+        Peak and duration. The peak is exact for the executor of this package on the device where the chain was
+        measured.
     Raises:
         ScheduleError: See :func:`check_schedule`.
     """
@@ -243,8 +243,9 @@ def check_schedule(chain: Chain, schedule: Schedule) -> None:
     """Check that a schedule belongs to a chain.
 
     Raises:
-        ScheduleError: It has another number of stages or unknown options, or recomputes a stage that must be kept. Or it inverts a stage whose
-            input must not be dropped: the first one of a chain or of a segment, or one after a stage that needs its exact output.
+        ScheduleError: It has another number of stages or unknown options, or recomputes a stage that must be kept. Or
+            it inverts a stage whose input must not be dropped: the first one of a chain or of a segment, or one after a
+            stage that needs its exact output.
     """
     if len(schedule) != len(chain):
         raise ScheduleError(f"schedule {schedule} covers {len(schedule)} stages, but the chain has {len(chain)}")
@@ -253,17 +254,19 @@ def check_schedule(chain: Chain, schedule: Schedule) -> None:
             stage = chain.stages[leaf.stage]
             if leaf.option >= len(stage.options):
                 raise ScheduleError(
-                    f"schedule {schedule}: stage {stage.name!r} has {len(stage.options)} options, not option {leaf.option}"
+                    f"schedule {schedule}: stage {stage.name!r} has {len(stage.options)} options, "
+                    f"not option {leaf.option}"
                 )
             if isinstance(item, Segment) and not stage.recomputable:
                 raise ScheduleError(
-                    f"schedule {schedule} recomputes stage {stage.name!r}, which does not give the same bits twice: keep it"
+                    f"schedule {schedule} recomputes stage {stage.name!r}, "
+                    "which does not give the same bits twice: keep it"
                 )
     if (first := first_inverted(chain, schedule)) is not None:
         raise ScheduleError(
-            f"schedule {schedule} inverts stage {chain.stages[first].name!r} where nothing comes before it in the chain or its segment, or a kept "
-            "stage that needs every bit of its output (ReLU does), so its input must not be dropped: expected it after a segment, an inverted "
-            "stage or a stage that can do with a rebuilt output"
+            f"schedule {schedule} inverts stage {chain.stages[first].name!r} where nothing comes before it in "
+            "the chain or its segment, or a kept stage that needs every bit of its output (ReLU does), so its input "
+            "must not be dropped: expected it after a segment, an inverted stage or a stage that can do with a rebuilt output"
         )
 
 
@@ -286,46 +289,41 @@ class _Simulator:
     def __init__(self, chain: Chain, schedule: Schedule, gradients_exist: bool, lingering_bytes: int) -> None:
         check_schedule(chain, schedule)
         make_room_for(_CALLS * schedule.depth)
-        self._chain = chain
-        self._schedule = schedule
-        self._gradients_exist = gradients_exist
-        self._lingering_bytes = lingering_bytes
+        self._chain, self._schedule = chain, schedule
+        self._gradients_exist, self._lingering_bytes = gradients_exist, lingering_bytes
         self._states_before = [0, *accumulate(stage.state_bytes for stage in chain)]
         self._draws_before = [0, *accumulate(stage.draws_random for stage in chain)]
         self._boundaries = Boundaries(chain)
         self._live_bytes = 0  # everything, kept up to date by the methods below
         self._gradient_bytes = 0  # the part of it that is the gradient of the boundary where the backward stands
-        self._waiting_gradient_bytes = (
-            0  # another part: of shared parameters, until their first stage has added its own
-        )
+        self._waiting_gradient_bytes = 0  # another part: of shared parameters, until their first stage adds its own
         self._saved_state_bytes = [0] * len(chain)  # copies of buffers that a recomputation has worked on and saved
         self._unused_state_bytes = 0  # remembered by nested segments during the running recomputation
         self._segment_seconds = 0.0
         self._skips = Skips(chain)
         self._outermost = {id(item) for item in schedule.items}
         self._events: list[Event] = []
-        self._peak_bytes = 0
-        self._peak_stage = 0
+        self._peak_bytes, self._peak_stage = 0, 0
 
     def run(self) -> Simulation:
-        self._add(self._lingering_bytes)
+        self._live_bytes += self._lingering_bytes
         self._record(self._schedule.items, "forward")
-        self._add(-self._lingering_bytes)
+        self._live_bytes -= self._lingering_bytes
         held_bytes = self._live_bytes
         # The output now belongs to the caller, so the reference that the forward took is never given back.
         for item in reversed(self._schedule.items):
             self._backward(item)
         seconds = sum(event.seconds for event in self._events) + self._segment_seconds
-        extra_seconds = max(seconds - self._chain.step_seconds, 0.0)
-        events = tuple(self._events)
-        return Simulation(self._peak_bytes, seconds, extra_seconds, self._peak_stage, events, held_bytes)
+        extra = max(seconds - self._chain.step_seconds, 0.0)
+        return Simulation(self._peak_bytes, seconds, extra, self._peak_stage, tuple(self._events), held_bytes)
 
     # ---------------------------------------------------------------- forward
 
     def _record(self, items: tuple[Item, ...], phase: Phase) -> None:
         """Run items so that their backward can follow.
 
-        In a recomputation nothing after the last saved tensor runs: a leaf stops there, and a segment's input is its only one.
+        In a recomputation nothing after the last saved tensor runs: a leaf stops there, and a segment's input is its
+        only one.
         """
         start = items[0].first
         end = _last_saving(self._chain, items) if phase == "recompute" else len(items) - 1
@@ -336,9 +334,8 @@ class _Simulator:
                 case Leaf():
                     running |= self._record_leaf(item, phase, replay=stops_here)
                 case Segment():
-                    if _saves(self._chain, item):
-                        self._hold(item.first)
-                        self._hold_read(item)
+                    if _last_saving(self._chain, item.items) >= 0:
+                        self._hold_inputs(item)
                     if not stops_here:
                         running |= self._discard(item, phase)
             if item.first != start:
@@ -348,15 +345,16 @@ class _Simulator:
             self._live_bytes -= sum(self._skips.release(skip) for skip in running)
 
     def _record_leaf(self, leaf: Leaf, phase: Phase, *, replay: bool) -> set[int]:
-        """Run a stage so that its backward can follow; returns the skips that it makes, which whoever runs it now holds."""
+        """Run a stage so that its backward can follow; returns the skips that it makes, now held by whoever runs it."""
         stage, option = leaf.stage, self._option(leaf)
         peak = option.replay_peak_bytes if replay else option.forward_peak_bytes
         level = self._touch(stage, peak)
-        self._add_saved(option, phase)
+        # An inverted stage saves nothing but states, in every first pass, as a segment does.
+        self._remember(option.saved_bytes, phase if option.inverts else "forward")
         if phase == "forward":
-            self._add(self._chain.stages[stage].pinned_bytes)  # until the graph dies, after the step
-        self._set_saved(stage, consumer=option.saved_input_bytes)
-        self._set_saved(stage + 1, producer=option.saved_output_bytes)
+            self._live_bytes += self._chain.stages[stage].pinned_bytes  # until the graph dies, after the step
+        self._live_bytes += self._boundaries.save(stage, consumer=option.saved_input_bytes)
+        self._live_bytes += self._boundaries.save(stage + 1, producer=option.saved_output_bytes)
         if option.inverts:
             self._live_bytes -= self._boundaries.drop(stage)
         for skip in option.saved_skips:
@@ -371,13 +369,11 @@ class _Simulator:
         return made
 
     def _discard(self, segment: Segment, phase: Phase) -> set[int]:
-        """First pass of a segment. The caller's frame holds the segment's input until it returns, for nested segments too.
+        """First pass of a segment, whose input the caller holds until it returns, for nested segments too.
 
         Returns the skips that it hands to whoever runs it, who holds them from now on.
         """
-        self._add(self._state_bytes(segment))
-        if phase == "recompute":
-            self._unused_state_bytes += self._state_bytes(segment)
+        self._remember(self._state_bytes(segment), phase)
         self._segment_seconds += self._chain.segment_seconds
         running: set[int] = set()
         for item in segment.items:
@@ -386,36 +382,30 @@ class _Simulator:
                     cost = self._chain.stages[stage]
                     level = self._touch(stage, cost.discard_peak_of(self._option(item)))
                     if self._option(item).inverts:
-                        self._add_saved(self._option(item), phase)
+                        self._remember(self._option(item).saved_bytes, phase)
                     self._hold(stage + 1)
                     running |= self._hold_made(stage)
-                    self._add(cost.pinned_bytes if phase == "forward" else 0)
+                    self._live_bytes += cost.pinned_bytes if phase == "forward" else 0
                     self._events.append(Event(phase, stage, cost.discard_seconds, level, self._live_bytes))
                 case Segment():
                     running |= self._discard(item, phase)
             if item.first != segment.first:
                 self._release(item.first)
             self._release_read(running, item)
-        if not _saves(self._chain, segment):
-            self._forget_states(segment, phase)
+        if _last_saving(self._chain, segment.items) < 0:  # forgotten at once, it holds neither states nor its input
+            self._remember(-self._state_bytes(segment), phase)
         return running
 
-    def _add_saved(self, option: Option, phase: Phase) -> None:
-        """What an option saves is there; an inverted stage remembers states in every first pass, as a segment does."""
-        self._add(option.saved_bytes)
-        if option.inverts and phase == "recompute":
-            self._unused_state_bytes += option.saved_bytes
-
-    def _forget_states(self, segment: Segment, phase: Phase) -> None:
-        """A segment that saves nothing is forgotten as soon as it has run: it holds neither states nor its input."""
-        self._add(-self._state_bytes(segment))
+    def _remember(self, size_bytes: int, phase: Phase) -> None:
+        """States are remembered; in a recomputation for one that never comes."""
+        self._live_bytes += size_bytes
         if phase == "recompute":
-            self._unused_state_bytes -= self._state_bytes(segment)
+            self._unused_state_bytes += size_bytes
 
     # ---------------------------------------------------------------- backward
 
     def _backward(self, item: Item, pending: tuple[Segment, ...] = (), *, replayed: bool = False) -> None:
-        """Backward of one item. ``pending`` are the enclosing segments that have not been recomputed yet, outermost first."""
+        """Backward of one item. ``pending`` are the segments around it that are not recomputed yet, outermost first."""
         match item:
             case Leaf():
                 self._backward_leaf(item, pending, replayed=replayed)
@@ -426,12 +416,11 @@ class _Simulator:
                     self._backward(items[index], (*pending, item) if index == end else (), replayed=True)
                 if end >= 0:
                     if not self._gives_up_input(item):
-                        self._release(item.first)
-                        self._give_up_read(item)
-                    self._add(-self._state_bytes(item))
+                        self._give_up_inputs(item)
+                    self._live_bytes += -self._state_bytes(item)
 
     def _gives_up_input(self, segment: Segment) -> bool:
-        """Once it is recomputed. A nested segment has its input from the recomputation around it, which hands each tensor out once.
+        """True if it needs its input once. A nested segment has it from a recomputation, which hands tensors out once.
 
         The others can tell that their input is not needed again only if the backward goes on to where it comes from.
         """
@@ -444,18 +433,19 @@ class _Simulator:
 
     def _backward_leaf(self, leaf: Leaf, pending: tuple[Segment, ...], *, replayed: bool) -> None:
         stage, option = leaf.stage, self._option(leaf)
-        excess = self._excess_gradient_bytes(stage)
-        self._add(excess - self._gradient_bytes - self._skips.take_gradients(stage))
+        expected = self._chain.stages[stage].output_gradient_bytes
+        # What the stage behind left beyond what the stage's own peaks count.
+        excess = 0 if expected is None else max(self._gradient_bytes - expected, 0)
+        self._live_bytes += excess - self._gradient_bytes - self._skips.take_gradients(stage)
         if pending:
             self._touch(stage, option.unpack_peak_bytes)
             self._gradient_bytes = option.unpack_bytes
-            self._add(self._gradient_bytes)
+            self._live_bytes += self._gradient_bytes
             for segment in pending:
                 self._recompute(segment)
                 if self._gives_up_input(segment):
-                    self._release(segment.first)
-                    self._give_up_read(segment)
-            self._add(-self._gradient_bytes)
+                    self._give_up_inputs(segment)
+            self._live_bytes -= self._gradient_bytes
         peaks = option.backward_peaks(gradients_exist=self._gradients_exist)
         if stage == 0 or self._boundaries.is_saved_by_producer(stage):
             peak = peaks.held_bytes
@@ -466,42 +456,37 @@ class _Simulator:
         if not pending:
             peak = max(peak, option.unpack_peak_bytes)
         level = self._touch(stage, peak)
-        self._add(-option.saved_bytes - self._saved_state_bytes[stage])
+        self._live_bytes += -option.saved_bytes - self._saved_state_bytes[stage]
         self._saved_state_bytes[stage] = 0
-        self._set_saved(stage, consumer=0)
-        self._set_saved(stage + 1, producer=0)
+        self._live_bytes += self._boundaries.save(stage, consumer=0)
+        self._live_bytes += self._boundaries.save(stage + 1, producer=0)
         if option.inverts:
             self._live_bytes += self._boundaries.rebuild(stage)
         for skip in option.saved_skips:
             self._live_bytes -= self._skips.release(skip)
         is_passed_on = stage > 0 and self._chain.stages[stage - 1].output_gradient_bytes is not None
         self._gradient_bytes = option.input_gradient_bytes + (excess if is_passed_on else 0)
-        self._add(self._gradient_bytes - excess + self._skips.leave_gradients(stage))
+        self._live_bytes += self._gradient_bytes - excess + self._skips.leave_gradients(stage)
         if self._gradients_exist:
             waiting = self._chain.stages[stage].waiting_gradient_bytes
-            self._add(waiting - self._waiting_gradient_bytes)
+            self._live_bytes += waiting - self._waiting_gradient_bytes
             self._waiting_gradient_bytes = waiting
         else:
-            self._add(option.parameter_gradient_bytes)
+            self._live_bytes += option.parameter_gradient_bytes
         self._events.append(Event("backward", stage, option.backward_seconds, level, self._live_bytes, option.inverts))
 
-    def _excess_gradient_bytes(self, stage: int) -> int:
-        """What the stage behind left beyond what the stage's own peaks count."""
-        expected = self._chain.stages[stage].output_gradient_bytes
-        return 0 if expected is None else max(self._gradient_bytes - expected, 0)
-
     def _recompute(self, segment: Segment) -> None:
-        # While it runs, the generators' current state is put aside and buffers are lent, and nested segments remember states
-        # for a recomputation that never comes: theirs are those of the first pass.
+        # While it runs, the generators' current state is put aside and buffers are lent, and nested segments remember
+        # states for a recomputation that never comes: theirs are those of the first pass.
         aside = self._state_bytes(segment)
-        self._add(aside)
+        self._live_bytes += aside
         self._record(segment.items, "recompute")
-        self._add(-aside - self._unused_state_bytes)
+        self._live_bytes += -aside - self._unused_state_bytes
         self._unused_state_bytes = 0
         for item in segment.items:
             if isinstance(item, Leaf):  # those that were not recomputed save nothing
                 self._saved_state_bytes[item.stage] = self._option(item).saved_state_bytes
-                self._add(self._saved_state_bytes[item.stage])
+                self._live_bytes += self._saved_state_bytes[item.stage]
 
     # ---------------------------------------------------------------- accounting
 
@@ -520,9 +505,6 @@ class _Simulator:
     def _release(self, boundary: int) -> None:
         self._live_bytes -= self._boundaries.release(boundary)
 
-    def _set_saved(self, boundary: int, *, producer: int | None = None, consumer: int | None = None) -> None:
-        self._live_bytes += self._boundaries.save(boundary, producer=producer, consumer=consumer)
-
     def _hold_made(self, stage: int) -> set[int]:
         """The running forward takes what a stage has made besides its link."""
         made = self._skips.made[stage]
@@ -537,14 +519,14 @@ class _Simulator:
             running.remove(skip)
             self._live_bytes -= self._skips.release(skip)
 
-    def _hold_read(self, segment: Segment) -> None:
+    def _hold_inputs(self, segment: Segment) -> None:
+        """A segment takes its input and the skips that it reads."""
+        self._hold(segment.first)
         self._live_bytes += sum(self._skips.hold(skip) for skip in self._skips.read_by(segment))
 
-    def _give_up_read(self, segment: Segment) -> None:
+    def _give_up_inputs(self, segment: Segment) -> None:
+        self._release(segment.first)
         self._live_bytes -= sum(self._skips.release(skip) for skip in self._skips.read_by(segment))
-
-    def _add(self, size_bytes: int) -> None:
-        self._live_bytes += size_bytes
 
     def _touch(self, stage: int, extra_bytes: int) -> int:
         """Note that ``extra_bytes`` were allocated for a moment; returns the level that this made."""
@@ -552,10 +534,6 @@ class _Simulator:
         if level > self._peak_bytes:
             self._peak_bytes, self._peak_stage = level, stage
         return level
-
-
-def _saves(chain: Chain, segment: Segment) -> bool:
-    return _last_saving(chain, segment.items) >= 0
 
 
 def _last_saving(chain: Chain, items: tuple[Item, ...]) -> int:

@@ -96,7 +96,7 @@ def assert_minimum_is_one(solver: Solver) -> None:
     least = refused.value.minimum_bytes
     assert solver.minimum().peak_bytes == least
     assert solver.plan(least).peak_bytes <= least
-    # Closely below it is where edits of other proposals might fit.
+    # Closely below it is where edits of other candidates might fit.
     for below in (1, 2, *(least * per_mille // 1000 for per_mille in (1, 2, 5, 10, 20, 50))):
         if 0 < below < least:
             with pytest.raises(BudgetError, match="is below this chain's minimum") as refused:
@@ -115,7 +115,7 @@ def test_minimum_can_be_planned_and_nothing_below_it(
 
 
 @pytest.mark.parametrize("seed", [2, 47, 57, 106])
-def test_minimum_is_found_where_edits_of_the_lowest_proposal_do_not_lead_to_it(seed: int) -> None:
+def test_minimum_is_found_where_edits_of_the_lowest_candidate_do_not_lead_to_it(seed: int) -> None:
     assert_minimum_is_one(Solver(random_chain(random.Random(seed), 14, "odd"), slots=100))
 
 
@@ -144,7 +144,7 @@ def test_peak_never_exceeds_the_budget_and_the_simulation_is_the_simulators(chai
 def test_nothing_in_the_tables_is_faster_than_a_plan_without_them(chain: Chain) -> None:
     solver = Solver(chain)
     found = solver.plan(10**15)
-    assert all(each.simulation.seconds >= found.seconds * (1 - 1e-12) for each in solver.proposals())
+    assert all(each.simulation.seconds >= found.seconds * (1 - 1e-12) for each in solver.candidates())
 
 
 @settings(max_examples=40)
@@ -287,11 +287,11 @@ def test_solve_seconds_pay_for_the_table_once() -> None:
     assert 0 < second.solve_seconds < first.solve_seconds
 
 
-def test_proposals_rise_in_peak_and_are_all_distinct() -> None:
-    proposals = Solver(uniform_chain(8)).proposals()
-    peaks = [proposal.simulation.peak_bytes for proposal in proposals]
+def test_candidates_rise_in_peak_and_are_all_distinct() -> None:
+    candidates = Solver(uniform_chain(8)).candidates()
+    peaks = [candidate.simulation.peak_bytes for candidate in candidates]
     assert peaks == sorted(peaks)
-    assert len({proposal.schedule for proposal in proposals}) == len(proposals) > 3
+    assert len({candidate.schedule for candidate in candidates}) == len(candidates) > 3
 
 
 # ---------------------------------------------------------------------------------------------------- bad input

@@ -1,10 +1,15 @@
 """Planning: which stages to keep and which to recompute, so that a step fits a memory budget and takes the least time.
 
-Chain ──► thresholds ──► dynamic program ──► proposals ──► simulator ──► Plan
-          (slots)        (one table for      (schedule     (bytes; the
-                         every budget)       trees)        judge)
-                                                             │
-                                 lower bound for whatever else an execution could do ──► its gap
+In: a chain and a budget. Out: a plan, or the least budget that works; the curve of all budgets; a lower bound::
+
+    requirements      chain → what each decision needs and takes, in slots of memory
+    dynamic_program   the recurrences, and the table of them for every budget, filled by kernel
+    backtracking      table → schedules
+    candidates        schedules near a budget, judged in bytes by the simulator; edits of them
+    solver            the tables of one chain → plans and frontiers
+    plan, frontier    the results; files: plans as JSON; tables: plans as text
+    bounds            a lower bound for whatever else an execution could do
+    baselines         schedules that people write by hand
 """
 
 from __future__ import annotations
@@ -15,19 +20,18 @@ import lightning_rotor.planning.tables  # noqa: F401  (lets plans print themselv
 from lightning_rotor.chain import Chain
 from lightning_rotor.planning.baselines import baselines
 from lightning_rotor.planning.bounds import lower_bound_seconds
-from lightning_rotor.planning.candidates import Proposal
+from lightning_rotor.planning.candidates import Candidate
 from lightning_rotor.planning.frontier import Frontier, FrontierPoint, Gain
-from lightning_rotor.planning.menu import fastest_of, menu_of
 from lightning_rotor.planning.plan import DEFAULT_SLOTS, Plan, load_plan, plan_for, save_plan, scheduled
-from lightning_rotor.planning.solver import Solver, fine_slots, frontier_of
+from lightning_rotor.planning.solver import Solver, fastest_of, fine_slots, frontier_of, menu_of
 from lightning_rotor.schedule import Schedule
 
 __all__ = [
+    "Candidate",
     "Frontier",
     "FrontierPoint",
     "Gain",
     "Plan",
-    "Proposal",
     "Solver",
     "baselines",
     "fastest_of",
@@ -55,19 +59,22 @@ def plan(
 ) -> Plan:
     """Plan the fastest schedule that fits a memory budget.
 
-    Takes O(n³ · slots) for ``n`` stages. Optimal among schedule trees up to the rounding to slots and the approximations named in
-    :mod:`lightning_rotor.planning.dynamic_program`; never above the budget. More budget never gives a slower plan.
+    Takes O(n³ · slots) for ``n`` stages. Optimal among schedule trees up to the rounding to slots and the
+    approximations named in :mod:`lightning_rotor.planning.dynamic_program`; never above the budget. More budget never
+    gives a slower plan.
 
     Args:
         chain: Costs of ``n`` stages, measured on one device.
         budget_bytes: Activation memory beyond what is allocated when the step begins; parameters are not included.
         slots: Memory levels that the program tells apart, at least. Short chains get more for the same time.
         gradients_exist: Parameters already have gradients, so that the backward adds none.
-        lingering_bytes: Held during the forward and freed before the backward, see :func:`lightning_rotor.simulator.simulate`.
+        lingering_bytes: Held during the forward and freed before the backward, see
+            :func:`lightning_rotor.simulator.simulate`.
     Returns:
         A plan whose simulated peak is at most ``budget_bytes``.
     Raises:
-        BudgetError: No schedule fits, or the budget is no positive integer; says the least budget that does and which stage sets it.
+        BudgetError: No schedule fits, or the budget is no positive integer; says the least budget that does and which
+            stage sets it.
     Example:
         >>> plan(chain, parse_bytes("2 GiB"))
     Source:
@@ -107,14 +114,15 @@ def frontier(
 def menu(
     chain: Chain, *, slots: int = DEFAULT_SLOTS, gradients_exist: bool = False, lingering_bytes: int = 0
 ) -> tuple[Schedule, ...]:
-    """Schedules from the least memory to no recomputation, for :func:`fastest_of` to choose from when the chain's sizes have changed.
+    """Schedules from the least memory to no recomputation, for :func:`fastest_of` to choose from when sizes change.
 
     Arguments as for :func:`plan`; after that, with the same ones, it takes next to no time.
     """
     return menu_of(_solver(chain, slots, gradients_exist, lingering_bytes))
 
 
-# Whoever plans a chain is likely to plan it again at once: for another budget, its curve, its minimum. Tables take tens of megabytes.
+# Whoever plans a chain is likely to plan it again at once: for another budget, its curve, its minimum. Tables take tens
+# of megabytes.
 @lru_cache(maxsize=1)
 def _solver(chain: Chain, slots: int, gradients_exist: bool, lingering_bytes: int) -> Solver:
     solver = Solver(chain, slots=slots, gradients_exist=gradients_exist, lingering_bytes=lingering_bytes)

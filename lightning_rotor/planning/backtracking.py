@@ -1,4 +1,4 @@
-"""Reads schedules out of a solved table. Decisions are not stored, so they are found again, in O(n) per item of the schedule."""
+"""Reads schedules out of a solved table. Decisions are not stored, but found again, in O(n) per item."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def schedule_at(table: Table, memory: int) -> Schedule:
 
 
 class _Decision(NamedTuple):
-    """How an interval begins: with a leaf, or with a segment if there is none, whose body gets ``body_memory`` under a variant.
+    """How an interval begins: with a leaf, or with a segment, whose body gets ``body_memory`` under a variant.
 
     What follows gets ``left`` slots, and its input comes from a source.
     """

@@ -71,7 +71,7 @@ def _cut(chain: Chain, starts: list[int]) -> Schedule:
 
 
 def keep_all_fastest(chain: Chain) -> Schedule:
-    """Nothing is recomputed, not even an input from its output, and every stage runs under the fastest of its options."""
+    """Nothing is recomputed, not even an input from its output; every stage runs under its fastest option."""
     fastest = []
     for stage in chain:
         seconds = [
@@ -84,8 +84,8 @@ def keep_all_fastest(chain: Chain) -> Schedule:
 def no_schedule_is_faster(chain: Chain) -> bool:
     """Whether :func:`keep_all_fastest` is beyond doubt the fastest of all schedules.
 
-    So it is where dropping and recomputing a stage alone saves no time: that holds for every measured chain, for both forwards are timed as
-    one. Only an inverse may come out as faster than keeping, and chains that were made up.
+    So it is where dropping and recomputing a stage alone saves no time: that holds for every measured chain, for both
+    forwards are timed as one. Only an inverse may come out as faster than keeping, and chains that were made up.
     """
     for stage in chain:
         kept = min(each.forward_seconds + each.backward_seconds for each in stage.options if not each.inverts)

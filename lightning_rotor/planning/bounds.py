@@ -1,24 +1,28 @@
-r"""How fast any execution of a step could be at all: a proven lower bound on its seconds for a budget, to hold a plan against.
+r"""How fast any execution of a step could be: a proven lower bound on its seconds for a budget.
 
-A planner of schedule trees cannot say how much better something else would be. This bound can: it holds for *every* execution that
-fits the budget, in which any stage may run again at any time from its input, sets of saved tensors and boundaries may be dropped at any
-time, and each stage may use any of its options. Bytes and seconds are those that the simulator counts (:mod:`lightning_rotor.chain`).
+A planner of schedule trees cannot say how much better something else would be. This bound can: it holds for *every*
+execution that fits the budget, in which any stage may run again at any time from its input, sets of saved tensors and
+boundaries may be dropped at any time, and each stage may use any of its options. Bytes and seconds are those that the
+simulator counts (:mod:`lightning_rotor.chain`).
 
 **What is looked at.** Only moments at which backwards finish. When that of stage ``t`` does, memory holds at least
 
-* what is alive whatever was done: output, pinned tensors, gradients of the parameters behind ``t``, of skips that pass ``t`` by;
+* what is alive whatever was done: output, pinned tensors, gradients of the parameters behind ``t``, of skips that pass
+  ``t`` by;
 * the set of stage ``t`` and the peak of its backward, which counts both gradients;
 * the *kept* sets: those of stages before ``t`` that are there and will not be made again;
 * the *held* boundaries: those that are there in whatever way and from which something will run again.
 
-The other stages before ``t`` are *absent*: each will run again, to make its set. Take a longest run ``c..l`` of absent stages
-with no held boundary inside, a *gap*::
+The other stages before ``t`` are *absent*: each will run again, to make its set. Take a longest run ``c..l`` of absent
+stages with no held boundary inside, a *gap*::
 
                kept      gap c..l              kept          t
-            ──────────┬───────────────────┬────────────┬─────────┄┄┄  boundaries c+1 .. l are not there, so before the backward
-      boundary c: held, or made again     :            :  backward    of l every stage of the gap runs again, one after the other;
-        by the kept stages before it      boundary l+1    finishes    then, when the backward of l finishes, the same question
-                                                                      arises for c..l-1
+            ──────────┬───────────────────┬────────────┬─────────┄┄┄
+      boundary c: held, or made again     :            :  backward
+        by the kept stages before it      boundary l+1    finishes
+
+Boundaries ``c+1 .. l`` are not there, so before the backward of ``l`` every stage of the gap runs again, one after the
+other. When the backward of ``l`` finishes, the same question arises for ``c..l-1``.
 
 **What it costs.** ``gap(c, l)`` is the least that runs and backwards of the stages ``c..l`` take from the moment on::
 
@@ -31,38 +35,43 @@ with no held boundary inside, a *gap*::
     first(i)    a run that gives the output: discarding or recording, what is faster
     both(i)     output and set: recording, or first(i) and a replay if that is faster
 
-The least over all that fits is a 0-1 knapsack along the chain, one table per ``c`` for all ``l``. The whole step is ``gap(0, n - 1)``,
-whose last stage gives its output too.
+The least over all that fits is a 0-1 knapsack along the chain, one table per ``c`` for all ``l``. The whole step is
+``gap(0, n - 1)``, whose last stage gives its output too.
 
 **Why it holds.** Take any execution that fits, and a gap ``c..l`` at some moment.
 
-1. Every stage of it will make its set, and boundaries ``c+1 .. l`` are not there. So before ``l`` makes its set, each of ``c..l-1`` runs for its
-   output: ``Σ first(i)`` and a replay of ``l``.
-2. When the backward of ``l`` finishes, each of ``c..l-1`` is kept or absent anew. One that is kept has given output and set since:
-   ``both(i)``. The absent ones form gaps, which take ``gap(c', l')`` from then on, by induction.
-3. A gap whose first boundary is not held gets it from the stage before, a kept one that must run once more for its output, which takes an input
-   that is held or comes from the stage before in turn. What ends a gap can give its output as well: ``both`` instead of a replay.
-4. What fits is counted in the simulator's bytes, each boundary once: whole if it is held, else as far as the sets before and behind it save
-   it. What is left out only adds to it.
+1. Every stage of it will make its set, and boundaries ``c+1 .. l`` are not there. So before ``l`` makes its set, each
+   of ``c..l-1`` runs for its output: ``Σ first(i)`` and a replay of ``l``.
+2. When the backward of ``l`` finishes, each of ``c..l-1`` is kept or absent anew. One that is kept has given output and
+   set since: ``both(i)``. The absent ones form gaps, which take ``gap(c', l')`` from then on, by induction.
+3. A gap whose first boundary is not held gets it from the stage before, a kept one that must run once more for its
+   output, which takes an input that is held or comes from the stage before in turn. What ends a gap can give its output
+   as well: ``both`` instead of a replay.
+4. What fits is counted in the simulator's bytes, each boundary once: whole if it is held, else as far as the sets
+   before and behind it save it. What is left out only adds to it.
 5. Stages in different gaps are different, and the seconds of different stages add up.
 
-The same holds at the backward of any ``t`` in ``c..l`` instead of ``l``, and for the step at the first run of any ``t``, where what lingers
-counts; stages from ``t`` on then take ``both`` at least. The largest of all these is taken. Sizes are rounded down to slots, room for them up.
+The same holds at the backward of any ``t`` in ``c..l`` instead of ``l``, and for the step at the first run of any
+``t``, where what lingers counts; stages from ``t`` on then take ``both`` at least. The largest of all these is taken.
+Sizes are rounded down to slots, room for them up.
 
-**What it leaves out**, and so may be too low by: what one gap holds while another one runs again, peaks of reruns, host time of segments,
-states that they remember, and that a gap needs the skips which its stages read, so the bound of chains with many skips is loose. Saved
-skips count, divided among the stages that may save them.
+**What it leaves out**, and so may be too low by: what one gap holds while another one runs again, peaks of reruns, host
+time of segments, states that they remember, and that a gap needs the skips which its stages read, so the bound of
+chains with many skips is loose. Saved skips count, divided among the stages that may save them.
 
-**Stages that are inverted** are kept ones whose backward takes longer and beside whose set boundary ``i``, their input, takes nothing, though the
-stage before saved it. They rebuild it in their backward, and after that only the set of the stage before reads it: what runs from boundary
-``i`` is stage ``i`` alone. So no inverse gives a boundary that a gap or a rerun needs, and the five points hold as they stand. Left out is that
-the stage before may need every bit of what it saved.
+**Stages that are inverted** are kept ones whose backward takes longer and beside whose set boundary ``i``, their input,
+takes nothing, though the stage before saved it. They rebuild it in their backward, and after that only the set of the
+stage before reads it: what runs from boundary ``i`` is stage ``i`` alone. So no inverse gives a boundary that a gap or
+a rerun needs, and the five points hold as they stand. Left out is that the stage before may need every bit of what it
+saved.
 
-``n`` stages and ``S`` slots: O(n³ S) time, O(n² S) memory. Long gaps are cut in two and the costs of the parts added, which is less.
+``n`` stages and ``S`` slots: O(n³ S) time, O(n² S) memory. Long gaps are cut in two and the costs of the parts added,
+which is less.
 
-Knapsacks over one moment alone, and the linear relaxation of Checkmate's program (Jain et al., arXiv:1910.02653), which sees all moments at once
-but fractions of tensors, are looser: ``benchmarks/oracle.py`` compares. The recursion is that of rotor (Beaumont et al., hal-02352969) turned
-around: there gaps share what memory is left and the result is a schedule, here each has all of it and the result is a bound.
+Knapsacks over one moment alone, and the linear relaxation of Checkmate's program (Jain et al., arXiv:1910.02653), which
+sees all moments at once but fractions of tensors, are looser: ``benchmarks/oracle.py`` compares. The recursion is that
+of rotor (Beaumont et al., hal-02352969) turned around: there gaps share what memory is left and the result is a
+schedule, here each has all of it and the result is a bound.
 """
 
 from __future__ import annotations
@@ -97,7 +106,8 @@ class LeastWay:
         kept_seconds: Set and backward, beyond a run that gives the output.
         last_seconds: Set and backward alone.
         backward_seconds: Backward alone.
-        drops_input: While the set is there, the input takes nothing, whoever saved it, unless it is held: the backward rebuilds it.
+        drops_input: While the set is there, the input takes nothing, whoever saved it, unless it is held: the backward
+            rebuilds it.
     """
 
     saves: bool
@@ -238,10 +248,13 @@ def _passing_gradients(chain: Chain, index: int) -> int:
 
 Seconds: TypeAlias = npt.NDArray[np.float64]
 _Key: TypeAlias = tuple[int, Literal["no", "kept", "gap"]]
-"""A boundary that is not held: the part of it that the stage before saves, and whether that stage makes it again. If it does as the end of
-a gap, the next gap must not begin there: the two would be one."""
+"""A boundary that is not held: the part of it that the stage before saves, and whether that stage makes it again.
 
-# Sums for the gaps: a matter of 0.1 s. Slots: as many as that allows; for long chains shorter gaps rather than fewer slots.
+If it does as the end of a gap, the next gap must not begin there: the two would be one.
+"""
+
+# Sums for the gaps: a matter of 0.1 s. Slots: as many as that allows; for long chains shorter gaps rather than fewer
+# slots.
 _SUMS = 5e7
 _MOST_SLOTS = 4000
 _LEAST_SLOTS = 500
@@ -262,7 +275,8 @@ def lower_bound_seconds(
         gradients_exist: As for :func:`lightning_rotor.simulator.simulate`.
         lingering_bytes: As for :func:`lightning_rotor.simulator.simulate`.
     Returns:
-        A bound that is never above the seconds of a schedule whose simulated peak fits; infinite if it proves that none fits.
+        A bound that is never above the seconds of a schedule whose simulated peak fits; infinite if it proves that none
+        fits.
     """
     return _lower_bound_seconds(chain, budget_bytes, gradients_exist, lingering_bytes)
 
@@ -296,7 +310,7 @@ class _Gaps:
 
 
 class _Knapsacks:
-    """For some first stages ``c``, the least seconds of the stages before ``t`` by the memory that is kept and held, for every ``t``.
+    """Least seconds of the stages from ``c`` to before ``t`` by the memory kept and held, for some ``c`` and all ``t``.
 
     A row of each array belongs to one ``c``, a column to an amount of memory in slots.
 
@@ -324,7 +338,7 @@ class _Knapsacks:
         self._unbroken = np.ones(len(starts), bool)  # every stage so far can be part of a gap
 
     def solve(self) -> float:
-        """Fill in the gaps; returns what the stages from the first start on take when their first runs are those of the step."""
+        """Fill in the gaps; returns what the stages from the first start on take if their first runs are the step's."""
         states: dict[_Key, Seconds] = {}
         forward = 0.0  # like the best of all moments, when stages run for the first time
         for index in range(self._starts.start, len(self._stages)):
@@ -382,7 +396,7 @@ class _Knapsacks:
         return least
 
     def _forward_moment(self, index: int, states: dict[_Key, Seconds]) -> float:
-        """The least for everything from the first start on that fits beside the first run of a stage, its input held."""
+        """The least for all from the first start on that fits beside the first run of a stage, its input held."""
         stage = self._stages[index]
         room = stage.forward_room_bytes - stage.input_bytes
         return min(float(before[0, self._column(room)]) for before in states.values()) if room >= 0 else math.inf

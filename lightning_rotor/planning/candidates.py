@@ -1,8 +1,8 @@
 """Schedules that a solved table proposes, judged by the simulator.
 
-A table is a staircase: with more memory the step gets faster at some slots and stays the same between them. Each stair is a
-schedule. The table counts in slots and with a few approximations, so a schedule from slightly above a budget may fit it in bytes,
-and one from slightly below may not; only the simulator tells.
+A table is a staircase: with more memory the step gets faster at some slots and stays the same between them. Each stair
+is a schedule. The table counts in slots and with a few approximations, so a schedule from slightly above a budget may
+fit it in bytes, and one from slightly below may not; only the simulator tells.
 """
 
 from __future__ import annotations
@@ -76,18 +76,18 @@ def _next_options(chain: Chain, stage: int, option: int) -> list[int]:
 # ----------------------------------------------------------------------------------------------------
 
 
-# Stairs above the budget that are tried all the same: at least so many, and for short chains so many that their number times the
-# number of stages is the second figure.
+# Stairs above the budget that are tried all the same: at least so many, and for short chains so many that their number
+# times the number of stages is the second figure.
 _HOPEFUL = 16
 _HOPEFUL_STAGES = 512
-# With skips, so many of the smallest proposals are made smaller by edits.
+# With skips, so many of the smallest candidates are made smaller by edits.
 _DESCENTS = 6
-# Up to this many stages a proposal that is just too large gets two edits instead of one.
+# Up to this many stages a candidate that is just too large gets two edits instead of one.
 _TWICE_EDITED_STAGES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Proposal:
+class Candidate:
     """A schedule and what the simulator says of it."""
 
     schedule: Schedule
@@ -104,7 +104,7 @@ class Proposal:
         return self.simulation.peak_bytes, self.simulation.seconds
 
 
-class Staircase:
+class Candidates:
     """What one table proposes, by rising memory and falling seconds. Judged when asked for, and then remembered.
 
     Args:
@@ -113,7 +113,8 @@ class Staircase:
         unit: Bytes per slot.
         judge: Simulates a schedule.
         uncertain_bytes: By how much the table may be wrong, in the eyes of the simulator.
-        thorough: Edit proposals that exceed a budget by no more than that until they fit, and the smallest one until it gets no smaller.
+        thorough: Edit candidates that exceed a budget by no more than that until they fit, and the smallest one until it
+            gets no smaller.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class Staircase:
         table: Table,
         *,
         unit: float,
-        judge: Callable[[Schedule], Proposal],
+        judge: Callable[[Schedule], Candidate],
         uncertain_bytes: int,
         thorough: bool,
     ) -> None:
@@ -134,8 +135,8 @@ class Staircase:
         self._thorough = thorough
         seconds = table.seconds
         self._stairs = [int(slot) for slot in np.flatnonzero(seconds < np.concatenate(([math.inf], seconds[:-1])))]
-        self._proposals: dict[int, Proposal] = {}
-        self._edited: dict[int, list[Proposal]] = {}
+        self._candidates: dict[int, Candidate] = {}
+        self._edited: dict[int, list[Candidate]] = {}
 
     def __len__(self) -> int:
         return len(self._stairs)
@@ -145,20 +146,20 @@ class Staircase:
         """Least memory for which the table holds a schedule, by its own count."""
         return self._stairs[0] * self._unit if self._stairs else math.inf
 
-    def __getitem__(self, stair: int) -> Proposal:
+    def __getitem__(self, stair: int) -> Candidate:
         if not 0 <= stair < len(self._stairs):
             raise IndexError(f"stair {stair} of {len(self._stairs)}")
-        if stair not in self._proposals:
-            self._proposals[stair] = self._judge(schedule_at(self._table, self._stairs[stair]))
-        return self._proposals[stair]
+        if stair not in self._candidates:
+            self._candidates[stair] = self._judge(schedule_at(self._table, self._stairs[stair]))
+        return self._candidates[stair]
 
-    def fastest(self, budget_bytes: int) -> Proposal | None:
-        """The fastest that fits of all hopeful proposals and their edits.
+    def fastest(self, budget_bytes: int) -> Candidate | None:
+        """The fastest that fits of all hopeful candidates and their edits.
 
-        Proposals get slower downwards, so the search ends soon. A larger budget starts at the same stair or a higher one, and
-        everything that fitted before still does: it never ends at a slower one.
+        Candidates get slower downwards, so the search ends soon. A larger budget starts at the same stair or a higher
+        one, and everything that fitted before still does: it never ends at a slower one.
         """
-        best: Proposal | None = None
+        best: Candidate | None = None
         for stair in range(self._hopeful_stair(budget_bytes), -1, -1):
             if best is not None and self._table.seconds[self._stairs[stair]] * _ROUNDING >= best.simulation.seconds:
                 break
@@ -166,8 +167,8 @@ class Staircase:
             best = min(fitting if best is None else [best, *fitting], key=lambda each: each.by_seconds, default=None)
         return best
 
-    def smallest(self) -> Proposal | None:
-        """The least peak: one of the lowest proposals, and which one only the simulator knows, or what edits make of it."""
+    def smallest(self) -> Candidate | None:
+        """The least peak: of one of the lowest schedules, as the simulator says, or of what edits make of it."""
         # With skips the table is further from the truth, so the least may be anywhere.
         hopeful = len(self) - 1 if self._thorough and self._chain.skips else self._hopeful_stair(0)
         lowest = [self[stair] for stair in range(hopeful + 1)]
@@ -179,44 +180,44 @@ class Staircase:
             least = self._descended(less)
         return least
 
-    def _descended(self, proposal: Proposal) -> Proposal:
+    def _descended(self, candidate: Candidate) -> Candidate:
         """What edits make of it, as long as it gets smaller."""
         while self._thorough:
-            better = min([proposal, *self._neighbours(proposal)], key=lambda each: each.by_peak)
-            if better is proposal:
+            better = min([candidate, *self._neighbours(candidate)], key=lambda each: each.by_peak)
+            if better is candidate:
                 break
-            proposal = better
-        return proposal
+            candidate = better
+        return candidate
 
     def _hopeful_stair(self, budget_bytes: int) -> int:
         """The highest stair worth a try."""
         fitting = int(np.searchsorted(self._stairs, budget_bytes / self._unit, side="right")) - 1
         return min(fitting + max(_HOPEFUL, _HOPEFUL_STAGES // len(self._chain)), len(self._stairs) - 1)
 
-    def _around(self, stair: int, budget_bytes: int) -> list[Proposal]:
-        """A proposal, and if it is just too large, its edits."""
-        proposal = self[stair]
-        if not 0 < proposal.simulation.peak_bytes - budget_bytes <= self._uncertain_bytes:
-            return [proposal]
+    def _around(self, stair: int, budget_bytes: int) -> list[Candidate]:
+        """A candidate, and if it is just too large, its edits."""
+        candidate = self[stair]
+        if not 0 < candidate.simulation.peak_bytes - budget_bytes <= self._uncertain_bytes:
+            return [candidate]
         if stair not in self._edited:
-            self._edited[stair] = self._edit(proposal)
-        return [proposal, *self._edited[stair]]
+            self._edited[stair] = self._edit(candidate)
+        return [candidate, *self._edited[stair]]
 
-    def _edit(self, proposal: Proposal) -> list[Proposal]:
-        """Schedules near a proposal that need a little less memory; none is faster, so that the stairs stay in order."""
-        base = proposal.simulation
+    def _edit(self, candidate: Candidate) -> list[Candidate]:
+        """Schedules near another that need a little less memory; none is faster, so that the stairs stay in order."""
+        base = candidate.simulation
         return [
             each
-            for each in self._neighbours(proposal)
+            for each in self._neighbours(candidate)
             # Only by so much that an edit is tried for every budget that it fits: see _around.
             if 0 < base.peak_bytes - each.simulation.peak_bytes <= self._uncertain_bytes
             and each.simulation.seconds >= base.seconds
         ]
 
-    def _neighbours(self, proposal: Proposal) -> list[Proposal]:
+    def _neighbours(self, candidate: Candidate) -> list[Candidate]:
         """What is one edit away, or two if the chain is short."""
-        seen = {proposal.schedule}
-        front, near = [proposal.schedule], []
+        seen = {candidate.schedule}
+        front, near = [candidate.schedule], []
         for _ in range(2 if len(self._chain) <= _TWICE_EDITED_STAGES else 1):
             new = {edited: None for schedule in front for edited in edits(schedule, self._chain) if edited not in seen}
             seen.update(new)

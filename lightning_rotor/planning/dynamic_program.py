@@ -1,9 +1,11 @@
 r"""The dynamic program: one table that holds a near-optimal schedule for every budget.
 
-Names: ``m`` is the memory that a schedule may retain, in slots; an *interval* ``i..l`` is a run of stages whose backward is due,
-with the gradient of boundary ``l + 1`` alive; ``a_i`` is the size of boundary ``i``, the input of stage ``i``.
+Names: ``m`` is the memory that a schedule may retain, in slots; an *interval* ``i..l`` is a run of stages whose
+backward is due, with the gradient of boundary ``l + 1`` alive; ``a_i`` is the size of boundary ``i``, the input of
+stage ``i``.
 
-Either stage ``i`` is kept, or the stages ``i..j-1`` become a segment, of which only ``a_i`` is retained until its turn::
+Either stage ``i`` is kept, or the stages ``i..j-1`` become a segment, of which only ``a_i`` is retained until its
+turn::
 
                 i         j             l
     keep i      ■ ───────────────────── │   forward i, rest (i+1..l) with m less what i retains, backward i
@@ -20,10 +22,10 @@ Either stage ``i`` is kept, or the stages ``i..j-1`` become a segment, of which 
                             where h_i is what stages ``i - 1`` and ``i`` save of the boundary, counted once
     ======================  ====================================================================================
 
-Each decision needs a least ``m``, see :mod:`lightning_rotor.planning.requirements`. Intervals that end at ``l = n - 1`` exist only
-in the step's own forward, the others only in a recomputation, which the backward of ``l`` starts while it holds its gradient and
-which stops at the last saved tensor of ``l``. A stage ``l`` that saves nothing at the end of a segment is not recomputed at all:
-body(m, i, l) = backward of ``l`` + body(m, i, l - 1).
+Each decision needs a least ``m``, see :mod:`lightning_rotor.planning.requirements`. Intervals that end at ``l = n - 1``
+exist only in the step's own forward, the others only in a recomputation, which the backward of ``l`` starts while it
+holds its gradient and which stops at the last saved tensor of ``l``. A stage ``l`` that saves nothing at the end of a
+segment is not recomputed at all: body(m, i, l) = backward of ``l`` + body(m, i, l - 1).
 
 The functions of :mod:`lightning_rotor.planning.kernel` fill columns from the left, each from below::
 
@@ -33,29 +35,31 @@ The functions of :mod:`lightning_rotor.planning.kernel` fill columns from the le
         2             4  8
         3                7
 
-Where Numba is installed it compiles them for long chains, and threads fill blocks of columns and lengths. A block needs the one to its
-left and the one below it, so all blocks of a wave are filled at once::
+Where Numba is installed it compiles them for long chains, and threads fill blocks of columns and lengths. A block needs
+the one to its left and the one below it, so all blocks of a wave are filled at once::
 
     columns      0-15  16-31  32-47
     length 33-                  4
     length 17-           2      3        the wave of each block
     length  1-     0     1      2
 
-For ``n`` stages and ``S`` slots: time O(n³ S), memory O(n² S) for ``body`` and each ``rest_c``. Decisions are not stored; see
-:mod:`lightning_rotor.planning.backtracking`.
+For ``n`` stages and ``S`` slots: time O(n³ S), memory O(n² S) for ``body`` and each ``rest_c``. Decisions are not
+stored; see :mod:`lightning_rotor.planning.backtracking`.
 
-Optimal among all schedule trees when the unit divides every size, up to approximations which the simulator judges afterwards:
+Optimal among all schedule trees when the unit divides every size, up to approximations which the simulator judges
+afterwards:
 
 * States that nested segments remember (of generators, of buffers) count only from when their parent is recomputed.
 * Copies of buffers that a recomputation saves count only in the backward that started it.
-* A discarded pass over nested segments holds their inputs, which can matter only where a later gradient is larger than an
-  earlier one.
+* A discarded pass over nested segments holds their inputs, which can matter only where a later gradient is larger than
+  an earlier one.
 * Segments nested more than twice cost more host time than counted.
 * In a table that is not refined, the input of a segment counts until its first stage is done, although what that stage
   does not save of it is free once the segment is recomputed.
 
-Source: Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing for heterogeneous chains", hal-02352969, whose
-recurrence this refines: gradients and temporaries count only when they are alive, shared boundaries count once.
+Source: Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing for heterogeneous chains",
+hal-02352969, whose recurrence this refines: gradients and temporaries count only when they are alive, shared boundaries
+count once.
 """
 
 from __future__ import annotations
@@ -93,7 +97,8 @@ class Table:
     Args:
         requirements: The chain, in slots.
         slots: The table holds memories ``0 .. slots``.
-        compiled: Whether compiled code fills it. By default it does for long chains where Numba is there. The numbers are the same.
+        compiled: Whether compiled code fills it. By default it does for long chains where Numba is there. The numbers
+            are the same.
 
     Attributes:
         requirements: The chain, in slots.
@@ -161,7 +166,7 @@ def _room_for(a: Requirements, size: int) -> Rows:
 
 @cache
 def compiled_solve() -> Callable[..., None] | None:
-    """:func:`.kernel.solve` in machine code; None where that cannot be had: planning then takes longer and finds the same."""
+    """:func:`.kernel.solve` in machine code; None where that cannot be had: then planning takes longer."""
     try:
         import numba
     except ImportError as error:  # Numba raises it, too, if it is too old for NumPy
@@ -174,7 +179,8 @@ def compiled_solve() -> Callable[..., None] | None:
     functions |= {name: functions[f"{name}_by_slot"] for name in ("lower_to_sums", "lower_to_row")}
     try:
         for name, function in functions.items():
-            # A copy that finds compiled copies under the names of the others. Only the first one is called from Python and kept on disk.
+            # A copy that finds compiled copies under the names of the others. Only the first one is called from Python
+            # and kept on disk.
             options: dict[str, Any] = {"cache": True} if name == "solve" else {"no_cpython_wrapper": True}
             copy = FunctionType(function.__code__, names, name)
             names[name] = numba.njit(nogil=True, **options)(copy)

@@ -1,7 +1,7 @@
-"""Plans as files: small JSON texts that hold a schedule, for what it was made, and nothing that was measured in seconds.
+"""Plans as files: small JSON texts that hold a schedule, what it was made for, and nothing measured in seconds.
 
-A plan holds for one model with one input signature on one kind of device. So a file names every stage with the tensors that it reads, what it
-saves and what it hands on, and a chain that differs in any of it is refused.
+A plan holds for one model with one input signature on one kind of device. So a file names every stage with the tensors
+that it reads, what it saves and what it hands on, and a chain that differs in any of it is refused.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def load_record(path: Path | str, chain: Chain) -> PlanRecord:
     """Read from a file what was planned for a chain.
 
     Raises:
-        PlanError: The file holds no plan; or the plan was made for another model, shape, dtype or device, and the message says what
-            differs first.
+        PlanError: The file holds no plan; or the plan was made for another model, shape, dtype or device, and the
+            message says what differs first.
     """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -139,7 +139,8 @@ def _difference(saved: Sequence[StageIdentity], device: str, chain: Chain) -> st
     estimated = [not any(stage.takes for stage in stages[1:]) for stages in (saved, chain.identity)]
     if alike[0] == alike[1] and len(saved) == len(chain) and estimated[0] != estimated[1]:
         then_so, now_so = ("estimated from other shapes" if guess else "measured" for guess in estimated)
-        return f"what stages cost at {', '.join(saved[0].takes)} was {then_so}, and is {now_so} (measure(sample) measures a shape)"
+        shapes = ", ".join(saved[0].takes)
+        return f"what stages cost at {shapes} was {then_so}, and is {now_so} (measure(sample) measures a shape)"
     for number, (then, now) in enumerate(zip_longest(saved, chain.identity)):
         if then is None or now is None or then.name != now.name:
             there, here = ("no such stage" if each is None else repr(each.name) for each in (then, now))

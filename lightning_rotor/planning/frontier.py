@@ -1,7 +1,7 @@
 """The curve of memory against time: what every budget buys, from one solve.
 
-A table of the dynamic program holds a schedule for every memory. Judged by the simulator, with those that are beaten in both memory and
-time left out, they are the curve::
+A table of the dynamic program holds a schedule for every memory. Judged by the simulator, with those that are beaten in
+both memory and time left out, they are the curve::
 
     overhead
        │ ●                    first point: the least budget for which there is a schedule
@@ -86,8 +86,8 @@ class Gain:
         if self.seconds <= 0:
             return f"{more} more than {budget} buys nothing: the overhead stays at {self.before.overhead:.1%}"
         return (
-            f"{more} more than {budget} lowers the overhead from {self.before.overhead:.1%} to {self.after.overhead:.1%} "
-            f"({self.speedup - 1:.1%} more steps per second)"
+            f"{more} more than {budget} lowers the overhead from {self.before.overhead:.1%} "
+            f"to {self.after.overhead:.1%} ({self.speedup - 1:.1%} more steps per second)"
         )
 
     def __str__(self) -> str:
@@ -99,7 +99,8 @@ class Frontier:
     """Schedules from the least memory to no recomputation, by rising memory and falling time.
 
     Attributes:
-        points: At least one. The first has the least budget for which there is a schedule, the last one takes no longer than plain training.
+        points: At least one. The first has the least budget for which there is a schedule, the last one takes no longer
+            than plain training.
         budget_bytes: The budget of the plan that it was asked of, or None.
     Raises:
         ScheduleError: There are no points, or they do not rise in memory and fall in time.
@@ -118,8 +119,8 @@ class Frontier:
         for left, right in pairwise(self.points):
             if left.peak_bytes >= right.peak_bytes or left.seconds <= right.seconds:
                 raise ScheduleError(
-                    f"frontier points of {left.peak_bytes} and {right.peak_bytes} bytes take {left.seconds} and {right.seconds} s: "
-                    "expected memory to rise and time to fall"
+                    f"frontier points of {left.peak_bytes} and {right.peak_bytes} bytes take {left.seconds} "
+                    f"and {right.seconds} s: expected memory to rise and time to fall"
                 )
 
     def __len__(self) -> int:
@@ -145,8 +146,8 @@ class Frontier:
         if not index:
             least = self.points[0].peak_bytes
             raise BudgetError(
-                f"budget {format_bytes(budget)} ({budget:,} bytes) is below the first point of the frontier, {format_bytes(least)} "
-                f"({least:,} bytes): expected at least that much",
+                f"budget {format_bytes(budget)} ({budget:,} bytes) is below the first point of the frontier, "
+                f"{format_bytes(least)} ({least:,} bytes): expected at least that much",
                 budget_bytes=budget,
                 minimum_bytes=least,
                 stage="",
@@ -158,7 +159,8 @@ class Frontier:
 
         Args:
             extra_bytes: How much more: bytes, or a size such as ``"1GiB"``.
-            budget_bytes: From where. By default the budget of the plan that the frontier was asked of, or the least one.
+            budget_bytes: From where. By default the budget of the plan that the frontier was asked of, or the least
+                one.
         Raises:
             BudgetError: The budget is below the first point.
             UnitError: A size cannot be read.
@@ -172,7 +174,8 @@ class Frontier:
     def knee(self) -> FrontierPoint:
         """Where the curve bends most: up to there memory buys much, behind it little.
 
-        The point that is farthest below the straight line between the ends, with both axes scaled to 1; the first one of a line.
+        The point that is farthest below the straight line between the ends, with both axes scaled to 1; the first one
+        of a line.
 
         Source:
             Satopää et al., "Finding a kneedle in a haystack", ICDCS Workshops 2011, without its smoothing.
@@ -188,7 +191,7 @@ class Frontier:
         return max(self.points, key=below)
 
     def thinned(self, most: int) -> Frontier:
-        """The same with at most so many points, spread evenly over the budgets; the ends, the knee and the plan's point stay.
+        """The same with at most so many points, spread evenly; the ends, the knee and the plan's point stay.
 
         Args:
             most: At least 4.

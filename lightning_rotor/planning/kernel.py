@@ -1,13 +1,15 @@
 """The recurrences of :mod:`.dynamic_program`: plain loops over intervals and decisions, NumPy over memory.
 
-The functions run as they stand, or compiled by Numba, see :mod:`.compilation`. Each decision is said once, as :class:`Choices`, from
-which the loops fill the table and :mod:`.backtracking` reads schedules.
+The functions run as they stand, or compiled by Numba, see :mod:`.dynamic_program`. Each decision is said once, as
+:class:`Choices`, from which the loops fill the table and :mod:`.backtracking` reads schedules.
 
-Of each row of the table only what changes is stored: it is infinite before its first slot, never increases, and stays the same from its last
-slot on. That is about a quarter of all numbers, and of all work::
+Of each row of the table only what changes is stored: it is infinite before its first slot, never increases, and stays
+the same from its last slot on. That is about a quarter of all numbers, and of all work::
 
-    slots         first      last           A sum of two rows is infinite before the later first slot, and constant from the later
-    row       ∞ ∞ ∞ ▔▔▔╲_____▁ ▁ ▁ ▁       last slot on. It lowers a target only where that is above the least of the sum.
+    slots        first       last
+    row      ∞ ∞ ∞ ▔▔▔╲_____▁ ▁ ▁ ▁
+
+A sum of two rows is infinite before the later first slot and constant from the later last slot on.
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ _FINITE = float(np.finfo(np.float64).max)
 class Requirements(NamedTuple):
     """What the decisions for a chain of ``n`` stages need and take: slots, and seconds. See :mod:`.requirements`.
 
-    Arrays are indexed by stages (``n``), by ``endings`` of a recomputation, and by *sources*: where the input of a stage comes from. The first
-    sources are *variants*, in which somebody else holds it; the others are *classes*, by what the stage before saved of it, and pay for it.
+    Arrays are indexed by stages (``n``), by ``endings`` of a recomputation, and by *sources*: where the input of a
+    stage comes from. The first sources are *variants*, in which somebody else holds it; the others are *classes*, by
+    what the stage before saved of it, and pay for it.
 
     Attributes:
         endings: ``(n,)``, how many ways a stage has to end a recomputation.
@@ -44,17 +47,20 @@ class Requirements(NamedTuple):
         outermost: ``(n,)``, first stage of the longest segment that may end there.
         base: ``(endings, n, n)``, alive whenever ``i..l`` runs forward.
         trigger: ``(n, endings)``, taken by the backward before it starts the recomputation.
-        kept: ``(n, sources, 5, ways)``: peak of the forward without ``base``, least memory, what is taken, the class of the output, and
-            what is added to the least memory of recording all that follows. The ways are the options, and perhaps once more all of them
-            with the input free.
+        kept: ``(n, sources, 5, ways)``: peak of the forward without ``base``, least memory, what is taken, the class of
+            the output, and what is added to the least memory of recording all that follows. The ways are the options,
+            and perhaps once more all of them with the input free.
         kept_seconds: ``(n, ways)``.
         ended: ``(n, endings, sources, 5, ways)``, the same of a stage that ends a recomputation, or the step's forward.
         ended_seconds: ``(n, ways)``.
-        recording: ``(endings, n + 1, n)``, least memory to run ``i..l`` and keep everything; no endings if no way asks for it.
-        bare: ``(n, 1 + variants, options)``, least memory of a backward that needs no recomputation: behind others, or alone by variant.
+        recording: ``(endings, n + 1, n)``, least memory to run ``i..l`` and keep everything; no endings if no way asks
+            for it.
+        bare: ``(n, 1 + variants, options)``, least memory of a backward that needs no recomputation: behind others, or
+            alone by variant.
         bare_seconds: ``(n, options)``.
         input_slots: ``(n,)``.
-        segment_variant: ``(2, n, classes)``, the variant of a segment that pays for its input; 1 in the step's own forward.
+        segment_variant: ``(2, n, classes)``, the variant of a segment that pays for its input; 1 in the step's own
+            forward.
         segment_least: ``(2, n, classes)``, the least memory for it, its input included.
         peak: ``(2, n, n)``, of the discarded pass over ``i..k``.
         held: ``(n, n)``, what a segment ``i..k`` holds besides its input.
@@ -93,7 +99,8 @@ class Rows(NamedTuple):
         size: Numbers per row, were all of them stored.
         body_rows: ``(n,)``, row of the first interval that starts at a stage.
         rest_rows: ``(n,)``, row of the first interval that ends at a stage.
-        spans: ``(rows, 3)``: slot 0 in ``values``, if it were there; the first and the last slot that are. Row 0 is zero everywhere.
+        spans: ``(rows, 3)``: slot 0 in ``values``, if it were there; the first and the last slot that are. Row 0 is
+            zero everywhere.
         values: Seconds of all rows.
         used: ``(areas,)``, how far each area of ``values`` is filled. Threads fill areas of their own.
     """
@@ -107,7 +114,7 @@ class Rows(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """Ways to begin an interval. Each takes ``seconds + row(m - shift) + other(m - other_shift)`` for memories ``m >= low``."""
+    """Ways to begin an interval: each takes ``seconds + row(m - shift) + other(m - other_shift)`` for ``m >= low``."""
 
     low: Integers
     seconds: Seconds
@@ -152,7 +159,7 @@ def segments(a: Requirements, t: Rows, first: int, last: int, ending: int, varia
 
 
 def bare(a: Requirements, t: Rows, first: int, last: int, variant: int) -> Choices:
-    """End with options under which ``last`` saves nothing: its backward runs first, and what is recomputed ends before it."""
+    """End with options under which ``last`` saves nothing: its backward runs first, without a recomputation."""
     none = np.zeros(a.bare.shape[2], np.int64)
     if first == last:
         return Choices(a.bare[last, 1 + variant], a.bare_seconds[last] + a.segment_seconds, none, none, none, none)
@@ -178,7 +185,8 @@ def rest_row(a: Requirements, t: Rows, first: int, last: int, ending: int, numbe
 def solve(a: Requirements, t: Rows, columns: tuple[int, int], lengths: tuple[int, int], whole: Seconds) -> None:
     """Fill all intervals of some lengths (less one) that end in some columns; both ranges exclude their ends.
 
-    What they need of others must be there: shorter ones in the same columns and in those before. ``whole`` gets the step's seconds.
+    What they need of others must be there: shorter ones in the same columns and in those before. ``whole`` gets the
+    step's seconds.
     """
     splits = np.empty((a.bare.shape[1] - 1, t.size))
     bodies = np.empty((a.bare.shape[1] - 1, t.size))
@@ -268,7 +276,7 @@ def lower_from(
 
 
 def first_at_most(seconds: Seconds, begin: int, most: float) -> int:
-    """The first slot from ``begin`` on with at most so many seconds, which never increase; one past the last if there is none."""
+    """The first slot from ``begin`` on with at most so many seconds, which never increase; else the length."""
     end = len(seconds)
     while begin < end:
         middle = (begin + end) // 2

@@ -94,7 +94,7 @@ class Plan:
 
     @property
     def lower_bound_seconds(self) -> float:
-        """Least duration of any execution within the budget, as far as is proven. Found when first asked for: see :mod:`.bounds`."""
+        """Least duration of any execution within the budget, as far as is proven: see :mod:`.bounds`."""
         return lower_bound_seconds(
             self.chain,
             self.budget_bytes,
@@ -104,7 +104,7 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """The part of the plan's duration that some other execution might save: at 0.01 none is more than 1 % faster."""
+        """The part of the duration that some other execution might save: at 0.01 none is more than 1 % faster."""
         return 1 - self.lower_bound_seconds / self.seconds if self.seconds > 0 else 0.0
 
     @property
@@ -126,7 +126,7 @@ class Plan:
         return Plan.solved_frontier(self)
 
     def save(self, path: Path | str) -> None:
-        """Write it to a file, to be used again where the same model takes the same input; see :func:`lightning_rotor.planning.save_plan`."""
+        """Write it to a file, for the same model and input; see :func:`lightning_rotor.planning.save_plan`."""
         save_plan(self, path)
 
     @classmethod
@@ -142,7 +142,8 @@ class Plan:
         """The plan on one line."""
         return (
             f"{len(self.chain)} stages within {format_bytes(self.budget_bytes)}: peak {format_bytes(self.peak_bytes)}, "
-            f"{format_seconds(self.seconds)} per step (+{self.overhead:.1%}), {len(self.recomputed)} stages recomputed: {self.schedule}"
+            f"{format_seconds(self.seconds)} per step (+{self.overhead:.1%}), "
+            f"{len(self.recomputed)} stages recomputed: {self.schedule}"
         )
 
     def __rich__(self) -> Group:
@@ -171,8 +172,8 @@ def load_plan(path: Path | str, chain: Chain) -> Plan:
     Returns:
         The plan, simulated anew.
     Raises:
-        PlanError: The file holds no plan; or the plan was made for another model, shape, dtype or device, and the message says what
-            differs first; or it takes more than its budget on this machine.
+        PlanError: The file holds no plan; or the plan was made for another model, shape, dtype or device, and the
+            message says what differs first; or it takes more than its budget on this machine.
     """
     return _fitting(path, Plan.of(load_record(path, chain), chain))
 

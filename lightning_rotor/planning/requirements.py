@@ -1,7 +1,7 @@
 """What each decision of the dynamic program needs and takes, in slots of memory and seconds.
 
-A simulator follows one schedule; the dynamic program must know, without following any, what is alive at each moment. Only
-three kinds of moments exist, and at each of them most of what is alive depends on one number alone:
+A simulator follows one schedule; the dynamic program must know, without following any, what is alive at each moment.
+Only three kinds of moments exist, and at each of them most of what is alive depends on one number alone:
 
     ==========================  ==============================================================================
     moment                      alive besides what the schedule itself retains
@@ -14,14 +14,14 @@ three kinds of moments exist, and at each of them most of what is alive depends 
 
 So these amounts are added to the requirements here, and the program's ``m`` counts only what the schedule retains.
 
-A skip (:class:`lightning_rotor.chain.Skip`) is retained under one of two rules. If several stages read it, or the stage that makes it
-saves it, then from the item of the schedule that makes it on, until that item's own backward. Else, a single reader far away, by the
-item that holds the reader: a segment, or a leaf that saves it; before, the running forward holds it. Gradients of skips depend on the
-place in the step alone, so they count like those of parameters.
+A skip (:class:`lightning_rotor.chain.Skip`) is retained under one of two rules. If several stages read it, or the stage
+that makes it saves it, then from the item of the schedule that makes it on, until that item's own backward. Else, a
+single reader far away, by the item that holds the reader: a segment, or a leaf that saves it; before, the running
+forward holds it. Gradients of skips depend on the place in the step alone, so they count like those of parameters.
 
-Sizes become slots by rounding cumulative sums, not each size: the errors of neighbours cancel, and a run of kept stages is
-off by one slot at most. Least memories are rounded to the nearest slot. Neither is safe, and neither needs to be: the simulator
-judges every schedule in bytes.
+Sizes become slots by rounding cumulative sums, not each size: the errors of neighbours cancel, and a run of kept stages
+is off by one slot at most. Least memories are rounded to the nearest slot. Neither is safe, and neither needs to be:
+the simulator judges every schedule in bytes.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from lightning_rotor.simulator import Skips
 
 # Who holds the input of a stage during its backward.
 #   PLAIN    nobody but the stage itself
-#   NESTED   the segment that starts with it has given it up: it is paid for, and what the stage does not save of it is free
-#   SEGMENT  that segment holds it: it is not recomputed, or cannot tell that nobody else asks for it
+#   NESTED   the segment that starts with it has given it up: it is paid for, and what the stage does not save of it is
+# free   SEGMENT  that segment holds it: it is not recomputed, or cannot tell that nobody else asks for it
 #   HELD     the stage before saved it, or the caller holds it, and it is paid for
 #   SAVED    the stage before saved it, which is counted here
 PLAIN, NESTED, SEGMENT, HELD, SAVED = range(5)
@@ -60,10 +60,12 @@ def requirements_of(
     Args:
         chain: Costs of the stages.
         unit: Bytes per slot.
-        refined: Tell apart who holds a segment's input even where that seldom matters. The table may take three times as long.
+        refined: Tell apart who holds a segment's input even where that seldom matters. The table may take three times
+            as long.
         gradients_exist: See :func:`lightning_rotor.planning.plan`.
         lingering_bytes: See :func:`lightning_rotor.planning.plan`.
-        readers_pay: Retain every skip by its first reader: less than some schedules take, where the other rule is more than some do.
+        readers_pay: Retain every skip by its first reader: less than some schedules take, where the other rule is more
+            than some do.
     """
     n = len(chain)
     skips = _Skips(chain, readers_pay=readers_pay)
@@ -103,7 +105,7 @@ def requirements_of(
 
 
 def with_floor(requirements: Requirements, floor: int) -> Requirements:
-    """The same where at least ``floor`` slots must be left when the last stage is kept. Only intervals that end there differ."""
+    """The same where ``floor`` slots must be left when the last stage is kept. Only intervals that end there differ."""
     ended = requirements.ended.copy()
     least, taken = ended[-1, ..., LEAST, :], ended[-1, ..., TAKEN, :]
     np.maximum(least, taken + floor, out=least)
@@ -136,11 +138,12 @@ class _Variants:
 
 
 class _Options:
-    """What the options of all stages need: ``(n, options)`` slots or seconds. What a stage has too few options for is never allowed.
+    """What the options of all stages need: ``(n, options)``. Options that a stage lacks are never allowed.
 
     Attributes:
         classes: By boundary, the parts of it that the stage before may save.
-        endings: By stage, what recomputations that end there find alive, and what the backward takes before it starts them.
+        endings: By stage, what recomputations that end there find alive, and what the backward takes before it starts
+            them.
         input_slots: ``(n,)``, sizes of the inputs.
         seconds: Of kept stages.
         last_seconds: Of stages that end a recomputation.
@@ -166,7 +169,8 @@ class _Options:
             for number, option in enumerate(chain.stages[index].options):
                 self._read(index, number, option)
                 self._read_backward(index, number, option, base, gradients_exist)
-        # The last stage ends the step's forward, under any of its options; what is alive then is not a matter of endings.
+        # The last stage ends the step's forward, under any of its options; what is alive then is not a matter of
+        # endings.
         self.endings[-1], self._ending[-1] = [(0, 0)], 0
         self._replay[-1], self._last_backward[-1] = self._forward[-1], self._backward[-1]
         self.last_seconds[-1] = self.seconds[-1]
@@ -220,8 +224,8 @@ class _Options:
     def variants(self, index: int, *, refined: bool, holding: bool) -> _Variants:
         """For whom the bodies that start at a stage are told apart.
 
-        With one option it matters only for a least memory who holds the input, the same for every decision, so one body serves all. Unless
-        segments differ in the states that they take from that memory.
+        With one option it matters only for a least memory who holds the input, the same for every decision, so one body
+        serves all. Unless segments differ in the states that they take from that memory.
         """
         if index == 0:
             return _Variants([HELD], [0] * 4, [0] * 4)
@@ -279,8 +283,9 @@ class _Options:
                     replay = np.where(self._ending[index] == ending, self._replay[index], NEVER)
                     ended[index, ending, source, :RECORDED, :options] = input_slots + replay, last_least, taken, output
         for index in np.flatnonzero(frees).tolist():
-            # A nested segment gives its input up when it has been recomputed; what the first stage does not save of it serves the backwards.
-            # The recomputation itself must do without it, which is known to work if it could keep everything.
+            # A nested segment gives its input up when it has been recomputed; what the first stage does not save of it
+            # serves the backwards. The recomputation itself must do without it, which is known to work if it could keep
+            # everything.
             retained, freed = self._retained[index], self._freed[index]
             least = np.where(freed > 0, self._backward[index, NESTED], NEVER)
             free = self._forward[index], least, retained - freed, self._output_class[index], retained
@@ -302,7 +307,7 @@ class _Options:
         return bare
 
     def bases(self, remembered: Integers, forward: Integers) -> Integers:
-        """What is alive whenever stages run forward: in a recomputation, by its ending, and in the step's own forward."""
+        """What is alive whenever stages run forward: by the ending of their recomputation, or in the step's forward."""
         n = len(self.endings)
         found = [np.full((n, n), NEVER) for _ in range(max(map(len, self.endings)))]
         for last, endings in enumerate(self.endings):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
+from collections.abc import Iterable
 from dataclasses import astuple, fields
 from functools import cached_property
 from itertools import pairwise
@@ -11,7 +13,7 @@ from itertools import pairwise
 from lightning_rotor.chain import Chain, Option, StageCost
 from lightning_rotor.errors import BudgetError
 from lightning_rotor.planning.baselines import keep_all_fastest, no_schedule_is_faster
-from lightning_rotor.planning.candidates import Proposal, Staircase
+from lightning_rotor.planning.candidates import Candidate, Candidates
 from lightning_rotor.planning.dynamic_program import Table
 from lightning_rotor.planning.frontier import SAME, Frontier, FrontierPoint, pareto
 from lightning_rotor.planning.plan import DEFAULT_SLOTS, Plan
@@ -28,8 +30,9 @@ _CHEAP_NUMBERS = 8e6
 _REFINED_STAGES = 40
 # Up to so many ways to keep a stage, over all stages, schedules are edited: there are as many edits of each.
 _EDITED_OPTIONS = 80
-# A table with fewer slots than this is coarse, and gets finer ones for small budgets. Each goes up to so much of the one before, and
-# the last one up to so many times the least memory: there is no other if that is at most so many times less.
+# A table with fewer slots than this is coarse, and gets finer ones for small budgets. Each goes up to so much of the
+# one before, and the last one up to so many times the least memory: there is no other if that is at most so many times
+# less.
 _FINE_SLOTS = 2000
 _FINER = 1 / 8
 _SMALL = 2.0
@@ -40,8 +43,10 @@ _BEYOND = 1.5
 _CLOSE = 0.05
 # How often the solver is asked for a curve, times the number of stages: a matter of a second or two.
 _QUESTIONS = 1500
-# So many stages of proposals are judged for a curve, at least, if there are that many.
+# So many stages of candidates are judged for a curve, at least, if there are that many.
 _JUDGED = 50_000
+# Schedules of a menu are the best ones for so many budgets.
+_BUDGETS = 24
 
 
 def fine_slots(stages: int, slots: int = DEFAULT_SLOTS) -> int:
@@ -53,8 +58,9 @@ def fine_slots(stages: int, slots: int = DEFAULT_SLOTS) -> int:
 class Solver:
     """Plans one chain for any number of budgets. The table is made when the first of them is asked for.
 
-    A chain of more than about 60 stages gets fewer slots than it has boundaries of memory to tell apart. The least budget that is
-    found for it may then be about one percent above the true one; plans at larger budgets are hardly slower (0.1 percent of a step).
+    A chain of more than about 60 stages gets fewer slots than it has boundaries of memory to tell apart. The least
+    budget that is found for it may then be about one percent above the true one; plans at larger budgets are hardly
+    slower (0.1 percent of a step).
 
     Args:
         chain: Costs of ``n`` stages.
@@ -78,7 +84,7 @@ class Solver:
         self._gradients_exist = gradients_exist
         self._lingering_bytes = lingering_bytes
         self._judge = _Judge(chain, gradients_exist, lingering_bytes)
-        self._finer_tables: dict[int, Staircase] = {}
+        self._finer_tables: dict[int, Candidates] = {}
 
     @property
     def simulations(self) -> int:
@@ -116,7 +122,7 @@ class Solver:
         least = self._smallest
         return self._plan(least, least.simulation.peak_bytes, time.perf_counter() - start)
 
-    def _plan(self, found: Proposal, budget_bytes: int, seconds: float) -> Plan:
+    def _plan(self, found: Candidate, budget_bytes: int, seconds: float) -> Plan:
         return Plan(
             self.chain,
             found.schedule,
@@ -128,7 +134,7 @@ class Solver:
             slots=self._slots,
         )
 
-    def proposals(self) -> tuple[Proposal, ...]:
+    def candidates(self) -> tuple[Candidate, ...]:
         """Every schedule of the tables, by rising peak: the curve of memory against time, and some points above it.
 
         Of long chains, whose schedules take long to judge, not every one but evenly spread ones.
@@ -142,7 +148,7 @@ class Solver:
         distinct = {id(each): each for each in found if each.by_peak >= self._smallest.by_peak}
         return tuple(sorted(distinct.values(), key=lambda each: each.by_peak))
 
-    def _fastest(self, budget_bytes: int) -> Proposal | None:
+    def _fastest(self, budget_bytes: int) -> Candidate | None:
         found = [self._all.fastest(budget_bytes)]
         if self._retains_from_birth:
             found.append(self._all_by_readers.fastest(budget_bytes))
@@ -158,7 +164,7 @@ class Solver:
         return min((each for each in found if each is not None), key=lambda each: each.by_seconds, default=None)
 
     @cached_property
-    def _smallest(self) -> Proposal:
+    def _smallest(self) -> Candidate:
         found = [self._all.smallest(), self._keep_all]
         found += [self._finer(top).smallest() for top in self._finer_tops[-1:]]
         if self._retains_from_birth:
@@ -182,7 +188,7 @@ class Solver:
     # ---------------------------------------------------------------- tables
 
     @cached_property
-    def _keep_all(self) -> Proposal:
+    def _keep_all(self) -> Candidate:
         """Nothing recomputed, every stage under the fastest of its options."""
         return self._judge(keep_all_fastest(self.chain))
 
@@ -191,7 +197,7 @@ class Solver:
         return max(self._keep_all.simulation.peak_bytes, 1)
 
     @cached_property
-    def _all(self) -> Staircase:
+    def _all(self) -> Candidates:
         """For every budget."""
         return self._solve(self._most_bytes)
 
@@ -201,7 +207,7 @@ class Solver:
         return retains_from_birth(self.chain)
 
     @cached_property
-    def _all_by_readers(self) -> Staircase:
+    def _all_by_readers(self) -> Candidates:
         """The same under another rule for skips; the simulator tells which of the two was right."""
         return self._solve(self._most_bytes, readers_pay=True)
 
@@ -209,8 +215,9 @@ class Solver:
     def _finer_tops(self) -> tuple[int, ...]:
         """By falling memory, how many bytes each of the finer tables goes up to.
 
-        In a coarse table of a long chain some boundaries take no slot at all, and the program picks those. As long as they are many times
-        smaller than a budget, that does little harm. With a budget of a few dozen of them its schedules exceed their slots by far.
+        In a coarse table of a long chain some boundaries take no slot at all, and the program picks those. As long as
+        they are many times smaller than a budget, that does little harm. With a budget of a few dozen of them its
+        schedules exceed their slots by far.
         """
         if not self._is_coarse:
             return ()
@@ -222,7 +229,7 @@ class Solver:
             top *= _FINER
         return (*tops, math.ceil(small))
 
-    def _finer(self, top_bytes: int) -> Staircase:
+    def _finer(self, top_bytes: int) -> Candidates:
         """For budgets of which a coarse table has only a few slots. Made when the first of them is asked for."""
         if top_bytes not in self._finer_tables:
             self._finer_tables[top_bytes] = self._solve(top_bytes)
@@ -232,7 +239,7 @@ class Solver:
     def _is_coarse(self) -> bool:
         return self._slots < _FINE_SLOTS and not self._is_exact(self._most_bytes)
 
-    def _solve(self, most_bytes: int, *, readers_pay: bool = False) -> Staircase:
+    def _solve(self, most_bytes: int, *, readers_pay: bool = False) -> Candidates:
         """One table for budgets up to ``most_bytes``."""
         exact, refined = self._is_exact(most_bytes), len(self.chain) <= _REFINED_STAGES
         unit = float(self._divisor) if exact else most_bytes / self._slots
@@ -254,7 +261,7 @@ class Solver:
         skips = max((max(skip.size_bytes, *skip.gradient_bytes) for skip in self.chain.skips), default=0)
         uncertain_bytes = 4 * states + skips + (0 if exact else math.ceil(2 * unit))
         thorough = refined and sum(len(stage.options) for stage in self.chain) <= _EDITED_OPTIONS
-        return Staircase(
+        return Candidates(
             self.chain, table, unit=unit, judge=self._judge, uncertain_bytes=uncertain_bytes, thorough=thorough
         )
 
@@ -268,23 +275,23 @@ class Solver:
 
 
 class _Judge:
-    """Simulates schedules, each of them once. Shared by a solver and its tables, none of which needs to know the solver."""
+    """Simulates schedules, each of them once. Shared by a solver and its tables, none of which knows the solver."""
 
     def __init__(self, chain: Chain, gradients_exist: bool, lingering_bytes: int) -> None:
         self._chain = chain
         self._gradients_exist = gradients_exist
         self._lingering_bytes = lingering_bytes
-        self._judged: dict[Schedule, Proposal] = {}
+        self._judged: dict[Schedule, Candidate] = {}
 
     def __len__(self) -> int:
         return len(self._judged)
 
-    def __call__(self, schedule: Schedule) -> Proposal:
+    def __call__(self, schedule: Schedule) -> Candidate:
         if schedule not in self._judged:
             simulation = simulate(
                 self._chain, schedule, gradients_exist=self._gradients_exist, lingering_bytes=self._lingering_bytes
             )
-            self._judged[schedule] = Proposal(schedule, simulation)
+            self._judged[schedule] = Candidate(schedule, simulation)
         return self._judged[schedule]
 
 
@@ -307,16 +314,18 @@ def sizes_in(chain: Chain) -> list[int]:
 def frontier_of(solver: Solver, *, budget_bytes: int | None = None) -> Frontier:
     """The frontier of a chain.
 
-    Solves the table if the solver has not done so. Judging what it proposes takes about as long as that again for long chains. For one
-    budget the planner also tries what the table does not hold; so where two points are far apart, it is asked for what is between.
+    Solves the table if the solver has not done so. Judging what it proposes takes about as long as that again for long
+    chains. For one budget the planner also tries what the table does not hold; so where two points are far apart, it is
+    asked for what is between.
 
     Args:
         solver: Of the chain.
         budget_bytes: Where :meth:`Frontier.gain` starts.
     Returns:
-        A curve that is as fast as ``solver.plan`` at any budget, up to what is left between points that are close together.
+        A curve that is as fast as ``solver.plan`` at any budget, up to what is left between points that are close
+        together.
     """
-    points = pareto(FrontierPoint.of(each.schedule, each.simulation) for each in solver.proposals())
+    points = pareto(FrontierPoint.of(each.schedule, each.simulation) for each in solver.candidates())
     asked: set[int] = set()
     for _ in range(_QUESTIONS // len(solver.chain)):
         gaps = [gap for gap in pairwise(points) if gap[1].peak_bytes not in asked]
@@ -344,3 +353,55 @@ def _frontier_of_plan(plan: Plan) -> Frontier:
 
 
 Plan.solved_frontier = _frontier_of_plan
+
+
+# ----------------------------------------------------------------------------------------------------
+# Schedules to choose from without solving anything: for chains that differ from a solved one in sizes alone.
+
+
+def menu_of(solver: Solver) -> tuple[Schedule, ...]:
+    """Schedules from the least memory to no recomputation, the best ones for budgets that are spread evenly.
+
+    Hardly any work once the solver has its tables.
+    """
+    least, most = solver.minimum(), solver.plan(sys.maxsize)  # the latter recomputes nothing
+    low, high = least.peak_bytes, most.peak_bytes
+    budgets = [low + (high - low) * number // _BUDGETS for number in range(1, _BUDGETS)]
+    return tuple(dict.fromkeys(plan.schedule for plan in (least, *map(solver.plan, budgets), most)))
+
+
+def fastest_of(
+    schedules: Iterable[Schedule],
+    chain: Chain,
+    budget_bytes: int,
+    *,
+    gradients_exist: bool = False,
+    lingering_bytes: int = 0,
+    slots: int = DEFAULT_SLOTS,
+) -> Plan | None:
+    """The fastest of some schedules that fits, or None if none does.
+
+    Args:
+        schedules: Made for chains with the same stages.
+        chain: What they are to run.
+        budget_bytes: As in :func:`lightning_rotor.planning.plan`.
+        gradients_exist: Likewise.
+        lingering_bytes: Likewise.
+        slots: How finely the schedules were planned.
+    """
+    start = time.perf_counter()
+    judge = _Judge(chain, gradients_exist, lingering_bytes)
+    fitting = [found for found in map(judge, schedules) if found.simulation.peak_bytes <= budget_bytes]
+    if not fitting:
+        return None
+    best = min(fitting, key=lambda each: each.by_seconds)
+    return Plan(
+        chain,
+        best.schedule,
+        budget_bytes,
+        best.simulation,
+        time.perf_counter() - start,
+        gradients_exist=gradients_exist,
+        lingering_bytes=lingering_bytes,
+        slots=slots,
+    )

@@ -37,10 +37,11 @@ def plan_table(
 
     Args:
         plan: What was planned.
-        reserved_bytes: What the process holds besides activations; added to the plan's budget and peaks, so that the table shows
-            the process as a whole.
+        reserved_bytes: What the process holds besides activations; added to the plan's budget and peaks, so that the
+            table shows the process as a whole.
         measured_peak_bytes: The allocator's peak in a step with the plan, ``reserved_bytes`` included.
-        plain_peak_bytes: Peak of a step without recomputation, ``reserved_bytes`` included. By default what the simulator says.
+        plain_peak_bytes: Peak of a step without recomputation, ``reserved_bytes`` included. By default what the
+            simulator says.
         extra_rows: Names and values to add at the end.
     Returns:
         A table to print with ``rich.print``.
@@ -174,7 +175,7 @@ def _treatment(chain: Chain, item: Item) -> str:
 
 
 def _held_bytes(chain: Chain, schedule: Schedule) -> list[int]:
-    """By stage, what is alive because of it between the forward and the backward: what it saves, or the input of its segment.
+    """By stage, bytes alive between forward and backward because of it: what it saves, or its segment's input.
 
     A boundary counts for the stage that reads it, a skip for the one that made it.
     """
@@ -252,8 +253,8 @@ def _short(name: str) -> str:
 def schedule_line(schedule: Schedule, *, most_characters: int = _MOST_CHARACTERS) -> str:
     """The text of a schedule, shortened from the inside if it is long.
 
-    Stages are consecutive, so what ``…`` stands for is what is missing between its neighbours. The most deeply nested segments
-    go first, then all segments, then the middle.
+    Stages are consecutive, so what ``…`` stands for is what is missing between its neighbours. The most deeply nested
+    segments go first, then all segments, then the middle.
 
     Args:
         schedule: Any schedule.
