@@ -8,8 +8,8 @@ cut between any two operations that save something for the backward::
        └─────────────────────────────────┘   └────────────────────────────┘
 
 Between two such operations the cut is where the least is alive, so additions and views belong to what is before them.
-What else is alive at a cut (the shortcut x, a mask) is carried along, see :class:`lightning_rotor.chain.Skip`. Parameters
-and buffers are none of it, for every stage reads them where they are.
+What else is alive at a cut (the shortcut x, a mask) is carried along, see :class:`lightning_rotor.chain.Skip`.
+Parameters and buffers are none of it, for every stage reads them where they are.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _never_unpacked(_: None) -> torch.Tensor:
 
 
 _SPLITS = ("chunk", "split", "unbind", "tensor_split", "split_with_sizes")
-"""Several views of one storage: a stage that takes them cannot be measured alone, for a copy of each is another storage."""
+"""Several views of one storage, of which a stage cannot be measured alone: a copy of each is another storage."""
 _PIECES = (*_SPLITS, torch.chunk, torch.split, torch.unbind, torch.tensor_split)
 _VIEWS = {*_SPLITS} | {
     name
@@ -242,7 +242,7 @@ class _Lives:
         self._body = body
         position = {node: index for index, node in enumerate(body)} | {result: len(body)}
         self.last_use = {node: max((position[user] for user in node.users), default=-1) for node in (*inputs, *body)}
-        # By the number of operations that have run: what is read later. The chain's inputs are not among it, the caller holds them anyway.
+        # By the number of operations that have run: what is read later, without the chain's inputs.
         self._alive: list[list[fx.Node]] = []
         alive: dict[fx.Node, None] = {}
         for index, node in enumerate(body):
@@ -311,8 +311,9 @@ class _Lives:
         """True if the stages around a cut would look larger, each by itself, than they are together.
 
         That is so where a part of something is carried along, the value in attention written by hand for instance: for
-        its sake query and key are held, too, which may have been saved before. And where a parameter is that was divided
-        for a few operations: a copy of it is a tensor like others. Code that carries a part past other modules means it.
+        its sake query and key are held, too, which may have been saved before. And where a parameter is that was
+        divided for a few operations: a copy of it is a tensor like others. Code that carries a part past other
+        modules means it.
         """
         around = {str(self._body[index].meta["module"]) for index in (place - 1, place)}
         return any(
@@ -340,7 +341,7 @@ class _Lives:
         )
 
     def _in_place(self, node: fx.Node) -> bool:
-        # Such a stage cannot start behind a cut. The profiler would see it and merge the two; this way they have one name.
+        # Such a stage cannot start behind a cut: the profiler would merge the two.
         target = self._module.get_submodule(str(node.target)) if node.op == "call_module" else node.target
         return (
             bool(getattr(target, "inplace", False))
@@ -351,7 +352,7 @@ class _Lives:
 
 
 def thinned(cuts: Sequence[int], weights: Sequence[int], alone: Set[int] = frozenset()) -> list[int]:
-    """The cuts that matter: the lightest stage joins its lighter neighbour, as long as it weighs next to nothing or there are too many.
+    """The cuts that matter: the lightest stage joins its lighter neighbour while it weighs nothing, or too many are left.
 
     Args:
         cuts: Rising places.

@@ -1,15 +1,16 @@
 """Modules that the user compiled, and the same code compiled under other activation memory budgets.
 
-``torch.compile`` decides by itself what a graph saves for its backward and what it computes again there. How much it may save is
-``torch._functorch.config.activation_memory_budget``, a share between 0 (the inputs alone) and 1 (whatever is fastest), which its partitioner
+``torch.compile`` decides by itself what a graph saves for its backward and what it computes again there. How much it
+may save is ``torch._functorch.config.activation_memory_budget``, a share between 0 (the inputs alone) and 1 (whatever
+is fastest), which its partitioner
 reads once, when it compiles. So each budget gets compiled code of its own::
 
     block ──► compiled by the user                     option 0, keep
           ├─► compiled with the budget set to 0.7      option 1
           └─► ...
 
-Modules that run the same code share what is compiled, as they do when the user compiles them: what is compiled is a function that takes the
-module as an argument.
+Modules that run the same code share what is compiled, as they do when the user compiles them: what is compiled is a
+function that takes the module as an argument.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ def is_compiled(module: nn.Module) -> bool:
 def taken_apart(name: str) -> str:
     """A warning about a module of this name that was compiled as a whole, and is to run under plans that take it apart."""
     return (
-        f"{name} was compiled as a whole, but a plan takes it apart, so it runs uncompiled from now on: expected its blocks to be compiled "
-        "(for block in net.blocks: block.compile()), which stay compiled under every plan"
+        f"{name} was compiled as a whole, but a plan takes it apart, so it runs uncompiled from now on: expected its "
+        "blocks to be compiled (for block in net.blocks: block.compile()), which stay compiled under every plan"
     )
 
 
@@ -77,8 +78,8 @@ class CompiledModules:
     """Compiles the modules of one model under other budgets, equal ones once.
 
     Args:
-        variants: Which may be used: ``"exact"``, those that compute the bits of the user's code; ``"close"``, also those that differ from it by
-            rounding, as it differs from eager code; ``"off"``, none.
+        variants: Which may be used: ``"exact"``, those that compute the bits of the user's code; ``"close"``, also
+            those that differ from it by rounding, as it differs from eager code; ``"off"``, none.
     Raises:
         UnitError: It is none of these.
     """
@@ -91,8 +92,8 @@ class CompiledModules:
     def variants(self, stage: Stage) -> dict[str, Callable[[Any], Any]]:
         """By name, the stage with each of its compiled modules under each of the budgets; nothing if it calls none.
 
-        Nothing is compiled before a variant is called. Code that is not a single graph is an error then: its pieces would be kept with the
-        user's own compiled code, of which torch allows a few.
+        Nothing is compiled before a variant is called. Code that is not a single graph is an error then: its pieces
+        would be kept with the user's own compiled code, of which torch allows a few.
 
         Raises:
             CannotRepeatError: A compiled module cannot be compiled in the same way again.
@@ -100,7 +101,7 @@ class CompiledModules:
         return self._variants(stage, one_graph=True)
 
     def with_variants(self, stage: Stage, names: Sequence[str]) -> Stage:
-        """The stage with the variants of these names, to train with: where the compiler gives up, it does so as it would for the user."""
+        """The stage with the variants of these names, to train with: the compiler gives up where it would for the user."""
         variants = self._variants(stage, one_graph=False) if names else {}
         return replace(stage, variants=tuple(variants[name] for name in names))
 
@@ -136,7 +137,7 @@ class CompiledModules:
     def _under(self, budget: float, module: nn.Module, *, one_graph: bool) -> Callable[..., Any]:
         settings = _settings_of(module)
         inner = private.module_inside(module) if private.is_compiler_wrapper(module) else module
-        # One function for each code that the user's own compiled code is kept with: the compiler gives up when one has too many variants.
+        # One function for each code of the user's: the compiler gives up when one has too many variants.
         key = self._number(settings), budget, type(inner).forward
         if key not in self._functions:
             # Compiled code is kept with the code object that it stands for, so each function needs its own.
@@ -153,7 +154,8 @@ def _compile_under(
     """A backend that compiles with the user's under a budget, for as long as the graph draws no random numbers.
 
     Where torch recomputes an operation that draws, it draws other numbers and the gradients are wrong without a word
-    (https://github.com/pytorch/pytorch/issues/190758). A dropout that is switched on later makes a new graph, which comes by here.
+    (https://github.com/pytorch/pytorch/issues/190758). A dropout that is switched on later makes a new graph, which
+    comes by here.
     """
     if _may_draw(graph):
         return backend(graph, inputs, **options)
@@ -177,7 +179,7 @@ class _Draws(TorchDispatchMode):
 
 
 def _argument(function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The value of an argument, or None if there is none of this name. Attention is said to draw, and does so if it drops out."""
+    """The value of an argument, or None if there is none of this name."""
     for place, argument in enumerate(private.schema_of(function).arguments):
         if argument.name == name:
             return args[place] if place < len(args) else kwargs.get(name, argument.default_value)

@@ -69,8 +69,9 @@ class GraphCut:
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The chain's input for a call, or None if the recording does not hold for it.
 
-        It does not if another argument that is no tensor differs, if the module has changed in a way that its code could notice, or if the
-        forward would read other values out of tensors. It holds for other sizes in dimensions in which it was recorded with two sizes.
+        It does not if another argument that is no tensor differs, if the module has changed in a way that its code
+        could notice, or if the forward would read other values out of tensors. It holds for other sizes in dimensions
+        in which it was recorded with two sizes.
         """
         call = Call.of(self.module, args, kwargs)
         if not self.is_like(call) or not self.recording.guards.hold(call.signature, call.tensors):
@@ -119,8 +120,8 @@ def cut_graph(
 ) -> GraphCut:
     """Record one call of a module, and cut it between any two operations that save something.
 
-    The forward runs for real, on copies of the call's tensors and buffers, and more than once if submodules have to become one operation.
-    Saved tensors are dropped, so this takes no more memory than a forward without gradients.
+    The forward runs for real, on copies of the call's tensors and buffers, and more than once if submodules have to
+    become one operation. Saved tensors are dropped, so this takes no more memory than a forward without gradients.
 
     Args:
         module: Nothing about it changes, whether or not this succeeds.

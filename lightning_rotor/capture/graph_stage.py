@@ -1,4 +1,4 @@
-"""A stage made of a piece of a graph: a few operations that run one after the other on the user's own modules and parameters."""
+"""A stage made of a piece of a graph: a few operations on the user's own modules and parameters."""
 
 from __future__ import annotations
 

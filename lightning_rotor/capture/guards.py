@@ -1,9 +1,10 @@
 """The conditions under which a recording holds for a call.
 
-A recording is made for tensors of some sizes. Sizes that the code has asked for are nodes of the graph, so it may hold for others as well,
-in those dimensions in which two recordings of the same operations differ. Whether it does is found out once for each new set of sizes: the
-questions about sizes are computed again, on tensors without values. Questions about values are computed at each call. The code of a module
-that was recorded does not run any more, so whatever could have sent it another way must be noticed when it changes.
+A recording is made for tensors of some sizes. Sizes that the code has asked for are nodes of the graph, so it may
+hold for others as well, in those dimensions in which two recordings of the same operations differ. Whether it does is
+found out once for each new set of sizes: the questions about sizes are computed again, on tensors without values.
+Questions about values are computed at each call. The code of a module that was recorded does not run any more, so
+whatever could have sent it another way must be noticed when it changes.
 """
 
 from __future__ import annotations

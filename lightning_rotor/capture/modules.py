@@ -1,4 +1,4 @@
-"""The modules and the call that a recording is made of: whose forward runs, which become one operation, where tensors are."""
+"""The modules and the call that a recording is made of: whose forward runs, and which become one operation."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ FUNCTIONS: frozenset[Any] = frozenset(
         F.tanhshrink,
     }
 )
-"""Functions of torch, written in Python, that save more than one tensor for the backward. The others are one operation in the end."""
+"""Functions of torch, written in Python, that save more than one tensor for the backward."""
 
 _GATES = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
@@ -161,7 +161,8 @@ def is_attention(module: nn.Module) -> bool:
 def body_of(function: FunctionType) -> Callable[..., Any]:
     """What one of these functions does once nobody else wants to handle the call.
 
-    It begins with the question whether an argument, or a mode, would handle it as a whole. In this copy the answer is no.
+    It begins with the question whether an argument, or a mode, would handle it as a whole. In this copy the answer is
+    no.
     """
     names = {**function.__globals__, **dict.fromkeys(_GATES, _nobody)}
     body = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
@@ -174,11 +175,14 @@ def _nobody(*_: Any) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------
-# What torch computes below Python. Code in C++, scripted functions and the like reach torch without the mode that records;
-# all come by here, so an operation that arrives while no recorded one runs is one that the recording does not have.
+# What torch computes below Python. Code in C++, scripted functions and the like reach torch without the mode that
+# records; an operation that arrives here while no recorded one runs is one that the recording does not have.
 
 
-CHANGES = "it changes a parameter, or another tensor that is no buffer and was there before, or made without any input, in place"
+CHANGES = (
+    "it changes a parameter, or another tensor that is no buffer and was there before, or made without any input, in "
+    "place"
+)
 """Why a forward cannot run again."""
 
 
@@ -271,7 +275,7 @@ class DispatchCheck(TorchDispatchMode):
 
 
 def _memories(tensors: Iterable[torch.Tensor]) -> set[StorageWeakRef]:
-    """The memory under tensors, as something that no other memory is equal to while it exists, and that keeps none alive."""
+    """The memory under tensors, as something that no other memory is equal to, and that keeps none alive."""
     return {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors if _has_memory(tensor)}
 
 

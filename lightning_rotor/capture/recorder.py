@@ -1,7 +1,8 @@
 """A recording: the forward runs once, for real, and every operation that it does on tensors becomes a node of a graph.
 
-The code sees real tensors and goes its way. What it saw of them besides values and sizes (types, devices, dimensions) is the same for every
-call with inputs of the same kind; sizes are nodes, and where it asked sizes or values, guards know the answers.
+The code sees real tensors and goes its way. What it saw of them besides values and sizes (types, devices, dimensions)
+is the same for every call with inputs of the same kind; sizes are nodes, and where it asked sizes or values, guards
+know the answers.
 
 A ``TorchFunctionMode`` sees the operations::
 

@@ -1,4 +1,4 @@
-"""The graph of a recording, as it is written: nodes for operations, their arguments, and the tensors in their results."""
+"""The graph of a recording, as it is written: nodes for operations, arguments, sizes, and tensors in results."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ class GraphWriter:
         return self._check.listens
 
     def sizes_of(self, tensor: torch.Tensor, value: Any, dim: int | None) -> Any:
-        """What code gets to see that asks for a tensor's shape, for its size in a dimension, or for its number of elements."""
+        """What code gets to see that asks for a tensor's shape, its size in a dimension, or its number of elements."""
         owner = self._values.node_of(tensor)
         if owner is None or owner.op == "get_attr":
             return value

@@ -1,4 +1,4 @@
-"""Private names of Lightning 2.6 and torchmetrics 1. It works without either, for what is asked about has been made by them."""
+"""Private names of Lightning 2.6 and torchmetrics 1, neither of which needs to be there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 TRAINERS = ("_trainer", "_fabric")
-"""Attributes in which a LightningModule keeps who trains it. The public ``trainer`` cannot be hidden, and raises where there is none."""
+"""Attributes in which a LightningModule keeps who trains it. The public ``trainer`` cannot be hidden."""
 
 
 def trainer_of(module: Any) -> Any | None:
@@ -21,7 +21,7 @@ def is_compiled(module: Any) -> bool:
 
 
 def logs_this_step(trainer: Any) -> bool:
-    """True if the Trainer gives numbers to its loggers after this step. Else each would have to count ``log_every_n_steps`` again."""
+    """True if the Trainer gives numbers to its loggers after this step. Nothing public counts ``log_every_n_steps``."""
     return bool(trainer._logger_connector.should_update_logs)
 
 
@@ -52,7 +52,7 @@ def take_loader(loop: Any) -> Any | None:
 
 
 def before_batch_transfer(module: Any, batch: Any, loader: int = 0) -> Any:
-    """A batch after ``on_before_batch_transfer`` of the module or its data module, whichever has one. The public hooks do not choose."""
+    """A batch after ``on_before_batch_transfer`` of the module or its data module. The public hooks do not choose."""
     return module._on_before_batch_transfer(batch, loader)
 
 
@@ -64,7 +64,7 @@ def reset_loaders(trainer: Any) -> None:
 
 
 def optimizers_of(module: Any) -> list[torch.optim.Optimizer]:
-    """What ``configure_optimizers`` returns in its many forms, as a list. Only a strategy that sets up makes them in public."""
+    """What ``configure_optimizers`` returns in its many forms, as a list. Only strategies make them in public."""
     from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 
     optimizers: list[torch.optim.Optimizer] = _init_optimizers_and_lr_schedulers(module)[0]
@@ -72,7 +72,7 @@ def optimizers_of(module: Any) -> list[torch.optim.Optimizer]:
 
 
 def keep_batches_whole(trainer: Any) -> None:
-    """Let no sampler divide the batches between processes, after the Trainer was made: ``use_distributed_sampler=False`` says it before."""
+    """Let no sampler divide the batches between processes: ``use_distributed_sampler=False``, but later."""
     trainer._accelerator_connector.use_distributed_sampler = False
 
 
@@ -82,7 +82,7 @@ def synchronizes_layers(strategy: Any) -> bool:
 
 
 def last_value(metric: Any) -> Any:
-    """What a metric of torchmetrics returned for the latest batch. Asking it in public would compute again over all batches."""
+    """What a metric of torchmetrics returned for the latest batch. In public it would compute over all batches."""
     return metric._forward_cache
 
 

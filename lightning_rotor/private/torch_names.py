@@ -73,7 +73,8 @@ def hooks_for_saved_tensors() -> tuple[Callable[..., Any], Callable[..., Any]] |
 def noticed_checkpoints() -> Iterator[set[bool]]:
     """Context in which others' calls of ``torch.utils.checkpoint`` are noticed; yields their ``use_reentrant``, which fills.
 
-    The function is imported by name everywhere, so what it calls is replaced. The only public trace is that a call saves nothing.
+    The function is imported by name everywhere, so what it calls is replaced. The only public trace is that a call
+    saves nothing.
     """
     seen: set[bool] = set()
     module: Any = torch.utils.checkpoint
@@ -100,7 +101,7 @@ def noticed_checkpoints() -> Iterator[set[bool]]:
 
 
 def default_device() -> torch.device | None:
-    """What ``torch.get_default_device()`` returns, None where nobody has set one. The public function takes 10 µs to say so."""
+    """What ``torch.get_default_device()`` returns, None where nobody has set one, for which that takes 10 µs."""
     return torch.get_default_device() if torch._C._len_torch_function_stack() else None
 
 
@@ -111,7 +112,7 @@ set_float32_precision: Callable[[str, str, str], Any] = torch._C._set_fp32_preci
 
 
 attention_order: Callable[[], list[int]] = torch._C._get_sdp_priority_order
-"""The kernels for attention, first choice first. ``sdpa_kernel(..., set_priority=True)`` sets it; nothing public reads it."""
+"""The kernels for attention, first choice first. ``sdpa_kernel`` sets them; nothing public reads them."""
 set_attention_order: Callable[[list[int]], Any] = torch._C._set_sdp_priority_order
 """Set the order alone. ``sdpa_kernel`` can only do so together with which ones are allowed, and for a time."""
 
@@ -129,7 +130,7 @@ def is_captured() -> bool:
 
 
 LAYERS: Any = torch._C._nn
-"""Functions of layers in C++. ``torch.nn.functional`` has most of them under its own names, and a graph holds these very objects."""
+"""Functions of layers in C++, which ``torch.nn.functional`` has under its own names, and graphs hold."""
 
 
 # -------------------------------------------------------------------- modes and transforms
@@ -170,7 +171,7 @@ _version, _identity = attrgetter("_version"), attrgetter("_cdata")
 
 
 def stamps(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Numbers that change with tensors: their :func:`version_of`, then :func:`identity_of` their storages. Quick, for there are many."""
+    """Numbers that change with tensors: their :func:`version_of`, then :func:`identity_of` their storages."""
     try:
         return [*map(_version, tensors), *map(_identity, map(torch.Tensor.untyped_storage, tensors))]
     except RuntimeError:  # tensors of inference mode have no version, sparse ones no storage
@@ -212,7 +213,7 @@ def take_back(library: torch.library.Library) -> None:
 # -------------------------------------------------------------------- modules and optimizers
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-"""Attributes in which a module keeps the hooks around its forward and backward. Hooks can be registered in public, but not asked for."""
+"""Attributes in which a module keeps the hooks around its forward and backward. Nothing public reads them."""
 _HOOKS_OF_ALL: tuple[dict[int, Any], ...] = tuple(getattr(nn_module, f"_global{name}") for name in HOOKS)
 STRUCTURE = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *HOOKS}) | {
     key for key in nn.Module().__dict__ if key.endswith("hooks") or "hooks_" in key or key.startswith("_backward")
@@ -289,7 +290,7 @@ def outside_of_graphs(function: Callable[..., Any], reason: str | None = None) -
 COMPILED_CALL = "_compiled_call_impl"
 """Attribute in which ``module.compile()`` keeps what runs instead."""
 INNER = "_orig_mod"
-"""Name under which what ``torch.compile(module)`` returns holds the module. It is in the keys of state_dicts, so users know it."""
+"""Name under which what ``torch.compile(module)`` returns holds the module. It is in the keys of state_dicts."""
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:
@@ -337,7 +338,7 @@ class CompilerSettings(NamedTuple):
 
 
 def compiler_settings(module: nn.Module) -> CompilerSettings | None:
-    """What a module was compiled with, None if torch does not tell. It keeps it behind ``get_compiler_config`` of all that it compiles."""
+    """What a module was compiled with, behind its ``get_compiler_config``; None if torch does not tell."""
     callable_ = module if is_compiler_wrapper(module) else getattr(module, COMPILED_CALL)
     ask = getattr(callable_, "get_compiler_config", None)
     context = getclosurevars(ask).nonlocals.get("self") if isinstance(ask, FunctionType) else None
@@ -352,7 +353,7 @@ def compiler_settings(module: nn.Module) -> CompilerSettings | None:
 
 
 def activation_budget(budget: float) -> AbstractContextManager[Any]:
-    """Context in which graphs are compiled under an activation memory budget, which torch documents under this private module alone."""
+    """Context in which graphs are compiled under an activation memory budget, documented under this name alone."""
     from torch._functorch import config  # the compiler, which takes a second to import
 
     return config.patch(activation_memory_budget=budget)  # type: ignore[no-any-return]
@@ -362,7 +363,7 @@ def activation_budget(budget: float) -> AbstractContextManager[Any]:
 
 
 is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
-"""True while torch's profiler records in this thread. There is room for one, and no public question whether it is taken."""
+"""True while torch's profiler records in this thread. There is room for one, and no public question."""
 
 
 def allocation_of(event: Any) -> Any | None:
@@ -391,7 +392,7 @@ def has_rebuilt_buckets(wrapped: nn.parallel.DistributedDataParallel) -> bool:
 
 
 def fsdp_groups(unit: Any) -> list[Any]:
-    """The groups of parameters of a module that ``fully_shard`` was called on: several since torch 2.13, before one or none."""
+    """The groups of parameters of a module that ``fully_shard`` was called on: several since torch 2.13."""
     state = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     return [state._fsdp_param_group] * (state._fsdp_param_group is not None) if groups is None else groups
@@ -421,7 +422,7 @@ def fsdp_before_backward(unit: Any) -> Iterator[None]:
 
 
 def fsdp_order(group: Any) -> tuple[list[int], Any]:
-    """In which order forwards ran, by which backwards gather in advance: a group's places, and the list that all groups share."""
+    """In which order forwards ran, by which backwards gather in advance: a group's places, and the shared list."""
     return group._post_forward_indices, group.comm_ctx.post_forward_order
 
 
@@ -438,7 +439,8 @@ def fsdp_shard_elements(parameter: Any) -> int:
 def sent_outputs_linger() -> bool:
     """True if torch's schedules hold on to outputs whose sending is done: up to torch 2.14.
 
-    From 2.15 on they tell the stage that a send is done, by a public method of this name, and drop what they hold. Nothing public says so.
+    From 2.15 on they tell the stage that a send is done, by a public method of this name, and drop what they hold.
+    Nothing public says so.
     """
     if not torch.distributed.is_available():
         return True

@@ -1,7 +1,7 @@
 """Nestings of tuples, lists, dicts and registered containers.
 
-``torch.utils._pytree`` is private in name alone: torch's own messages send users there to register containers, and ``torch.utils`` has no public
-module of the kind. The same in 2.11 to 2.15.
+``torch.utils._pytree`` is private in name alone: torch's own messages send users there to register containers, and
+``torch.utils`` has no public module of the kind. The same in 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def spelled(dtype: torch.dtype, shape: Sequence[int]) -> str:
 
 
 def is_fake(tensor: object) -> bool:
-    """Whether a tensor stands for one that was never computed: it has a shape and a device, but neither memory nor values."""
+    """True if a tensor stands for one that was never computed: it has neither memory nor values."""
     return isinstance(tensor, FakeTensor)
 
 
@@ -83,7 +83,7 @@ def sizes_by_address(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two tensors have the same shape, dtype, device and values; a NaN is the same as another. Fake ones have no values to differ."""
+    """True if two tensors have the same shape, dtype, device and values. A NaN is the same as another."""
     if left is right:
         return True
     if (left.shape, left.dtype, left.device) != (right.shape, right.dtype, right.device):
@@ -125,7 +125,7 @@ def check_sample(sample: Any) -> None:
 
 
 def uncounted_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy; that of a tensor on the CPU lies in NumPy's memory, so that small change does not show in the peak of torch's allocator."""
+    """A copy, on the CPU in NumPy's memory, so that it does not show in the peak of torch's allocator."""
     if tensor.device.type != "cpu":
         return tensor.detach().clone()
     plain = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().copy()

@@ -133,7 +133,8 @@ def thread_skips(layers: Sequence[tuple[str, nn.Module]]) -> list[tuple[nn.Modul
     Args:
         layers: In order, with their names.
     Returns:
-        Layers without skips as they are; value ``i`` is the input of layer ``i``, and skips have the numbers behind those.
+        Layers without skips as they are; value ``i`` is the input of layer ``i``, and skips have the numbers behind
+        those.
     Raises:
         SkipDeclarationError: Stashes and pops do not match.
     """
@@ -170,7 +171,8 @@ class Stage:
     """A step of a chain: modules that run one after the other.
 
     Attributes:
-        name: Where it is in the user's model: ``"layer1.0"``, or ``"conv1 … relu"`` for a run of modules that were merged.
+        name: Where it is in the user's model: ``"layer1.0"``, or ``"conv1 … relu"`` for a run of modules that were
+            merged.
         modules: The user's own modules, or slices of a graph that call them.
         wiring: Which values each module takes and makes. By default a single module makes value 1 of value 0.
         variants: Other ways to compute the same, one for each of its options but the first.
@@ -361,8 +363,8 @@ DRAWS = (
 class Invertible(Protocol):
     """A module that can rebuild its input.
 
-    Input and output are a tensor, or tensors in a tuple, list or dict. The output takes at least as many bytes as the input. What it shows of the
-    input's memory (a reshape, a part that is handed through) is held with it.
+    Input and output are a tensor, or tensors in a tuple, list or dict. The output takes at least as many bytes as the
+    input. What it shows of the input's memory (a reshape, a part that is handed through) is held with it.
     """
 
     def inverse(self, output: Any, /) -> Any:
@@ -371,12 +373,13 @@ class Invertible(Protocol):
 
 @runtime_checkable
 class Reversible(Invertible, Protocol):
-    """An invertible module with a fused backward, which evaluates what forward and inverse have in common once instead of twice."""
+    """An invertible module with a fused backward, which evaluates what forward and inverse have in common once."""
 
     def reversible_backward(self, output: Any, gradient: Any, /) -> tuple[Any, Any]:
         """Rebuild the input and run the backward.
 
-        Called without gradient recording; accumulates the gradients of the module's parameters in their ``grad``, as ``loss.backward()`` does.
+        Called without gradient recording; accumulates the gradients of the module's parameters in their ``grad``, as
+        ``loss.backward()`` does.
 
         Args:
             output: Of the forward, detached.
@@ -387,7 +390,7 @@ class Reversible(Invertible, Protocol):
 
 
 def is_invertible(module: object) -> bool:
-    """Whether a module has an ``inverse``. Whether that one is right, :func:`~lightning_rotor.invertible.check_inverse` finds out."""
+    """True if a module has an ``inverse``; :func:`~lightning_rotor.invertible.check_inverse` finds out if it is right."""
     inverse = getattr(module, "inverse", None)
     return callable(inverse) and not isinstance(inverse, torch.nn.Module)  # a layer may have that name
 

@@ -1,13 +1,16 @@
 """FSDP2 units: modules whose parameters are spread over processes, and come together around each forward and backward.
 
-What ``fully_shard(unit)`` adds to a unit, P being its parameters in one piece, and R its gradients on their way to the shards::
+What ``fully_shard(unit)`` adds to a unit, P being its parameters in one piece, and R its gradients on their way to
+the shards::
 
     forward     gather: message P, then parameters P │ compute                    │ spread
     backward    gather: parameters P                 │ compute, gradients pile up │ spread, message R, shards of gradients
-    meanwhile   the message of the unit before (forward), or that of the next one and the gradients of the one before (backward)
+    meanwhile   the message of the unit before (forward), or that of the next one and the gradients of the one before
+    (backward)
 
-A recomputation finds a unit as its backward does, gathered, if the backward stands there. Any other unit that it runs gathers again, and
-FSDP leaves it so until its own backward: :func:`left_as_found` spreads it, so that a long segment takes no more than one unit.
+A recomputation finds a unit as its backward does, gathered, if the backward stands there. Any other unit that it runs
+gathers again, and FSDP leaves it so until its own backward: :func:`left_as_found` spreads it, so that a long segment
+takes no more than one unit.
 
 FSDP has no public question for most of this, so that all answers are here.
 """
@@ -95,7 +98,7 @@ class Unit:
 
     @property
     def stays_whole(self) -> bool:
-        """Whether it is left gathered from its forward to its backward, as the root and ``reshard_after_forward=False`` are."""
+        """True if it is left gathered up to its backward, as the root and ``reshard_after_forward=False`` are."""
         return any(map(private.fsdp_stays_whole, self._groups))
 
     @property
@@ -114,7 +117,7 @@ class Unit:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Its parameters are there, and its hooks take each forward for a recomputation: they convert types, and leave the rest alone."""
+        """Its parameters are there, and its hooks take each forward for a recomputation: they convert types alone."""
         was_whole = self.is_whole
         self.module.unshard()
         try:
@@ -149,7 +152,7 @@ def left_as_found(units: Iterable[Unit]) -> Iterator[None]:
 
 @contextmanager
 def unrecorded(module: nn.Module) -> Iterator[None]:
-    """Forwards that no backward follows: FSDP would take them for the order in which backwards come, and gather in advance."""
+    """Forwards that no backward follows: FSDP would take them for the order in which backwards come."""
     groups = [group for unit in units_in((module,)) for group in unit._groups]
     orders = [order for group in groups for order in private.fsdp_order(group)]
     before = [list(order) for order in orders]
@@ -161,7 +164,7 @@ def unrecorded(module: nn.Module) -> Iterator[None]:
 
 
 def messages_bytes(module: nn.Module) -> int:
-    """What units of a model leave behind for the units before and after them to overlap with, at most, and what stays gathered."""
+    """What units of a model leave behind for their neighbours to overlap with, at most, and what stays gathered."""
     units = [unit for unit in units_in((module,)) if not unit.is_whole]
     sizes = [unit.sizes for unit in units]
     passing = max((size.gathered_bytes for size in sizes), default=0) + max((s.reduced_bytes for s in sizes), default=0)

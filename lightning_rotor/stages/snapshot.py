@@ -1,13 +1,15 @@
 """Remember, compare and put back what user code can reach and change besides buffers and parameters.
 
-The library runs user code more often than the user does: it records, measures, and recomputes. What such a run changes must not show::
+The library runs user code more often than the user does: it records, measures, and recomputes. What such a run
+changes must not show::
 
     module ──► attributes ──► lists, dicts, sets, deques, arrays, tensors, generators, objects of the user's, and what is in them
           └──► hooks ──► variables of enclosing functions, globals that they name, defaults, bound objects, arguments of partial
 
-Objects keep their identity: contents are put back into the very list that had them. Not followed are the libraries' own objects (torch's,
-NumPy's, the Trainer, data sets and loaders), children of a module that a hook refers to, code of classes and in attributes, and what holds
-locks, files or threads. Tensors and arrays are copied if they are small; of a larger tensor it is only known whether it has changed.
+Objects keep their identity: contents are put back into the very list that had them. Not followed are the libraries'
+own objects (torch's, NumPy's, the Trainer, data sets and loaders), children of a module that a hook refers to, code
+of classes and in attributes, and what holds locks, files or threads. Tensors and arrays are copied if they are small;
+of a larger tensor it is only known whether it has changed.
 """
 
 from __future__ import annotations
