@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -28,7 +30,6 @@ from lightning_rotor.profiling.estimates import InputSpec, arguments, build_on_m
 from lightning_rotor.profiling.reference import require_same
 from lightning_rotor.profiling.roofline import GPUS, Accelerator
 from lightning_rotor.profiling.step import MeasuringProgress
-from lightning_rotor.report.command_options import Options, assignment
 from lightning_rotor.units import parse_limit
 
 # ----------------------------------------------------------------------------------------------------
@@ -78,6 +79,21 @@ def optimizer_maker(text: str) -> Callable[[nn.Module], torch.optim.Optimizer | 
             raise ModelError(f"optimizer {text!r} cannot be made: {error}") from error
 
     return make
+
+
+def assignment(text: str) -> tuple[str, Any]:
+    """``name=value`` with a Python literal, or failing that a string, as value.
+
+    Raises:
+        ModelError: There is no ``=``, or no name before it.
+    """
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise ModelError(f"{text!r} is no assignment: expected name=value, such as num_classes=10")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
 
 
 def _made(path: str, make: Callable[..., Any], arguments: dict[str, Any]) -> nn.Module:
@@ -180,7 +196,7 @@ class Found:
         return self.budget_bytes - self.plan.budget_bytes
 
 
-def find_plan(options: Options) -> Found:
+def find_plan(options: Namespace) -> Found:
     """Build the model, measure it and plan.
 
     Raises:
@@ -193,7 +209,7 @@ def find_plan(options: Options) -> Found:
     return Found(options.model, profile, plan, case.budget_bytes, parts, case.accelerator, frontier)
 
 
-def find_batch_sizes(options: Options) -> BatchSizeAdvice:
+def find_batch_sizes(options: Namespace) -> BatchSizeAdvice:
     """Build the model, measure it with the inputs and with half of each, and plan every batch size.
 
     Raises:
@@ -234,7 +250,7 @@ class _Case:
         floating: Type of the model in the place of float32.
     """
 
-    options: Options
+    options: Namespace
     model: nn.Module
     accelerator: Accelerator | None
     budget_bytes: int
@@ -242,7 +258,7 @@ class _Case:
     floating: torch.dtype | None
 
     @classmethod
-    def of(cls, options: Options) -> _Case:
+    def of(cls, options: Namespace) -> _Case:
         """Build the model and what trains it."""
         optimizer = optimizer_maker(options.optimizer)
         device = torch.device(_known_device(options.device))
@@ -295,13 +311,13 @@ class _Case:
             return profile_chain(cut.stages, cut.bind(args, kwargs), progress=progress)
 
 
-def _built(options: Options, device: torch.device, floating: torch.dtype | None) -> nn.Module:
-    make = model_maker(options.model, options.model_arguments)
+def _built(options: Namespace, device: torch.device, floating: torch.dtype | None) -> nn.Module:
+    make = model_maker(options.model, dict(options.model_arguments))
     model = build_on_meta(make) if device.type == "meta" else make().train().to(device)
     return model.to(floating) if floating is not None else model
 
 
-def _planned(profile: Profile, allowance: Allowance, options: Options) -> tuple[Plan, Frontier | None]:
+def _planned(profile: Profile, allowance: Allowance, options: Namespace) -> tuple[Plan, Frontier | None]:
     solver = Solver(
         profile.chain,
         slots=options.slots,
@@ -316,11 +332,11 @@ def _planned(profile: Profile, allowance: Allowance, options: Options) -> tuple[
     return plan, frontier_of(solver, budget_bytes=plan.budget_bytes) if wanted else None
 
 
-def _mixed(options: Options) -> torch.dtype | None:
+def _mixed(options: Namespace) -> torch.dtype | None:
     return _HALF[options.precision.partition("-")[0]] if options.precision.endswith("-mixed") else None
 
 
-def _accelerator(options: Options) -> Accelerator:
+def _accelerator(options: Namespace) -> Accelerator:
     found = GPUS[options.gpu]
     if options.flops is not None:
         found = replace(found, flops=options.flops, half_flops=options.flops)
