@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import cycle, groupby, zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -118,24 +118,12 @@ def draw_chain(
 _NEAR = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Consecutive stages that are drawn once.
-
-    Attributes:
-        first: Number of the first stage.
-        length: How many stages are drawn.
-        repeats: How often they come, one after the other.
-    """
+class Run(NamedTuple):
+    """Consecutive stages that are drawn once: ``length`` of them from ``first`` on stand for ``repeats`` times as many."""
 
     first: int
     length: int
     repeats: int
-
-    @property
-    def end(self) -> int:
-        """Number of the first stage behind it."""
-        return self.first + self.length * self.repeats
 
 
 def stage_keys(chain: Chain, details: Sequence[Hashable]) -> list[Hashable]:
@@ -182,7 +170,7 @@ def folded(keys: Sequence[Hashable], *, longest: int = 64) -> list[Run]:
             if length * (repeats - 1) > best.length * (best.repeats - 1):
                 best = Run(start, length, repeats)
         runs.append(best)
-        start = best.end
+        start += best.length * best.repeats
     return runs
 
 
