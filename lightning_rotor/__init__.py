@@ -6,9 +6,9 @@
               cutting    profiling  planning   execution
 
 With Lightning, one line: ``Trainer(callbacks=[RotorCallback(mem_limit="20GiB")])``. Without it, one wrapper:
-``Checkpointable(module, mem_limit="700MiB")``. The parts in between are public too: :func:`sequentialize` cuts a model into
-stages, :func:`profile_chain` measures,
-:func:`plan` plans from measurements alone, :func:`frontier` says what every budget costs, :func:`simulate` judges any :class:`Schedule`.
+``Checkpointable(module, mem_limit="700MiB")``. The parts in between are public too: :func:`sequentialize` cuts a model
+into stages, :func:`profile_chain` measures, :func:`plan` plans from measurements alone, :func:`frontier` says what each
+budget costs, :func:`simulate` judges any :class:`Schedule`.
 From a shell: ``python -m lightning_rotor plan --help``.
 """
 

@@ -11,6 +11,16 @@ from __future__ import annotations
 class RotorError(Exception):
     """Base class of everything that lightning-rotor raises on purpose."""
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # Exceptions pickle by calling their class with ``args`` alone; ours may need keywords too (spawned processes).
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+def _rebuild(kind: type[RotorError], args: tuple[object, ...], attributes: dict[str, object]) -> RotorError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(attributes)
+    return error
+
 
 class UnitError(RotorError, ValueError):
     """A size such as ``mem_limit`` cannot be read as bytes."""
@@ -31,14 +41,6 @@ class BudgetError(RotorError, ValueError):
         self.minimum_bytes = minimum_bytes
         self.stage = stage
 
-    def __reduce__(self) -> tuple[object, ...]:
-        # Exceptions pickle by calling their class with ``args`` alone; ours also needs its keywords (spawned processes).
-        return _rebuild_budget_error, (self.args[0], self.budget_bytes, self.minimum_bytes, self.stage)
-
-
-def _rebuild_budget_error(message: str, budget_bytes: int, minimum_bytes: int, stage: str) -> BudgetError:
-    return BudgetError(message, budget_bytes=budget_bytes, minimum_bytes=minimum_bytes, stage=stage)
-
 
 class TrialError(BudgetError, RuntimeError):
     """No schedule fits the budget, in a trial of Lightning's batch size finder, which goes on with a smaller batch.
@@ -56,7 +58,7 @@ class TrialError(BudgetError, RuntimeError):
 
 
 class ShortageError(RotorError, RuntimeError):
-    """The device ran out of memory inside a planned module, and no smaller plan is left to try, or none can be tried safely.
+    """The device ran out of memory inside a planned module, and no smaller plan is left that can be tried safely.
 
     Attributes:
         limit_bytes: What the user allowed.
@@ -67,13 +69,6 @@ class ShortageError(RotorError, RuntimeError):
         super().__init__(message)
         self.limit_bytes = limit_bytes
         self.predicted_bytes = predicted_bytes
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild_shortage_error, (self.args[0], self.limit_bytes, self.predicted_bytes)
-
-
-def _rebuild_shortage_error(message: str, limit_bytes: int, predicted_bytes: int) -> ShortageError:
-    return ShortageError(message, limit_bytes=limit_bytes, predicted_bytes=predicted_bytes)
 
 
 class ScheduleError(RotorError, ValueError):
@@ -105,7 +100,7 @@ class ExecutionError(RotorError, RuntimeError):
 
 
 class InverseError(RotorError, RuntimeError):
-    """A module's inverse is missing, does not undo its forward, or the module cannot go without its input for another reason.
+    """A module's inverse is missing or does not undo its forward, or the module cannot go without its input otherwise.
 
     Attributes:
         stage: Name of the module.
@@ -119,9 +114,6 @@ class InverseError(RotorError, RuntimeError):
         self.error = error
         self.tolerance = tolerance
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild_inverse_error, (self.args[0], self.stage, self.error, self.tolerance)
-
     def located(self, stage: str) -> InverseError:
         """The same error of a module that knows its type, but not where it is.
 
@@ -129,10 +121,6 @@ class InverseError(RotorError, RuntimeError):
             stage: Name of the module.
         """
         return InverseError(f"{stage!r}: {self.args[0]}", stage=stage, error=self.error, tolerance=self.tolerance)
-
-
-def _rebuild_inverse_error(message: str, stage: str, error: float | None, tolerance: float | None) -> InverseError:
-    return InverseError(message, stage=stage, error=error, tolerance=tolerance)
 
 
 class RotorWarning(UserWarning):

@@ -22,7 +22,7 @@ _FACTORS = {
 _SIZES = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 _DURATIONS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 BLOCK_BYTES = {"cuda": 512, "xpu": 512}
-"""By type of device: torch's caching allocators for GPUs hand out, and count, multiples of this. That of the CPU counts every byte."""
+"""By type of device: what torch's caching allocators for GPUs count in. That of the CPU counts every byte."""
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z]*|%)\s*", re.IGNORECASE)
 _FORMS = (
     'bytes as an integer, "700MiB", "10GB", a fraction of the device such as 0.8 or "80%", or None for what is free'
@@ -58,8 +58,9 @@ def parse_limit(value: int | float | str | None) -> MemoryLimit | None:
     """Read a memory limit.
 
     Args:
-        value: An integer counts bytes (so does a whole float above 1). A float in (0, 1] and a percentage are fractions of the device.
-            A string takes the suffixes B, kB/MB/GB/TB (powers of 1000) and KiB/MiB/GiB/TiB (powers of 1024), in any case.
+        value: An integer counts bytes (so does a whole float above 1). A float in (0, 1] and a percentage are
+            fractions of the device. A string takes the suffixes B, kB/MB/GB/TB (powers of 1000) and KiB/MiB/GiB/TiB
+            (powers of 1024), in any case.
     Returns:
         The limit, or None for None, which means: what is free on the device.
     Raises:
@@ -146,7 +147,8 @@ def _split(text: str) -> tuple[float, str]:
     number, unit = float(match[1]), match[2].lower()
     if unit != "%" and unit not in _FACTORS:
         raise UnitError(
-            f"memory limit {text!r} has the unknown unit {match[2]!r}: expected one of B, kB, MB, GB, TB, KiB, MiB, GiB, TiB, %"
+            f"memory limit {text!r} has the unknown unit {match[2]!r}: "
+            "expected one of B, kB, MB, GB, TB, KiB, MiB, GiB, TiB, %"
         )
     return number, unit
 

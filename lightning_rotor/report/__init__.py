@@ -1,15 +1,11 @@
-"""What a plan costs, for people: tables for the terminal, and pictures.
+"""What a plan costs, for people: tables for the terminal, pictures, and the command line.
 
-    ==========================  ================================================================
-    :func:`plan_table`          a plan in a few rows; :func:`stage_table` what it does with which stages
-    :func:`frontier_table`      what every budget would cost
-    :func:`plot_timeline`       memory over a training step, and which stage runs when
-    :func:`plot_pipeline`       one step of a pipeline: which device does what, and what it holds
-    :func:`plot_frontier`       budget against overhead
-    :func:`draw_chain`          the stages of a model: operators, boundaries, skips, repetitions
-    ==========================  ================================================================
-
-Plots need matplotlib (``pip install "lightning-rotor[plot]"``), drawings and tables do not.
+In come plans, frontiers and chains, which know no torch; out go tables, figures of matplotlib (``pip install
+"lightning-rotor[plot]"``) and SVG. Read in this order: :mod:`style` (colours, and matplotlib where something is drawn),
+:mod:`timeline` (memory over a step, and which stage runs when), :mod:`curve` (budget against overhead), :mod:`pipeline`
+(which device does what, and what it holds), :mod:`drawing` (the stages of a model: operators, boundaries, skips,
+repetitions), :mod:`command_planning` (options to a plan), :mod:`command_line` (options, and the answer). The tables are
+made where plans and frontiers are, in :mod:`lightning_rotor.planning`.
 """
 
 from lightning_rotor.planning.frontier import frontier_table

@@ -8,7 +8,6 @@ import importlib.util
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -174,10 +173,7 @@ class Found:
     """The answer.
 
     Attributes:
-        model: Its name.
-        profile: The chain and its stages.
-        plan: For what is left of the budget.
-        budget_bytes: The whole budget.
+        budget_bytes: The whole budget, of which the plan has what is left for the chain.
         resident: What training holds besides the chain, by name; empty if the budget is for activations alone.
         accelerator: If it was estimated: for what.
         frontier: If it was asked for.
@@ -220,7 +216,8 @@ def find_batch_sizes(options: Namespace) -> BatchSizeAdvice:
     sizes = {spec.shape[0] for spec in options.inputs if spec.shape}
     if len(sizes) != 1 or max(sizes) < 2:
         raise SampleError(
-            f"the inputs have first dimensions {sorted(sizes)}: expected one number of samples, at least 2, in all of them"
+            f"the inputs have first dimensions {sorted(sizes)}: "
+            "expected one number of samples, at least 2, in all of them"
         )
     (size,) = sizes
     halves = tuple(replace(spec, shape=(size // 2, *spec.shape[1:])) if spec.shape else spec for spec in options.inputs)
@@ -240,16 +237,7 @@ def find_batch_sizes(options: Namespace) -> BatchSizeAdvice:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Case:
-    """What is asked about.
-
-    Attributes:
-        options: As given.
-        model: Built, on its device.
-        accelerator: If costs are estimated: for what.
-        budget_bytes: The whole budget.
-        resident: What training holds besides the chain.
-        floating: Type of the model in the place of float32.
-    """
+    """What is asked about; ``floating`` is the type of the model in the place of float32."""
 
     options: Namespace
     model: nn.Module
@@ -288,24 +276,16 @@ class _Case:
         with MeasuringProgress(enabled=sys.stderr.isatty()) as progress:
             if self.accelerator is None:
                 return self._measured(inputs, progress)
+            # Each estimate makes the model's tensors its own.
+            model, precision = _built(self.options, torch.device("meta"), self.floating), _mixed(self.options)
             return estimate_profile(
-                _built(
-                    self.options, torch.device("meta"), self.floating
-                ),  # each estimate makes the model's tensors its own
-                inputs,
-                self.accelerator,
-                autocast=_mixed(self.options),
-                floating=self.floating,
-                progress=progress,
+                model, inputs, self.accelerator, autocast=precision, floating=self.floating, progress=progress
             )
 
     def _measured(self, inputs: Sequence[InputSpec], progress: Progress) -> Profile:
         device, precision = torch.device(self.options.device), _mixed(self.options)
-        context: AbstractContextManager[Any] = (
-            torch.autocast(device.type, dtype=precision) if precision is not None else nullcontext()
-        )
         args, kwargs = arguments(inputs, device, floating=self.floating)
-        with context:
+        with torch.autocast(device.type, dtype=precision, enabled=precision is not None):
             cut = sequentialize(self.model, args, kwargs)
             if isinstance(cut, GraphCut):
                 require_same(self.model, cut, args, kwargs)

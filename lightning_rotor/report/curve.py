@@ -39,8 +39,10 @@ def plot_frontier(
 
     Args:
         frontier: The curve.
-        reserved_bytes: What the process holds besides activations; added to the budgets, so that the axis shows the whole process.
-        rivals: Other schedules of the same chain by name, such as those of :func:`~lightning_rotor.planning.baselines`, drawn as crosses.
+        reserved_bytes: What the process holds besides activations; added to the budgets, so that the axis shows the
+            whole process.
+        rivals: Other schedules of the same chain by name, such as those of
+            :func:`~lightning_rotor.planning.baselines`, drawn as crosses.
         limits: Sizes to mark by name, such as memories of devices, in the units of the axis.
         title: Above the picture.
     Returns:
@@ -75,8 +77,8 @@ def plot_frontier(
     axes.set_ylabel("recomputation (% of the step)")
     if x[0] - left / unit > 0.05 * (right - left) / unit:
         axes.annotate(
-            "no schedule", ((x[0] + left / unit) / 2, top / 2), rotation=90, ha="center", va="center", fontsize="x-small",
-            color="0.35", bbox={"facecolor": "0.93", "edgecolor": "none", "pad": 1},
+            "no schedule", ((x[0] + left / unit) / 2, top / 2), rotation=90, ha="center", va="center",
+            fontsize="x-small", color="0.35", bbox={"facecolor": "0.93", "edgecolor": "none", "pad": 1},
         )  # fmt: skip
     clear_frame(axes)
     legend_above(axes, title, columns=2)
@@ -84,7 +86,7 @@ def plot_frontier(
 
 
 def _mark(axes: Axes, frontier: Frontier, reserved_bytes: int, unit: int) -> None:
-    """The least budget, the knee, the plan, and where recomputation ends; what they are is said in the legend, where nothing overlaps."""
+    """The least budget, the knee, the plan, and where recomputation ends; the legend names them, so none overlap."""
     planned = None if frontier.budget_bytes is None else frontier.at(frontier.budget_bytes)
     spots = [("least", frontier[0], "v", _COLOUR)]
     spots += [("plan", planned, "o", BUDGET_COLOUR)] if planned is not None else []
@@ -93,17 +95,10 @@ def _mark(axes: Axes, frontier: Frontier, reserved_bytes: int, unit: int) -> Non
     for name, point, marker, colour in spots:
         size, percent = reserved_bytes + point.peak_bytes, 100 * point.overhead
         axes.plot(
-            size / unit,
-            percent,
-            marker,
-            color=colour,
-            markersize=8 if marker == "*" else 6,
-            markeredgecolor="white",
-            markeredgewidth=0.5,
-            clip_on=False,
-            zorder=5 if name == "plan" else 4,
+            size / unit, percent, marker, color=colour, markersize=8 if marker == "*" else 6, markeredgecolor="white",
+            markeredgewidth=0.5, clip_on=False, zorder=5 if name == "plan" else 4,
             label=f"{name}: {format_bytes(size)}, {percent:.1f} %",
-        )
+        )  # fmt: skip
 
 
 def _draw_rivals(

@@ -45,7 +45,7 @@ _LANE, _GUTTER, _BAR = 13.0, 34.0, 5.0
 _HIGHEST = 980.0
 _MOST_LINES, _BOLD = 4, 1.1
 _FONT = "Helvetica, Arial, 'DejaVu Sans', sans-serif"
-# Paul Tol's scheme for filling cells: apart for colour-blind readers, and light behind black text. Then the same, paler.
+# Paul Tol's scheme for filling cells: apart for colour-blind readers, light behind black text. Then the same, paler.
 _COLOURS = (
     *("#77AADD", "#EE8866", "#EEDD88", "#FFAABB", "#99DDFF", "#44BB99", "#BBCC33", "#AAAA00"),
     *("#B4D0EC", "#F6BEAB", "#F6ECBE", "#FFD0DA", "#C7ECFF", "#98DAC7", "#DAE38F", "#D0D073"),
@@ -119,7 +119,7 @@ _NEAR = 64
 
 
 class Run(NamedTuple):
-    """Consecutive stages that are drawn once: ``length`` of them from ``first`` on stand for ``repeats`` times as many."""
+    """Stages that are drawn once: ``length`` of them from ``first`` on stand for ``repeats`` times as many."""
 
     first: int
     length: int
@@ -253,7 +253,7 @@ def _place(boxes: Sequence[_Box]) -> None:
 
 
 def _strands(skips: Sequence[Skip], boxes: Sequence[_Box]) -> Iterator[_Strand]:
-    """Skips from box to box. One that goes on into the next repetition leaves the run at its end and enters at its top."""
+    """Skips from box to box. One that goes on into the next repetition leaves its run below and enters it above."""
     place = {box.stage + again * box.run.length: n for n, box in enumerate(boxes) for again in range(box.run.repeats)}
     ends = {box.run: box.bottom + 6 for box in boxes}
     tops = {box.run: box.top - 6 for box in reversed(boxes)}
@@ -492,7 +492,7 @@ _WIDE = frozenset("mwMW@%—…→×")
 
 
 def text_width(text: str, size: float) -> float:
-    """Width of a line in the widest of the fonts, in the unit of ``size``; a few percent too much rather than too little."""
+    """Width of a line in the widest of the fonts, in the unit of ``size``, rather too much than too little."""
     return size * sum(0.37 if character in _NARROW else 0.9 if character in _WIDE else 0.62 for character in text)
 
 
