@@ -357,9 +357,9 @@ def _draw(found: Found, options: Namespace) -> Iterator[Path]:
     if options.plot is not None:
         yield _save(options.plot, plot_timeline(plan, reserved_bytes=reserved, title=title))
     if options.plot_curve is not None and found.frontier is not None:
-        conditions = {"gradients_exist": plan.gradients_exist, "lingering_bytes": plan.lingering_bytes}
+        exist, lingering = plan.gradients_exist, plan.lingering_bytes
         rivals = {
-            name: simulate(plan.chain, schedule, **conditions)
+            name: simulate(plan.chain, schedule, gradients_exist=exist, lingering_bytes=lingering)
             for name, schedule in baselines(plan.chain).items()
             if name != "keep_all"
         }
