@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import pickle
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_rotor.errors import RotorError, UnitError
+from lightning_rotor.errors import InverseError, RotorError, ShortageError, TrialError, UnitError
 from lightning_rotor.units import MemoryLimit, format_bytes, format_seconds, parse_bytes, parse_limit
 
 
@@ -139,3 +141,19 @@ def test_durations_are_printed_with_a_readable_unit(seconds, text):
 def test_a_limit_prints_what_the_user_meant():
     assert str(parse_limit("1.5GiB")) == "1.50 GiB"
     assert str(parse_limit("80%")) == "80% of the device"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        TrialError("too small", budget_bytes=1, minimum_bytes=2, stage="layer"),
+        ShortageError("out of memory", limit_bytes=3, predicted_bytes=2),
+        InverseError("not undone", stage="layer", error=0.5, tolerance=0.1),
+        UnitError("unreadable"),
+    ],
+)
+def test_errors_cross_processes_with_type_message_and_numbers(error):
+    found = pickle.loads(pickle.dumps(error))
+    assert type(found) is type(error)
+    assert str(found) == str(error)
+    assert vars(found) == vars(error)
