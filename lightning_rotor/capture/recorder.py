@@ -178,7 +178,7 @@ class Recorder:
     @contextmanager
     def _listening(self) -> Iterator[None]:
         with ExitStack() as stack:
-            stack.enter_context(self._shown_modules())
+            stack.enter_context(_shown_modules(self))
             stack.enter_context(self.check)
             stack.enter_context(self._mode)
             stack.enter_context(self.surroundings.listening())
@@ -195,43 +195,6 @@ class Recorder:
             yield
 
     # ---------------------------------------------------------------- modules
-
-    @contextmanager
-    def _shown_modules(self) -> Iterator[None]:
-        """Show calls of modules and of autograd functions, which no mode sees."""
-
-        def showing_calls(call_module: Callable[..., Any]) -> Callable[..., Any]:
-            def shown_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-                if self.check.inside:
-                    return call_module(module, *args, **kwargs)
-                return self._call_module(module, call_module, args, kwargs)
-
-            return shown_call
-
-        def showing_apply(apply: Any) -> Any:
-            def shown_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-                target = apply.__get__(None, cls)
-                if self.check.inside:
-                    return target(*args, **kwargs)
-                # A reference that was kept from before (``f = Function.apply``) is not seen. There the operations
-                # inside are, under no_grad.
-                return self._operate("call_function", target, args, kwargs, target, own_code=f"{cls.__name__}.apply")
-
-            return classmethod(shown_apply)
-
-        def showing_init(init: Callable[..., None]) -> Callable[..., None]:
-            def shown_init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-                self.check.note_module(module)
-                init(module, *args, **kwargs)
-
-            return shown_init
-
-        with (
-            replaced(nn.Module, "__call__", showing_calls),
-            replaced(nn.Module, "__init__", showing_init),
-            replaced(torch.autograd.Function, "apply", showing_apply),
-        ):
-            yield
 
     def _call_module(
         self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -383,6 +346,44 @@ class Recorder:
         """Remember a value that the code saw, if it can be computed from a call's inputs alone."""
         self._writer.require_computable(node, what)
         self._seen.append((node, value))
+
+
+@contextmanager
+def _shown_modules(recorder: Recorder) -> Iterator[None]:
+    """Show calls of modules and of autograd functions, which no mode sees."""
+
+    def showing_calls(call_module: Callable[..., Any]) -> Callable[..., Any]:
+        def shown_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if recorder.check.inside:
+                return call_module(module, *args, **kwargs)
+            return recorder._call_module(module, call_module, args, kwargs)
+
+        return shown_call
+
+    def showing_apply(apply: Any) -> Any:
+        def shown_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            target = apply.__get__(None, cls)
+            if recorder.check.inside:
+                return target(*args, **kwargs)
+            # A reference that was kept from before (``f = Function.apply``) is not seen. There the operations
+            # inside are, under no_grad.
+            return recorder._operate("call_function", target, args, kwargs, target, own_code=f"{cls.__name__}.apply")
+
+        return classmethod(shown_apply)
+
+    def showing_init(init: Callable[..., None]) -> Callable[..., None]:
+        def shown_init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            recorder.check.note_module(module)
+            init(module, *args, **kwargs)
+
+        return shown_init
+
+    with (
+        replaced(nn.Module, "__call__", showing_calls),
+        replaced(nn.Module, "__init__", showing_init),
+        replaced(torch.autograd.Function, "apply", showing_apply),
+    ):
+        yield
 
 
 class _Mode(TorchFunctionMode):
