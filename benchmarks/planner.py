@@ -136,8 +136,9 @@ def measure(stages: int, options: int, shortcuts: bool) -> dict[str, float]:
     requirements = _requirements(chain)
     loading = _timed(_load)[0] if Table(requirements, slots=SLOTS).is_compiled else 0.0
     before_kib = _memory_kib("VmRSS")
-    table_seconds, table_cpu, _ = _timed(lambda: _solve(requirements))
+    table_seconds, table_cpu, table = _timed(lambda: _solve(requirements))
     table_kib = _memory_kib("VmHWM") - before_kib
+    del table
     solver = Solver(chain, slots=SLOTS)
     half_seconds, half_cpu, half = _timed(lambda: solver.plan(keep_all_bytes // 2))
     tight_seconds, tight_cpu, tight = _timed(lambda: solver.plan(int(1.02 * solver.minimum().peak_bytes)))
