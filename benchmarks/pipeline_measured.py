@@ -23,8 +23,10 @@ from torch import nn
 
 from lightning_rotor.pipeline.micro_batches import sizes_of, split
 from lightning_rotor.pipeline.partition import PipelineDevice
-from lightning_rotor.pipeline.pipelined import PipelinedModule, PipelineOptions, pipelined
+from lightning_rotor.pipeline.pipelined import pipelined
+from lightning_rotor.pipeline.placement import PipelineProcesses
 from lightning_rotor.pipeline.schedule import PipelineScheduleName
+from lightning_rotor.pipeline.step import PipelinedModule, PipelineOptions
 
 SCHEDULES: tuple[PipelineScheduleName, ...] = ("gpipe", "1f1b", "interleaved")
 MICRO_BATCHES = (2, 4, 8, 16)
@@ -87,9 +89,9 @@ def _built(name: PipelineScheduleName, m: int) -> PipelinedModule:
     options = PipelineOptions(m, name, "never", "auto", per_device)
     made = pipelined(
         model, model, ((torch.randn(_ROWS, _WIDTH),), {}), options=options, devices=[PipelineDevice()] * _WORLD,
-        state_bytes=lambda stages: [0] * len(stages), device=torch.device("cpu"),
+        state_bytes=lambda stages: [0] * len(stages), processes=PipelineProcesses(torch.device("cpu")),
     )  # fmt: skip
-    made.ownership.give_up()
+    made.placement.give_up()
     return made
 
 

@@ -32,7 +32,6 @@ from lightning_rotor.pipeline.partition import Link, Partition, PartitionError, 
 from lightning_rotor.pipeline.partition.balance import cuts_of, even_balance, runs_of
 from lightning_rotor.pipeline.partition.problem import Costs, Problem, devices_of
 from lightning_rotor.pipeline.schedule import PipelineScheduleName
-from lightning_rotor.pipeline.simulator import device_peak_bytes
 from lightning_rotor.profiling import Profile, profile_chain
 from lightning_rotor.profiling.estimates import InputSpec, estimate_profile, give_fake_tensors
 from lightning_rotor.profiling.roofline import GPUS, EstimatingMeter
@@ -138,17 +137,8 @@ def _row(made: Partition, common: dict[str, Any], way: Any, memory: int | None, 
 def _peak_bytes(made: Partition) -> int:
     """Of the worst device."""
     problem, loads = made.problem, [choice.load for choice in made.choices]
-    return max(
-        device_peak_bytes(
-            order,
-            loads,
-            micro_batches=problem.micro_batches,
-            gradients_exist=problem.gradients_exist,
-            lingering=problem.lingering[device],
-            results_bytes=problem.results_bytes,
-        )
-        for device, order in enumerate(problem.order)
-    )
+    devices = range(len(problem.devices))
+    return max(problem.memory(device).peak_bytes(loads, problem.results_bytes) for device in devices)
 
 
 class _Needs:

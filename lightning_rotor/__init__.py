@@ -44,7 +44,7 @@ from lightning_rotor.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from lightning_rotor.callbacks import RotorBatchSizeAdvice, RotorCallback
-    from lightning_rotor.pipeline.balance import balance_by_size, balance_by_time
+    from lightning_rotor.pipeline.pipelined import balance_by_size, balance_by_time
     from lightning_rotor.skip import skippable
     from lightning_rotor.strategies import RotorPipelineStrategy
 
@@ -99,8 +99,8 @@ _LATER = {
     "RotorBatchSizeAdvice": "lightning_rotor.callbacks",
     "RotorCallback": "lightning_rotor.callbacks",
     "RotorPipelineStrategy": "lightning_rotor.strategies",
-    "balance_by_size": "lightning_rotor.pipeline.balance",
-    "balance_by_time": "lightning_rotor.pipeline.balance",
+    "balance_by_size": "lightning_rotor.pipeline.pipelined",
+    "balance_by_time": "lightning_rotor.pipeline.pipelined",
     "skippable": "lightning_rotor.skip",
 }
 

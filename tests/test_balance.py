@@ -11,8 +11,8 @@ from torch import nn
 
 from lightning_rotor.capture.cuts import sequentialize
 from lightning_rotor.errors import SampleError
-from lightning_rotor.pipeline.balance import balance_by_size, balance_by_time
 from lightning_rotor.pipeline.partition import check_balance, partition
+from lightning_rotor.pipeline.pipelined import balance_by_size, balance_by_time
 from lightning_rotor.pipeline.schedule import PipelineError
 from lightning_rotor.profiling import profile_chain
 from lightning_rotor.stages.sequential import sequential_stages

@@ -21,7 +21,6 @@ ORDER = (
 WITH_LIGHTNING = {"callbacks", "strategies"}
 # Modules and folders.
 WITHOUT_TORCH = {*ORDER[: ORDER.index("private")], "pipeline/partition", "pipeline/schedule", "pipeline/simulator"}
-WITHOUT_TORCH |= {"pipeline/batched_simulator"}
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics"}
 
 MODULES = sorted(PACKAGE.rglob("*.py"))

@@ -24,9 +24,9 @@ from lightning_rotor.pipeline.partition import (
 )
 from lightning_rotor.pipeline.partition.problem import Costs
 from lightning_rotor.pipeline.schedule import PipelineError
-from lightning_rotor.pipeline.simulator import step_seconds
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
+from tests.pipeline_reference import slow_step_seconds
 from tests.strategies import KINDS, random_chain
 
 MODES = ("rotor", "always", "except_last", "never")
@@ -71,7 +71,7 @@ def best_of_all(problem):
         choices = [costs.choice(stage, first, end - 1) for stage, (first, end) in enumerate(runs)]
         if all(choices):
             loads = [choice.load for choice in choices]
-            best = min(best, step_seconds(problem.order, loads, micro_batches=problem.micro_batches))
+            best = min(best, slow_step_seconds(problem.order, loads, problem.micro_batches))
     return best
 
 

@@ -74,7 +74,7 @@ def test_no_simple_balance_is_faster(schedule, seed, memory):
 
 def simulated(problem, costs, cuts):
     choices = [costs.choice(stage, *run) for stage, run in enumerate(runs_of(cuts, len(problem.chain)))]
-    return problem.step_seconds([choice.load for choice in choices])
+    return problem.simulator.step_seconds([choice.load for choice in choices])
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
@@ -94,7 +94,7 @@ def test_no_step_is_faster_than_its_bound(seed, schedule):
     for cuts, step in zip(some, steps, strict=True):
         runs = enumerate(runs_of(cuts, len(problem.chain)))
         assert max(through[stage, first, last - first] for stage, (first, last) in runs) <= step * (1 + 1e-9)
-    assert bounds.estimates(np.array(some)) == pytest.approx(steps, rel=1e-9)
+    assert least == pytest.approx(steps, rel=1e-9)  # nothing is recomputed
 
 
 def test_cuts_of_many_unlike_stages_gain_on_simple_ones_and_no_single_move_gains_more():

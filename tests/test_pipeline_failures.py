@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from pipelines import Failure, Processes, good, processes
 from test_pipeline_strategy import Model, fit
 
-from lightning_rotor.pipeline.failure_watch import Lifeline
+from lightning_rotor.pipeline.failure_watch import FailureWatch
 from lightning_rotor.strategies import RotorPipelineStrategy
 
 SECONDS = 30
@@ -129,7 +129,7 @@ def stuck(rank: int, who: int) -> None:
         dist.broadcast_object_list(box)
         return box[0]
 
-    line = Lifeline(rank, 3, host="127.0.0.1", from_first=from_first, grace_seconds=1)
+    line = FailureWatch(rank, 3, host="127.0.0.1", from_first=from_first, grace_seconds=1)
     dist.barrier()
     if rank == who:
         line.fail(ValueError("no"))

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_rotor.pipeline.partition.in_flight import Moments
 from lightning_rotor.pipeline.schedule import actions, lingering
-from lightning_rotor.pipeline.simulator import MicroBatchLoad, PipelineStageLoad, device_peak_bytes, simulate_pipeline
+from lightning_rotor.pipeline.simulator import DeviceMemory, MicroBatchLoad, PipelineStageLoad, simulate_pipeline
+from tests.pipeline_reference import slow_levels
 
 
 def lasting(schedule, device, devices, m, outputs_linger=True):
@@ -50,19 +50,25 @@ def test_what_lingers_counts_until_it_goes():
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_moments_know_the_peak_of_every_load(seed):
+def test_a_device_holds_what_its_actions_add_up_to(seed):
     rng = random.Random(seed)
-    schedule, devices = rng.choice(("gpipe", "1f1b")), rng.randint(1, 4)
-    m = rng.randint(devices, 9)
+    schedule, devices = rng.choice(("gpipe", "1f1b", "interleaved")), rng.randint(1, 4)
+    rounds = 2 if schedule == "interleaved" else 1
+    m = devices * rng.randint(1, 3)
     device, exist = rng.randrange(devices), rng.random() < 0.5
-    order = actions(schedule, devices, micro_batches=m)[device]
+    order = actions(schedule, devices, micro_batches=m, stages_per_device=rounds)[device]
     until = rng.choice(
-        ((), *(lingering(schedule, order, stages=devices, outputs_linger=each) for each in (True, False)))
+        ((), *(lingering(schedule, order, stages=devices * rounds, outputs_linger=each) for each in (True, False)))
     )
-    moments = Moments(order, until, micro_batches=m, gradients_exist=exist)
+    memory = DeviceMemory(order, until, micro_batches=m, gradients_exist=exist)
     for _ in range(5):
-        usual, last = (MicroBatchLoad(1, 1, 0, *(rng.randint(0, 99) for _ in range(4))) for _ in range(2))
-        load = PipelineStageLoad(usual, rng.choice((None, last)), rng.randint(0, 9), rng.randint(0, 99))
-        load = replace(load, output_bytes=rng.randint(0, 99), input_gradient_bytes=rng.randint(0, 99))
-        by_running = device_peak_bytes(order, {device: load}, micro_batches=m, gradients_exist=exist, lingering=until)
-        assert moments.peak_bytes(load) == by_running
+        loads = {stage: random_load(rng) for stage in {action.stage for action in order}}
+        expected = slow_levels(order, loads, m, exist, until)
+        assert memory.levels(loads) == expected
+        assert memory.peak_bytes(loads) == max(peak for peak, _ in expected)
+
+
+def random_load(rng):
+    usual, last = (MicroBatchLoad(1, 1, 0, *(rng.randint(0, 99) for _ in range(4))) for _ in range(2))
+    load = PipelineStageLoad(usual, rng.choice((None, last)), rng.randint(0, 9), rng.randint(0, 99))
+    return replace(load, output_bytes=rng.randint(0, 99), input_gradient_bytes=rng.randint(0, 99))

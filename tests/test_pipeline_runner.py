@@ -16,9 +16,11 @@ from torch.nn import functional as F
 
 from lightning_rotor.pipeline.micro_batches import join, rows_in, sizes_of, split
 from lightning_rotor.pipeline.partition import PartitionError, PipelineDevice
-from lightning_rotor.pipeline.pipelined import PipelinedModule, PipelineOptions, pipelined
+from lightning_rotor.pipeline.pipelined import pipelined
+from lightning_rotor.pipeline.placement import PipelineProcesses
 from lightning_rotor.pipeline.schedule import PipelineError
-from lightning_rotor.pipeline.simulator import device_peak_bytes, simulate_pipeline
+from lightning_rotor.pipeline.simulator import DeviceMemory, simulate_pipeline
+from lightning_rotor.pipeline.step import PipelinedModule, PipelineOptions
 from lightning_rotor.profiling.meters import CpuMeter
 
 
@@ -38,7 +40,7 @@ def build(kind: str, world: int, options: PipelineOptions, memory_bytes: int | N
         options=options,
         devices=[PipelineDevice(memory_bytes)] * world,
         state_bytes=lambda stages: [0] * len(stages),
-        device=torch.device("cpu"),
+        processes=PipelineProcesses(torch.device("cpu")),
     )
     return model, x, target, made
 
@@ -60,7 +62,7 @@ def ten_steps(rank: int, kind: str, world: int, options: PipelineOptions) -> dic
     """How far losses and gradients of ten steps, and what they end in, are from those of one process."""
     model, x, target, made = build(kind, world, options)
     other = model_of(kind)[0]
-    made.ownership.give_up()
+    made.placement.give_up()
     optimizers = [torch.optim.AdamW(each.parameters(), 1e-2) for each in (model, other)]
     worst = {"loss": 0.0, "gradient": 0.0, "weight": 0.0, "buffer": 0.0}
     for number in range(10):
@@ -77,7 +79,7 @@ def ten_steps(rank: int, kind: str, world: int, options: PipelineOptions) -> dic
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    made.ownership.restore()
+    made.placement.restore()
     pairs = zip(model.parameters(), other.parameters(), strict=True)
     worst["weight"] = max(float((mine - theirs).abs().max().detach()) for mine, theirs in pairs)
     buffers = zip(model.buffers(), other.buffers(), strict=True)
@@ -139,7 +141,7 @@ def levels(
         options=options,
         devices=list(map(PipelineDevice, memory_bytes)),
         state_bytes=lambda stages: [0] * len(stages),
-        device=torch.device("cpu"),
+        processes=PipelineProcesses(torch.device("cpu")),
     )
     inputs = made.inputs(calls)
 
@@ -172,14 +174,8 @@ def levels(
     events = simulate_pipeline(
         problem.order, loads, micro_batches=len(sizes), gradients_exist=True, lingering=problem.lingering
     ).events[rank]
-    peak = device_peak_bytes(
-        problem.order[rank],
-        loads,
-        micro_batches=len(sizes),
-        gradients_exist=True,
-        lingering=problem.lingering[rank],
-        results_bytes=problem.results_bytes,
-    )
+    memory = DeviceMemory(problem.order[rank], problem.lingering[rank], micro_batches=len(sizes), gradients_exist=True)
+    peak = memory.peak_bytes(loads, problem.results_bytes)
     always = sum(load.static_bytes + load.gradient_bytes for load in loads[rank::world])
     buffers = [buffer for each in stages for buffer in each.buffers]
     # What was sent is let go at the latest when the next action begins.
@@ -245,9 +241,9 @@ def counted(rank: int, options: PipelineOptions) -> list[int]:
         options=options,
         devices=[PipelineDevice()] * 2,
         state_bytes=lambda stages: [0] * len(stages),
-        device=torch.device("cpu"),
+        processes=PipelineProcesses(torch.device("cpu")),
     )
-    made.ownership.give_up()
+    made.placement.give_up()
     made.runner.train(made.inputs(calls), lambda output, _: output.sum(), seed=0)  # looks at shapes as well
     counting[rank].counts[:] = 0, 0
     made.runner.train(made.inputs(calls), lambda output, _: output.sum(), seed=0)
@@ -273,7 +269,7 @@ def deferred(rank: int, momentum: float | None, recompute: str) -> float:
         options=PipelineOptions(4, "1f1b", recompute, deferred_batch_norm=True),
         devices=[PipelineDevice()] * 2,
         state_bytes=lambda stages: [0] * len(stages),
-        device=torch.device("cpu"),
+        processes=PipelineProcesses(torch.device("cpu")),
     )
     for x in batches:
         other(x)
@@ -298,7 +294,7 @@ def evaluated(rank: int, kind: str, world: int, balance: Any) -> float:
     """How far the output in evaluation is from that of one process."""
     model, x, _, made = build(kind, world, PipelineOptions(4, "1f1b", "always", balance))
     other = model_of(kind)[0].eval()
-    made.ownership.give_up()
+    made.placement.give_up()
     model.eval()
     with torch.no_grad():
         return float((made.evaluate((x,), {}) - other(x)).abs().max())
@@ -335,7 +331,7 @@ def broken(rank: int, what: str) -> None:
         options=options,
         devices=[PipelineDevice(memory_bytes)] * 3,
         state_bytes=lambda stages: [0] * len(stages),
-        device=torch.device("cpu"),
+        processes=PipelineProcesses(torch.device("cpu")),
     )
 
 

@@ -11,7 +11,9 @@ from pipelines import Processes, good, processes
 from torch import nn
 
 from lightning_rotor.pipeline.partition import PipelineDevice
-from lightning_rotor.pipeline.pipelined import PipelineOptions, pipelined, speeds_beside_first
+from lightning_rotor.pipeline.pipelined import pipelined, speeds_beside_first
+from lightning_rotor.pipeline.placement import PipelineProcesses
+from lightning_rotor.pipeline.step import PipelineOptions
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +44,7 @@ def cut(rank: int, seconds: tuple[float, ...]) -> tuple[tuple[int, ...], list[fl
         options=PipelineOptions(8, "1f1b"),
         devices=[PipelineDevice()] * len(seconds),
         state_bytes=lambda stages: [0] * len(stages),
-        device=torch.device("cpu"),
+        processes=PipelineProcesses(torch.device("cpu")),
     )
     return made.partition.balance, [device.speed for device in made.partition.problem.devices]
 

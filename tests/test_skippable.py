@@ -118,7 +118,7 @@ def test_keys_classes_and_pickles_stay_as_they_are():
 
 
 def test_nothing_is_left_behind():
-    from lightning_rotor.skip.skippable import _plainly
+    from lightning_rotor.skip import _plainly
 
     u_net()(torch.randn(1, 4, 8, 8))
     assert _plainly.tensors == {}

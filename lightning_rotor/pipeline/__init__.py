@@ -1,6 +1,11 @@
 """Micro-batches through stages on several devices, under the schedules of :mod:`torch.distributed.pipelining`.
 
-module, call ──► pipelined ──► PipelinedModule ──► train_step ──► PipelineRunner ──► torch's schedules
-                 (cut, measured,  (in the place of  (user code      (shapes, seeds,    MicroBatchStage
-                 partitioned)     its forward)      around it)      outputs for all)   └─ PartModule ─ Part ─ Executor
+In: a module, a call of it, options. Out: a PipelinedModule that trains in its place, on all processes together::
+
+    module, call ──► pipelined ──► PipelinedModule ──► PipelineRunner ──► torch's schedules
+                     (cut, measured,  (``step``: user     (shapes, seeds,   MicroBatchStage
+                     partitioned)     code around it)     outputs for all)  └─ Part ─ Executor
+
+Read ``schedule`` and ``simulator`` (plain numbers), ``partition``, ``micro_batches``, ``run_context``, ``placement``,
+then ``stage_runner``, ``runner``, ``step``, ``pipelined``; ``failure_watch`` stands alone. No Lightning in here.
 """

@@ -1,17 +1,18 @@
 r"""Tells every process at once that another one has failed or is gone, and why.
 
-Who waits for a tensor of a process that has died waits for long: gloo notices it on connections that are in use, NCCL after a timeout. So all
-processes hold a line to the first, on which nothing is said until there is something to say; the operating system hangs up for a process that
-is killed::
+Who waits for a tensor of a process that has died waits for long: gloo notices it on connections that are in use, NCCL
+after a timeout. So all processes hold a line to the first, on which nothing is said until there is something to say;
+the operating system hangs up for a process that is killed::
 
     process 1 ──┐           ┌── "process 2 failed: RuntimeError: this layer broke"
     process 2 ──┼── first ──┤        or the line is dead: "process 2 was killed"
     process 3 ──┘           └──► all others, who end with these words
+
+Launchers do less: torchrun and Lightning's end the others of a host by a signal, and say nothing.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import secrets
@@ -30,16 +31,8 @@ GRACE_SECONDS = 15.0
 _GOODBYE = b""
 
 
-class Lifeline:
-    """Lines between the processes of a job. Made on all of them at once.
-
-    Args:
-        rank: Of this process.
-        size: How many there are.
-        host: Where the others reach the first.
-        from_first: Gives every process what the first has.
-        grace_seconds: Behind it, a process that was told of another's end and still waits for it is ended.
-    """
+class FailureWatch:
+    """Lines between the processes of a job. Made on all of them at once."""
 
     def __init__(
         self,
@@ -59,33 +52,28 @@ class Lifeline:
             listener = Listener(("", 0), backlog=size, authkey=key)
             from_first((listener.address[1], key))
             self._start(self._welcome, listener, size - 1)
-        else:
-            port, key = from_first(None)
-            try:
-                self._lines[0] = _line(Client((host, port), authkey=key))
-            except OSError as error:
-                _log.warning(
-                    "process %d cannot reach the first at %s:%d (%s): it will hear of another's end by torch.distributed alone",
-                    rank,
-                    host,
-                    port,
-                    error,
-                )
-                return
-            _say(self._lines[0], str(rank).encode())
-            self._start(self._watch)
+            return
+        port, key = from_first(None)
+        try:
+            self._lines[0] = Client((host, port), authkey=key)
+        except OSError as error:
+            _log.warning(
+                "process %d cannot reach the first at %s:%d (%s): it will hear of another's end by torch.distributed "
+                "alone",
+                *(rank, host, port, error),
+            )
+            return
+        _say(self._lines[0], str(rank).encode())
+        self._start(self._watch)
 
     @staticmethod
     def _start(work: Callable[..., None], *arguments: Any) -> None:
-        threading.Thread(target=work, args=arguments, name="lightning-rotor lifeline", daemon=True).start()
+        threading.Thread(target=work, args=arguments, name="lightning-rotor failure watch", daemon=True).start()
 
-    def cause(self, within_seconds: float = 0.0) -> str | None:
-        """What ended another process.
-
-        Args:
-            within_seconds: How long to wait for the news.
-        """
-        return self._cause if self._known.wait(within_seconds) else None
+    def explain(self, error: BaseException, within_seconds: float = 5.0) -> None:
+        """Put another process's error in front of what this one met talking to it, if that is heard of in time."""
+        if _met_in_talking(error) and self._known.wait(within_seconds) and not str(error).startswith(self._cause):
+            error.args = (f"{self._cause}. Here: {error}",)
 
     def fail(self, error: BaseException) -> None:
         """Tell the others that this process ends with an error, unless one of them did first."""
@@ -104,34 +92,33 @@ class Lifeline:
         with listener:
             while len(self._lines) < others:
                 try:
-                    line = _line(listener.accept())
+                    line: Any = listener.accept()
                     rank = int(line.recv_bytes())
                 except (AuthenticationError, EOFError, OSError):  # someone else at the door
                     continue
                 with self._lock:
                     self._lines[rank] = line
                     if self._known.is_set():
-                        _say(line, json.dumps(self._cause).encode())
+                        _say(line, self._cause.encode())
                     if self._ended.is_set():
                         _say(line, _GOODBYE)
         self._watch()
 
     def _watch(self) -> None:
-        open_lines = {line: rank for rank, line in self._lines.items()}
-        while open_lines:
-            for line in wait(list(open_lines)):
-                line = _line(line)
-                rank = open_lines[line]
+        ranks: dict[Any, int] = {line: rank for rank, line in self._lines.items()}
+        while ranks:
+            for line in wait(list(ranks)):
+                rank = ranks[line]
                 try:
-                    words = line.recv_bytes()
+                    words = line.recv_bytes()  # type: ignore[union-attr]
                 except (EOFError, OSError):
-                    del open_lines[line]
+                    del ranks[line]
                     self._learn(f"process {rank} is gone without a word: it was killed, or ran out of memory", rank)
                     continue
                 if words == _GOODBYE:
-                    del open_lines[line]
+                    del ranks[line]
                 else:
-                    self._learn(json.loads(words), rank)
+                    self._learn(words.decode(), rank)
 
     def _learn(self, cause: str, told_by: int) -> None:
         with self._lock:
@@ -141,7 +128,7 @@ class Lifeline:
             self._known.set()
             for rank, line in self._lines.items():
                 if rank != told_by:
-                    _say(line, json.dumps(cause).encode())
+                    _say(line, cause.encode())
         if told_by != self._rank:
             self._start(self._end_in_time)
 
@@ -153,17 +140,8 @@ class Lifeline:
             os._exit(1)
 
 
-def explain(error: BaseException, lifeline: Lifeline | None, within_seconds: float = 5.0) -> None:
-    """Put another process's error in front of what this one met talking to it."""
-    if lifeline is None or not _met_in_talking(error):
-        return
-    cause = lifeline.cause(within_seconds)
-    if cause is not None and not str(error).startswith(cause):
-        error.args = (f"{cause}. Here: {error}",)
-
-
 def forget_frames(error: BaseException) -> None:
-    """Drop local variables of torch.distributed and of pipelines that an error holds on to: with them goes the last hold on connections.
+    """Drop local variables of torch.distributed and of pipelines that an error holds on to, and connections with them.
 
     Those of the user's code stay, for a debugger.
     """
@@ -182,18 +160,11 @@ def forget_frames(error: BaseException) -> None:
 
 
 def _met_in_talking(error: BaseException) -> bool:
-    """Whether torch.distributed raised it. Gloo's own errors are plain RuntimeErrors: where they come from tells them apart."""
-    trace = error.__traceback__
-    if trace is None or not isinstance(error, RuntimeError):
+    """True if torch.distributed raised it. Gloo's own errors are plain RuntimeErrors: where they come from tells."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not frames or not isinstance(error, RuntimeError):
         return False
-    while trace.tb_next is not None:
-        trace = trace.tb_next
-    return str(trace.tb_frame.f_globals.get("__name__", "")).startswith("torch.distributed")
-
-
-def _line(connection: Any) -> Connection:
-    assert isinstance(connection, Connection)
-    return connection
+    return str(frames[-1].f_globals.get("__name__", "")).startswith("torch.distributed")
 
 
 def _say(line: Connection, words: bytes) -> None:

@@ -1,38 +1,46 @@
-"""Micro-batches: a batch cut along dimension 0, and results put together again."""
+"""Micro-batches: a batch cut along dimension 0, results put together again, and BatchNorm's statistics of the whole.
+
+With deferred batch normalization (torchgpipe's), each micro-batch is normalized by its own mean and variance, as
+without it. But instead of one update of the running statistics for each micro-batch there is one for the batch, from
+the mean and variance of all its values. Those follow from what micro-batches leave (Chan et al., "Updating formulae and
+a pairwise algorithm for computing sample variances", 1979)::
+
+    N = Σ n_k        mean = Σ n_k mean_k / N        (N - 1) var = Σ (n_k - 1) var_k + n_k (mean_k - mean)²
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 
+from lightning_rotor.execution.options import kept_attributes, lent_buffers, undisturbed
 from lightning_rotor.pipeline.schedule import PipelineError
-from lightning_rotor.private.values import tensors_in, tree_flatten, tree_map, tree_unflatten
+from lightning_rotor.private.values import tensors_in, tree_flatten, tree_unflatten
+from lightning_rotor.stages.sequential import Stage
 
 
 def rows_in(batch: Any) -> int:
-    """How many samples a batch holds: the size of dimension 0 of its tensors.
-
-    Raises:
-        PipelineError: It holds no tensor with a dimension, or its tensors differ.
-    """
+    """How many samples a batch holds: the size of dimension 0 of its tensors."""
     sizes = list(dict.fromkeys(tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim()))
     if len(sizes) != 1:
-        found = (
-            f"tensors of {', '.join(map(str, sizes))} rows"
-            if sizes
-            else f"no tensor with a dimension ({type(batch).__name__})"
-        )
+        found = f"no tensor with a dimension ({type(batch).__name__})"
+        if sizes:
+            found = f"tensors of {', '.join(map(str, sizes))} rows"
         raise PipelineError(
-            f"a batch is split along dimension 0, and this one holds {found}: expected tensors that all have one row for each sample. "
-            "Give what belongs to no sample as an attribute of the model"
+            f"a batch is split along dimension 0, and this one holds {found}: expected tensors that all have one row "
+            "for each sample. Give what belongs to no sample as an attribute of the model"
         )
     return sizes[0]
 
 
 def sizes_of(rows: int, micro_batches: int) -> tuple[int, ...]:
-    """Rows of each micro-batch: as equal as can be, larger ones first; with fewer rows than micro-batches there is one for each row.
+    """Rows of each micro-batch: as equal as can be, larger ones first, and none without a row.
 
     Example:
         >>> sizes_of(10, 4), sizes_of(3, 4)
@@ -43,18 +51,16 @@ def sizes_of(rows: int, micro_batches: int) -> tuple[int, ...]:
 
 
 def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
-    """A batch in micro-batches. Lists as long as the batch are cut as well; whatever has no rows goes into each."""
-    rows = sum(sizes)
-    starts = [sum(sizes[:place]) for place in range(len(sizes))]
+    """A batch in micro-batches; whatever has no rows goes into each."""
+    ends = list(accumulate(sizes))
 
-    def part(value: Any, start: int, size: int) -> Any:
-        return (
-            value[start : start + size]
-            if isinstance(value, torch.Tensor) and value.dim() and len(value) == rows
-            else value
-        )
+    def parts(value: Any) -> list[Any]:
+        has_rows = isinstance(value, torch.Tensor) and value.dim() and len(value) == ends[-1]
+        return [value[end - size : end] if has_rows else value for end, size in zip(ends, sizes, strict=True)]
 
-    return [tree_map(lambda value: part(value, start, size), batch) for start, size in zip(starts, sizes, strict=True)]  # noqa: B023
+    leaves, spec = tree_flatten(batch)
+    columns = list(map(parts, leaves))
+    return [tree_unflatten([column[place] for column in columns], spec) for place in range(len(sizes))]
 
 
 def join(parts: Sequence[Any]) -> Any:
@@ -67,3 +73,90 @@ def join(parts: Sequence[Any]) -> Any:
         for column in zip(*leaves, strict=True)
     ]
     return tree_unflatten(together, spec[0])
+
+
+BatchNorm: TypeAlias = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
+
+
+def values_per_row(module: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[BatchNorm, float]:
+    """For every BatchNorm in a module, how many values of a channel a row has, by a run that leaves no trace."""
+    found: dict[BatchNorm, float] = {}
+    layers = [layer for layer in module.modules() if isinstance(layer, BatchNorm) and layer.running_mean is not None]
+    if not layers:
+        return found
+    rows, (args, kwargs) = rows_in(call), call
+
+    def note(layer: Any, given: tuple[Any, ...]) -> None:
+        found[layer] = found.get(layer, 0.0) + given[0].numel() / given[0].shape[1] / rows
+
+    hooks = [layer.register_forward_pre_hook(note) for layer in layers]
+    device, whole = next(module.parameters()).device, Stage("", (module,))
+    try:
+        with undisturbed(device), kept_attributes(whole), lent_buffers(whole), torch.no_grad():
+            module(*args, **kwargs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+@dataclass(slots=True)
+class _Layer:
+    """One BatchNorm while a batch passes."""
+
+    layer: BatchNorm
+    values_per_row: float
+    before: list[torch.Tensor] = field(default_factory=list)
+    seen: list[tuple[float, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """Mean, variance and the number of batches."""
+        layer = self.layer
+        return [b for b in (layer.running_mean, layer.running_var, layer.num_batches_tracked) if b is not None]
+
+
+class BatchStatistics:
+    """Collects the statistics of micro-batches, and updates running ones once for each batch."""
+
+    def __init__(self, modules: Iterable[nn.Module], counts: Mapping[BatchNorm, float]) -> None:
+        layers = [each for each in dict.fromkeys(modules) if isinstance(each, BatchNorm) and each in counts]
+        self._layers = [_Layer(layer, counts[layer]) for layer in layers]
+
+    @contextmanager
+    def micro_batch(self, rows: int, *, last: bool) -> Iterator[None]:
+        """Context of the forward of a micro-batch; behind the last one, running statistics are updated."""
+        active = [each for each in self._layers if each.layer.training]
+        momenta = [each.layer.momentum for each in active]
+        for each in active:
+            each.before = each.before or [buffer.clone() for buffer in each.buffers]
+            # With this momentum the layer leaves the micro-batch's own statistics.
+            each.layer.momentum = 1.0
+        try:
+            yield
+        finally:
+            for each, momentum in zip(active, momenta, strict=True):
+                each.layer.momentum = momentum
+        for each in active:
+            mean, variance, _ = each.buffers
+            each.seen.append((rows * each.values_per_row, mean.clone(), variance.clone()))
+            if last:
+                _update(each)
+
+
+@torch.no_grad()
+def _update(each: _Layer) -> None:
+    old_mean, old_variance, batches = each.before
+    total = sum(count for count, _, _ in each.seen)
+    mean = sum((own * (count / total) for count, own, _ in each.seen), torch.zeros_like(old_mean))
+    squares = sum(
+        ((count - 1) * own_variance + count * (own - mean) ** 2 for count, own, own_variance in each.seen),
+        torch.zeros_like(mean),
+    )
+    variance = squares / max(total - 1, 1)
+    momentum = 1 / float(batches + 1) if each.layer.momentum is None else each.layer.momentum
+    for buffer, old, new in zip(each.buffers, (old_mean, old_variance), (mean, variance), strict=False):
+        # By .data, since micro-batches in flight saved the buffer: autograd would take their backward for impossible.
+        buffer.data.copy_(old + momentum * (new - old))
+    each.buffers[2].copy_(batches + 1)
+    each.before, each.seen = [], []

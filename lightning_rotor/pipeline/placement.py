@@ -1,28 +1,60 @@
-"""Which process has which weights, and the whole of them together.
+"""Which process has which weights, and what the processes of a pipeline give each other.
 
-Each process keeps the weights of its own stages, and of everything outside of the pipeline. In the place of the others stand parameters on
-``meta``, so that names, shapes and the numbering of parameters in optimizers are those of the whole model everywhere.
+Each process keeps the weights of its own stages, and of everything outside of the pipeline. In the place of the others
+stand parameters on ``meta``, so that names, shapes and the numbering of parameters in optimizers are those of the whole
+model everywhere.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parameter import is_lazy
 
 from lightning_rotor.pipeline.schedule import PipelineError
 from lightning_rotor.stages.sequential import Stage
 from lightning_rotor.stages.state import GeneratorStates
 
-# ----------------------------------------------------------------------------------------------------
-# What the processes of a pipeline give each other, and what they start with alike: weights, buffers and random
-# generators.
+
+@dataclass(frozen=True, slots=True)
+class PipelineProcesses:
+    """The processes of one pipeline, in its order: stage ``s`` of ``D`` processes is on process ``s % D``.
+
+    Attributes:
+        device: Where this one computes.
+        group: Of torch; None are all.
+        replicas: Processes with the same place in copies of the pipeline, which see other batches; None without copies.
+    """
+
+    device: torch.device
+    group: dist.ProcessGroup | None = None
+    replicas: dist.ProcessGroup | None = None
+
+    @property
+    def rank(self) -> int:
+        """Number of this one."""
+        return dist.get_rank(self.group)
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return dist.get_world_size(self.group)
+
+
+def processes_of(device: torch.device, stages: int) -> PipelineProcesses:
+    """Those of a job, in pipelines of so many stages."""
+    copies = dist.get_world_size() // stages
+    if copies == 1:
+        return PipelineProcesses(device)
+    mesh = init_device_mesh(device.type, (copies, stages), mesh_dim_names=("replica", "stage"))
+    return PipelineProcesses(device, mesh.get_group("stage"), mesh.get_group("replica"))
 
 
 def first(value: Any, group: dist.ProcessGroup | None = None) -> Any:
@@ -41,13 +73,7 @@ def gathered(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 
 def share(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, *, source: int = 0) -> None:
-    """Give every process the values that a tensor has on one of them.
-
-    Args:
-        tensor: In any layout of memory.
-        group: Of the processes; None are all.
-        source: Of the values.
-    """
+    """Give every process the values that a tensor, in any layout of memory, has on one of them."""
     if dist.get_world_size(group) == 1:
         return
     own = tensor.detach()
@@ -61,91 +87,80 @@ def share(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, *, sourc
 
 
 def share_model(model: nn.Module) -> None:
-    """Give all processes the first one's parameters and buffers, as DDP does.
-
-    Args:
-        model: Built on every process, with random numbers that may differ.
-    Raises:
-        PipelineError: The processes have built different models, or layers whose shapes are not known yet; on every process.
-    """
+    """Give all processes the first one's parameters and buffers, as DDP does."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     lazy = [name for name, tensor in tensors.items() if is_lazy(tensor)]
     if lazy:
         raise PipelineError(
-            f"{lazy[0]!r} has no shape yet, since its layer is a lazy one: expected parameters with shapes. Run the model once before fit"
+            f"{lazy[0]!r} has no shape yet, since its layer is a lazy one: expected parameters with shapes. Run the "
+            "model once before fit"
         )
     mine = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
     whose = first(mine)
     odd = [process for process, alike in enumerate(gathered(mine == whose)) if not alike]
     if odd:
-        here = next(
-            (
-                f"; here {own[0]!r} first differs from {other[0]!r}"
-                for own, other in zip(mine, whose, strict=False)
-                if own != other
-            ),
-            "",
-        )
+        differing = [(own, other) for own, other in zip(mine, whose, strict=False) if own != other][:1]
+        here = "".join(f"; here {own[0]!r} first differs from {other[0]!r}" for own, other in differing)
         raise PipelineError(
-            f"processes {odd} have built other parameters and buffers than the first (names, shapes or dtypes){here}: expected the same model "
-            "on every process"
+            f"processes {odd} have built other parameters and buffers than the first (names, shapes or dtypes){here}: "
+            "expected the same model on every process"
         )
     for tensor in tensors.values():
         share(tensor)
 
 
-def share_generators(device: torch.device, group: dist.ProcessGroup | None = None) -> None:
-    """Give Python's, NumPy's and torch's generators the states of the first process, since user code draws the same on all of them.
+def share_buffers(model: nn.Module, replicas: dist.ProcessGroup | None) -> None:
+    """Give copies of a pipeline the first one's buffers, as DDP does before each forward."""
+    for buffer in model.buffers() if replicas is not None else ():
+        if not buffer.is_meta:
+            share(buffer, replicas)
 
-    Args:
-        device: Where this process computes.
-        group: Processes of one pipeline.
-    """
+
+def share_generators(processes: PipelineProcesses) -> None:
+    """Give Python's, NumPy's and torch's generators the first process's states: user code draws the same everywhere."""
+    group, device = processes.group, processes.device
     first(GeneratorStates(torch.device("cpu")), group).restore()
     if device.type == "cuda":
         torch.cuda.set_rng_state(first(torch.cuda.get_rng_state(device), group), device)
 
 
-# ----------------------------------------------------------------------------------------------------
+def tensors_of(stage: Stage) -> list[torch.Tensor]:
+    """Parameters and buffers of a stage."""
+    modules = (module for _, module in stage.submodules())
+    buffers = {id(b): b for module in modules for b in module._buffers.values() if b is not None}
+    return [*stage.parameters(), *buffers.values()]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Slot:
-    """A tensor of a module that another process has."""
+    """A tensor of a module that belongs to a process."""
 
-    module: nn.Module
+    table: dict[str, Any]
     name: str
-    is_parameter: bool
     original: torch.Tensor
     owner: int
 
-    @property
-    def tensors(self) -> dict[str, Any]:
-        return self.module._parameters if self.is_parameter else self.module._buffers
 
-
-class Ownership:
+class Placement:
     """Which process of a pipeline has which tensors of a model.
 
     Args:
         model: The whole.
         stages: By pipeline stage, its stages of the chain.
-        group: Processes of the pipeline, in its order: stage ``s`` of ``D`` processes is on process ``s % D``.
+        processes: Of the pipeline.
     Raises:
         PipelineError: Two pipeline stages share a parameter, or one shares it with what is outside of the pipeline.
     """
 
-    def __init__(
-        self, model: nn.Module, stages: Sequence[Sequence[Stage]], group: dist.ProcessGroup | None = None
-    ) -> None:
-        self._model, self._group = model, group
-        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+    def __init__(self, model: nn.Module, stages: Sequence[Sequence[Stage]], processes: PipelineProcesses) -> None:
+        self._device, self._group = processes.device, processes.group
+        self._rank, self._size = processes.rank, processes.size
         self._stage_of = _stages_of_tensors(model, stages)
         self._slots = [
-            _Slot(module, name, is_parameter, tensor, self._stage_of[id(tensor)] % self._size)
+            _Slot(table, name, tensor, self._stage_of[id(tensor)] % self._size)
             for module in model.modules()
-            for is_parameter, tensors in ((True, module._parameters), (False, module._buffers))
-            for name, tensor in tensors.items()
+            for table in (module._parameters, module._buffers)
+            for name, tensor in table.items()
             if tensor is not None and id(tensor) in self._stage_of
         ]
         self._owner_by_name = {
@@ -162,92 +177,68 @@ class Ownership:
         """Put parameters and buffers without memory in the place of those that others have."""
         stand_ins: dict[int, torch.Tensor] = {}
         for slot in self._slots:
+            original = slot.original
             if slot.owner == self._rank:
                 continue
-            if id(slot.original) not in stand_ins:
-                stand_ins[id(slot.original)] = torch.empty_like(slot.original, device="meta")
-                if isinstance(slot.original, nn.Parameter):
-                    stand_ins[id(slot.original)] = nn.Parameter(
-                        stand_ins[id(slot.original)], requires_grad=slot.original.requires_grad
-                    )
+            if id(original) not in stand_ins:
+                made: torch.Tensor = torch.empty_like(original, device="meta")
+                learns = isinstance(original, nn.Parameter)
+                stand_ins[id(original)] = nn.Parameter(made, original.requires_grad) if learns else made
                 # Whoever else holds on to it holds no memory.
-                slot.original.data = slot.original.new_empty(0)
-            slot.tensors[slot.name] = stand_ins[id(slot.original)]
+                original.data = original.new_empty(0)
+            slot.table[slot.name] = stand_ins[id(original)]
 
     def restore(self, *, values: bool = True) -> None:
-        """Put everything back, in the original objects.
-
-        Args:
-            values: With the weights as they are now, from whoever has them. False, after an error, asks nobody and leaves NaN.
-        """
+        """Put everything back, in the original objects."""
         done: set[int] = set()
         for slot in self._slots:
-            stand_in = slot.tensors[slot.name]
-            if id(slot.original) not in done:
-                done.add(id(slot.original))
+            original, stand_in = slot.original, slot.table[slot.name]
+            if id(original) not in done:
+                done.add(id(original))
                 if slot.owner != self._rank:
-                    slot.original.data = torch.empty(stand_in.shape, dtype=stand_in.dtype, device=self._device)
-                    if not values and slot.original.is_floating_point():
-                        slot.original.data.fill_(math.nan)
+                    original.data = torch.empty(stand_in.shape, dtype=stand_in.dtype, device=self._device)
+                    if not values and original.is_floating_point():
+                        original.data.fill_(math.nan)
                 if values:
-                    share(slot.original.data, self._group, source=slot.owner)
-            if slot.is_parameter and stand_in is not None:
-                slot.original.requires_grad_(stand_in.requires_grad)
-            slot.tensors[slot.name] = slot.original
-
-    @property
-    def _device(self) -> torch.device:
-        return next((p.device for p in self._model.parameters() if p.device.type != "meta"), torch.device("cpu"))
+                    share(original.data, self._group, source=slot.owner)
+            if isinstance(original, nn.Parameter) and stand_in is not None:
+                original.requires_grad_(stand_in.requires_grad)
+            slot.table[slot.name] = original
 
     # ---------------------------------------------------------------- checkpoints
 
     def whole_state_dict(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        """The whole model's state on the pipeline's first process, in the order of its keys; elsewhere what is there."""
+        """The whole model's state on the first process, in the order of its keys; elsewhere what is there."""
         mine = {name: value for name, value in own.items() if self._owner_by_name.get(name) == self._rank}
-        gathered = self._gathered({name: _on_host(value) for name, value in mine.items()} if self._rank else {})
-        if gathered is None:
-            return dict(own)
-        found = {name: value for part in gathered for name, value in part.items()}
-        return {name: found.get(name, value) for name, value in own.items()}
+        return {**own, **self._together(mine)}
 
     def whole_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The state of an optimizer for all parameters on the pipeline's first process."""
         state = optimizer.state_dict()
-        gathered = self._gathered({key: _on_host(value) for key, value in state["state"].items()} if self._rank else {})
-        if gathered is not None:
-            together = {key: value for part in reversed(gathered) for key, value in part.items()} | state["state"]
-            state["state"] = {key: together[key] for key in sorted(together)}
-        return state
+        together = self._together(state["state"]) | state["state"]
+        return {**state, "state": {key: together[key] for key in sorted(together)}}
 
     def own_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
         """The part of a whole optimizer state that belongs here."""
         numbers = [number for group in state["param_groups"] for number in group["params"]]
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        here = {
-            number for number, parameter in zip(numbers, parameters, strict=False) if parameter.device.type != "meta"
-        }
+        here = {number for number, parameter in zip(numbers, parameters, strict=False) if not parameter.is_meta}
         return {**state, "state": {key: value for key, value in state["state"].items() if key in here}}
 
-    def _gathered(self, part: dict[Any, Any]) -> list[dict[Any, Any]] | None:
+    def _together(self, part: Mapping[Any, Any]) -> dict[Any, Any]:
+        """On the first process, what all have; the earlier process's where several have it. Elsewhere nothing."""
         if self._size == 1:
-            return [part]
-        gathered: list[Any] | None = [None] * self._size if self._rank == 0 else None
-        dist.gather_object(part, gathered, group=self._group, group_dst=0)
-        return gathered
+            return dict(part)
+        parts: list[Any] | None = [None] * self._size if self._rank == 0 else None
+        dist.gather_object(_on_host(part) if self._rank else part, parts, group=self._group, group_dst=0)
+        return {key: value for each in reversed(parts or []) for key, value in each.items()}
 
     # ---------------------------------------------------------------- gradients
 
     def clip_by_norm(self, parameters: Iterable[torch.Tensor], limit: float) -> torch.Tensor:
-        """Clip gradients by the norm of all of them, wherever they are.
-
-        Args:
-            parameters: Whose gradients to clip.
-            limit: Largest norm.
-        Returns:
-            The norm before.
-        """
+        """Clip gradients by the norm of all of them, wherever they are, and return the norm before."""
         parameters = list(parameters)
-        # By place in the list, the norm and how many have it: what is outside of the pipeline is everywhere, and counts once.
+        # By place in the list, the norm and how many have it: what is outside of the pipeline counts once.
         told = torch.zeros(2, len(parameters), dtype=torch.float64, device=self._device)
         for place, parameter in enumerate(parameters):
             if parameter.grad is not None and (self._rank == 0 or self.stage_of(parameter) is not None):
@@ -265,7 +256,7 @@ class Ownership:
 def _on_host(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {key: _on_host(entry) for key, entry in value.items()}
     return value
 
@@ -277,35 +268,38 @@ def _stages_of_tensors(model: nn.Module, stages: Sequence[Sequence[Stage]]) -> d
     inside: set[int] = set()
     for number, parts in enumerate(stages):
         for stage in parts:
-            modules = [module for _, module in stage.submodules()]
-            inside.update(map(id, modules))
-            for tensor in (
-                *stage.parameters(),
-                *(b for module in modules for b in module._buffers.values() if b is not None),
-            ):
+            inside.update(id(module) for _, module in stage.submodules())
+            for tensor in tensors_of(stage):
                 other = found.setdefault(id(tensor), number)
                 if other != number and isinstance(tensor, nn.Parameter):
                     raise PipelineError(
-                        f"pipeline stages {other} and {number} share the parameter {names.get(id(tensor), '?')!r}: expected each parameter in one "
-                        "stage, since every device has its own. Choose a balance that keeps its layers together, or untie the weights"
+                        f"pipeline stages {other} and {number} share the parameter {names.get(id(tensor), '?')!r}: "
+                        "expected each parameter in one stage, since every device has its own. Choose a balance that "
+                        "keeps its layers together, or untie the weights"
                     )
-    outside = {
-        id(tensor): f"{name}.{key}".lstrip(".")
-        for name, module in model.named_modules()
-        if id(module) not in inside
-        for key, tensor in module._parameters.items()
-        if tensor is not None
-    }
-    for tensor_id, name in outside.items():
-        if tensor_id in found and _is_apart(model, tensor_id, inside):
+    # A traced forward may read parameters of modules that it never calls: those are held outside alone.
+    held = [set(map(id, module._parameters.values())) for module in model.modules() if id(module) in inside]
+    held_inside = set[int]().union(*held)
+    for name, parameter in _held_outside(model, inside):
+        if id(parameter) in found and id(parameter) in held_inside:
             raise PipelineError(
-                f"pipeline stage {found[tensor_id]} shares the parameter {name!r} with what is outside of the pipeline: expected each parameter "
-                "in one place. Let module=... name a module that holds both, or untie the weights"
+                f"pipeline stage {found[id(parameter)]} shares the parameter {name!r} with what is outside of the "
+                "pipeline: expected each parameter in one place. Let module=... name a module that holds both, or "
+                "untie the weights"
             )
     return found
 
 
-def _is_apart(model: nn.Module, tensor_id: int, inside: set[int]) -> bool:
-    """Whether modules inside and outside of the stages hold the tensor. A traced forward may read parameters of modules that it never calls."""
-    holders = [id(module) for module in model.modules() if any(id(t) == tensor_id for t in module._parameters.values())]
-    return any(holder in inside for holder in holders) and any(holder not in inside for holder in holders)
+def _held_outside(model: nn.Module, inside: set[int]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters in modules that are not in stages, with their names."""
+    for name, module in model.named_modules():
+        if id(module) not in inside:
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    yield f"{name}.{key}".lstrip("."), parameter
+
+
+def outside(model: nn.Module, module: nn.Module) -> list[torch.Tensor]:
+    """Parameters and buffers that are not the module's."""
+    inside = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    return [tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in inside]

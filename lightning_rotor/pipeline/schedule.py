@@ -1,7 +1,7 @@
 r"""In which order the devices of a pipeline work: one plain list of actions per device.
 
-``0F2`` is the forward of micro-batch 2 through pipeline stage 0, ``0B2`` its backward, as torch prints them. With three devices and
-four micro-batches, ``.`` is a device that waits::
+``0F2`` is the forward of micro-batch 2 through pipeline stage 0, ``0B2`` its backward, as torch prints them. With three
+devices and four micro-batches, ``.`` is a device that waits::
 
     gpipe         device 0   F0 F1 F2 F3 .  .  .  .  B0 B1 B2 B3      every forward, then every backward:
                   device 1   .  F0 F1 F2 F3 .  .  B0 B1 B2 B3         a device holds all micro-batches
@@ -11,20 +11,24 @@ four micro-batches, ``.`` is a device that waits::
                   device 1   .  F0 F1 .  B0 F2 B1 F3 B2 .  B3
                   device 2   .  .  F0 B0 F1 B1 F2 B2 F3 B3
 
-    interleaved   each device has several stages, device d those numbered d, d + D, d + 2D, ...: a micro-batch travels round the devices
-                  as often, so that devices start working earlier; they hold more micro-batches and send more
+    interleaved   each device has several stages, device d those numbered d, d + D, d + 2D, ...: a micro-batch
+                  travels round the devices as often, so that devices start working earlier; they hold more
+                  micro-batches and send more
 
-The lists are those of ``ScheduleGPipe``, ``Schedule1F1B`` and ``ScheduleInterleaved1F1B`` in :mod:`torch.distributed.pipelining`, which
-run them; what an action waits for is another matter, see :mod:`lightning_rotor.pipeline.simulator`.
+The lists are those of ``ScheduleGPipe``, ``Schedule1F1B`` and ``ScheduleInterleaved1F1B`` in
+:mod:`torch.distributed.pipelining`, which run them. What an action waits for says
+:mod:`lightning_rotor.pipeline.simulator`.
 
-Sources: Huang et al., "GPipe", arXiv:1811.06965; Narayanan et al., "PipeDream", SOSP 2019 (1F1B), and "Efficient large-scale language
-model training on GPU clusters", arXiv:2104.04473 (interleaved).
+Sources: Huang et al., "GPipe", arXiv:1811.06965; Narayanan et al., "PipeDream", SOSP 2019 (1F1B), and "Efficient
+large-scale language model training on GPU clusters", arXiv:2104.04473 (interleaved).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import lru_cache
+from itertools import chain
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from lightning_rotor.errors import RotorError
@@ -32,7 +36,6 @@ from lightning_rotor.errors import RotorError
 PipelineScheduleName: TypeAlias = Literal["gpipe", "1f1b", "interleaved"]
 Work: TypeAlias = Literal["forward", "backward"]
 
-_ZERO_BUBBLE = re.compile("zb|zero|dual", re.IGNORECASE)
 _NO_ZERO_BUBBLES = (
     ". Zero-bubble schedules run each backward in two parts, and a stage that recomputes would do so in both"
 )
@@ -40,17 +43,11 @@ SCHEDULES: tuple[PipelineScheduleName, ...] = get_args(PipelineScheduleName)
 
 
 class PipelineError(RotorError, ValueError):
-    """A pipeline cannot be built as asked: too many stages, a schedule that does not exist, a balance that does not add up."""
+    """A pipeline cannot be built as asked: too many stages, no such schedule, a balance that does not add up."""
 
 
 class Action(NamedTuple):
-    """One pipeline stage works on one micro-batch.
-
-    Attributes:
-        stage: Number of the pipeline stage.
-        work: Its forward, or its backward together with all recomputation.
-        micro_batch: Number of the micro-batch.
-    """
+    """One pipeline stage works on one micro-batch."""
 
     stage: int
     work: Work
@@ -63,6 +60,7 @@ class Action(NamedTuple):
 Actions: TypeAlias = tuple[Action, ...]
 
 
+@lru_cache(maxsize=2, typed=True)
 def actions(
     schedule: PipelineScheduleName, devices: int, *, micro_batches: int, stages_per_device: int = 1
 ) -> tuple[Actions, ...]:
@@ -72,8 +70,7 @@ def actions(
         schedule: ``"gpipe"``, ``"1f1b"`` or ``"interleaved"``.
         devices: How many there are.
         micro_batches: Into how many parts a batch is split.
-        stages_per_device: Pipeline stages on each device; more than one with ``"interleaved"`` only. Stage ``s`` is on device
-            ``s % devices``.
+        stages_per_device: More than one with ``"interleaved"`` only. Stage ``s`` is on device ``s % devices``.
     Returns:
         The actions of each device, every forward and backward of its stages once.
     Raises:
@@ -83,28 +80,20 @@ def actions(
         ['0F0', '0F1', '0B0', '0F2', '0B1', '0B2']
     """
     check_numbers(schedule, devices, micro_batches, stages_per_device)
-    if schedule == "gpipe":
-        return tuple(_gpipe(device, micro_batches) for device in range(devices))
-    if schedule == "1f1b":
-        return tuple(_one_by_one(device, devices, micro_batches) for device in range(devices))
-    return tuple(_interleaved(device, devices, micro_batches, stages_per_device) for device in range(devices))
+    if schedule == "interleaved":
+        return tuple(_interleaved(device, devices, micro_batches, stages_per_device) for device in range(devices))
+    # GPipe runs all forwards ahead, 1F1B as many as there are stages from a device on.
+    ahead = [micro_batches if schedule == "gpipe" else devices - device for device in range(devices)]
+    return tuple(_one_by_one(device, micro_batches, ahead[device]) for device in range(devices))
 
 
 def check_numbers(schedule: PipelineScheduleName, devices: int, micro_batches: int, stages_per_device: int) -> None:
-    """Check that a schedule can run.
-
-    Raises:
-        PipelineError: It cannot; says what would work.
-    """
+    """Raise a :class:`PipelineError` that says what would work if a schedule cannot run."""
     if schedule not in SCHEDULES:
         known = f"schedule is {schedule!r}: expected one of {', '.join(map(repr, SCHEDULES))}"
-        raise PipelineError(known + (_NO_ZERO_BUBBLES if _ZERO_BUBBLE.search(str(schedule)) else ""))
-    numbers: dict[str, object] = {
-        "devices": devices,
-        "micro_batches": micro_batches,
-        "stages_per_device": stages_per_device,
-    }
-    for name, value in numbers.items():
+        raise PipelineError(known + (_NO_ZERO_BUBBLES if re.search("(?i)zb|zero|dual", str(schedule)) else ""))
+    numbers = {"devices": devices, "micro_batches": micro_batches, "stages_per_device": stages_per_device}
+    for name, value in dict[str, object](numbers).items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise PipelineError(f"{name} is {value!r}: expected a positive integer")
     if schedule != "interleaved" and stages_per_device > 1:
@@ -116,13 +105,13 @@ def check_numbers(schedule: PipelineScheduleName, devices: int, micro_batches: i
     if schedule == "interleaved" and micro_batches % rounds:
         fewer, more = micro_batches - micro_batches % devices, micro_batches + -micro_batches % devices
         raise PipelineError(
-            f"the interleaved schedule on {devices} devices works in {rounds} rounds of micro-batches, and {micro_batches} do not "
-            f"divide evenly: use micro_batches={fewer} or micro_batches={more}"
+            f"the interleaved schedule on {devices} devices works in {rounds} rounds of micro-batches, and "
+            f"{micro_batches} do not divide evenly: use micro_batches={fewer} or micro_batches={more}"
         )
 
 
 def most_in_flight(order: Iterable[Action]) -> dict[int, int]:
-    """For each stage in a device's actions, the most micro-batches whose forward is done or running while their backward is not."""
+    """By stage of a device, the most micro-batches between the start of their forward and the end of their backward."""
     now: dict[int, int] = {}
     most: dict[int, int] = {}
     for stage, work, _ in order:
@@ -131,15 +120,9 @@ def most_in_flight(order: Iterable[Action]) -> dict[int, int]:
     return most
 
 
-def _gpipe(device: int, micro_batches: int) -> Actions:
-    forwards = [Action(device, "forward", number) for number in range(micro_batches)]
-    return (*forwards, *(Action(device, "backward", number) for number in range(micro_batches)))
-
-
-def _one_by_one(device: int, devices: int, micro_batches: int) -> Actions:
-    """As many forwards as there are stages from here on, then a backward and a forward in turn, then the backwards that are left."""
-    ahead = min(micro_batches, devices - device)
-    order = [Action(device, "forward", number) for number in range(ahead)]
+def _one_by_one(device: int, micro_batches: int, ahead: int) -> Actions:
+    """So many forwards, then a backward and a forward in turn, then the backwards that are left."""
+    order = [Action(device, "forward", number) for number in range(min(ahead, micro_batches))]
     for number in range(micro_batches):
         order.append(Action(device, "backward", number))
         if number + ahead < micro_batches:
@@ -148,46 +131,35 @@ def _one_by_one(device: int, devices: int, micro_batches: int) -> Actions:
 
 
 def _interleaved(device: int, devices: int, micro_batches: int, stages: int) -> Actions:
-    """The same, where each device takes some micro-batches through one of its stages, then through the next, and so on.
+    """Each device takes a round of micro-batches through one of its stages, then through the next, and so on.
 
-    The first round is of ``together`` micro-batches. The last device has seen it through all stages but its last when the first backward
-    can begin; a device that is ``h`` hops away is ``2h`` forwards ahead of that.
+    The last device has seen the first round through all stages but its last when the first backward can begin; a device
+    that is ``h`` hops away is ``2h`` forwards ahead of that.
     """
     together = micro_batches // max(1, micro_batches // devices)
     total = stages * micro_batches
     ahead = min((stages - 1) * together + 2 * (devices - 1 - device), total)
 
-    def local(step: int) -> int:
-        return (step // together) % stages
-
-    done = {"forward": [0] * stages, "backward": [0] * stages}
-
-    def next_action(work: Work, place: int) -> Action:
-        number = done[work][place]
-        done[work][place] += 1
-        return Action(place * devices + device, work, number)
-
-    order = [next_action("forward", local(step)) for step in range(ahead)]
-    for step in range(total):
-        if step + ahead < total:
-            order.append(next_action("forward", local(step + ahead)))
-        order.append(next_action("backward", stages - 1 - local(step)))
-    return tuple(order)
-
-
-# ----------------------------------------------------------------------------------------------------
-# How long a device holds on to what it has sent, or made for everybody, under the schedules of
-# :mod:`torch.distributed.pipelining`.
+    # By step, through which of its stages a device takes which micro-batch.
+    steps = [
+        (step // together % stages, step // (together * stages) * together + step % together) for step in range(total)
+    ]
+    forwards = [Action(place * devices + device, "forward", number) for place, number in steps]
+    backwards = [Action((stages - 1 - place) * devices + device, "backward", number) for place, number in steps]
+    turns = zip(forwards[ahead:], backwards, strict=False)
+    return (*forwards[:ahead], *chain.from_iterable(turns), *backwards[total - ahead :])
 
 
 def lingering(schedule: PipelineScheduleName, order: Actions, *, stages: int, outputs_linger: bool) -> tuple[int, ...]:
-    """By action of a device, the place of the last action while which what it made is still there; its own place if it goes at once.
+    """By action of a device, the last action while which what it made is still there; itself if that goes at once.
+
+    Torch's loops hold on to what was sent, or made for everybody.
 
     Args:
         schedule: Which of torch's loops runs the actions.
         order: Of one device.
         stages: How many pipeline stages there are on all devices.
-        outputs_linger: Torch holds on to outputs whose sending is done, see :func:`lightning_rotor.private.torch_names.sent_outputs_linger`.
+        outputs_linger: As :func:`lightning_rotor.private.torch_names.sent_outputs_linger` says of this torch.
     """
     end = len(order) - 1
     until = list(range(len(order)))

@@ -1,39 +1,46 @@
 r"""The judge of pipelines: who works when, how long a step takes, how much each device holds at most.
 
-An action of :mod:`lightning_rotor.pipeline.schedule` begins when its device has done all actions before it, and when what it needs has
-arrived: the activations of the stage before for a forward, the gradient from the stage behind for a backward::
+An action of :mod:`lightning_rotor.pipeline.schedule` begins when its device has done all actions before it, and when
+what it needs has arrived: the activations of the stage before for a forward, the gradient from the stage behind for a
+backward::
 
     device 0   F0 F1 F2 ..... B0───── F3 B1───── ..      F3 waits for its device, B1 for a gradient
                │└──────────────▲┘
                ▼   ┆gradient   ┆
     device 1   . F0 . B0───── F1 B1───── F2 ..
 
-What is sent leaves when its action ends, while the device goes on, and arrives after the link's seconds. Each pair of devices has one link
-for each direction, which carries one message after the other. That is what ``torch.distributed.pipelining`` does on devices that copy
-beside computing; where sending holds up the sender, count the seconds as the stage's own.
+What is sent leaves when its action ends, while the device goes on, and arrives after the link's seconds. Each pair of
+devices has one link for each direction, which carries one message after the other. Where sending holds up the sender,
+count the seconds as the stage's own.
 
 Memory of a device, at any moment of an action of one of its stages::
 
-    what is always there      weights, optimizer state, buffers for what is received     ``PipelineStageLoad.static_bytes``
-    gradients of parameters   from the stage's first backward on                         ``gradient_bytes``
-    micro-batches in flight   all but the running one, of all the device's stages        ``MicroBatchLoad.held_bytes`` each
-    the running action        what it adds to that                                       ``forward_peak_bytes``, ``backward_peak_bytes``
-    what lingers              sent, or made for everybody, and not let go                ``output_bytes``, ``input_gradient_bytes`` each
-    results                   behind the last action, in the place of what lingers       ``results_bytes``
+    what is always there      weights, optimizer state, receive buffers            ``static_bytes``
+    gradients of parameters   from the stage's first backward on                   ``gradient_bytes``
+    micro-batches in flight   all but the running one, of all the device's stages  ``held_bytes`` each
+    the running action        what it adds to that                                 ``forward_peak_bytes``, ...
+    what lingers              sent, or made for everybody, and not let go          ``output_bytes``, ...
+    results                   behind the last action, in the place of what lingers ``results_bytes``
 
-The peak is the largest sum over all actions, so it is exact where these loads are. Without ``lingering`` whatever was sent is gone at once.
+The peak is the largest sum over all actions, so it is exact where these loads are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from lightning_rotor.pipeline.schedule import Action, Actions, PipelineError, Work
+import numpy as np
+import numpy.typing as npt
 
-_Times: TypeAlias = list[list[float]]
+from lightning_rotor.pipeline.schedule import Action, Actions, PipelineError
+
+Reals: TypeAlias = npt.NDArray[np.float64]
+Integers: TypeAlias = npt.NDArray[np.int64]
+# Arrival times that are kept at once: 16 MiB.
+_MOST_TIMES = 2_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +53,8 @@ class MicroBatchLoad:
         recompute_seconds: The part of the backward that is recomputation.
         held_bytes: What stays between forward and backward.
         forward_peak_bytes: Peak of the forward beyond what was there before it.
-        backward_peak_bytes: Peak of the backward; what the micro-batch held already counts, gradients of parameters that are there do not.
-        first_backward_peak_bytes: The same where the gradients of parameters are not there yet and appear in it.
+        backward_peak_bytes: Peak of the backward beyond the other micro-batches and gradients of parameters.
+        first_backward_peak_bytes: The same where gradients of parameters appear in it.
     """
 
     forward_seconds: float
@@ -83,6 +90,14 @@ class PipelineStageLoad:
     output_bytes: int = 0
     input_gradient_bytes: int = 0
 
+    @property
+    def both(self) -> tuple[MicroBatchLoad, MicroBatchLoad]:
+        """Usual micro-batches, and the last one."""
+        return self.micro_batch, self.last or self.micro_batch
+
+
+Loads: TypeAlias = Sequence[PipelineStageLoad] | Mapping[int, PipelineStageLoad]
+
 
 @dataclass(frozen=True, slots=True)
 class PipelineEvent:
@@ -109,13 +124,7 @@ class PipelineEvent:
 
 @dataclass(frozen=True)
 class PipelineSimulation:
-    """One step of a pipeline.
-
-    Attributes:
-        seconds: From the first action to the end of the last one.
-        events: By device, in order.
-        peak_bytes: By device.
-    """
+    """One step of a pipeline."""
 
     seconds: float
     events: tuple[tuple[PipelineEvent, ...], ...]
@@ -137,20 +146,6 @@ class PipelineSimulation:
         """Recomputation on all devices."""
         return sum(each.recompute_seconds for events in self.events for each in events)
 
-    def lines(self, columns: int = 100) -> tuple[str, ...]:
-        """The step in characters, a line for each device.
-
-        A digit is the forward of that micro-batch, ``r`` is recomputation, ``b`` the rest of a backward.
-
-        Args:
-            columns: Characters per line.
-        Example:
-            >>> simulation.lines(10)  # doctest: +SKIP
-            ('01  rbbrbb', ' 0bb1bb   ')
-        """
-        scale = columns / self.seconds if self.seconds else 0.0
-        return tuple(_drawn(events, scale, columns) for events in self.events)
-
 
 def simulate_pipeline(
     order: Sequence[Actions],
@@ -163,191 +158,233 @@ def simulate_pipeline(
 ) -> PipelineSimulation:
     """Run a step on paper.
 
-    Takes O(devices + actions).
-
     Args:
         order: By device, see :func:`lightning_rotor.pipeline.schedule.actions`.
         loads: By pipeline stage.
         micro_batches: How many there are.
-        gradients_exist: Gradients of parameters are there before the step: it accumulates, or the step before has left them.
+        gradients_exist: Gradients of parameters are there before the step: it accumulates, for one.
         lingering: By device, see :func:`lightning_rotor.pipeline.schedule.lingering`.
         results_bytes: What every device is given behind the step.
     Raises:
         PipelineError: The devices wait for one another for ever, or an action has no stage.
     """
-    starts, ends = _run(order, loads, micro_batches)
-    events = tuple(
-        _Device(number, loads, micro_batches, gradients_exist, lingering[number] if lingering else ()).events(
-            order[number], starts[number], ends[number]
+    starts, ends = StepSimulator(order, stages=len(loads), micro_batches=micro_batches).times(loads)
+    events, peaks = [], []
+    for device, actions in enumerate(order):
+        until = lingering[device] if lingering else ()
+        memory = DeviceMemory(actions, until, micro_batches=micro_batches, gradients_exist=gradients_exist)
+        peaks.append(memory.peak_bytes(loads, results_bytes))
+        again = [loads[stage].both[number == micro_batches - 1].recompute_seconds for stage, _, number in actions]
+        spans = zip(actions, starts[device].tolist(), ends[device].tolist(), strict=False)
+        events.append(
+            tuple(
+                PipelineEvent(device, action, start, end, seconds if action.work == "backward" else 0.0, *levels)
+                for (action, start, end), seconds, levels in zip(spans, again, memory.levels(loads), strict=True)
+            )
         )
-        for number in range(len(order))
-    )
-    seconds = max((device[-1] for device in ends if device), default=0.0)
-    peaks = tuple(_peak(device, order[number], loads, results_bytes) for number, device in enumerate(events))
-    return PipelineSimulation(seconds, events, peaks)
+    return PipelineSimulation(float(ends.max(initial=0.0)), tuple(events), tuple(peaks))
 
 
-def step_seconds(order: Sequence[Actions], loads: Sequence[PipelineStageLoad], *, micro_batches: int) -> float:
-    """How long a step takes, and nothing else: :func:`simulate_pipeline` without events and memory."""
-    _, ends = _run(order, loads, micro_batches)
-    return max((device[-1] for device in ends if device), default=0.0)
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """What happens at once: one entry for each device that acts."""
+
+    devices: Integers
+    places: Integers  # of their actions
+    works: Integers  # row of the seconds: twice the work of the stage, and one more for the last micro-batch
+    needs: Integers  # place of the arrival that the action waits for
+    makes: Integers  # place of the arrival at whoever waits for it
+    links: Integers  # that carry it
+    sends: Integers  # row of the travel times
 
 
-def device_peak_bytes(
-    order: Actions,
-    loads: Mapping[int, PipelineStageLoad] | Sequence[PipelineStageLoad],
-    *,
-    micro_batches: int,
-    gradients_exist: bool = False,
-    lingering: Sequence[int] = (),
-    results_bytes: int = 0,
-) -> int:
-    """What one device holds at most. That depends on the order of its own actions alone, not on when they run.
+class StepSimulator:
+    """When the actions of an order run, for many loads in turn and many partitions at once.
 
-    Args:
-        order: Its actions.
-        loads: By pipeline stage, at least those in its actions.
-        micro_batches: How many there are.
-        gradients_exist: As for :func:`simulate_pipeline`.
-        lingering: The device's.
-        results_bytes: As for :func:`simulate_pipeline`.
+    In each round every device that has what its next action needs does that action. Who that is depends on the order
+    alone, so rounds are found once; there are about ``2 (m + S)`` for ``S`` devices and ``m`` micro-batches. To
+    simulate takes a handful of array operations for each, and a few dozen partitions take hardly longer than one.
     """
-    never = [0.0] * len(order)
-    events = _Device(0, loads, micro_batches, gradients_exist, lingering).events(order, never, never)
-    return _peak(events, order, loads, results_bytes)
+
+    def __init__(self, order: Sequence[Actions], *, stages: int, micro_batches: int) -> None:
+        self._stages, self._m, self._devices = stages, micro_batches, len(order)
+        if any(action.stage >= stages for actions in order for action in actions):
+            raise PipelineError(
+                f"an action belongs to none of the {stages} pipeline stages: expected a load for each stage"
+            )
+        self._longest = max(map(len, order))
+        # Who needs what a work makes: nobody behind the last stage and before the first, whose own inputs are there.
+        targets = np.concatenate((np.arange(1, stages + 1), np.arange(stages - 1, 2 * stages - 1)))
+        targets[[stages - 1, stages]] = 2 * stages
+        self._targets: Integers = targets
+        found = list(self._found(order))
+        self._kept = self._most_kept(found)
+        self._slots = np.concatenate(([0], np.cumsum(self._kept)))
+        self._rounds = tuple(self._round(*each) for each in found)
+
+    @property
+    def rounds(self) -> int:
+        """How many there are."""
+        return len(self._rounds)
+
+    def step_seconds(self, loads: Sequence[PipelineStageLoad]) -> float:
+        """How long a step takes."""
+        return self.simulated(np.array([[seconds_of(load) for load in loads]]))[0]
+
+    def times(self, loads: Sequence[PipelineStageLoad]) -> tuple[Reals, Reals]:
+        """``(devices, longest order)`` each: when actions start and end."""
+        times = np.zeros((2, self._devices, self._longest))
+        self._simulated(np.array([[seconds_of(load) for load in loads]]), times)
+        return times[0], times[1]
+
+    def simulated(self, seconds: Reals) -> list[float]:
+        """Steps of many partitions."""
+        at_once = max(_MOST_TIMES // int(self._slots[-1]), 1)
+        parts = (seconds[start : start + at_once] for start in range(0, len(seconds), at_once))
+        return [float(each) for part in parts for each in self._simulated(part)]
+
+    def _simulated(self, seconds: Reals, times: Reals | None = None) -> Reals:
+        stages, count = self._stages, len(seconds)
+        # By work, forwards of all stages first; partitions are neighbours in memory.
+        seconds = np.ascontiguousarray(seconds.reshape(count, stages, 2, 3).transpose(2, 1, 3, 0))
+        travel = seconds[:, :, 2].reshape(2 * stages, count) * (self._devices > 1)
+        travel[[stages - 1, stages]] = 0.0  # the last stage's outputs and the gradients of the first one's inputs stay
+        seconds = seconds[:, :, :2].reshape(4 * stages, count)
+        arrived = np.zeros((int(self._slots[-1]), count))
+        done = np.zeros((self._devices, count))
+        link_free = np.zeros((2 * self._devices, count))
+        for now in self._rounds:
+            starts = np.maximum(arrived.take(now.needs, axis=0), done.take(now.devices, axis=0))
+            ends = starts + seconds.take(now.works, axis=0)
+            done[now.devices] = ends
+            arrives = np.maximum(ends, link_free.take(now.links, axis=0)) + travel.take(now.sends, axis=0)
+            link_free[now.links] = arrives
+            arrived[now.makes] = arrives
+            if times is not None:
+                times[:, now.devices, now.places] = starts[:, 0], ends[:, 0]
+        last: Reals = done.max(axis=0)
+        return last
+
+    def _found(self, order: Sequence[Actions]) -> Iterator[tuple[Integers, Integers, Integers]]:
+        """By round, devices that act, places of their actions, and which work of which stage on which micro-batch."""
+        m, stages = self._m, self._stages
+        counts = np.array([len(each) for each in order])
+        needed = np.zeros((len(order), self._longest), np.int64)
+        for device, actions in enumerate(order):
+            needed[device, : len(actions)] = [
+                (stage + (work == "backward") * stages) * m + number for stage, work, number in actions
+            ]
+        there = np.zeros((2 * stages + 1, m), bool)
+        there[[0, 2 * stages - 1]] = True
+        places, active = np.zeros(len(order), np.int64), np.flatnonzero(counts)
+        while len(active):
+            needs = needed[active, places[active]]
+            can = there.flat[needs]
+            if not can.any():
+                waiting = ", ".join(f"device {device} for {order[device][places[device]]}" for device in active[:4])
+                raise PipelineError(
+                    f"the devices wait for one another for ever ({waiting}): expected an order that can be run"
+                )
+            now, needs = active[can], needs[can]
+            there[self._targets[needs // m], needs % m] = True
+            yield now, places[now], needs
+            places[now] += 1
+            active = active[places[active] < counts[active]]
+
+    def _most_kept(self, found: Sequence[tuple[Integers, Integers, Integers]]) -> Integers:
+        """By work, so many arrivals that none is overwritten before it is needed."""
+        made = np.full((2 * self._stages + 1, self._m), len(found))
+        used = np.full_like(made, -1)
+        for number, (_, _, needs) in enumerate(found):
+            works, micro_batches = needs // self._m, needs % self._m
+            used[works, micro_batches] = number
+            made[self._targets[works], micro_batches] = number
+        kept = np.full(len(made), self._m)
+        for fewer in (1 << power for power in reversed(range(self._m.bit_length() - 1))):
+            kept[~(made[:, fewer:] < used[:, :-fewer]).any(axis=1)] = fewer
+        return kept
+
+    def _round(self, devices: Integers, places: Integers, needs: Integers) -> _Round:
+        works, numbers = needs // self._m, needs % self._m
+        targets = self._targets[works]
+        # Between two devices, gradients of one stage go the way of activations of another.
+        links = 2 * devices + (works // self._stages if self._devices > 2 else 0)
+        rows = 2 * works + (numbers == self._m - 1)
+        needed = self._slots[works] + numbers % self._kept[works]
+        makes = self._slots[targets] + numbers % self._kept[targets]
+        return _Round(devices, places, rows, needed, makes, links, works)
 
 
-def _peak(
-    events: Sequence[PipelineEvent],
-    order: Actions,
-    loads: Mapping[int, PipelineStageLoad] | Sequence[PipelineStageLoad],
-    results_bytes: int,
-) -> int:
-    """Of all actions, and of what is there behind them."""
-    stages = {action.stage for action in order}
-    behind = sum(loads[stage].static_bytes + loads[stage].gradient_bytes for stage in stages) + results_bytes
-    return max([behind, *(each.peak_bytes for each in events)])
+def seconds_of(load: PipelineStageLoad) -> tuple[float, ...]:
+    """Forward of a usual micro-batch, of the last one, its message; the same of the backward."""
+    usual, last = load.both
+    forward = usual.forward_seconds, last.forward_seconds, load.send_forward_seconds
+    return *forward, usual.backward_seconds, last.backward_seconds, load.send_backward_seconds
 
 
-def load_of(stage: PipelineStageLoad, micro_batch: int, micro_batches: int) -> MicroBatchLoad:
-    """What a certain micro-batch costs in a stage."""
-    return stage.last if stage.last is not None and micro_batch == micro_batches - 1 else stage.micro_batch
+# Peaks of their own that actions have, and what there is of a stage at any moment.
+_OWN = ("forward_peak_bytes", "backward_peak_bytes", "first_backward_peak_bytes")
+_OUTPUTS, _INPUT_GRADIENTS, _GRADIENTS, _LEVELS = range(2, 6)  # behind micro-batches in flight, the usual and the last
 
 
-def _run(order: Sequence[Actions], loads: Sequence[PipelineStageLoad], micro_batches: int) -> tuple[_Times, _Times]:
-    """When each action begins and ends, by device.
-
-    A device goes on until it lacks something that another one has not sent yet; whoever sends it wakes it up.
-    """
-    stages, devices = len(loads), len(order)
-    if any(action.stage >= stages for device in order for action in device):
-        raise PipelineError(
-            f"an action belongs to none of the {stages} pipeline stages: expected a load for each stage"
-        )
-    home = {action.stage: number for number, device in enumerate(order) for action in device}
-    seconds = {
-        work: [
-            [getattr(load_of(stage, number, micro_batches), f"{work}_seconds") for number in range(micro_batches)]
-            for stage in loads
-        ]
-        for work in ("forward", "backward")
-    }
-    arrived: dict[tuple[int, Work, int], float] = {}
-    link_free: dict[tuple[int, int], float] = {}
-    starts: _Times = [[] for _ in order]
-    ends: _Times = [[] for _ in order]
-    awake = list(range(devices))[::-1]
-    while awake:
-        device = awake.pop()
-        actions, begun, done = order[device], starts[device], ends[device]
-        while len(done) < len(actions):
-            stage, work, number = actions[len(done)]
-            forward = work == "forward"
-            needs_nothing = stage == 0 if forward else stage == stages - 1
-            ready = 0.0 if needs_nothing else arrived.pop((stage, work, number), -1.0)
-            if ready < 0:
-                break
-            start = max(ready, done[-1] if done else 0.0)
-            end = start + seconds[work][stage][number]
-            begun.append(start)
-            done.append(end)
-            target = stage + 1 if forward else stage - 1
-            if not 0 <= target < stages:
-                continue
-            peer = home[target]
-            if peer != device:
-                travel = loads[stage].send_forward_seconds if forward else loads[stage].send_backward_seconds
-                end = max(end, link_free.get((device, peer), 0.0)) + travel
-                link_free[device, peer] = end
-                awake.append(peer)
-            arrived[target, work, number] = end
-    stuck = [device for device in range(devices) if len(ends[device]) < len(order[device])]
-    if stuck:
-        waiting = ", ".join(f"device {device} for {order[device][len(ends[device])]}" for device in stuck[:4])
-        raise PipelineError(f"the devices wait for one another for ever ({waiting}): expected an order that can be run")
-    return starts, ends
-
-
-class _Device:
-    """What one device holds while it works off its actions."""
+class DeviceMemory:
+    """What one device holds during its actions, for many loads in turn. When they run does not matter."""
 
     def __init__(
-        self,
-        number: int,
-        loads: Mapping[int, PipelineStageLoad] | Sequence[PipelineStageLoad],
-        micro_batches: int,
-        gradients_exist: bool,
-        lingering: Sequence[int],
+        self, order: Actions, lingering: Sequence[int] = (), *, micro_batches: int, gradients_exist: bool = False
     ) -> None:
-        self._number, self._loads, self._micro_batches = number, loads, micro_batches
-        self._gradients_exist, self._lingering = gradients_exist, lingering
+        self.stages = sorted({action.stage for action in order})
+        count, rows = len(order), np.arange(len(order))
+        stage = np.array([self.stages.index(action.stage) for action in order], np.int64)
+        number = np.array([action.micro_batch for action in order], np.int64)
+        is_forward = np.array([action.work == "forward" for action in order], bool)
+        last = (number == micro_batches - 1).astype(np.int64)
+        until = np.array(lingering) if len(lingering) else rows
+        backward = np.flatnonzero(~is_forward)
+        forward_of = np.zeros((len(self.stages), micro_batches), np.int64)
+        forward_of[stage[is_forward], number[is_forward]] = rows[is_forward]
+        # What each action brings and takes away. What lingers of a micro-batch begins when its backward is done.
+        changes = np.zeros((count, len(self.stages), _LEVELS), np.int64)
+        changes[rows, stage, last] = np.where(is_forward, 1, -1)
+        ends = ((_OUTPUTS, until[forward_of[stage[backward], number[backward]]]), (_INPUT_GRADIENTS, until[backward]))
+        for kind, end in ends:
+            stays = end > backward
+            whose = stage[backward[stays]]
+            changes[backward[stays], whose, kind] += 1
+            np.add.at(changes[..., kind], (end[stays], whose), -1)  # several may end at once
+        first = backward[np.unique(stage[backward], return_index=True)[1]]
+        changes[first, stage[first], _GRADIENTS] = not gradients_exist
+        after = np.cumsum(changes, axis=0)
+        after[..., _GRADIENTS] += gradients_exist
+        meanwhile = np.roll(after, 1, axis=0)
+        meanwhile[0] = 0
+        meanwhile[0, :, _GRADIENTS] = gradients_exist
+        # While a micro-batch goes back, its own peak counts what it held.
+        meanwhile[backward, :, :_OUTPUTS] = after[backward, :, :_OUTPUTS]
+        self._after, self._meanwhile = (each.reshape(count, -1).astype(np.int32) for each in (after, meanwhile))
+        kinds = np.where(is_forward, 0, 1)
+        kinds[first] = 1 if gradients_exist else 2
+        self._own = (stage * len(_OWN) + kinds) * 2 + last
 
-    def events(self, actions: Actions, starts: list[float], ends: list[float]) -> tuple[PipelineEvent, ...]:
-        stages = {action.stage for action in actions}
-        live = sum(self._loads[stage].static_bytes for stage in stages)
-        with_gradients: set[int] = set()
-        if self._gradients_exist:
-            live += sum(self._loads[stage].gradient_bytes for stage in stages)
-            with_gradients = stages
-        events = []
-        until = self._lingering or range(len(actions))
-        leaves = [0] * len(actions)
-        outputs_until: dict[tuple[int, int], int] = {}
-        for place, (action, start, end) in enumerate(zip(actions, starts, ends, strict=True)):
-            stage = self._loads[action.stage]
-            load = load_of(stage, action.micro_batch, self._micro_batches)
-            if action.work == "forward":
-                peak, again = live + load.forward_peak_bytes, 0.0
-                live += load.held_bytes
-                outputs_until[action.stage, action.micro_batch] = until[place]
-            else:
-                again = load.recompute_seconds
-                live -= load.held_bytes
-                if action.stage in with_gradients:
-                    peak = live + load.backward_peak_bytes
-                else:
-                    peak = live + load.first_backward_peak_bytes
-                    live += stage.gradient_bytes
-                    with_gradients = with_gradients | {action.stage}
-                for last, size in (
-                    (outputs_until[action.stage, action.micro_batch], stage.output_bytes),
-                    (until[place], stage.input_gradient_bytes),
-                ):
-                    if last > place:
-                        live += size
-                        leaves[last] += size
-            after = live - leaves[place]
-            events.append(PipelineEvent(self._number, action, start, end, again, max(peak, after), after))
-            live = after
-        return tuple(events)
+    def levels(self, loads: Loads) -> list[tuple[int, int]]:
+        """By action, most that the device holds meanwhile, and what it holds then."""
+        peaks, after = self._levels(loads)
+        return list(zip(peaks.tolist(), after.tolist(), strict=True))
 
+    def peak_bytes(self, loads: Loads, results_bytes: int = 0) -> int:
+        """Most that the device holds."""
+        behind = sum(loads[stage].static_bytes + loads[stage].gradient_bytes for stage in self.stages) + results_bytes
+        return max(behind, int(self._levels(loads)[0].max(initial=0)))
 
-def _drawn(events: Sequence[PipelineEvent], scale: float, columns: int) -> str:
-    line = [" "] * columns
-    for each in events:
-        first, last = (min(round(at * scale), columns) for at in (each.start_seconds, each.end_seconds))
-        middle = min(round((each.start_seconds + each.recompute_seconds) * scale), columns)
-        digit = str(each.action.micro_batch % 10)
-        mark = digit if each.action.work == "forward" else "b"
-        line[first:last] = ["r"] * (middle - first) + [mark] * (last - middle)
-    return "".join(line)
+    def _levels(self, loads: Loads) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        own: list[int] = []
+        sizes: list[int] = []
+        for stage in self.stages:
+            load = loads[stage]
+            own += [getattr(each, name) for name in _OWN for each in load.both]
+            sizes += [each.held_bytes for each in load.both]
+            sizes += [load.output_bytes, load.input_gradient_bytes, load.gradient_bytes]
+        static = sum(loads[stage].static_bytes for stage in self.stages)
+        after = static + self._after @ np.array(sizes, np.int64)
+        peaks = static + np.array(own, np.int64)[self._own] + self._meanwhile @ np.array(sizes, np.int64)
+        return np.maximum(peaks, after), after

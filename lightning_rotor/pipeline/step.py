@@ -1,86 +1,246 @@
-"""One training step: user code for each micro-batch around a pipeline."""
+"""A module that runs as a pipeline: training steps around it, and whole batches without gradients.
+
+user code of each micro-batch ──► waits at the call ──► PipelineRunner ──► goes on as outputs arrive
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
+from lightning_rotor.capture.cuts import GraphCut, SequentialCut
 from lightning_rotor.pipeline.micro_batches import join, rows_in, sizes_of, split
-from lightning_rotor.pipeline.paused_step import SuspendedCall, suspended_call
-from lightning_rotor.pipeline.pipelined import PipelinedModule
-from lightning_rotor.pipeline.schedule import PipelineError
-from lightning_rotor.pipeline.surroundings import OUTSIDE, Surroundings, mixed
+from lightning_rotor.pipeline.partition import Partition, RecomputeMode
+from lightning_rotor.pipeline.partition.problem import RECOMPUTE_MODES
+from lightning_rotor.pipeline.placement import PipelineProcesses, Placement, first
+from lightning_rotor.pipeline.run_context import OUTSIDE, Call, PausedCall, RunContext, mixed, paused_call, seeded
+from lightning_rotor.pipeline.runner import Inputs, PipelineRunner
+from lightning_rotor.pipeline.schedule import PipelineError, PipelineScheduleName, check_numbers
+from lightning_rotor.planned.forward import attach, detach
 from lightning_rotor.private.values import tensors_in, tree_flatten, tree_map, tree_unflatten
+from lightning_rotor.stages.sequential import unpacked, wiring_of
 
 
-def train_step(
-    pipelined: PipelinedModule,
-    runs: Sequence[Callable[[], Any]],
-    loss_of: Callable[[Any], torch.Tensor],
-    *,
-    weights: Sequence[float],
-    number: int,
-    outside_learns: bool,
-    on_turn: Callable[[int], None] = lambda number: None,
-) -> list[Any]:
-    """Run forward and backward of all micro-batches; gradients are added to those that are there.
+@dataclass(frozen=True, slots=True)
+class PipelineOptions:
+    """How to pipeline.
 
-    Behind the pipeline, every process has all outputs and runs what is left of the user's code, so that all have the same results, and the
-    same gradients of what is outside of the pipeline.
-
-    Args:
-        pipelined: Called once by each of ``runs``.
-        runs: By micro-batch, the user's code.
-        loss_of: The loss in what that returns.
-        weights: By micro-batch, what its loss counts in the gradients.
-        number: Of the step.
-        outside_learns: There are parameters to train outside of the pipeline.
-        on_turn: Called before the code of a micro-batch goes on.
-    Returns:
-        By micro-batch, what its run returned.
+    Attributes:
+        micro_batches: Into how many parts a batch is split.
+        schedule: In which order devices work.
+        recompute: See :class:`lightning_rotor.pipeline.partition.Problem`.
+        balance: ``"auto"``, or how many stages of the chain each pipeline stage gets.
+        stages_per_device: More than one for ``"interleaved"``.
+        deferred_batch_norm: Running statistics of BatchNorm are updated once for each batch, as if it was not split.
     """
-    seed, device = pipelined.seed(number), pipelined.device
-    calls = [
-        SuspendedCall(run, seed=mixed(mixed(seed, place), OUTSIDE), device=device) for place, run in enumerate(runs)
-    ]
-    results: dict[int, Any] = {}
 
-    def loss(output: Any, place: int) -> torch.Tensor:
-        on_turn(place)
-        results[place] = calls[place].finish(output)
-        return loss_of(results[place]) * weights[place]
+    micro_batches: int = 8
+    schedule: PipelineScheduleName = "1f1b"
+    recompute: RecomputeMode = "rotor"
+    balance: Literal["auto"] | Sequence[int] = "auto"
+    stages_per_device: int = 1
+    deferred_batch_norm: bool = False
 
-    try:
-        given = []
-        for place, call in enumerate(calls):
+    def __post_init__(self) -> None:
+        check_numbers("gpipe", 1, self.micro_batches, 1)
+        check_numbers(self.schedule, 1, self.micro_batches, 1)
+        if self.recompute not in RECOMPUTE_MODES:
+            known = ", ".join(map(repr, RECOMPUTE_MODES))
+            raise PipelineError(f"recompute is {self.recompute!r}: expected one of {known}")
+        if isinstance(self.balance, str) and self.balance != "auto":
+            raise PipelineError(f'balance is {self.balance!r}: expected "auto" or numbers such as [3, 4, 2]')
+
+
+class StagedModule:
+    """A module as stages in training, or in evaluation."""
+
+    def __init__(self, module: nn.Module, cut: SequentialCut | GraphCut, runner: PipelineRunner) -> None:
+        self._module, self._cut, self.runner = module, cut, runner
+        self._reads = len(wiring_of(cut.stages).wire.reads)
+
+    def inputs(self, calls: Sequence[Call]) -> list[Sequence[Any]]:
+        """By micro-batch, the values that the chain takes."""
+        found = []
+        for args, kwargs in calls:
+            value = self._cut.bind(args, kwargs)
+            if value is None:
+                raise PipelineError(
+                    f"{type(self._module).__name__} was cut into pipeline stages for another kind of call: expected "
+                    "arguments that differ in their tensors alone, and a module that has not changed since training "
+                    "began"
+                )
+            found.append(unpacked(value, self._reads))
+        return found
+
+
+class PipelinedModule:
+    """Runs a module as a pipeline, in the place of its ``forward``."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        partition: Partition,
+        placement: Placement,
+        options: PipelineOptions,
+        *,
+        training: StagedModule,
+        evaluation: StagedModule,
+        processes: PipelineProcesses,
+    ) -> None:
+        self.module, self.partition, self.placement, self.options = module, partition, placement, options
+        self.processes, self._training, self._evaluation = processes, training, evaluation
+        self._seed = first(torch.initial_seed(), processes.group)
+        self._slots = [(each._parameters, name) for each in module.modules() for name in each._parameters]
+        self._evaluations = 0
+        self.manual_step: ManualStep | None = None  # the one that runs
+
+    # A copy of a live module computes with its own weights, plainly.
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Inactive:
+        return _Inactive()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Inactive, ()
+
+    @property
+    def active(self) -> bool:
+        """It is no copy."""
+        return True
+
+    @property
+    def runner(self) -> PipelineRunner:
+        """Runs training steps."""
+        return self._training.runner
+
+    def start(self) -> None:
+        """Run in the place of the module's forward, with this process's part of the weights."""
+        self.placement.give_up()
+        attach(self.module, self)
+
+    def stop(self, *, values: bool = True) -> None:
+        """Undo :meth:`start`, with all weights as they are now or, after an error, with what is here."""
+        detach(self.module)
+        self.runner.release()
+        self.placement.restore(values=values)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """In a training step, wait for the pipeline; without gradients, run forward."""
+        waiting = paused_call()
+        if waiting is not None:
+            return waiting.call(args, kwargs)
+        if not torch.is_grad_enabled():
+            return self.evaluate(args, kwargs)
+        if self.manual_step is not None:
+            return self.manual_step.forward(args, kwargs)
+        raise PipelineError(
+            f"{type(module).__name__} is cut into pipeline stages and was called with gradients outside of "
+            "training_step: expected calls in training_step, or under torch.no_grad()"
+        )
+
+    def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's output for a whole batch, on every process, without gradients."""
+        way = self._training if self.module.training else self._evaluation
+        calls = split((args, kwargs), sizes_of(rows_in((args, kwargs)), self.options.micro_batches))
+        self._evaluations += 1
+        seed = mixed(self.seed(0), self._evaluations)  # for dropout that is on without gradients
+        return join(way.runner.forward(way.inputs(calls), seed=seed, signature=self.signature()))
+
+    def seed(self, step: int) -> int:
+        """The seed of a step, from its number."""
+        return mixed(self._seed, step)
+
+    def inputs(self, calls: Sequence[Call]) -> list[Sequence[Any]]:
+        """By micro-batch, what the chain takes in training."""
+        return self._training.inputs(calls)
+
+    def signature(self) -> Any:
+        """What shapes depend on besides inputs: which parameters learn."""
+        return tuple(each.requires_grad for table, name in self._slots if (each := table[name]) is not None)
+
+    def train(
+        self,
+        runs: Sequence[Callable[[], Any]],
+        loss_of: Callable[[Any], torch.Tensor],
+        *,
+        weights: Sequence[float],
+        number: int,
+        outside_learns: bool,
+        on_turn: Callable[[int], None] = lambda number: None,
+    ) -> list[Any]:
+        """Run forward and backward of all micro-batches; gradients are added to those that are there.
+
+        Behind the pipeline, every process has all outputs and runs what is left of the user's code, so that all have
+        the same results, and the same gradients of what is outside of the pipeline.
+
+        Args:
+            runs: By micro-batch, the user's code, which calls the module once.
+            loss_of: The loss in what that returns.
+            weights: By micro-batch, what its loss counts in the gradients.
+            number: Of the step.
+            outside_learns: There are parameters to train outside of the pipeline.
+            on_turn: Called before the code of a micro-batch goes on.
+        Returns:
+            By micro-batch, what its run returned.
+        """
+        seed = self.seed(number)
+        calls = [
+            PausedCall(run, seed=mixed(mixed(seed, place), OUTSIDE), device=self.processes.device)
+            for place, run in enumerate(runs)
+        ]
+        results: dict[int, Any] = {}
+
+        def loss(output: Any, place: int) -> torch.Tensor:
             on_turn(place)
-            given.append(call.start())
-        inputs = pipelined.inputs(given)
-        del given
-        around = calls[0].surroundings
-        done = pipelined.runner.train(inputs, loss, seed=seed, signature=pipelined.signature(), around=around)
-        for place, output in enumerate(done.outputs):
-            if place in results:
-                continue
-            value = loss(_leaves(output) if outside_learns else output, place)
-            if outside_learns and value.requires_grad:
-                value.backward()
-    finally:
-        for call in calls:
-            call.abandon()
-    backward_of_inputs(inputs, done.input_gradients)
-    return [results[place] for place in range(len(runs))]
+            results[place] = calls[place].finish(output)
+            return loss_of(results[place]) * weights[place]
+
+        try:
+            given = []
+            for place, call in enumerate(calls):
+                on_turn(place)
+                given.append(call.start())
+            inputs = self.inputs(given)
+            del given
+            done = self.runner.train(inputs, loss, seed=seed, signature=self.signature(), context=calls[0].context)
+            for place, output in enumerate(done.outputs):
+                if place in results:
+                    continue
+                value = loss(_leaves(output) if outside_learns else output, place)
+                if outside_learns and value.requires_grad:
+                    value.backward()
+        finally:
+            for call in calls:
+                call.abandon()
+        _backward_of_inputs(inputs, done.input_gradients)
+        return [results[place] for place in range(len(runs))]
+
+    def train_by_hand(self, run: Callable[[], Any], number: int) -> Any:
+        """Run user code that calls the module with whole batches, and :attr:`manual_step` for each backward."""
+        seed = self.seed(number)
+        self.manual_step = step = ManualStep(self, seed)
+        try:
+            with seeded(mixed(mixed(seed, 0), OUTSIDE)):
+                return run()
+        finally:
+            self.manual_step = None
+            step.abandon()
 
 
-def backward_of_inputs(inputs: Sequence[Sequence[Any]], gradients: Sequence[Sequence[torch.Tensor | None]]) -> None:
-    """Go on with the backward before the pipeline.
+class _Inactive:
+    """In the place of a pipeline in a copied module."""
 
-    Args:
-        inputs: By micro-batch, the values that it took.
-        gradients: Likewise, one for each tensor in them.
-    """
+    active = False
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return type(module).forward(module, *args, **kwargs)
+
+
+def _backward_of_inputs(inputs: Inputs, gradients: Sequence[Sequence[torch.Tensor | None]]) -> None:
+    """Go on with the backward before the pipeline, from the gradients of the tensors that it took."""
     pairs = [
         (tensor, gradient)
         for values, found in zip(inputs, gradients, strict=True)
@@ -101,52 +261,40 @@ def _leaves(output: Any) -> Any:
     )
 
 
-# ----------------------------------------------------------------------------------------------------
-# Manual optimization: a pipeline's forwards when the module is called, its backwards when user code asks for them.
-
-
 class ManualStep:
-    """The pipeline in one step under manual optimization.
-
-    Args:
-        pipelined: Runs under GPipe's schedule.
-        seed: Of the step.
-    """
+    """Manual optimization: forwards when the module is called, backwards when user code asks for them."""
 
     def __init__(self, pipelined: PipelinedModule, seed: int) -> None:
         self._pipelined, self._seed, self._forwards = pipelined, seed, 0
-        self._waiting: SuspendedCall | None = None
+        self._waiting: PausedCall | None = None
         self._inputs: list[Sequence[Any]] = []
         self._leaves: list[torch.Tensor] = []
         self._spent: list[torch.Tensor] = []
         self._rows: list[list[int]] = []
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The output for a batch, on every process; its tensors are leaves.
-
-        Raises:
-            PipelineError: The last forward still waits for its backward.
-        """
+        """The output for a batch, on every process; its tensors are leaves."""
         if self._waiting is not None:
             raise PipelineError(
-                "training_step called the module that is cut into pipeline stages again before manual_backward: expected a backward for each "
-                "call before the next one, since a pipeline holds one batch at a time. Or call it under torch.no_grad()"
+                "training_step called the module that is cut into pipeline stages again before manual_backward: "
+                "expected a backward for each call before the next one, since a pipeline holds one batch at a time. "
+                "Or call it under torch.no_grad()"
             )
         pipelined, seed = self._pipelined, mixed(self._seed, self._forwards)
         self._forwards += 1
         sizes = sizes_of(rows_in((args, kwargs)), pipelined.options.micro_batches)
-        self._inputs, around = pipelined.inputs(split((args, kwargs), sizes)), Surroundings()
+        self._inputs, context = pipelined.inputs(split((args, kwargs), sizes)), RunContext()
 
         def schedule() -> Any:
             return pipelined.runner.train_in_phases(
-                self._inputs, _hand_over, seed=seed, signature=pipelined.signature(), around=around
+                self._inputs, _hand_over, seed=seed, signature=pipelined.signature(), context=context
             )
 
-        waiting = SuspendedCall(schedule, seed=seed, device=pipelined.device, what="the pipeline")
+        waiting = PausedCall(schedule, seed=seed, device=pipelined.processes.device, what="the pipeline")
         (outputs, asking), _ = waiting.start()
         return self._joined(outputs, asking, waiting)
 
-    def _joined(self, outputs: Sequence[Any], asking: Sequence[bool], waiting: SuspendedCall) -> Any:
+    def _joined(self, outputs: Sequence[Any], asking: Sequence[bool], waiting: PausedCall) -> Any:
         columns, specs = zip(*(tree_flatten(output) for output in outputs), strict=True)
         leaves: list[Any] = [join(list(column)) for column in zip(*columns, strict=True)]
         self._leaves, self._rows = [], []
@@ -156,28 +304,22 @@ class ManualStep:
                 leaves[place] = leaf = leaf.detach().requires_grad_(next(tensors))
                 self._leaves.append(leaf)
                 self._rows.append([len(column[place]) if leaf.dim() else 1 for column in columns])
-        if any(asking):
-            self._waiting = waiting
-        else:
-            self._give_up(waiting)  # nothing in the pipeline learns
+        self._waiting = waiting
+        if not any(asking):
+            self.abandon()  # nothing in the pipeline learns
         return tree_unflatten(leaves, specs[0])
 
-    def backward(self, backward: Callable[[], None]) -> None:
-        """Run a backward, and the pipeline's if gradients have reached its output.
-
-        Args:
-            backward: That of the loss.
-        Raises:
-            PipelineError: Gradients have reached an output whose backward is done.
-        """
-        backward()
+    def backward(self, backward: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Run a backward of user code, and the pipeline's if gradients have reached its output."""
+        answer = backward()
         if any(leaf.grad is not None for leaf in self._spent):
             raise PipelineError(
-                "a second manual_backward has reached an output of the module that is cut into pipeline stages: expected one backward for each "
-                "call, since the pipeline has let go of what it needs. Add up the losses, or call the module again"
+                "a second manual_backward has reached an output of the module that is cut into pipeline stages: "
+                "expected one backward for each call, since the pipeline has let go of what it needs. Add up the "
+                "losses, or call the module again"
             )
         if self._waiting is None or all(leaf.grad is None for leaf in self._leaves):
-            return
+            return answer
         waiting, self._waiting = self._waiting, None
         by_tensor = [_shared_out(leaf, rows) for leaf, rows in zip(self._leaves, self._rows, strict=True)]
         done = waiting.finish(list(zip(*by_tensor, strict=True)))
@@ -185,22 +327,20 @@ class ManualStep:
             leaf.grad = None
         self._spent += self._leaves
         inputs, self._inputs = self._inputs, []
-        backward_of_inputs(inputs, done.input_gradients)
+        _backward_of_inputs(inputs, done.input_gradients)
+        return answer
 
     def abandon(self) -> None:
-        """The step is over."""
+        """Give up a forward whose backward will never come."""
         if self._waiting is not None:
-            self._give_up(self._waiting)
+            self._waiting.abandon()
             self._waiting = None
-
-    def _give_up(self, waiting: SuspendedCall) -> None:
-        waiting.abandon()
-        self._pipelined.runner.release()  # torch's stages hold what has no backward
+            self._pipelined.runner.release()  # torch's stages hold what has no backward
 
 
 def _hand_over(outputs: tuple[Any, ...], asking: tuple[bool, ...]) -> Any:
     """In the schedule's thread: let user code go on until it has gradients."""
-    schedule = suspended_call()
+    schedule = paused_call()
     assert schedule is not None
     return schedule.call((outputs, asking), {})
 
@@ -210,3 +350,38 @@ def _shared_out(leaf: torch.Tensor, rows: Sequence[int]) -> list[torch.Tensor | 
     if leaf.grad is None or not leaf.dim():
         return [leaf.grad, *[None] * (len(rows) - 1)]
     return list(leaf.grad.split(list(rows)))
+
+
+class GradientsApart:
+    """Context in which gradients begin at none; behind it parameters have those again that they had.
+
+    Args:
+        parameters: Whose.
+        replicas: Processes that have the same parameters and other batches: their gradients are averaged.
+        keep: False lets go of the gradients that were there, for they are about to be zeroed.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], *, replicas: dist.ProcessGroup | None, keep: bool) -> None:
+        self._parameters, self._replicas = parameters, replicas
+        self._before = [parameter.grad if keep else None for parameter in parameters]
+        self._made: list[torch.Tensor | None] = []
+
+    def __enter__(self) -> GradientsApart:
+        for parameter in self._parameters:
+            parameter.grad = None
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self._made = [parameter.grad for parameter in self._parameters]
+        for gradient in self._made:
+            if gradient is not None and kind is None and self._replicas is not None:
+                dist.all_reduce(gradient, group=self._replicas)
+                gradient.div_(dist.get_world_size(self._replicas))
+        for parameter, before in zip(self._parameters, self._before, strict=True):
+            parameter.grad = before
+
+    def add(self) -> None:
+        """Add what the context made to what was there."""
+        for parameter, gradient in zip(self._parameters, self._made, strict=True):
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient

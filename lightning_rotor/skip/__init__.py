@@ -1,4 +1,4 @@
-"""Skip connections between layers of an ``nn.Sequential``, as torchgpipe's users write them, with or without a pipeline.
+"""Skip connections between layers of an ``nn.Sequential``, as torchgpipe's users write them.
 
 ::
 
@@ -11,21 +11,24 @@
     net = nn.Sequential(Down(), Middle(), Up())
     verify_skippables(net)
 
-A decorated class is a subclass of the user's: keys of state dictionaries, ``isinstance`` and pickling stay as they are. Called plainly, an
-``nn.Sequential`` hands tensors on by itself. Cut into a chain, every skip is a value of its own between the stage that stashes it and the one that
-pops it, so planners know what it takes (:class:`lightning_rotor.chain.Skip`) and recomputation hands it out again.
+A decorated class is a subclass of the user's: keys of state dictionaries, ``isinstance`` and pickling stay as they are.
+Called plainly, an ``nn.Sequential`` hands tensors on by itself. Cut into a chain, every skip is a value of its own
+between the stage that stashes it and the one that pops it: planners know what it takes
+(:class:`lightning_rotor.chain.Skip`), and recomputation hands it out again.
 """
 
-from lightning_rotor.skip.skippable import (
-    Namespace,
-    SkipDeclarationError,
-    SkipError,
-    Skippable,
-    pop,
-    skippable,
-    stash,
-    verify_skippables,
-)
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeAlias, TypeVar
+
+import torch
+from torch import nn
+
+from lightning_rotor.errors import RotorError
 
 __all__ = [
     "Namespace",
@@ -37,3 +40,244 @@ __all__ = [
     "stash",
     "verify_skippables",
 ]
+
+
+class SkipDeclarationError(RotorError, TypeError):
+    """Declarations of skip connections do not match: something is stashed and never popped, for one."""
+
+
+class SkipError(RotorError, RuntimeError):
+    """A layer did not do what it declared: it stashed or popped something else, or too little."""
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Namespace:
+    """Isolates the skip connections of layers that share it: ``layer.isolate(Namespace())``.
+
+    Layers of one class use the same names over and over; each pair gets a namespace of its own. A namespace is equal to
+    itself and to its copies, those in other processes included, and sorted in an order that means nothing.
+    """
+
+    _id: uuid.UUID = field(default_factory=uuid.uuid4, init=False)
+
+
+Key: TypeAlias = tuple[Namespace | None, str]
+"""A skip connection: its namespace, or None, and its name."""
+_Module = TypeVar("_Module", bound=nn.Module)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class stash:  # noqa: N801 - used like a statement: ``yield stash("skip", x)``
+    """Command of a skippable layer: keep a tensor, or None, under a name for the layer that pops it."""
+
+    name: str
+    tensor: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class pop:  # noqa: N801 - used like a statement: ``skip = yield pop("skip")``
+    """Command of a skippable layer: ask for what was stashed under a name."""
+
+    name: str
+
+
+class _Plainly(threading.local):
+    """What plain calls have stashed and not popped yet. Each thread has its own, as each has its own forward."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[Key, torch.Tensor | None] = {}
+
+
+_plainly = _Plainly()
+
+
+class Skippable(nn.Module):
+    """What :func:`skippable` makes of a class. Not for direct use."""
+
+    stashable_names: ClassVar[frozenset[str]] = frozenset()
+    poppable_names: ClassVar[frozenset[str]] = frozenset()
+
+    def isolate(self: _Module, namespace: Namespace, *, only: Iterable[str] | None = None) -> _Module:
+        """Give skip connections of this layer a namespace.
+
+        Args:
+            namespace: Shared by the layers at both ends.
+            only: Names that it is for; by default all.
+        Returns:
+            The layer itself.
+        Raises:
+            SkipDeclarationError: A name is not one of this layer.
+        """
+        assert isinstance(self, Skippable)
+        names = self.stashable_names | self.poppable_names
+        unknown = set(names if only is None else only) - names
+        if unknown:
+            raise SkipDeclarationError(
+                f"{type(self).__name__} does not declare {_listed(unknown)}: expected some of {_listed(names)}"
+            )
+        namespaces = dict(self._namespaces())
+        namespaces.update(dict.fromkeys(names if only is None else only, namespace))
+        self.__dict__["_skip_namespaces"] = namespaces
+        return self
+
+    def stashable(self) -> tuple[Key, ...]:
+        """What the layer stashes, in a fixed order."""
+        return tuple((self._namespaces().get(name), name) for name in sorted(self.stashable_names))
+
+    def poppable(self) -> tuple[Key, ...]:
+        """What the layer pops, in a fixed order."""
+        return tuple((self._namespaces().get(name), name) for name in sorted(self.poppable_names))
+
+    def forward(self, input: Any) -> Any:
+        """Run the user's forward; what it stashes waits for another plain call in this thread."""
+        tensors = _plainly.tensors
+        missing = [name for namespace, name in self.poppable() if (namespace, name) not in tensors]
+        if missing:
+            raise SkipError(
+                f"{type(self).__name__} pops {_listed(missing)}, which no layer has stashed: run the layers that do "
+                "before it, and check with verify_skippables(module)"
+            )
+        output, stashed = self.threaded(input, {key: tensors.pop(key) for key in self.poppable()})
+        tensors.update(stashed)
+        return output
+
+    def threaded(self, input: Any, popped: dict[Key, Any]) -> tuple[Any, dict[Key, Any]]:
+        """Run the user's forward with all that it pops; returns the output, and all that it stashes.
+
+        Raises:
+            SkipError: The layer does not do what it declared.
+        """
+        waiting = {name: tensor for (_, name), tensor in popped.items()}
+        stashed: dict[str, Any] = {}
+        # The class behind this one is the user's.
+        running = super().forward(input)
+        output = self._follow(running, waiting, stashed) if isinstance(running, Generator) else running
+        del running
+        for names, done in ((self.stashable_names - set(stashed), "stashed"), (set(waiting), "popped")):
+            if names:
+                raise SkipError(f"{_listed(names)} must be {done} but {'has' if len(names) == 1 else 'have'} not been")
+        return output, {(self._namespaces().get(name), name): tensor for name, tensor in stashed.items()}
+
+    def _follow(self, running: Generator[Any, Any, Any], waiting: dict[str, Any], stashed: dict[str, Any]) -> Any:
+        """Do what the forward asks for, until it returns."""
+        answer: Any = None
+        while True:
+            try:
+                command = running.send(answer)
+            except StopIteration as stop:
+                return stop.value
+            answer = None
+            match command:
+                case stash(name, tensor):
+                    if name not in self.stashable_names:
+                        raise SkipError(f"{name!r} has not been declared as stashable: @skippable(stash=[{name!r}])")
+                    stashed[name] = tensor
+                case pop(name):
+                    if name not in self.poppable_names:
+                        raise SkipError(f"{name!r} has not been declared as poppable: @skippable(pop=[{name!r}])")
+                    if name not in waiting:
+                        raise SkipError(f"{name!r} has been popped already: keep the tensor in a variable")
+                    answer = waiting.pop(name)
+                case _:
+                    raise SkipError(f"{command!r} is no command of a skippable layer: yield stash(...) or pop(...)")
+
+    def _namespaces(self) -> dict[str, Namespace]:
+        found: dict[str, Namespace] = self.__dict__.get("_skip_namespaces", {})
+        return found
+
+
+def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[type[_Module]], type[_Module]]:
+    """Declare which skip connections a class of layers stashes and pops.
+
+    Its ``forward`` is a generator that yields :class:`.stash` and :class:`.pop` commands and returns the output.
+
+    Args:
+        stash: Names of what it stashes, each in every forward.
+        pop: Names of what it pops, likewise.
+    Returns:
+        A decorator. The class that it makes is a subclass under the same name.
+    Raises:
+        SkipDeclarationError: A string is given for a list of names, or the class is no ``nn.Module``.
+    """
+    for argument, names in (("stash", stash), ("pop", pop)):
+        if isinstance(names, str):
+            raise SkipDeclarationError(
+                f"{argument}={names!r} is a string: expected a list of names, {argument}=[{names!r}]"
+            )
+    stashable, poppable = frozenset(stash), frozenset(pop)
+
+    def extend(module_class: type[_Module]) -> type[_Module]:
+        given: object = module_class
+        if not (isinstance(given, type) and issubclass(given, nn.Module)):
+            raise SkipDeclarationError(
+                f"{module_class!r} is no class of nn.Module: expected @skippable above a class of layers"
+            )
+        return type(
+            module_class.__name__,
+            (Skippable, module_class),
+            {
+                "stashable_names": stashable,
+                "poppable_names": poppable,
+                "__doc__": module_class.__doc__,
+                "__module__": module_class.__module__,
+                "__qualname__": module_class.__qualname__,
+            },
+        )
+
+    return extend
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, sorted(names)))
+
+
+def verify_skippables(module: nn.Sequential) -> None:
+    """Check that every skip connection is stashed once, and popped once by a later layer.
+
+    Args:
+        module: Its layers may be sequential containers themselves.
+    Raises:
+        SkipDeclarationError: They do not match; says all that is wrong.
+    Example:
+        >>> verify_skippables(nn.Sequential(Layer1(), Layer2()))  # doctest: +SKIP
+    """
+    verify_layers(list(_layers(module, "")))
+
+
+def verify_layers(layers: Sequence[tuple[str, nn.Module]]) -> None:
+    """:func:`verify_skippables` for layers in a row, with their names."""
+    complaints = _complaints(layers)
+    if complaints:
+        listed = "\n".join(f"* {complaint}" for complaint in complaints)
+        raise SkipDeclarationError(f"one or more pairs of stash and pop do not match:\n\n{listed}")
+
+
+def _layers(module: nn.Sequential, prefix: str) -> Iterable[tuple[str, nn.Module]]:
+    for name, child in module._modules.items():
+        if type(child).forward is nn.Sequential.forward and isinstance(child, nn.Sequential):
+            yield from _layers(child, f"{prefix}{name}.")
+        elif child is not None:
+            yield f"{prefix}{name}", child
+
+
+def _complaints(layers: Sequence[tuple[str, nn.Module]]) -> list[str]:
+    stashed: set[Key] = set()
+    popped: set[Key] = set()
+    complaints = []
+    for layer_name, layer in layers:
+        if not isinstance(layer, Skippable):
+            continue
+        both = layer.stashable_names & layer.poppable_names
+        complaints += [f"{layer_name!r} declared {name!r} both as stashable and as poppable" for name in sorted(both)]
+        for keys, seen, what in ((layer.stashable(), stashed, "stashable"), (layer.poppable(), popped, "poppable")):
+            for key in keys:
+                if key[1] in both:
+                    continue
+                if key in seen:
+                    complaints.append(f"{layer_name!r} redeclared {key[1]!r} as {what} but not isolated by namespace")
+                elif seen is popped and key not in stashed:
+                    complaints.append(f"{layer_name!r} declared {key[1]!r} as poppable but it was not stashed")
+                    continue
+                seen.add(key)
+    left = sorted((key for key in stashed - popped), key=lambda key: key[1])
+    return complaints + [f"no module declared {name!r} as poppable but stashed" for _, name in left]

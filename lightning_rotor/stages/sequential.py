@@ -16,7 +16,7 @@ from lightning_rotor.errors import InverseError, ModelError
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.torch_names import version_of
 from lightning_rotor.private.values import address_of, tree_leaves
-from lightning_rotor.skip.skippable import Key, Skippable, verify_layers
+from lightning_rotor.skip import Key, Skippable, verify_layers
 
 # ----------------------------------------------------------------------------------------------------
 # Which values a step takes and which it makes, by number, and what that means for several steps in a row.

@@ -1,120 +1,72 @@
-"""From a Trainer, its model and the user's settings to a module that runs as a pipeline."""
+"""From a Trainer, its model and the user's settings to a module that runs as a pipeline.
+
+First batch ──► checked ──► what the module is called with ──► memory that is left ──► ``pipelined``
+
+What cannot be trained in a pipeline is found here, on every process, before training starts: each ``check_…`` raises a
+:class:`PipelineError` that says what would work.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 
-from lightning_rotor.execution.options import kept_attributes
+from lightning_rotor.callbacks.dry_step import Silence, best_by_compute, compute_of_training_step
+from lightning_rotor.errors import ProfilingError
+from lightning_rotor.execution.options import kept_attributes, lent_buffers
 from lightning_rotor.memory.budget import process_limit_bytes
 from lightning_rotor.memory.held import block_bytes, storage_bytes
 from lightning_rotor.memory.optimizer import predict_optimizer_state_bytes
 from lightning_rotor.pipeline.micro_batches import rows_in, sizes_of, split
-from lightning_rotor.pipeline.partition import PipelineDevice, RecomputeMode
-from lightning_rotor.pipeline.pipelined import PipelinedModule, PipelineOptions, pipelined
-from lightning_rotor.pipeline.placement import gathered
-from lightning_rotor.pipeline.schedule import PipelineScheduleName
-from lightning_rotor.pipeline.surroundings import Surroundings
-from lightning_rotor.planned.target import Target, named_target
-from lightning_rotor.private.lightning_names import before_batch_transfer, optimizers_of
+from lightning_rotor.pipeline.partition import PipelineDevice
+from lightning_rotor.pipeline.pipelined import pipelined
+from lightning_rotor.pipeline.placement import PipelineProcesses, gathered, outside, tensors_of
+from lightning_rotor.pipeline.run_context import Call, PausedCall, RunContext, paused_call
+from lightning_rotor.pipeline.schedule import PipelineError, check_numbers
+from lightning_rotor.pipeline.step import PipelinedModule, PipelineOptions
+from lightning_rotor.planned.forward import attached
+from lightning_rotor.planned.target import Target, TargetSearch, named_target
+from lightning_rotor.private.lightning_names import before_batch_transfer, optimizers_of, take_loader
 from lightning_rotor.private.values import tensors_in
 from lightning_rotor.stages.sequential import Stage
 from lightning_rotor.stages.state import GeneratorStates
-from lightning_rotor.strategies import checks
-from lightning_rotor.strategies.first_call import Call, find_target, first_batch, first_call
+from lightning_rotor.strategies.steps import MicroBatchLogs, kept_metrics
 
-# ----------------------------------------------------------------------------------------------------
-# What training keeps on a device of a pipeline besides activations.
-
-
-def outside(model: nn.Module, module: nn.Module) -> list[torch.Tensor]:
-    """Parameters and buffers that are not the module's."""
-    inside = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    return [tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in inside]
-
-
-@dataclass(frozen=True, slots=True)
-class KeptMemory:
-    """How many bytes weights, gradients and optimizer state take.
-
-    Attributes:
-        factor: Bytes of optimizer state for each byte of trained parameters.
-        device: Where.
-    """
-
-    factor: float
-    device: torch.device
-
-    @classmethod
-    def in_evaluation(cls, device: torch.device) -> KeptMemory:
-        """Without an optimizer."""
-        return cls(0.0, device)
-
-    @classmethod
-    def under(cls, optimizers: Sequence[torch.optim.Optimizer], model: nn.Module, device: torch.device) -> KeptMemory:
-        """With some optimizers, which are asked in a dry step."""
-        trained = _trained_bytes(list(model.parameters()))
-        state_bytes = sum(predict_optimizer_state_bytes(each, device) for each in optimizers)
-        return cls(state_bytes / max(trained, 1), device)
-
-    def outside_bytes(self, model: nn.Module, module: nn.Module) -> int:
-        """Of what is not in the module, gradients included: it is on every device."""
-        tensors = outside(model, module)
-        return storage_bytes(tensors) + round((1 + self.factor) * _trained_bytes(tensors))
-
-    def of_stages(self, stages: Sequence[Stage]) -> list[int]:
-        """By stage of a chain, weights, buffers and optimizer state."""
-        return [self._of_stage(stage) for stage in stages]
-
-    def _of_stage(self, stage: Stage) -> int:
-        parameters = list(stage.parameters())
-        buffers = {id(b): b for _, m in stage.submodules() for b in m._buffers.values() if b is not None}
-        weights = sum(block_bytes(t.numel() * t.element_size(), self.device) for t in (*parameters, *buffers.values()))
-        return weights + round(self.factor * _trained_bytes(parameters))
-
-
-def _trained_bytes(tensors: Sequence[torch.Tensor]) -> int:
-    return sum(
-        tensor.numel() * tensor.element_size()
-        for tensor in tensors
-        if isinstance(tensor, nn.Parameter) and tensor.requires_grad
-    )
-
-
-# ----------------------------------------------------------------------------------------------------
+_TWICE = (
+    "training_step called the module that is cut into pipeline stages {} times ({!r}): expected one call of it. "
+    "Let one call take both inputs, or let module=... name a part that is called once"
+)
+_NO_GRAD = (
+    "training_step called the module that is cut into pipeline stages under no_grad ({!r}): "
+    "expected one call with gradients"
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PipelineSettings:
-    """Arguments of :class:`~lightning_rotor.strategies.RotorPipelineStrategy`, which describes them; the limit is parsed."""
+class PipelineSettings(PipelineOptions):
+    """Arguments of :class:`~lightning_rotor.strategies.RotorPipelineStrategy`; the limit is parsed."""
 
-    module: str | None
-    balance: Literal["auto"] | list[int]
-    micro_batches: int
-    schedule: PipelineScheduleName
-    recompute: RecomputeMode
-    limit: Any
-    pipeline_stages: int | None
-    deferred_batch_norm: bool
-    sample: Any
+    module: str | None = None
+    limit: Any = None
+    pipeline_stages: int | None = None
+    sample: Any = None
 
     def __post_init__(self) -> None:
-        checks.check_arguments(
-            schedule=self.schedule,
-            stages=self.pipeline_stages,
-            micro_batches=self.micro_batches,
-            recompute=self.recompute,
-            balance=self.balance,
-        )
+        PipelineOptions.__post_init__(self)
+        check_numbers("gpipe", self.pipeline_stages or 1, self.micro_batches, 1)
 
     @property
     def sample_call(self) -> Call:
@@ -125,131 +77,297 @@ class PipelineSettings:
 
     def options(self, devices: int) -> PipelineOptions:
         """Those of a pipeline over some devices."""
-        stages_per_device = 1
-        if self.schedule == "interleaved":
-            by_hand = not isinstance(self.balance, str)
-            stages_per_device = max(len(self.balance) // devices, 1) if by_hand else 2
-        return PipelineOptions(
-            self.micro_batches, self.schedule, self.recompute, self.balance, stages_per_device, self.deferred_batch_norm
+        if self.schedule != "interleaved":
+            return self
+        by_hand = not isinstance(self.balance, str)
+        return replace(self, stages_per_device=max(len(self.balance) // devices, 1) if by_hand else 2)
+
+    def check_devices(self, world: int, stages: int) -> None:
+        """So many devices, in pipelines of so many stages."""
+        if world % stages:
+            raise PipelineError(
+                f"pipeline_stages is {stages}, but there are {world} devices: expected a number of devices that is a "
+                f"multiple, such as devices={stages * max(world // stages, 1)}"
+            )
+        if self.schedule == "1f1b" and self.micro_batches < stages:
+            raise PipelineError(
+                f"micro_batches is {self.micro_batches} for {stages} devices: expected at least as many micro-batches "
+                "as "
+                f'devices under schedule "1f1b". Use micro_batches={stages}, or schedule="gpipe"'
+            )
+
+    def check_fit(self, model: pl.LightningModule, precision: Precision, callbacks: Sequence[pl.Callback]) -> None:
+        """A loss that is not scaled by what gradients allow, backwards when they can be, weights where they are."""
+        if isinstance(precision, MixedPrecision) and precision.scaler is not None:
+            raise PipelineError(
+                'precision "16-mixed" scales the loss by what the gradients of all stages allow, which a pipeline '
+                'cannot know in time: expected "bf16-mixed", or "32-true"'
+            )
+        if not model.automatic_optimization and self.schedule != "gpipe":
+            raise PipelineError(
+                "manual optimization asks for the backward when the output of the whole batch is there, but schedule "
+                f'{self.schedule!r} begins with backwards before: expected schedule="gpipe", or automatic optimization'
+            )
+        for callback in callbacks:
+            if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+                raise PipelineError(
+                    f"{type(callback).__name__} averages the weights of the whole model, of which each process of a "
+                    "pipeline has a part: expected no such callback. Average the weights of checkpoints after training"
+                )
+
+    def check_rows(self, rows: int, what: str) -> None:
+        """A row for each micro-batch."""
+        if not rows:
+            raise PipelineError(
+                f"{what} is empty: expected at least one row for each of {self.micro_batches} micro-batches"
+            )
+        if rows < self.micro_batches:
+            raise PipelineError(
+                f"{what} has {rows} rows for {self.micro_batches} micro-batches: expected at least one row for each. "
+                f"Use a larger batch, or micro_batches={rows}"
+            )
+
+
+def check_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Each step of an optimizer is one backward."""
+    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
+        raise PipelineError(
+            "LBFGS evaluates the loss several times in a step and needs all parameters in one place: expected an "
+            "optimizer that takes one step for each gradient, such as AdamW or SGD"
         )
 
 
-class PipelineBuilder:
-    """Cuts a model on all processes of a pipeline at once.
+def check_calls(trainer: pl.Trainer, name: str, part: Any) -> None:
+    """In a dry run, ``training_step`` calls a module once."""
+    calls: list[bool] = []
 
-    Args:
-        settings: Of the user.
-        precision: Of the Trainer.
-        device: Where this process computes.
-        group: Processes of the pipeline.
-        replicas: Processes with the same stages, and other batches.
-        neighbours: How many processes share this host's memory.
-        to_device: Moves a batch, the same one on all processes of the pipeline.
-    """
+    def watch(copy: pl.LightningModule) -> None:
+        copy.get_submodule(name).register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+
+    try:
+        compute_of_training_step(trainer, trainer.lightning_module, part, 0, prepare=watch)
+    except ProfilingError:
+        return  # a step that cannot run dry: training finds out
+    if len(calls) > 1:
+        raise PipelineError(_TWICE.format(len(calls), name))
+    if calls == [False]:
+        raise PipelineError(_NO_GRAD.format(name))
+
+
+# -------------------------------------------------------------------- memory
+
+
+def outside_bytes(model: nn.Module, module: nn.Module, factor: float) -> int:
+    """Of what is not in a module, with gradients, and ``factor`` bytes of optimizer state for each trained byte."""
+    tensors = outside(model, module)
+    return storage_bytes(tensors) + round((1 + factor) * _trained_bytes(tensors))
+
+
+def state_bytes(stages: Sequence[Stage], factor: float, device: torch.device) -> list[int]:
+    """By stage of a chain, weights, buffers and optimizer state."""
+    found = []
+    for tensors in map(tensors_of, stages):
+        weights = sum(block_bytes(tensor.numel() * tensor.element_size(), device) for tensor in tensors)
+        found.append(weights + round(factor * _trained_bytes(tensors)))
+    return found
+
+
+def _trained_bytes(tensors: Sequence[torch.Tensor]) -> int:
+    trained = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter) and tensor.requires_grad]
+    return sum(tensor.numel() * tensor.element_size() for tensor in trained)
+
+
+# -------------------------------------------------------------------- the pipeline
+
+
+class PipelineBuilder:
+    """Cuts a model on all processes of a pipeline at once."""
 
     def __init__(
         self,
         settings: PipelineSettings,
-        *,
-        precision: Precision,
-        device: torch.device,
-        group: dist.ProcessGroup | None,
-        replicas: dist.ProcessGroup | None,
+        trainer: pl.Trainer,
+        processes: PipelineProcesses,
         neighbours: int,
         to_device: Callable[[Any], Any],
     ) -> None:
-        self._settings, self._precision, self._device, self._group = settings, precision, device, group
-        self._replicas, self._neighbours, self._to_device = replicas, neighbours, to_device
+        self._settings, self._trainer, self._model = settings, trainer, trainer.lightning_module
+        self._fits = trainer.state.fn == TrainerFn.FITTING
+        self._precision, self._processes, self._device = trainer.precision_plugin, processes, processes.device
+        self._neighbours, self._to_device = neighbours, to_device
 
-    def build(self, trainer: pl.Trainer, last: Target | None) -> tuple[Target, PipelinedModule] | None:
-        """Cut the module. Evaluation outside of a fit is cut for time alone, since it keeps no activations.
-
-        Args:
-            trainer: About to train or to evaluate.
-            last: What was cut before.
-        Returns:
-            What was cut, and how; None if there is nothing to run.
-        """
-        settings, model = self._settings, trainer.lightning_module
-        fits = trainer.state.fn == TrainerFn.FITTING
+    def build(self, last: Target | None) -> tuple[Target, PipelinedModule] | None:
+        """Cut the module. Evaluation outside of a fit is cut for time alone, since it keeps no activations."""
+        settings, model, fits = self._settings, self._model, self._fits
         by_sample = settings.sample is not None and settings.module is not None
-        batch = None if by_sample else self._first_batch(trainer, fits=fits)
+        batch = None if by_sample else self._first_batch()
         if batch is None and not by_sample and not fits:
             return None
         if fits or last is None or settings.module is not None:
-            target = find_target(trainer, model, settings.module, batch if fits else None)
+            target = self._target(batch if fits else None)
         else:
             target = named_target(model, last.name)
-        optimizers = _trial_optimizers(model) if fits else []
-        memory = KeptMemory.under(optimizers, model, self._device) if fits else KeptMemory.in_evaluation(self._device)
+        optimizers = self._trial_optimizers() if fits else []
+        optimizer_bytes = sum(predict_optimizer_state_bytes(each, self._device) for each in optimizers)
+        factor = optimizer_bytes / max(_trained_bytes(list(model.parameters())), 1)
         with self._precision.train_step_context():
-            call, around = self._call_of(trainer, target, batch, len(optimizers))
+            call, context = self._call_of(target, batch, len(optimizers))
         limit_bytes = None
         if fits:
             given_bytes = storage_bytes(tensors_in(settings.sample if batch is None else batch))
-            limit_bytes = self._limit_bytes(model) - memory.outside_bytes(model, target.module) - given_bytes
+            limit_bytes = self._limit_bytes() - outside_bytes(model, target.module, factor) - given_bytes
         devices = self._devices(limit_bytes)
-        with around.restored():
+        with context.restored():
             made = pipelined(
                 model,
                 target.module,
                 call,
                 options=settings.options(len(devices)),
                 devices=devices,
-                state_bytes=memory.of_stages,
-                device=self._device,
-                group=self._group,
-                replicas=self._replicas,
+                state_bytes=partial(state_bytes, factor=factor, device=self._device),
+                processes=self._processes,
             )
         return target, made
 
-    def _first_batch(self, trainer: pl.Trainer, *, fits: bool) -> Any:
-        model = trainer.lightning_module
+    def _first_batch(self) -> Any:
         states = GeneratorStates()
-        with kept_attributes(Stage("", (model,))):
-            batch = first_batch(trainer)
+        with kept_attributes(Stage("", (self._model,))):
+            batch = first_batch(self._trainer)
             if batch is None:
                 return None
             # What Lightning's loops do with a batch before a step sees it.
             batch = self._precision.convert_input(batch)
-            batch = self._to_device(before_batch_transfer(model, batch))
+            batch = self._to_device(before_batch_transfer(self._model, batch))
         states.restore()
-        if fits:
-            checks.check_rows(rows_in(batch), self._settings.micro_batches, "the first batch")
+        if self._fits:
+            self._settings.check_rows(rows_in(batch), "the first batch")
         return batch
 
-    def _call_of(self, trainer: pl.Trainer, target: Target, batch: Any, optimizers: int) -> tuple[Call, Surroundings]:
+    def _target(self, batch: Any) -> Target:
+        """The module that the user names, or the one with most compute in a step with the batch."""
+        model = self._model
+        if self._settings.module is not None:
+            return named_target(model, self._settings.module)
+        search = TargetSearch(model, may_be_whole=False)
+        if batch is None:
+            search.do_without("nothing is trained")
+            found = search.best()
+        else:
+            found = best_by_compute(search, self._trainer, model, batch, 0)
+        if found is None:
+            raise PipelineError(
+                f"{type(model).__name__} holds no submodule with several layers that its training_step calls: expected "
+                "one to cut into pipeline stages"
+            )
+        return found
+
+    def _trial_optimizers(self) -> list[torch.optim.Optimizer]:
+        """To ask them what they keep."""
+        states = GeneratorStates()
+        made = optimizers_of(self._model)
+        states.restore()
+        check_optimizers(made)
+        return made
+
+    def _call_of(self, target: Target, batch: Any, optimizers: int) -> tuple[Call, RunContext]:
         """Arguments of the module for the largest micro-batch, and the settings around the call."""
         micro_batches = self._settings.micro_batches
         if self._settings.sample is not None:
             sample = self._precision.convert_input(move_data_to_device(self._settings.sample_call, self._device))
             rows = rows_in(sample)
-            checks.check_rows(rows, micro_batches, "sample")
+            self._settings.check_rows(rows, "sample")
             found: Call = split(sample, sizes_of(rows, micro_batches))[0]
-            return found, Surroundings()
+            return found, RunContext()
         part = split(batch, sizes_of(rows_in(batch), micro_batches))[0]
-        if trainer.state.fn == TrainerFn.FITTING and trainer.lightning_module.automatic_optimization:
-            checks.check_calls(trainer, trainer.lightning_module, target.name, part)
-        return first_call(trainer, target.module, part, optimizers=optimizers, device=self._device)
+        if self._fits and self._model.automatic_optimization:
+            check_calls(self._trainer, target.name, part)
+        return first_call(self._trainer, target.module, part, optimizers=optimizers, device=self._device)
 
-    def _limit_bytes(self, model: pl.LightningModule) -> int:
+    def _limit_bytes(self) -> int:
         """Of this process's device."""
-        limit_bytes = process_limit_bytes(self._settings.limit, model, (), (), self._device)
+        limit_bytes = process_limit_bytes(self._settings.limit, self._model, (), (), self._device)
         shared = self._settings.limit is None and self._device.type == "cpu"
         return limit_bytes // self._neighbours if shared else limit_bytes
 
     def _devices(self, memory_bytes: int | None) -> list[PipelineDevice]:
         """In the order of the pipeline; of replicas, the one with least memory."""
-        if memory_bytes is not None and self._replicas is not None:
-            memory_bytes = min(gathered(memory_bytes, self._replicas))
-        found = gathered(None if memory_bytes is None else max(memory_bytes, 0), self._group)
+        if memory_bytes is not None and self._processes.replicas is not None:
+            memory_bytes = min(gathered(memory_bytes, self._processes.replicas))
+        found = gathered(None if memory_bytes is None else max(memory_bytes, 0), self._processes.group)
         return [PipelineDevice(each) for each in found]
 
 
-def _trial_optimizers(model: pl.LightningModule) -> list[torch.optim.Optimizer]:
-    """To ask them what they keep."""
-    states = GeneratorStates()
-    made = optimizers_of(model)
-    states.restore()
-    checks.check_optimizers(made)
-    return made
+# -------------------------------------------------------------------- with what user code calls the module
+
+
+def first_batch(trainer: pl.Trainer) -> Any:
+    """The first batch of what the Trainer was asked to do, as its loader gives it; None if there is none."""
+    loops: dict[Any, Any] = {
+        TrainerFn.FITTING: trainer.fit_loop,
+        TrainerFn.VALIDATING: trainer.validate_loop,
+        TrainerFn.TESTING: trainer.test_loop,
+        TrainerFn.PREDICTING: trainer.predict_loop,
+    }
+    loop = loops[trainer.state.fn]
+    loop.setup_data()
+    # The loop asks for another loader itself, and draws the same random numbers then.
+    loader = take_loader(loop)
+    if loader is None:
+        return None
+    mode: Any = "max_size_cycle" if trainer.state.fn == TrainerFn.FITTING else "sequential"
+    found = next(iter(CombinedLoader(loader.iterables, mode)), None)
+    return None if found is None else found[0]
+
+
+def first_call(
+    trainer: pl.Trainer, module: nn.Module, part: Any, *, optimizers: int, device: torch.device
+) -> tuple[Call, RunContext]:
+    """Arguments with which the user's step calls a module, and the settings around that call."""
+    model = trainer.lightning_module
+    steps: dict[Any, str] = {
+        TrainerFn.FITTING: "training_step",
+        TrainerFn.VALIDATING: "validation_step",
+        TrainerFn.TESTING: "test_step",
+        TrainerFn.PREDICTING: "predict_step",
+    }
+    name = steps[trainer.state.fn]
+    run = getattr(model, name)
+    arguments = [part]
+    for number, other in enumerate(("batch_idx", "dataloader_idx"), 2):
+        if is_param_in_hook_signature(run, other, min_args=number):
+            arguments.append(0)
+    step = PausedCall(lambda: run(*arguments), seed=0, device=device, what=name)
+    logs = MicroBatchLogs(model, [rows_in(part)])
+    with _untouched(model, optimizers), kept_metrics(model), attached(module, _Stop()), logs.caught():
+        try:
+            return step.start(), step.context
+        finally:
+            step.abandon()
+
+
+@contextmanager
+def _untouched(model: pl.LightningModule, optimizers: int) -> Iterator[None]:
+    """Attributes, buffers and what learns are put back; optimizers do not exist yet, and take everything in silence."""
+    learning = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    silence: Callable[..., Any] = Silence()
+    names = ("lr_schedulers", "manual_backward", "toggle_optimizer", "untoggle_optimizer", "clip_gradients")
+    stand_ins = dict.fromkeys(names, silence)
+    stand_ins["optimizers"] = lambda *_, **__: silence if optimizers == 1 else [silence] * optimizers
+    whole = Stage("", (model,))
+    with kept_attributes(whole), lent_buffers(whole):
+        if not model.automatic_optimization:
+            model.__dict__.update(stand_ins)
+        yield
+    for parameter, learns in learning:
+        parameter.requires_grad_(learns)
+
+
+class _Stop:
+    """In the place of a module: whoever calls it waits, and never goes on."""
+
+    active = True
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        waiting = paused_call()
+        assert waiting is not None
+        return waiting.call(args, kwargs)

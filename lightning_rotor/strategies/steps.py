@@ -1,174 +1,58 @@
-"""One training step under automatic and under manual optimization."""
+"""``training_step`` around a pipeline, once for each micro-batch or by hand: one loss and one log for the batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from torch import nn
+from torchmetrics import Metric
 
+from lightning_rotor.execution.recomputation import is_recomputing
 from lightning_rotor.pipeline.micro_batches import join, rows_in, sizes_of, split
-from lightning_rotor.pipeline.pipelined import PipelinedModule
+from lightning_rotor.pipeline.placement import outside
 from lightning_rotor.pipeline.schedule import PipelineError
 from lightning_rotor.pipeline.stage_runner import ForwardContext
-from lightning_rotor.pipeline.step import ManualStep, train_step
-from lightning_rotor.pipeline.surroundings import OUTSIDE, mixed, seeded
-from lightning_rotor.private.values import tree_flatten, tree_unflatten
-from lightning_rotor.strategies.building import outside
-from lightning_rotor.strategies.micro_batch_logs import MicroBatchLogs
-
-# ----------------------------------------------------------------------------------------------------
-# Gradients that are there before Lightning asks for the backward, and a loss that hands them over then.
-
-
-class GradientsApart:
-    """Context in which gradients begin at none; behind it parameters have those again that they had.
-
-    Args:
-        parameters: Whose.
-        replicas: Processes that have the same parameters and other batches: their gradients are averaged.
-        keep: False lets go of the gradients that were there, for they are about to be zeroed.
-
-    Attributes:
-        made: By parameter, those of the context.
-    """
-
-    def __init__(self, parameters: Sequence[torch.Tensor], *, replicas: dist.ProcessGroup | None, keep: bool) -> None:
-        self._parameters, self._replicas = parameters, replicas
-        self._before = [parameter.grad if keep else None for parameter in parameters]
-        self.made: list[torch.Tensor | None] = []
-
-    def __enter__(self) -> GradientsApart:
-        for parameter in self._parameters:
-            parameter.grad = None
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        self.made = [parameter.grad for parameter in self._parameters]
-        if kind is None and self._replicas is not None:
-            count = dist.get_world_size(self._replicas)
-            for gradient in self.made:
-                if gradient is not None:
-                    dist.all_reduce(gradient, group=self._replicas)
-                    gradient.div_(count)
-        for parameter, before in zip(self._parameters, self._before, strict=True):
-            parameter.grad = before
-
-    def add(self) -> None:
-        """Add what was made to what was there."""
-        for parameter, gradient in zip(self._parameters, self.made, strict=True):
-            if gradient is not None:
-                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-
-
-class _Deferred(torch.autograd.Function):
-    """A loss whose backward was done before it was asked for."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Any, anchor: Any, apart: GradientsApart | None, scale: float) -> Any:
-        ctx.apart, ctx.scale = apart, scale
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (given,) = grads
-        if abs(float(given) - ctx.scale) > 1e-6 * ctx.scale:
-            raise PipelineError(
-                f"the loss was scaled by {float(given):g} behind training_step, but the pipeline has run its backward with {ctx.scale:g} "
-                "(accumulate_grad_batches): expected LightningModule.backward to leave the loss as it is"
-            )
-        if ctx.apart is not None:
-            ctx.apart.add()
-        return None, torch.zeros(()), None, None
-
-
-def deferred(loss: torch.Tensor, apart: GradientsApart | None, scale: float) -> torch.Tensor:
-    """A loss whose backward adds gradients that were made before.
-
-    Args:
-        loss: Its value.
-        apart: The gradients; None if they were added as they were made.
-        scale: What the loss is multiplied with before the backward.
-    """
-    found: torch.Tensor = _Deferred.apply(loss, torch.zeros((), requires_grad=True), apart, scale)
-    return found
-
-
-def loss_of(result: Any) -> torch.Tensor:
-    """The loss in what training_step returned.
-
-    Raises:
-        PipelineError: There is none.
-    """
-    loss = result.get("loss") if isinstance(result, Mapping) else result
-    if not isinstance(loss, torch.Tensor):
-        raise PipelineError(
-            f"training_step returned {type(result).__name__} without a loss: expected a tensor, or a dict with a tensor under 'loss'"
-        )
-    return loss
-
-
-def together(results: Sequence[Any], sizes: Sequence[int], loss: torch.Tensor) -> Any:
-    """What training_step would have returned for the batch: rows one behind the other, numbers as means."""
-    if not isinstance(results[0], Mapping):
-        return loss
-    rest = [tree_flatten({key: value for key, value in result.items() if key != "loss"}) for result in results]
-    leaves = []
-    for column in zip(*(each[0] for each in rest), strict=True):
-        if all(isinstance(value, torch.Tensor) and value.is_floating_point() and not value.dim() for value in column):
-            leaves.append(sum(value.detach() * (size / sum(sizes)) for value, size in zip(column, sizes, strict=True)))
-        else:
-            leaves.append(join([value.detach() if isinstance(value, torch.Tensor) else value for value in column]))
-    return {"loss": loss, **tree_unflatten(leaves, rest[0][1])}
-
-
-# ----------------------------------------------------------------------------------------------------
+from lightning_rotor.pipeline.step import GradientsApart, PipelinedModule
+from lightning_rotor.private import lightning_names as private
+from lightning_rotor.private.values import tree_flatten, tree_map_only, tree_unflatten
 
 
 class PipelineSteps:
-    """Runs ``training_step`` around a pipeline.
+    """Runs ``training_step`` around a pipeline."""
 
-    Args:
-        model: Whose.
-        pipelined: Its module.
-        context: Of user code in training, autocast for one.
-        replicas: Processes with the same stages, and other batches.
-    """
-
-    def __init__(
-        self,
-        model: pl.LightningModule,
-        pipelined: PipelinedModule,
-        *,
-        context: ForwardContext,
-        replicas: dist.ProcessGroup | None,
-    ) -> None:
-        self._model, self._pipelined, self._context, self._replicas = model, pipelined, context, replicas
-        self._step: ManualStep | None = None  # the one that runs, under manual optimization
+    def __init__(self, model: pl.LightningModule, pipelined: PipelinedModule, context: ForwardContext) -> None:
+        self._model, self.pipelined, self._context = model, pipelined, context
+        self._replicas = pipelined.processes.replicas
 
     def run(self, *args: Any) -> Any:
         """What ``training_step`` returns for a batch."""
-        return self._automatic(*args) if self._model.automatic_optimization else self._manual(*args)
+        if self._model.automatic_optimization:
+            return self._automatic(*args)
+        number = self._model.trainer.fit_loop.epoch_loop.total_batch_idx
+        return self.pipelined.train_by_hand(lambda: self._user_step(*args), number)
 
-    def backward(self, backward: Callable[[], None]) -> None:
+    def backward(self, backward: Callable[[], torch.Tensor]) -> torch.Tensor:
         """A backward that user code asks for, whose gradients go on into the pipeline."""
         if self._model.automatic_optimization:
-            backward()  # hands over what is there
-            return
-        step = self._step
+            return backward()  # hands over what is there
+        step = self.pipelined.manual_step
         assert step is not None
         if self._replicas is None:
-            step.backward(backward)
-            return
+            return step.backward(backward)
         with GradientsApart(self._parameters, replicas=self._replicas, keep=True) as apart:
-            step.backward(backward)
+            loss = step.backward(backward)
         apart.add()
+        return loss
 
     @property
     def _parameters(self) -> list[torch.Tensor]:
-        return [parameter for parameter in self._model.parameters() if parameter.device.type != "meta"]
+        return [parameter for parameter in self._model.parameters() if not parameter.is_meta]
 
     def _user_step(self, *args: Any) -> Any:
         with self._context():
@@ -181,27 +65,22 @@ class PipelineSteps:
         rows, scale = rows_in(batch), 1 / trainer.accumulate_grad_batches
         if not rows:
             raise PipelineError(
-                f"batch {epoch.batch_idx} of epoch {trainer.current_epoch} is empty: expected at least one row, since the loss of a pipeline is a "
-                "mean over rows. Leave such batches out"
+                f"batch {epoch.batch_idx} of epoch {trainer.current_epoch} is empty: expected at least one row, since "
+                "the loss of a pipeline is a mean over rows. Leave such batches out"
             )
-        sizes = sizes_of(rows, self._pipelined.options.micro_batches)
+        sizes = sizes_of(rows, self.pipelined.options.micro_batches)
         logs = MicroBatchLogs(self._model, sizes)
 
         def run(part: Any) -> Callable[[], Any]:
             return lambda: self._user_step(part, *rest)
 
         def step() -> list[Any]:
-            return train_step(
-                self._pipelined,
+            return self.pipelined.train(
                 [run(part) for part in split(batch, sizes)],
                 loss_of,
                 weights=[scale * size / rows for size in sizes],
                 number=epoch.total_batch_idx,
-                outside_learns=any(
-                    tensor.requires_grad
-                    for tensor in outside(self._model, self._pipelined.module)
-                    if isinstance(tensor, torch.nn.Parameter)
-                ),
+                outside_learns=any(each.requires_grad for each in outside(self._model, self.pipelined.module)),
                 on_turn=logs.begin,
             )
 
@@ -218,16 +97,203 @@ class PipelineSteps:
         with self._context():  # Lightning makes what adds up an epoch in the default dtype
             logs.write()
         losses = [loss_of(result).detach() * (size / rows) for result, size in zip(results, sizes, strict=True)]
-        return together(results, sizes, deferred(torch.stack(losses).sum(), apart, scale))
+        anchor = torch.zeros((), requires_grad=True)
+        loss: torch.Tensor = _DeferredGradients.apply(torch.stack(losses).sum(), anchor, apart, scale)
+        return _together(results, sizes, loss)
 
-    def _manual(self, *args: Any) -> Any:
-        """Once for the batch: it asks for the backward itself, and may go on behind it."""
-        seed = self._pipelined.seed(self._model.trainer.fit_loop.epoch_loop.total_batch_idx)
-        self._step = step = ManualStep(self._pipelined, seed)
-        self._pipelined.called = step.forward
+
+class _DeferredGradients(torch.autograd.Function):
+    """A loss whose backward was done before it was asked for, and hands over the gradients then."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Any, anchor: Any, apart: GradientsApart | None, scale: float) -> Any:
+        ctx.apart, ctx.scale = apart, scale
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (given,) = grads
+        if abs(float(given) - ctx.scale) > 1e-6 * ctx.scale:
+            raise PipelineError(
+                f"the loss was scaled by {float(given):g} behind training_step, but the pipeline has run its backward "
+                f"with {ctx.scale:g} (accumulate_grad_batches): expected LightningModule.backward to leave the loss as "
+                "it is"
+            )
+        if ctx.apart is not None:
+            ctx.apart.add()
+        return None, torch.zeros(()), None, None
+
+
+def loss_of(result: Any) -> torch.Tensor:
+    """The loss in what training_step returned; a :class:`PipelineError` if there is none."""
+    loss = result.get("loss") if isinstance(result, Mapping) else result
+    if not isinstance(loss, torch.Tensor):
+        raise PipelineError(
+            f"training_step returned {type(result).__name__} without a loss: expected a tensor, or a dict with a "
+            "tensor under 'loss'"
+        )
+    return loss
+
+
+def _together(results: Sequence[Any], sizes: Sequence[int], loss: torch.Tensor) -> Any:
+    """What training_step would have returned for the batch: rows one behind the other, numbers as means."""
+    if not isinstance(results[0], Mapping):
+        return loss
+    rest = [tree_flatten({key: value for key, value in result.items() if key != "loss"}) for result in results]
+    leaves = []
+    for column in zip(*(each[0] for each in rest), strict=True):
+        if all(isinstance(value, torch.Tensor) and value.is_floating_point() and not value.dim() for value in column):
+            leaves.append(sum(value.detach() * (size / sum(sizes)) for value, size in zip(column, sizes, strict=True)))
+        else:
+            leaves.append(join([value.detach() if isinstance(value, torch.Tensor) else value for value in column]))
+    return {"loss": loss, **tree_unflatten(leaves, rest[0][1])}
+
+
+# -------------------------------------------------------------------- logs
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """What one micro-batch has logged under a name."""
+
+    number: int
+    value: Any
+    metric: Metric | None
+    options: dict[str, Any]
+
+
+class MicroBatchLogs:
+    """Collects what micro-batches log, and logs their mean (or sum, or extreme, as ``reduce_fx`` says) once.
+
+    A metric of torchmetrics has seen all micro-batches by then, so its value for an epoch is that of whole batches. Its
+    value for a step is the mean over the rows.
+    """
+
+    def __init__(self, model: pl.LightningModule, sizes: Sequence[int]) -> None:
+        self._model, self._sizes = model, tuple(sizes)
+        self._seen: dict[str, list[_Entry]] = {}
+        self._number = 0
+
+    def begin(self, number: int) -> None:
+        """What is logged from here on belongs to this micro-batch."""
+        self._number = number
+
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        """Context in which nothing is logged yet."""
+        before = self._model.__dict__.get("log")
+        self._model.__dict__["log"] = self._note
         try:
-            with seeded(mixed(mixed(seed, 0), OUTSIDE)):
-                return self._user_step(*args)
+            yield
         finally:
-            self._step = self._pipelined.called = None
-            step.abandon()
+            del self._model.__dict__["log"]
+            if before is not None:
+                self._model.__dict__["log"] = before
+
+    def write(self) -> None:
+        """Log what was collected, outside of the context."""
+        for name, entries in self._seen.items():
+            entries.sort(key=lambda entry: entry.number)
+            options = dict(entries[0].options)
+            sizes = [entry.options.get("batch_size") for entry in entries]
+            if all(sizes):
+                options["batch_size"] = sum(size for size in sizes if size)
+            self._model.log(name, self._together(entries, options.get("reduce_fx", "mean")), **options)
+        self._seen = {}
+
+    def _note(self, name: str, value: Any, prog_bar: bool = False, logger: bool | None = None, **options: Any) -> None:
+        if is_recomputing():
+            return
+        metric = value if isinstance(value, Metric) else None
+        if metric is not None:
+            value = private.last_value(metric)
+        elif isinstance(value, torch.Tensor):
+            value = value.detach()
+        options = {"prog_bar": prog_bar, "logger": logger, **options}
+        self._seen.setdefault(name, []).append(_Entry(self._number, value, metric, options))
+
+    def _together(self, entries: Sequence[_Entry], how: Any) -> Any:
+        metric = entries[0].metric
+        if metric is not None:
+            # Lightning logs for the step what the metric's last forward returned: let that be the batch's.
+            if all(each.value is not None for each in entries):
+                private.set_last_value(metric, self._mean(entries))
+            return metric
+        if isinstance(entries[0].value, dict):
+            return entries[0].value
+        match how:
+            case "mean" | "avg":
+                return self._mean(entries)
+            case "sum" | "max" | "min":
+                return getattr(_column(entries), how)()
+        return how(_column(entries))
+
+    def _mean(self, entries: Sequence[_Entry]) -> torch.Tensor:
+        """Over rows; of one micro-batch, it to the bit."""
+        column = _column(entries)
+        if len(column) == 1:
+            return column[0]
+        exact = torch.promote_types(column.dtype, torch.float32)
+        weights = torch.tensor([self._sizes[each.number] for each in entries], device=column.device, dtype=exact)
+        return ((column * weights).sum() / weights.sum()).to(column.dtype)
+
+
+def _column(entries: Sequence[_Entry]) -> torch.Tensor:
+    """As many numbers, of the type that one process would log."""
+    tensors = [torch.as_tensor(entry.value) for entry in entries]
+    return torch.stack(
+        [(each if each.is_floating_point() else each.to(torch.get_default_dtype())).mean() for each in tensors]
+    )
+
+
+# -------------------------------------------------------------------- metrics of torchmetrics
+
+
+class MetricsInCommon:
+    """Synchronizes metrics between copies of a pipeline alone, until :meth:`release`.
+
+    By default a metric adds up the states of all processes. Those of one pipeline see the same batches, which would
+    count as many times.
+    """
+
+    def __init__(self, model: nn.Module, replicas: dist.ProcessGroup | None) -> None:
+        self._before = [
+            (metric, metric.distributed_available_fn, metric.process_group) for metric in _metrics_of(model)
+        ]
+        for metric, _, _ in self._before:
+            if replicas is None:
+                metric.distributed_available_fn = _nobody_else
+            elif metric.process_group is None:
+                metric.process_group = replicas
+
+    def release(self) -> None:
+        """Leave the metrics as they were."""
+        for metric, available, group in self._before:
+            metric.distributed_available_fn, metric.process_group = available, group
+        self._before = []
+
+
+@contextmanager
+def kept_metrics(model: nn.Module) -> Iterator[None]:
+    """Context after which the metrics know as much as before; most add to their state in place."""
+    before = [
+        (
+            metric,
+            dict(metric.__dict__),
+            tree_map_only(torch.Tensor, lambda each: each.detach().clone(), metric.metric_state),
+        )
+        for metric in _metrics_of(model)
+    ]
+    try:
+        yield
+    finally:
+        for metric, attributes, state in before:
+            metric.__dict__.update(attributes | state)
+
+
+def _metrics_of(model: nn.Module) -> list[Metric]:
+    return [module for module in model.modules() if isinstance(module, Metric)]
+
+
+def _nobody_else() -> bool:
+    return False

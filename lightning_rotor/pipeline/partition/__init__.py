@@ -1,13 +1,14 @@
 """Pipelines: where to cut a chain, and how each part runs.
 
-In: a chain, devices, a schedule (``problem``). Out: a Partition (``solve``), or an error that says what would work. In between::
+In: a chain, devices, a schedule (``problem``). Out: a Partition (``solve``), or an error that says what would work. In
+between::
 
     chain ──► runs of stages ──► candidates ────────► simulator ──► local search ──► Partition
               (planned when      (``search``: dynamic  (the judge)   (cuts moved)
               they matter,       program over bounds)
               ``in_flight``)
 
-Read ``problem``, ``search``, ``solve``; then ``in_flight`` and ``balance``.
+Read ``balance`` (what cuts are), ``in_flight`` (runs and their plans), ``problem``, ``search``, ``solve``.
 """
 
 from lightning_rotor.pipeline.partition.balance import balance_by_size, balance_by_time, check_balance

@@ -4,32 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 
 from lightning_rotor.chain import Chain
-from lightning_rotor.pipeline.partition.problem import Cuts, Reals
 from lightning_rotor.pipeline.schedule import PipelineError
+from lightning_rotor.pipeline.simulator import Reals
+
+Cuts: TypeAlias = tuple[int, ...]
+"""First stage of the chain in each pipeline stage."""
 
 
 def balance_by_time(chain: Chain, partitions: int) -> list[int]:
-    """Cut a chain so that the slowest part is as fast as can be.
-
-    Forward and backward count, recomputation and memory do not: see :func:`lightning_rotor.pipeline.partition.partition` for both. Modules
-    are measured by :func:`lightning_rotor.profile_chain`.
-
-    Args:
-        chain: Costs of ``n`` stages.
-        partitions: How many parts, at most ``n``.
-    Returns:
-        How many stages are in each part.
-    Raises:
-        PipelineError: There are fewer stages than parts.
-    Example:
-        >>> balance_by_time(chain, 4)  # doctest: +SKIP
-        [12, 9, 8, 8]
-    """
-    return _least_largest(_stage_seconds(chain), partitions, "balance_by_time(chain, {})")
+    """Cut a chain so that the slowest part is as fast as can be; recomputation and memory do not count."""
+    seconds = [stage.keep.forward_seconds + stage.keep.backward_seconds for stage in chain]
+    return _least_largest(seconds, partitions, "balance_by_time(chain, {})")
 
 
 def balance_by_size(chain: Chain, partitions: int, *, param_scale: float = 2.0) -> list[int]:
@@ -40,7 +30,8 @@ def balance_by_size(chain: Chain, partitions: int, *, param_scale: float = 2.0) 
     Args:
         chain: Costs of ``n`` stages.
         partitions: How many parts, at most ``n``.
-        param_scale: What a byte of trained parameters takes in all: 2 with its gradient alone (plain SGD), 3 with momentum, 4 for Adam.
+        param_scale: What a byte of trained parameters takes in all: 2 with its gradient alone, 3 with momentum, 4 for
+            Adam.
     Returns:
         How many stages are in each part.
     Raises:
@@ -48,7 +39,8 @@ def balance_by_size(chain: Chain, partitions: int, *, param_scale: float = 2.0) 
     """
     if not (math.isfinite(param_scale) and param_scale >= 0):
         raise PipelineError(
-            f"param_scale is {param_scale!r}: expected a number that is not negative, such as 2 for SGD, 3 with momentum, 4 for Adam"
+            f"param_scale is {param_scale!r}: expected a number that is not negative, such as 2 for SGD, 3 with "
+            "momentum, 4 for Adam"
         )
     sizes = [
         stage.keep.saved_bytes + stage.output_bytes + param_scale * stage.keep.parameter_gradient_bytes
@@ -58,34 +50,25 @@ def balance_by_size(chain: Chain, partitions: int, *, param_scale: float = 2.0) 
 
 
 def check_balance(balance: Sequence[int], stages: int, parts: int) -> tuple[int, ...]:
-    """A balance given by hand.
-
-    Args:
-        balance: How many stages of the chain are in each part.
-        stages: How many there are.
-        parts: How many parts there must be.
-    Returns:
-        The same.
-    Raises:
-        PipelineError: An entry is not a positive integer, there are too many or too few, or they do not add up; says what would be right.
-    """
+    """A balance given by hand, for so many stages and parts."""
     given = list(balance)
     entries: list[object] = [*balance]
+    even = even_balance(stages, parts)
     for place, count in enumerate(entries):
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise PipelineError(
-                f"balance={given} has {count!r} at place {place}: expected positive integers, since every pipeline stage needs at least "
-                f"one stage of the model, such as balance={even_balance(stages, parts)}"
+                f"balance={given} has {count!r} at place {place}: expected positive integers, since every pipeline "
+                f"stage needs at least one stage of the model, such as balance={even}"
             )
     if len(given) != parts:
         raise PipelineError(
             f"balance={given} has {len(given)} entries for {parts} pipeline stages: expected one for each, such as "
-            f"balance={even_balance(stages, parts)}"
+            f"balance={even}"
         )
     if sum(given) != stages:
         raise PipelineError(
-            f"balance={given} shares out {sum(given)} stages, but the model has {stages}: expected the entries to add up, such as "
-            f"balance={_corrected(given, stages)}"
+            f"balance={given} shares out {sum(given)} stages, but the model has {stages}: expected the entries to add "
+            f"up, such as balance={_corrected(given, stages)}"
         )
     return tuple(given)
 
@@ -100,10 +83,6 @@ def runs_of(cuts: Sequence[int], stages: int) -> list[tuple[int, int]]:
     return [(first, end - 1) for first, end in zip(cuts, (*cuts[1:], stages), strict=True)]
 
 
-def _stage_seconds(chain: Chain) -> list[float]:
-    return [stage.keep.forward_seconds + stage.keep.backward_seconds for stage in chain]
-
-
 def even_balance(stages: int, parts: int) -> list[int]:
     """Parts of equal size, or of one stage each if there are too few."""
     return [stages // parts + (place < stages % parts) for place in range(parts)] if parts <= stages else [1] * stages
@@ -115,21 +94,12 @@ def simple_balances(chain: Chain, parts: int) -> list[list[int]]:
 
 
 def _corrected(given: list[int], stages: int) -> list[int]:
-    """The same proportions with the right sum."""
+    """About the same proportions with the right sum."""
     if stages < len(given):
         return [1] * stages
-    corrected = [max(1, count * stages // sum(given)) for count in given]
-    while sum(corrected) != stages:
-        if sum(corrected) < stages:
-            # To whoever is furthest below what it asked for.
-            at = max(
-                range(len(given)), key=lambda place: (given[place] / sum(given) * stages - corrected[place], -place)
-            )
-            corrected[at] += 1
-        else:
-            at = max(range(len(given)), key=lambda place: (corrected[place], place))
-            corrected[at] -= 1
-    return corrected
+    ends = [max(round(sum(given[: place + 1]) / sum(given) * stages), place + 1) for place in range(len(given))]
+    ends = [min(end, stages - len(given) + 1 + place) for place, end in enumerate(ends)]
+    return [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 def _least_largest(values: Sequence[float], partitions: int, call: str) -> list[int]:
@@ -138,7 +108,8 @@ def _least_largest(values: Sequence[float], partitions: int, call: str) -> list[
     parts: object = partitions
     if not isinstance(parts, int) or isinstance(parts, bool) or not 1 <= parts <= n:
         raise PipelineError(
-            f"partitions is {partitions!r}, but the chain has {n} stages: expected an integer from 1 to {n}, such as {call.format(n)}"
+            f"partitions is {partitions!r}, but the chain has {n} stages: expected an integer from 1 to {n}, "
+            f"such as {call.format(n)}"
         )
     before = np.concatenate(([0.0], np.cumsum(np.asarray(values, float))))
     # No part needs to be larger than all in equal parts and one more, which bounds its length.
@@ -152,7 +123,9 @@ def _least_largest(values: Sequence[float], partitions: int, call: str) -> list[
 
 
 def least_bottleneck(values: Reals) -> Cuts | None:
-    """Cuts whose largest value is least, in O(stages · n · lengths), and from each cut on nearest to equal; None if all are infinite.
+    """Cuts whose largest value is least, and from each cut on nearest to equal; None if all are infinite.
+
+    Takes O(stages · n · lengths).
 
     Args:
         values: ``(stages, n, lengths)``, by pipeline stage, first stage of the chain and length less one.

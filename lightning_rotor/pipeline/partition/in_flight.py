@@ -1,44 +1,45 @@
-r"""The fastest schedule of one pipeline stage that has several micro-batches in flight.
+r"""Runs of stages as chains of their own, and the fastest schedule of one that has several micro-batches in flight.
 
-Between its forward and its backward a micro-batch holds ``H`` bytes: what its schedule keeps, the inputs of its segments, its output. While one
-of ``k`` runs, the others hold theirs. So of all schedules with a peak ``P`` for a micro-batch alone we want the fastest with
+Between its forward and its backward a micro-batch holds ``H`` bytes: what its schedule keeps, the inputs of its
+segments, its output. While one of ``k`` runs, the others hold theirs. So of all schedules with a peak ``P`` for a
+micro-batch alone we want the fastest with
 
     (k - 1) · H + P  ≤  budget
 
-Charging the dynamic program k times for whatever it keeps would be wrong. When the backward of item ``t`` runs, this micro-batch has given up what
-is behind ``t``, and the others have not::
+Charging the dynamic program k times for whatever it keeps would be wrong. When the backward of item ``t`` runs, this
+micro-batch has given up what is behind ``t``, and the others have not::
 
                 item        0       t              T
     k - 1 others            ████████████████████████     all of H, throughout
     the one that runs       ████████░░░░░░░░░░░░░░░░     what is before t, and what t takes meanwhile
 
-A k-fold charge sees ``k`` times what is before ``t``: the segments at the front, the largest ones, would get memory that is not there. But if ``H``
-were known, all that changes is the budget, ``budget - (k - 1) · H``, and a floor: whatever is left when the last stage is kept must be that
-budget less ``H``, or more has been held. So a *node* ``lo ≤ H ≤ hi`` is solved with the budget of ``lo`` and the floor of ``hi``::
+A k-fold charge sees ``k`` times what is before ``t``: the segments at the front, the largest ones, would get memory
+that is not there. But if ``H`` were known, all that changes is the budget, ``budget - (k - 1) · H``, and a floor:
+whatever is left when the last stage is kept must be that budget less ``H``, or more has been held. So a *node* ``lo ≤ H
+≤ hi`` is solved with the budget of ``lo`` and the floor of ``hi``::
 
     node [lo, hi]     m = budget - (k - 1) · lo  at the start,  at least  m - hi  left at the end
 
-Its seconds bound those of every schedule with such an ``H`` from below. If the schedule that comes out fits with the ``H`` that it has, it is the
-best of the node; if not, the node is split there, ``[lo, H - 1]`` and ``[H, hi]``, and the node with the least bound comes next. Slots are whole
-numbers, so this ends, with the optimum of the table. Only the last column of the table depends on the node: O(n² · slots) each.
-
-``k = 1`` is the problem of :func:`lightning_rotor.planning.plan`, and left to it.
+Its seconds bound those of every schedule with such an ``H`` from below. If the schedule that comes out fits with the
+``H`` that it has, it is the best of the node; if not, the node is split there, ``[lo, H - 1]`` and ``[H, hi]``, and the
+node with the least bound comes next. Slots are whole numbers, so this ends, with the optimum of the table. Only the
+last column of the table depends on the node: O(n² · slots) each. ``k = 1`` is left to
+:func:`lightning_rotor.planning.plan`.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from lightning_rotor.chain import Chain, Option, Skip, StageCost
 from lightning_rotor.errors import BudgetError
-from lightning_rotor.pipeline.schedule import Action
-from lightning_rotor.pipeline.simulator import MicroBatchLoad, PipelineStageLoad
+from lightning_rotor.pipeline.simulator import MicroBatchLoad
 from lightning_rotor.planning.backtracking import schedule_at
 from lightning_rotor.planning.baselines import keep_all_fastest, segments_around
 from lightning_rotor.planning.dynamic_program import Table
@@ -48,24 +49,25 @@ from lightning_rotor.planning.solver import Solver, sizes_in
 from lightning_rotor.schedule import Leaf, Schedule, Segment
 from lightning_rotor.simulator import Simulation, simulate
 
-# ----------------------------------------------------------------------------------------------------
-# Parts of a chain, each of which is a chain: what one pipeline stage runs.
-
-
 END = "hand over"
 """Name of the stage that :func:`with_end` adds."""
+# What one table may take: sums of two numbers, a matter of 0.1 s.
+_SUMS = 2e7
+_LEAST_SLOTS, _MOST_SLOTS = 400, 4000
+# Nodes before the search takes what it has, and how much slower than its bound that may be when it stops before.
+_NODES = 48
+_CLOSE_ENOUGH = 5e-4
+# How far tables reach beyond the peak of the plainest schedules.
+_ROOM = 1.25
+# How many schedules with less memory are tried where one exceeds its slots.
+_TRIES = 16
+
+
+# -------------------------------------------------------------------- runs of stages
 
 
 def sub_chain(chain: Chain, first: int, last: int) -> Chain:
-    """Stages ``first..last`` as a chain of their own.
-
-    Args:
-        chain: The whole.
-        first: Number of the first stage.
-        last: Number of the last stage, which belongs to it.
-    Returns:
-        A chain whose input and output, with the parts of skips that cross its ends, are the caller's.
-    """
+    """Stages ``first..last`` as a chain whose input, output and parts of skips that cross its ends are the caller's."""
     if first == 0 and last == len(chain) - 1:
         return chain
     numbers: dict[int, int] = {}
@@ -81,16 +83,12 @@ def sub_chain(chain: Chain, first: int, last: int) -> Chain:
             skips.append(inside)
     stages = [_renumbered(stage, numbers) for stage in chain.stages[first : last + 1]]
     stages[-1] = replace(stages[-1], output_bytes=stages[-1].output_bytes + handed_bytes)
-    return replace(
-        chain,
-        stages=tuple(stages),
-        input_bytes=chain.input_bytes if first == 0 else boundary_bytes(chain, first),
-        skips=tuple(skips),
-    )
+    input_bytes = boundary_bytes(chain, first) if first else chain.input_bytes
+    return replace(chain, stages=tuple(stages), input_bytes=input_bytes, skips=tuple(skips))
 
 
 def boundary_bytes(chain: Chain, boundary: int) -> int:
-    """What crosses a cut before stage ``boundary``: the link and every skip that is needed behind it; at the ends, nothing is sent."""
+    """What crosses a cut before a stage: its input and every skip that is needed behind it; nothing at the ends."""
     if not 0 < boundary < len(chain):
         return 0
     crossing = [skip for skip in chain.skips if skip.born < boundary and (skip.in_output or skip.last_use >= boundary)]
@@ -98,11 +96,11 @@ def boundary_bytes(chain: Chain, boundary: int) -> int:
 
 
 def with_end(chain: Chain, *, received: bool = False) -> Chain:
-    """The same with a stage that does nothing at its end, so that everything before it may be a segment.
+    """A chain with a stage that does nothing at its end, so that everything before it may be a segment.
 
-    In a step of its own that would be for nothing, since the backward begins where the forward has ended. In a pipeline other
-    micro-batches come between the two. The output is counted as the end's, which the caller holds; a copy that the stage before saves is
-    counted apart, which is exact if it is recomputed, and too much by itself if it is kept.
+    In a step of its own that would be for nothing, since the backward begins where the forward has ended. In a pipeline
+    other micro-batches come between the two. The output is counted as the end's, which the caller holds; a copy that
+    the stage before saves is counted apart, which is exact if it is recomputed, and too much by itself if it is kept.
 
     Args:
         chain: What comes before.
@@ -110,25 +108,11 @@ def with_end(chain: Chain, *, received: bool = False) -> Chain:
     """
     last = chain.stages[-1]
     gradient_bytes = 0 if received else last.output_bytes
-    keep = Option(
-        name="keep",
-        saved_bytes=0,
-        saved_input_bytes=0,
-        saved_output_bytes=0,
-        saved_tensors=0,
-        forward_peak_bytes=0,
-        replay_peak_bytes=0,
-        unpack_peak_bytes=gradient_bytes,
-        unpack_bytes=gradient_bytes,
-        backward_peak_bytes=gradient_bytes,
-        backward_segment_peak_bytes=gradient_bytes,
-        backward_held_peak_bytes=gradient_bytes,
-        input_gradient_bytes=gradient_bytes,
-        parameter_gradient_bytes=0,
-        forward_seconds=0.0,
-        replay_seconds=0.0,
-        backward_seconds=0.0,
-    )
+    zeros = ("saved_bytes", "saved_input_bytes", "saved_output_bytes", "saved_tensors", "parameter_gradient_bytes")
+    peaks = ("unpack_peak_bytes", "backward_peak_bytes", "backward_segment_peak_bytes", "backward_held_peak_bytes")
+    sizes: dict[str, Any] = dict.fromkeys((*zeros, "forward_peak_bytes", "replay_peak_bytes"), 0)
+    sizes |= dict.fromkeys((*peaks, "unpack_bytes", "input_gradient_bytes"), gradient_bytes)
+    keep = Option(name="keep", forward_seconds=0.0, replay_seconds=0.0, backward_seconds=0.0, **sizes)
     end = StageCost(END, last.output_bytes, 0, 0.0, (keep,))
     return replace(chain, stages=(*chain.stages, end))
 
@@ -140,7 +124,7 @@ def without_end(schedule: Schedule) -> Schedule | None:
 
 
 def _inside(skip: Skip, first: int, last: int) -> Skip | None:
-    """The part of a skip within ``first..last``, if it is read or made there; one that ``last`` makes is a part of its output."""
+    """The part of a skip within ``first..last``, if it is read or made there before ``last``."""
     read = [number for number, use in enumerate(skip.uses) if first <= use <= last]
     uses = tuple(skip.uses[number] - first for number in read)
     gradients = tuple(skip.gradient_bytes[number] for number in read)
@@ -164,19 +148,7 @@ def _renumbered(stage: StageCost, numbers: dict[int, int]) -> StageCost:
     return replace(stage, options=options)
 
 
-# ----------------------------------------------------------------------------------------------------
-
-
-# What one table may take: sums of two numbers, a matter of 0.1 s.
-_SUMS = 2e7
-_LEAST_SLOTS, _MOST_SLOTS = 400, 4000
-# Nodes before the search takes what it has, and how much slower than its bound that may be when it stops before.
-_NODES = 48
-_CLOSE_ENOUGH = 5e-4
-# How far tables reach beyond the peak of the plainest schedules.
-_ROOM = 1.25
-# How many schedules with less memory are tried where one exceeds its slots.
-_TRIES = 16
+# -------------------------------------------------------------------- plans of a run
 
 
 @dataclass(frozen=True)
@@ -184,8 +156,8 @@ class StagePlan:
     """How one pipeline stage runs a micro-batch.
 
     Attributes:
-        chain: The stage's part of the model; with an end that hands over, if the schedule needs it.
-        schedule: What to keep and what to recompute. Its last stage may be that end, see :func:`.sub_chains.with_end`.
+        chain: The stage's part of the model; with an end, see :func:`with_end`, if the schedule needs it.
+        schedule: What to keep and what to recompute.
         in_flight: Most micro-batches at once.
     """
 
@@ -229,7 +201,7 @@ class StagePlan:
     @cached_property
     def load(self) -> MicroBatchLoad:
         """What the pipeline's simulator needs to know."""
-        events = self.simulation.events
+        events, first = self.simulation.events, self.first_simulation.events
         forward = [each for each in events if each.phase == "forward"]
         forward_seconds = sum(each.seconds for each in forward)
         segment_seconds = self.seconds - sum(each.seconds for each in events)
@@ -240,22 +212,8 @@ class StagePlan:
             held_bytes=self.held_bytes,
             forward_peak_bytes=max(each.peak_bytes for each in forward),
             backward_peak_bytes=max(each.peak_bytes for each in events if each.phase != "forward"),
-            first_backward_peak_bytes=max(
-                each.peak_bytes for each in self.first_simulation.events if each.phase != "forward"
-            ),
+            first_backward_peak_bytes=max(each.peak_bytes for each in first if each.phase != "forward"),
         )
-
-
-def without_needless_end(plan: StagePlan) -> StagePlan:
-    """The same on the chain without its end, if the schedule does not need one."""
-    if plan.chain.names[-1] != END:
-        return plan
-    shorter = without_end(plan.schedule)
-    return (
-        plan
-        if shorter is None
-        else StagePlan(replace(plan.chain, stages=plan.chain.stages[:-1]), shorter, plan.in_flight)
-    )
 
 
 def keep_all(chain: Chain, in_flight: int = 1) -> StagePlan:
@@ -273,21 +231,11 @@ def checkpoint_all(chain: Chain, in_flight: int = 1, *, received: bool = False) 
 
 
 class InFlightPlanner:
-    """Plans one part of a chain for any number of micro-batches in flight and any budget.
+    """Plans one part of a chain for any number of micro-batches in flight and any budget."""
 
-    Args:
-        chain: Costs of ``n`` stages for one micro-batch.
-        slots: Memory levels that the program tells apart. By default as many as take 0.1 s, between 400 and 4000, or fewer if the sizes are all
-            multiples of a slot.
-        gradients_exist: Gradients of parameters are counted elsewhere. False: there is only one micro-batch, whose backward makes them.
-        received: So is the gradient of the output.
-    """
-
-    def __init__(
-        self, chain: Chain, *, slots: int | None = None, gradients_exist: bool = True, received: bool = False
-    ) -> None:
+    def __init__(self, chain: Chain, *, gradients_exist: bool = True, received: bool = False) -> None:
         self._chain, self._received = chain, received
-        self._slots = slots or int(min(max(_SUMS / (len(chain) ** 3 / 6), _LEAST_SLOTS), _MOST_SLOTS))
+        self._slots = int(min(max(_SUMS / (len(chain) ** 3 / 6), _LEAST_SLOTS), _MOST_SLOTS))
         self._gradients_exist = gradients_exist
         self._solver = Solver(chain, slots=self._slots, gradients_exist=gradients_exist)
         self._columns: dict[bool, _Columns] = {}
@@ -295,19 +243,24 @@ class InFlightPlanner:
     def plan(self, in_flight: int, budget_bytes: int) -> StagePlan | None:
         """The fastest that fits, or None if nothing does.
 
-        Optimal among all schedules, up to the rounding to slots and what :mod:`lightning_rotor.planning.dynamic_program` lists, where
-        the search comes to its end, which it nearly always does; else up to the bound of the nodes that are left.
+        Optimal among all schedules, up to the rounding to slots and what
+        :mod:`lightning_rotor.planning.dynamic_program` lists, where the search comes to its end, which it nearly always
+        does; else up to the bound of the nodes left.
         """
         kept = keep_all(self._chain, in_flight)
-        if self._taken(kept) <= budget_bytes:
+        if (kept.bytes if self._gradients_exist else kept.first_simulation.peak_bytes) <= budget_bytes:
             return kept
         if in_flight == 1:
-            return self._plan_one(budget_bytes)
+            try:
+                return StagePlan(self._chain, self._solver.plan(max(budget_bytes, 1)).schedule, 1)
+            except BudgetError:
+                return None
         if budget_bytes <= 0:
             return None
-        best = None
-        for ended in self._ways_to_end:
-            best = _Search(self._columns_for(ended, budget_bytes), in_flight, budget_bytes, best).run()
+        best = _Search(self._columns_for(True, budget_bytes), in_flight, budget_bytes, None).run()
+        # A chain with an end has every schedule of one without, but counts an output that the last stage saves twice.
+        if any(option.saved_output_bytes for option in self._chain.stages[-1].options):
+            best = _Search(self._columns_for(False, budget_bytes), in_flight, budget_bytes, best).run()
         return best
 
     def least(self, in_flight: int) -> StagePlan:
@@ -324,14 +277,8 @@ class InFlightPlanner:
                 best, high = found, found.bytes
         return best
 
-    @property
-    def _ways_to_end(self) -> tuple[bool, ...]:
-        """A chain with an end has every schedule of one without, but counts an output that the last stage saves twice."""
-        saves = any(option.saved_output_bytes for option in self._chain.stages[-1].options)
-        return (True, False) if saves else (True,)
-
     def _columns_for(self, ended: bool, budget_bytes: int) -> _Columns:
-        """For budgets up to that."""
+        """A table for budgets up to that, of the chain with an end or without."""
         chain = with_end(self._chain, received=self._received) if ended else self._chain
         # A schedule that holds less may have a larger peak than one that keeps everything.
         most = min(math.ceil(_ROOM * max(keep_all(chain).bytes, self._checkpointed(1).bytes)), budget_bytes)
@@ -341,15 +288,6 @@ class InFlightPlanner:
 
     def _checkpointed(self, in_flight: int) -> StagePlan:
         return checkpoint_all(self._chain, in_flight, received=self._received)
-
-    def _taken(self, plan: StagePlan) -> int:
-        return plan.bytes if self._gradients_exist else plan.first_simulation.peak_bytes
-
-    def _plan_one(self, budget_bytes: int) -> StagePlan | None:
-        try:
-            return StagePlan(self._chain, self._solver.plan(max(budget_bytes, 1)).schedule, 1)
-        except BudgetError:
-            return None
 
 
 class _Columns:
@@ -386,7 +324,7 @@ class _Columns:
         return schedule_at(self._table, memory)
 
     def _set_floor(self, floor: int) -> None:
-        """Raise what the last stage needs, and solve the intervals that end there again. The others do not know of it."""
+        """Raise what the last stage needs, and solve the intervals that end there again."""
         self._floor = floor
         self._table.solve_last_column(floor=floor)
 
@@ -394,7 +332,7 @@ class _Columns:
 class _Search:
     """Best first over what a micro-batch may hold."""
 
-    def __init__(self, columns: _Columns, in_flight: int, budget_bytes: int, best: StagePlan | None = None) -> None:
+    def __init__(self, columns: _Columns, in_flight: int, budget_bytes: int, best: StagePlan | None) -> None:
         self._columns, self._others, self._budget_bytes = columns, in_flight - 1, budget_bytes
         chain = columns.chain
         # Held by every schedule, and no part of what the table retains.
@@ -450,8 +388,12 @@ class _Search:
         return seconds < self._best.seconds * (1 - (1e-9 if self._columns.exact else _CLOSE_ENOUGH))
 
     def _judged(self, memory: int, floor: int) -> StagePlan:
-        plan = StagePlan(self._columns.chain, self._columns.schedule(memory, floor), self._others + 1)
-        return without_needless_end(plan)
+        """The plan of a node, without its end where the schedule does not need one."""
+        chain, schedule = self._columns.chain, self._columns.schedule(memory, floor)
+        shorter = without_end(schedule) if chain.names[-1] == END else None
+        if shorter is not None:
+            chain, schedule = replace(chain, stages=chain.stages[:-1]), shorter
+        return StagePlan(chain, schedule, self._others + 1)
 
     def _take_below(self, memory: int, floor: int) -> None:
         """The first of the schedules with less memory that fits in bytes."""
@@ -470,64 +412,3 @@ class _Search:
     def _take(self, plan: StagePlan) -> None:
         if self._best is None or plan.seconds < self._best.seconds:
             self._best = plan
-
-
-# ----------------------------------------------------------------------------------------------------
-# What a pipeline stage holds at most, for many plans of it in turn.
-
-
-_OWN = ("forward", "backward", "first_backward")
-_NOTHING = 2 * len(_OWN)  # a moment between two actions
-
-
-class Moments:
-    """All moments of a stage that is alone on its device.
-
-    Args:
-        order: The stage's actions.
-        lingering: See :func:`lightning_rotor.pipeline.schedule.lingering`; empty if nothing does.
-        micro_batches: How many there are.
-        gradients_exist: Gradients of parameters are there before the step.
-    """
-
-    def __init__(
-        self, order: Sequence[Action], lingering: Sequence[int], *, micro_batches: int, gradients_exist: bool
-    ) -> None:
-        count = len(order)
-        is_forward = np.array([action.work == "forward" for action in order])
-        numbers = np.array([action.micro_batch for action in order])
-        last = numbers == micro_batches - 1
-        until = np.array(lingering) if lingering else np.arange(count)
-        # What each action adds and takes, as changes of levels: held by usual micro-batches and by the last, outputs, gradients of the input.
-        changes = np.zeros((count, 4), np.int64)
-        changes[np.arange(count), last.astype(int)] = np.where(is_forward, 1, -1)
-        backward_at, forward_at = np.zeros(micro_batches, np.int64), np.zeros(micro_batches, np.int64)
-        backward_at[numbers[~is_forward]] = np.flatnonzero(~is_forward)
-        forward_at[numbers[is_forward]] = np.flatnonzero(is_forward)
-        for kind, ends in ((2, until[forward_at]), (3, until[backward_at])):
-            stays = ends > backward_at
-            np.add.at(changes[:, kind], backward_at[stays], 1)
-            np.add.at(changes[:, kind], ends[stays], -1)
-        after = np.cumsum(changes, axis=0)
-        meanwhile = np.concatenate((np.zeros((1, 4), np.int64), after[:-1]))
-        # While a micro-batch goes back, its own peak counts what it held; what lingers of it begins behind that.
-        meanwhile[~is_forward, :2] = after[~is_forward, :2]
-        first_backward = count if gradients_exist else int(np.flatnonzero(~is_forward)[0])
-        own = np.where(is_forward, 0, np.where(np.arange(count) == first_backward, 2, 1)) * 2 + last
-        with_gradients = np.arange(count) > first_backward if not gradients_exist else np.ones(count, bool)
-        rows = np.column_stack((own, meanwhile, with_gradients))
-        levels = np.column_stack(
-            (np.full(count, _NOTHING), after, with_gradients | (np.arange(count) == first_backward))
-        )
-        table = np.concatenate((rows, levels)).astype(np.int64)
-        table = table[np.lexsort(table.T)]
-        table = table[np.concatenate(([True], (np.diff(table, axis=0) != 0).any(axis=1)))]
-        self._own, self._counts = table[:, 0], table[:, 1:]
-
-    def peak_bytes(self, load: PipelineStageLoad) -> int:
-        """Most that the stage holds."""
-        both = (load.micro_batch, load.last or load.micro_batch)
-        own = np.array([getattr(each, f"{name}_peak_bytes") for name in _OWN for each in both] + [0])
-        sizes = [each.held_bytes for each in both]
-        sizes += [load.output_bytes, load.input_gradient_bytes, load.gradient_bytes]
-        return load.static_bytes + int((own[self._own] + self._counts @ np.array(sizes, np.int64)).max())

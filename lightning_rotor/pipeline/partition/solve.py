@@ -7,27 +7,31 @@ import time
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from rich import box
 from rich.table import Table
 
 from lightning_rotor.chain import Chain
-from lightning_rotor.pipeline.partition.balance import check_balance, cuts_of, even_balance, least_bottleneck, runs_of
+from lightning_rotor.pipeline.partition.balance import (
+    Cuts,
+    check_balance,
+    cuts_of,
+    even_balance,
+    least_bottleneck,
+    runs_of,
+)
 from lightning_rotor.pipeline.partition.in_flight import END, StagePlan, sub_chain
 from lightning_rotor.pipeline.partition.problem import (
     Costs,
-    Cuts,
-    Link,
     PipelineDevice,
     Problem,
-    RecomputeMode,
     StageChoice,
     devices_of,
 )
-from lightning_rotor.pipeline.partition.search import Search
-from lightning_rotor.pipeline.schedule import PipelineError, PipelineScheduleName
+from lightning_rotor.pipeline.partition.search import Search, impossible
+from lightning_rotor.pipeline.schedule import PipelineError
 from lightning_rotor.pipeline.simulator import PipelineSimulation, simulate_pipeline
 from lightning_rotor.units import format_bytes, format_seconds, rendered
 
@@ -71,7 +75,7 @@ class Partition:
     @cached_property
     def seconds(self) -> float:
         """Duration of a step."""
-        return self.problem.step_seconds([choice.load for choice in self.choices])
+        return self.problem.simulator.step_seconds([choice.load for choice in self.choices])
 
     @property
     def gap(self) -> float:
@@ -88,12 +92,7 @@ class Partition:
         return sub_chain(self.problem.chain, self.choices[stage].first, self.choices[stage].last)
 
     def plan(self, stage: int, *, last_micro_batch: bool = False) -> StagePlan:
-        """How a pipeline stage runs a micro-batch.
-
-        Args:
-            stage: Its number.
-            last_micro_batch: The last one, which ``recompute="except_last"`` runs otherwise.
-        """
+        """How a pipeline stage runs a micro-batch; ``recompute="except_last"`` runs the last one otherwise."""
         choice = self.choices[stage]
         plan = choice.last_plan if last_micro_batch and choice.last_plan is not None else choice.plan
         # Runs of stages that are alike share a plan, but not their names.
@@ -104,25 +103,17 @@ class Partition:
     def summary(self) -> str:
         """The partition on one line."""
         proof = "optimal" if self.is_optimal else f"within {self.gap:.1%} of the best"
+        problem, step = self.problem, self.simulation
         return (
-            f"balance {list(self.balance)} on {len(self.problem.devices)} devices, {self.problem.schedule} with "
-            f"{self.problem.micro_batches} micro-batches: {format_seconds(self.seconds)} per step, {self.simulation.bubble:.1%} bubble, "
-            f"peak {format_bytes(max(self.simulation.peak_bytes))}; {proof}"
+            f"balance {list(self.balance)} on {len(problem.devices)} devices, {problem.schedule} with "
+            f"{problem.micro_batches} micro-batches: {format_seconds(self.seconds)} per step, {step.bubble:.1%} "
+            f"bubble, peak {format_bytes(max(step.peak_bytes))}; {proof}"
         )
 
     def __rich__(self) -> Table:
         table = Table(title=self.summary(), box=box.SIMPLE_HEAD, title_justify="left", title_style="")
-        for name in (
-            "stage",
-            "device",
-            "model",
-            "in flight",
-            "forward",
-            "backward",
-            "recomputed",
-            "held each",
-            "device peak",
-        ):
+        columns = "stage, device, model, in flight, forward, backward, recomputed, held each, device peak"
+        for name in columns.split(", "):
             table.add_column(name, justify="left" if name == "model" else "right")
         peaks, devices = self.simulation.peak_bytes, len(self.problem.devices)
         for stage, choice in enumerate(self.choices):
@@ -153,17 +144,9 @@ class PartitionError(PipelineError):
         device: Number of the first device that has less.
     """
 
-    def __init__(self, message: str, *, minimum_bytes: int, device: int) -> None:
+    def __init__(self, message: str, minimum_bytes: int = 0, device: int = 0) -> None:
         super().__init__(message)
-        self.minimum_bytes = minimum_bytes
-        self.device = device
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (self.args[0], self.minimum_bytes, self.device)
-
-
-def _rebuild(message: str, minimum_bytes: int, device: int) -> PartitionError:
-    return PartitionError(message, minimum_bytes=minimum_bytes, device=device)
+        self.minimum_bytes, self.device = minimum_bytes, device
 
 
 def partition(
@@ -173,38 +156,29 @@ def partition(
     micro_batches: int,
     memory_bytes: int | None = None,
     balance: Literal["auto"] | Sequence[int] = "auto",
-    schedule: PipelineScheduleName = "1f1b",
-    stages_per_device: int = 1,
-    recompute: RecomputeMode = "rotor",
     state_bytes: Sequence[int] = (),
-    link: Link = Link(),  # noqa: B008 - frozen
-    receive_buffers: Literal["micro_batches", "in_flight"] = "micro_batches",
-    gradients_exist: bool = False,
-    outputs_linger: bool = True,
+    **options: Any,
 ) -> Partition:
     """Cut a chain into pipeline stages so that a step takes the least time and every device has enough memory.
 
-    Exact over all cuts where there are few, given the planner's plan of each run of stages; else a local optimum with a bound, see
-    :attr:`Partition.gap`. Never slower than equal cuts, :func:`.balance_by_time` and :func:`.balance_by_size`, where those fit.
+    Exact over all cuts where there are few, given the planner's plan of each run of stages; else a local optimum with a
+    bound, see :attr:`Partition.gap`. Never slower than equal cuts, :func:`.balance_by_time` and
+    :func:`.balance_by_size`, where those fit.
 
     Args:
         chain: Costs of ``n`` stages, measured with one micro-batch.
         devices: How many equal devices, or one entry for each in the order of the pipeline.
         micro_batches: Into how many parts a batch is split.
-        memory_bytes: Of each device, if only their number is given; weights and everything else included. None: no concern.
+        memory_bytes: Of each device, if only their number is given, for everything. None: no concern.
         balance: ``"auto"``, or how many stages of the chain each pipeline stage gets.
-        schedule: ``"gpipe"``, ``"1f1b"`` or ``"interleaved"``.
-        stages_per_device: More than one for ``"interleaved"`` only.
-        recompute: ``"rotor"``, ``"always"``, ``"except_last"`` or ``"never"``, see :class:`.Problem`.
-        state_bytes: By stage of the chain, weights, buffers and optimizer state. Gradients are known from the chain.
-        link: Bandwidth and latency between neighbours. By default messages take no time.
-        receive_buffers: See :class:`.Problem`.
-        gradients_exist: Gradients of parameters are there before the step.
-        outputs_linger: See :class:`.Problem`.
+        state_bytes: By stage of the chain, weights, buffers and optimizer state; the chain knows of gradients.
+        options: ``schedule``, ``stages_per_device``, ``recompute``, ``link``, ``receive_buffers``, ``gradients_exist``,
+            ``outputs_linger``: see :class:`.Problem`.
     Returns:
         Cuts, a plan for each pipeline stage, and the simulated step.
     Raises:
-        PipelineError: More pipeline stages than stages of the chain, a balance that does not add up, or arguments without sense.
+        PipelineError: More pipeline stages than stages of the chain, a balance that does not add up, or arguments
+            without sense.
         PartitionError: No partition fits; says the least memory per device that would do.
     Example:
         >>> partition(chain, 4, micro_batches=8, memory_bytes=parse_bytes("16GiB")).balance  # doctest: +SKIP
@@ -214,108 +188,80 @@ def partition(
     if not isinstance(devices, int) and memory_bytes is not None:
         raise PipelineError("memory_bytes goes with a number of devices: expected memory_bytes in each PipelineDevice")
     problem = Problem(
-        chain,
-        devices_of(devices, memory_bytes),
-        micro_batches,
-        schedule=schedule,
-        stages_per_device=stages_per_device,
-        recompute=recompute,
-        state_bytes=tuple(state_bytes),
-        link=link,
-        receive_buffers=receive_buffers,
-        gradients_exist=gradients_exist,
-        outputs_linger=outputs_linger,
+        chain, devices_of(devices, memory_bytes), micro_batches, state_bytes=tuple(state_bytes), **options
     )
     costs = Costs(problem)
-    search = Search(problem, costs)
-    if not isinstance(balance, str):
-        cuts = cuts_of(check_balance(balance, len(chain), problem.stages))
-        found = search.only(cuts)
-    elif balance == "auto":
-        found = search.run()
-        cuts = () if found else _least_memory_cuts(problem, costs)
-        found = found or search.only(cuts)
-    else:
-        raise PipelineError(
-            f'balance is {balance!r}: expected "auto" or numbers such as {even_balance(len(chain), problem.stages)}'
-        )
+    search = Search(costs)
+    asked: object = balance
+    if isinstance(asked, str) and asked != "auto":
+        even = even_balance(len(chain), problem.stages)
+        raise PipelineError(f'balance is {asked!r}: expected "auto" or numbers such as {even}')
+    by_hand: Cuts = () if isinstance(balance, str) else cuts_of(check_balance(balance, len(chain), problem.stages))
+    found = search.only(by_hand) if by_hand else search.run()
     if found is None:
-        raise _refusal(problem, costs, cuts, by_hand=not isinstance(balance, str))
+        cuts = by_hand or _least_memory_cuts(costs)
+        found = search.only(cuts)
+        if found is None:
+            raise _refusal(costs, cuts, f"balance={list(balance)} does not fit" if by_hand else "no partition fits")
     return Partition(problem, found.choices, found.bound_seconds, time.perf_counter() - start)
 
 
 # -------------------------------------------------------------------- what would work
 
 
-def _refusal(problem: Problem, costs: Costs, cuts: Cuts, *, by_hand: bool) -> PartitionError:
-    """Says the least memory per device, and who has less."""
-    needs = _needs(problem, costs, cuts)
+def _refusal(costs: Costs, cuts: Cuts, what: str) -> PartitionError:
+    """Says the least memory per device, and who has less, as if its stages were at their worst at once."""
+    problem, runs = costs.problem, runs_of(cuts, len(costs.problem.chain))
+    stages = [costs.least_bytes(stage, *run) for stage, run in enumerate(runs)]
+    needs = [sum(stages[device :: len(problem.devices)]) for device in range(len(problem.devices))]
     memories = [device.memory_bytes for device in problem.devices]
     short = [place for place, has in enumerate(memories) if has is not None and has < needs[place]]
     device = short[0] if short else needs.index(max(needs))
     has, needed = format_bytes(memories[device] or 0), format_bytes(max(needs))
     if has == needed:
         has, needed = f"{memories[device] or 0:,} bytes", f"{max(needs):,} bytes"
-    static = sum(problem.state_bytes) + sum(costs.gradient_bytes(*run) for run in runs_of(cuts, len(problem.chain)))
-    least = (
-        "at least" if problem.stages_per_device == 1 else "about"
-    )  # stages of one device are seldom at their worst together
-    what = f"balance={list(_balance(problem, cuts))} does not fit" if by_hand else "no partition fits"
+    static = sum(problem.state_bytes) + sum(int(costs.gradient_bytes(*run)) for run in runs)
+    least = "at least" if problem.stages_per_device == 1 else "about"
     remedies = "use more devices or smaller micro-batches"
     remedies += "" if problem.recompute == "rotor" else ', or recompute="rotor"'
-    remedies += ', or balance="auto"' if by_hand else ""
+    remedies += "" if what.startswith("no ") else ', or balance="auto"'
     return PartitionError(
         f"{what} {len(problem.devices)} devices: device {device} has {has}, expected {least} {needed} per device for "
-        f"{problem.micro_batches} micro-batches under {problem.schedule!r} with recompute={problem.recompute!r} (weights, optimizer state and "
-        f"gradients take {format_bytes(static)} in all): {remedies}",
-        minimum_bytes=max(needs),
-        device=device,
+        f"{problem.micro_batches} micro-batches under {problem.schedule!r} with recompute={problem.recompute!r} "
+        f"(weights, optimizer state and gradients take {format_bytes(static)} in all): {remedies}",
+        max(needs),
+        device,
     )
 
 
-def _balance(problem: Problem, cuts: Cuts) -> tuple[int, ...]:
-    return tuple(last + 1 - first for first, last in runs_of(cuts, len(problem.chain)))
+def _least_memory_cuts(costs: Costs) -> Cuts:
+    """Cuts whose largest need of memory is least, or the best that were found before patience ended.
 
-
-def _needs(problem: Problem, costs: Costs, cuts: Cuts) -> list[int]:
-    """By device, the least memory; stages of one device as if all were at their worst at once."""
-    needs = [costs.least_bytes(stage, *run) for stage, run in enumerate(runs_of(cuts, len(problem.chain)))]
-    return [sum(needs[device :: len(problem.devices)]) for device in range(len(problem.devices))]
-
-
-def _least_memory_cuts(problem: Problem, costs: Costs) -> Cuts:
-    """Cuts whose largest need of memory is least, if that is found before patience ends; else the best that were found.
-
-    What a run needs is asked for only where a bound of it matters: what it always holds, and what any of its stages takes by itself.
+    What a run needs is asked for only where a bound of it matters: what it always holds, and what any of its stages
+    takes by itself.
     """
-    n, stages = len(problem.chain), problem.stages
-    longest = min(n - stages + 1, 4 * math.ceil(n / stages) + 4)
-    bounds = np.full((stages, n, longest), math.inf)
-    alone = _least_alone(problem.chain)
+    problem, n, stages = costs.problem, len(costs.problem.chain), costs.problem.stages
+    first = np.arange(n)[:, None]
+    last = first + np.arange(min(n - stages + 1, 4 * math.ceil(n / stages) + 4))
+    ends = np.minimum(last, n - 1)
+    highest = np.maximum.accumulate(np.array(_least_alone(problem.chain))[ends], axis=1)
+    outputs = np.array([stage.output_bytes for stage in problem.chain])[ends]
+    bounds = np.stack([costs.fixed_bytes(s, first, ends) for s in range(stages)]).astype(float)
     for stage in range(stages):
-        for first in range(stage, 1 if stage == 0 else n - (stages - stage) + 1):
-            highest = 0
-            for last in range(first, min(first + longest, n - (stages - 1 - stage))):
-                highest = max(highest, alone[last])
-                if stage < stages - 1 or last == n - 1:
-                    static = costs.static_bytes(stage, first, last) + costs.gradient_bytes(first, last)
-                    held = problem.in_flight[stage] * problem.chain.stages[last].output_bytes
-                    bounds[stage, first, last - first] = static + max(held, highest)
+        bounds[stage] += np.maximum(problem.in_flight[stage] * outputs, highest)
+        bounds[stage][impossible(problem, stage, first, last)] = math.inf
     asked: set[tuple[int, int, int]] = set()
-    best: tuple[float, Cuts] | None = None
+    best: tuple[float, Cuts] = math.inf, ()
     while True:
         cuts = least_bottleneck(bounds)
         assert cuts is not None, "every run can have the memory that it needs"
-        new = {(stage, *run) for stage, run in enumerate(runs_of(cuts, len(problem.chain)))} - asked
-        for stage, first, last in new:
-            bounds[stage, first, last - first] = costs.least_bytes(stage, first, last)
-        asked |= new
-        need = max(
-            bounds[stage, first, last - first] for stage, (first, last) in enumerate(runs_of(cuts, len(problem.chain)))
-        )
-        best = min(best or (math.inf, cuts), (float(need), cuts))
-        if not new or len(asked) > _MOST_ASKED:
+        runs = [(stage, *run) for stage, run in enumerate(runs_of(cuts, n))]
+        for stage, begin, end in set(runs) - asked:
+            bounds[stage, begin, end - begin] = costs.least_bytes(stage, begin, end)
+        best = min(best, (max(bounds[stage, begin, end - begin] for stage, begin, end in runs), cuts))
+        if asked >= set(runs) or len(asked) > _MOST_ASKED:
             return best[1]
+        asked |= set(runs)
 
 
 def _least_alone(chain: Chain) -> list[int]:

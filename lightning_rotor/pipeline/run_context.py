@@ -1,0 +1,232 @@
+"""What code finds around it wherever the pipeline runs it: random numbers, settings of torch, a thread to wait in.
+
+In one process, dropout draws from one generator, stage after stage and micro-batch after micro-batch. The stages of a
+pipeline run at the same time on several devices, each with a generator of its own. So each stage of the chain that may
+draw is given its own numbers, from nothing but three integers::
+
+    the step's seed  ──┐
+    micro-batch k    ──┼──►  seed of the generator while stage i works on micro-batch k
+    chain stage i    ──┘
+
+The step's seed is made of the seed that torch was given (``seed_everything``) and the number of the step, so nothing is
+drawn that a run in one process would not draw, and a run that is resumed goes on as it would have. Micro-batch ``k``
+begins with the generator seeded by the first two. A stage reads that seed off the generator itself, so that
+recomputation, which restores the generator, finds the same. What the model runs outside of the chain has place ``-1``.
+
+A training step runs once for each micro-batch, and 1F1B needs the loss of the first before the last has begun. So all
+of them run up to the call of the pipeline, wait there, and go on one by one, each in a thread of its own, of which at
+any time only one runs::
+
+    main thread   start ──┐        ┌─► start the next ... pipeline: forward, loss? ──┐          ┌─► backward ...
+    the step's            └─► net(x)                                                 └─► loss ──┘
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import torch
+
+from lightning_rotor.chain import Chain
+from lightning_rotor.pipeline.schedule import PipelineError
+from lightning_rotor.stages.sequential import Stage, Wiring
+from lightning_rotor.stages.state import GeneratorStates, Settings
+
+Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments of a call."""
+OUTSIDE = -1
+"""The place of what runs outside of the chain."""
+_KINDS = ("cpu", "cuda")
+
+
+def mixed(seed: int, place: int) -> int:
+    """A seed made of a seed and a number (the finalizer of SplitMix64, so that neighbours have nothing in common)."""
+    value = (seed + (place + 2) * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return (value ^ (value >> 31)) & ((1 << 63) - 1)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Torch's generators under a seed, and as they were behind it."""
+    before = GeneratorStates(host=False)
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.manual_seed(seed)
+    try:
+        yield
+    finally:
+        before.restore()
+
+
+class _SeededStage(torch.nn.Module):
+    """A way to run a stage, with random numbers of its own."""
+
+    def __init__(self, way: Any, place: int) -> None:
+        super().__init__()
+        # Not a submodule: it is the user's, and stays where it is.
+        self.__dict__["_way"] = way
+        self._place = place
+
+    def forward(self, value: Any) -> Any:
+        with seeded(mixed(torch.initial_seed(), self._place)):
+            return self.__dict__["_way"](value)
+
+
+def with_seeds(stages: Sequence[Stage], chain: Chain) -> tuple[Stage, ...]:
+    """Stages of a chain, those that may draw random numbers each with numbers of its own."""
+    return tuple(
+        replace(
+            stage,
+            modules=(_SeededStage(replace(stage, variants=()), place),),
+            wiring=Wiring.of([stage.wiring.wire], stage.writes),
+            variants=tuple(_SeededStage(variant, place) for variant in stage.variants),
+        )
+        if cost.draws_random
+        else stage
+        for place, (stage, cost) in enumerate(zip(stages, chain, strict=True))
+    )
+
+
+class RunContext:
+    """Settings of torch, and autocast, which is a thread's own, at the moment when it is made."""
+
+    __slots__ = ("_autocast", "_settings", "dtypes")
+
+    def __init__(self) -> None:
+        self._settings = Settings()
+        self._autocast = tuple(map(_autocast, _KINDS))
+        self.dtypes = torch.get_default_dtype(), self._autocast
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Context in which they stand again."""
+        with ExitStack() as stack:
+            stack.enter_context(self._settings.restored())
+            for kind, wanted in zip(_KINDS, self._autocast, strict=True):
+                if wanted != _autocast(kind):
+                    enabled, dtype, caches = wanted
+                    stack.enter_context(torch.autocast(kind, dtype, enabled, caches))
+            yield
+
+
+def _autocast(kind: str) -> tuple[bool, torch.dtype, bool]:
+    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+
+
+class _Abandoned(BaseException):
+    """Unwinds code that will never go on. No ``except Exception`` of a user's stops it."""
+
+
+class _Current(threading.local):
+    call: PausedCall | None = None
+
+
+_current = _Current()
+
+
+def paused_call() -> PausedCall | None:
+    """The one whose thread this is."""
+    return _current.call
+
+
+class PausedCall:
+    """Code that calls the pipeline once and waits there, in a thread of its own.
+
+    Torch's random numbers and settings in it are its own, whenever it runs. It begins under those of whoever makes it.
+    """
+
+    def __init__(self, run: Callable[[], Any], *, seed: int, device: torch.device, what: str = "training_step") -> None:
+        self._run, self._device, self._what = run, device, what
+        with seeded(seed):
+            self._generators = GeneratorStates(device, host=False)
+        self.context = RunContext()
+        self._settings = Settings()
+        self._mine, self._theirs = threading.Semaphore(0), threading.Semaphore(0)
+        self._arguments: Call | None = None
+        self._answer: Any = None
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self._abandoned = False
+        self._thread = threading.Thread(target=self._work, name=f"lightning-rotor {what}", daemon=True)
+
+    def start(self) -> Call:
+        """Run up to the call of the pipeline, and return its arguments."""
+        self._thread.start()
+        self._turn()
+        if self._arguments is None:
+            raise PipelineError(
+                f"{self._what} never called the module that is cut into pipeline stages: expected one call of it. Name "
+                "the "
+                'module that it calls: RotorPipelineStrategy(module="...")'
+            )
+        return self._arguments
+
+    def finish(self, answer: Any) -> Any:
+        """Go on behind the call, which gives the answer, and return what the code returns."""
+        self._answer, self._arguments = answer, None
+        self._turn()
+        self._answer = None
+        result, self._result = self._result, None
+        return result
+
+    def abandon(self) -> None:
+        """Never go on. Does nothing once the code has ended."""
+        if self._thread.is_alive():
+            self._abandoned = True
+            with Settings().restored():
+                self._mine.release()
+                self._thread.join()
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """In its thread: the pipeline is called."""
+        expected = None
+        if self._answer is not None or self._arguments is not None:
+            expected = "twice: expected one call of it"
+        elif not torch.is_grad_enabled():
+            expected = "under no_grad: expected one call with gradients"
+        if expected is not None:
+            raise PipelineError(f"{self._what} called the module that is cut into pipeline stages {expected}")
+        self._arguments = args, kwargs
+        self.context = RunContext()
+        del args, kwargs
+        self._theirs.release()
+        self._mine.acquire()
+        if self._abandoned:
+            raise _Abandoned
+        return self._answer
+
+    def _work(self) -> None:
+        self._mine.acquire()
+        _current.call = self
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)
+            with self.context.restored():
+                self._result = self._run()
+        except _Abandoned:
+            return
+        except BaseException as error:  # the caller's thread raises it
+            self._error = error
+        finally:
+            _current.call = None
+            self._theirs.release()
+
+    def _turn(self) -> None:
+        """Let the other thread run until it waits or ends."""
+        before = GeneratorStates(self._device, host=False)
+        self._generators.restore()
+        with self._settings.restored():
+            self._mine.release()
+            self._theirs.acquire()
+            self._settings = Settings()
+        self._generators = GeneratorStates(self._device, host=False)
+        before.restore()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
