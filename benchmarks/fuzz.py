@@ -36,7 +36,7 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -53,9 +53,8 @@ from torch.utils.data import DataLoader
 
 from benchmarks.fuzz_programs import HOOKS, Net, Node, Program, UserError, batches, draw, legal, parse
 from lightning_rotor import Checkpointable, RotorCallback, RotorError, RotorWarning, Schedule, is_recomputing, simulate
-from lightning_rotor.callbacks.process_limit import ProcessLimit
-from lightning_rotor.memory.budget import Allowance
-from lightning_rotor.planned.forward import PlannedForward
+from lightning_rotor.chain import Chain
+from lightning_rotor.memory.budget import Budget
 from lightning_rotor.planning import Plan, minimum_budget, scheduled
 from lightning_rotor.profiling import Profile, meters
 from lightning_rotor.profiling import stage as timing
@@ -222,30 +221,33 @@ class Library:
         plans = [net.body.plan] if isinstance(net.body, Limited) else [each.plan for each in self.callbacks]
         self.recomputed = max([self.recomputed, *(len(plan.recomputed) for plan in plans if plan is not None)])
 
-    def plan(self, planned: PlannedForward) -> PlannedForward:
+    def left_to_chance(self, budget: Budget) -> Budget:
         """Leave the planning to chance, if the program says so."""
-        chance = random.Random(self.program.seed)
+        if self.program.limit is not None:
+            return budget
+        return Chance(**{each.name: getattr(budget, each.name) for each in fields(budget)}, seed=self.program.seed)
 
-        def solve(profile: Profile, allowed: Allowance) -> Plan:
-            schedule = random_schedule(chance, profile.chain, segment_probability=0.8)
-            return scheduled(profile.chain, schedule, **_simulated(allowed))
-
-        if self.program.limit is None:
-            planned._plans.solve = solve
-        return planned
-
-    def budget(self, profile: Profile, allowed: Allowance) -> int:
+    def budget(self, profile: Profile, budget: Budget) -> int:
         """As far from the least to the most as the program says."""
         if self.program.limit is None or self.program.limit > 1:
             return ENOUGH
-        least = minimum_budget(profile.chain, **_simulated(allowed)).peak_bytes
-        most = simulate(profile.chain, Schedule.keep_all(len(profile.chain)), **_simulated(allowed)).peak_bytes
+        least = minimum_budget(profile.chain, **budget.conditions).peak_bytes
+        most = simulate(profile.chain, Schedule.keep_all(len(profile.chain)), **budget.conditions).peak_bytes
         share = self.program.limit
         return int(least + share * (most - least) if share >= 0 else least * (1 + share))
 
 
-def _simulated(allowed: Allowance) -> dict[str, Any]:
-    return {"gradients_exist": allowed.gradients_exist, "lingering_bytes": allowed.lingering_bytes}
+@dataclass(frozen=True, slots=True)
+class Chance(Budget):
+    """Plans a random schedule, whatever it takes; another one for every chain."""
+
+    seed: int = 0
+
+    def plan(self, chain: Chain, *, slots: int = 500) -> Plan:
+        """That schedule."""
+        chance = random.Random(f"{self.seed} {chain.fingerprint}")
+        schedule = random_schedule(chance, chain, segment_probability=0.8)
+        return scheduled(chain, schedule, slots=slots, **self.conditions)
 
 
 class MarksAlone:
@@ -269,14 +271,14 @@ class Limited(Checkpointable):
 
     def __init__(self, module: nn.Module, library: Library) -> None:
         super().__init__(module, show_progress=False)
-        limit = library.plan(self._planned)._plans._source
+        limit, whole = self._limit, self._limit.budget
 
-        def allowance(profile: Profile) -> Allowance:
+        def budget(profile: Profile) -> Budget:
             if limit.limit is None:
-                limit.limit = MemoryLimit(size_bytes=library.budget(profile, Allowance(ENOUGH)))
-            return limit(profile)
+                limit.limit = MemoryLimit(size_bytes=library.budget(profile, Budget(ENOUGH)))
+            return library.left_to_chance(whole(profile))
 
-        self._planned._plans._source = allowance
+        limit.budget = budget
 
 
 class LimitedCallback(RotorCallback):
@@ -284,24 +286,23 @@ class LimitedCallback(RotorCallback):
 
     def __init__(self, library: Library) -> None:
         has = library.program.has
-        self.chosen, self.library = False, library
+        self.library = library
         super().__init__(ENOUGH, None if has("unnamed") else "" if has("whole") else "body", show_table=False)
 
-    def _reset(self) -> None:
-        super()._reset()
-        self.chosen = False
+    def _attach(self, trainer: L.Trainer, model: L.LightningModule) -> None:
+        super()._attach(trainer, model)
+        planner, library, chosen = self._planner, self.library, []
+        whole = planner.budget
 
-    def _planned_forward(self, module: nn.Module, on_unsupported: Any) -> PlannedForward:
-        return self.library.plan(super()._planned_forward(module, on_unsupported))
+        def budget(profile: Profile) -> Budget:
+            allowed = whole(profile)
+            if not chosen:
+                chosen.append(min(library.budget(profile, allowed) + allowed.reserved_bytes, ENOUGH))
+                planner._limit = MemoryLimit(size_bytes=chosen[0])
+                allowed = whole(profile)
+            return library.left_to_chance(allowed)
 
-    def _allowance(self, profile: Profile) -> Allowance:
-        allowed = super()._allowance(profile)
-        if self.chosen:
-            return allowed
-        self.chosen = True
-        budget = self.library.budget(profile, allowed)
-        self._process = ProcessLimit(MemoryLimit(size_bytes=min(budget + allowed.reserved_bytes, ENOUGH)))
-        return super()._allowance(profile)
+        planner.budget = budget
 
 
 class Watcher(L.Callback):

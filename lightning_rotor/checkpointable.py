@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,9 +13,10 @@ from torch import nn
 from lightning_rotor.capture.compiled import Variants, is_compiled, taken_apart
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import ModelError, ProfilingError, RotorWarning
-from lightning_rotor.memory.budget import Allowance
+from lightning_rotor.memory.budget import Budget
 from lightning_rotor.memory.devices import resolve_limit
 from lightning_rotor.planned.forward import PlannedForward, attached
+from lightning_rotor.planned.plans import BudgetSource, PlanSettings
 from lightning_rotor.planning import Frontier, Plan, frontier
 from lightning_rotor.private.torch_names import is_compiler_wrapper, module_inside
 from lightning_rotor.profiling import Profile
@@ -30,24 +30,27 @@ _WRAPPED = "module"
 class Checkpointable(nn.Module):
     """Runs a module within a memory limit, recomputing as little as possible in the backward.
 
-    Call it like the module. Measuring and planning happen by themselves at the first training call, or earlier on request. Parameters,
-    ``state_dict`` keys and gradients are those of the module, and so are outputs in evaluation.
+    Call it like the module. Measuring and planning happen by themselves at the first training call, or earlier on
+    request. Parameters, ``state_dict`` keys and gradients are those of the module, and so are outputs in evaluation.
 
-    Under autocast, a weight that is used more than once in a step (shared by stages, or in two calls) is cast once for each use, where plain
-    training casts it once; its gradient then differs in the last bits.
+    Under autocast, a weight that is used more than once in a step (shared by stages, or in two calls) is cast once for
+    each use, where plain training casts it once; its gradient then differs in the last bits.
 
     Args:
-        module: An ``nn.Sequential``, nested ones are flattened; or any module whose forward ``torch.fx`` can trace. What ``torch.compile(net)``
-            returns stays compiled as one stage, which takes one argument and chooses among activation memory budgets.
-        sample: An input as in training. If given, the module is measured at once. An ``nn.Sequential`` takes one input, which may be a
-            tuple; for other modules a tuple holds positional arguments and a dict keyword arguments, as in Lightning's
-            ``example_input_array`` (so a single argument that is a tuple is ``((a, b),)``).
-        mem_limit: What the chain's activations and new parameter gradients may take on the device: bytes, ``"700MiB"``, ``"10GB"``,
-            a fraction of the device such as ``0.8`` or ``"80%"``, or None for what is free when it is planned. Parameters, buffers, the
-            input, and optimizer state are not in it. With a sample, the module is planned at once unless this is None.
+        module: An ``nn.Sequential``, nested ones are flattened; or any module whose forward ``torch.fx`` can trace.
+            What ``torch.compile(net)`` returns stays compiled as one stage, which takes one argument and chooses among
+            activation memory budgets.
+        sample: An input as in training. If given, the module is measured at once. An ``nn.Sequential`` takes one input,
+            which may be a tuple; for other modules a tuple holds positional arguments and a dict keyword arguments, as
+            in Lightning's ``example_input_array`` (so a single argument that is a tuple is ``((a, b),)``).
+        mem_limit: What the chain's activations and new parameter gradients may take on the device: bytes, ``"700MiB"``,
+            ``"10GB"``, a fraction of the device such as ``0.8`` or ``"80%"``, or None for what is free when it is
+            planned. Parameters, buffers, the input, and optimizer state are not in it. With a sample, the module is
+            planned at once unless this is None.
         slots: Resolution of the planner: more finds better schedules in long chains, and takes longer.
-        compiled_variants: Under which other activation memory budgets blocks that you compiled may run: ``"exact"``, those that compute the bits
-            of your compiled block; ``"close"``, also those that differ from it by rounding; ``"off"``, none, and nothing is compiled again.
+        compiled_variants: Under which other activation memory budgets blocks that you compiled may run: ``"exact"``,
+            those that compute the bits of your compiled block; ``"close"``, also those that differ from it by rounding;
+            ``"off"``, none, and nothing is compiled again.
         show_progress: Show a progress bar when measuring takes longer than two seconds.
     Raises:
         ModelError: The module is not supported, or empty, or holds FSDP units.
@@ -73,15 +76,15 @@ class Checkpointable(nn.Module):
         show_progress: bool = True,
     ) -> None:
         super().__init__()
-        self._compiled_variants = compiled_variants
         self._limit = _ActivationLimit(parse_limit(mem_limit))
-        self._slots = slots
-        self._show_progress = show_progress
+        self._settings = PlanSettings(slots, compiled_variants=compiled_variants, show_progress=show_progress)
         units = units_below(module)
         if units:
             raise ModelError(
-                f"{type(module).__name__} holds {len(units)} FSDP unit{'s' * (len(units) > 1)} (the first is {units[0]!r}), which only all "
-                "processes together can measure: expected RotorCallback, under which they agree, or a module without units"
+                f"{type(module).__name__} holds {len(units)} FSDP unit{'s' * (len(units) > 1)} (the first is "
+                f"{units[0]!r}), which only all "
+                "processes together can measure: expected RotorCallback, under which they agree, or a module without "
+                "units"
             )
         self.module = module
         self._prepare()
@@ -100,7 +103,8 @@ class Checkpointable(nn.Module):
         """Measure bytes and seconds of every stage; nothing of the module changes.
 
         Args:
-            sample: An input as in training, as in the constructor: shape, dtype, device, and whether it requires a gradient matter.
+            sample: An input as in training, as in the constructor: shape, dtype, device, and whether it requires a
+                gradient matter.
         Returns:
             The measured chain.
         Raises:
@@ -128,13 +132,13 @@ class Checkpointable(nn.Module):
         if mem_limit is not None:
             self._limit.limit = parse_limit(mem_limit)
         try:
-            return self._planned.replan()
+            return self._planned.plans.replan()
         except Exception:
             self._limit.limit = before
             raise
 
     def use(self, plan: Plan | Schedule) -> Plan:
-        """Run a plan that was made before, for the input signature used last: one from a file, a point of the frontier, or one by hand.
+        """Run a plan that was made before, for the input signature used last.
 
         Inputs of other signatures are planned for the limit, as before.
 
@@ -144,13 +148,14 @@ class Checkpointable(nn.Module):
             The plan that the next training call runs: the same schedule with the costs that were measured here.
         Raises:
             ProfilingError: Nothing has been measured yet.
-            PlanError: The plan was made for another model, shape, dtype or device, or takes more than its budget here. The plan from before stays.
+            PlanError: The plan was made for another model, shape, dtype or device, or takes more than its budget here.
+                The plan from before stays.
             ScheduleError: The schedule does not belong to the chain. The plan from before stays.
         Example:
             >>> net = Checkpointable(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), torch.randn(4, 8))
             >>> plan = net.use(net.frontier().knee.schedule)
         """
-        return self._planned.use(plan)
+        return self._planned.plans.use(plan)
 
     def frontier(self) -> Frontier:
         """What every limit would cost in time, for the input signature used last.
@@ -160,21 +165,22 @@ class Checkpointable(nn.Module):
         Raises:
             ProfilingError: Nothing has been measured yet.
         """
-        if self._planned.profile is None:
+        if self.chain is None:
             raise ProfilingError("there is no curve yet: measure a sample first, with measure(sample)")
         if self.plan is not None:
             return self.plan.frontier()
-        return frontier(self._planned.profile.chain, slots=self._slots)
+        return frontier(self.chain, slots=self._settings.slots)
 
     @property
     def plan(self) -> Plan | None:
         """The plan in use, or None before the first one."""
-        return self._planned.plan
+        return self._planned.plans.plan
 
     @property
     def chain(self) -> Chain | None:
         """What was measured for the input signature used last, or None."""
-        return self._planned.profile.chain if self._planned.profile else None
+        profile = self._planned.plans.profile
+        return None if profile is None else profile.chain
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Output of the module; in training, under the plan for this input's signature."""
@@ -188,8 +194,10 @@ class Checkpointable(nn.Module):
         """A call that no stage can stand for of a module that was compiled as a whole."""
         if self.training and torch.is_grad_enabled():
             raise ModelError(
-                f"a module that was compiled as a whole can be planned if it is called with one positional argument, but this call has "
-                f"{len(args)}{f' and the keywords {list(kwargs)}' if kwargs else ''}: expected a tuple of tensors as the only argument, or the "
+                "a module that was compiled as a whole can be planned if it is called with one positional argument, "
+                "but this call has "
+                f"{len(args)}{f' and the keywords {list(kwargs)}' if kwargs else ''}: expected a tuple of tensors as "
+                "the only argument, or the "
                 "module's blocks compiled instead (for block in net.blocks: block.compile())"
             )
         return self.module(*args, **kwargs)
@@ -229,18 +237,10 @@ class Checkpointable(nn.Module):
         self._prepare()
 
     def _prepare(self) -> None:
-        # One stage, as a layer in an nn.Sequential is, keeps compiled code whole. Not registered: nothing of the module may be renamed.
+        # One stage, as a layer in an nn.Sequential is, keeps compiled code whole. Not registered: nothing of the module
+        # may be renamed.
         root = _in_a_row(self.module) if is_compiler_wrapper(self.module) else self.module
-        self.__dict__["_root"], self.__dict__["_planned"] = root, self._plan_forward(root)
-
-    def _plan_forward(self, root: nn.Module) -> PlannedForward:
-        return PlannedForward(
-            root,
-            self._limit,
-            slots=self._slots,
-            compiled_variants=self._compiled_variants,
-            show_progress=self._show_progress,
-        )
+        self.__dict__["_root"], self.__dict__["_planned"] = root, PlannedForward(root, self._limit, self._settings)
 
 
 def _in_a_row(wrapper: nn.Module) -> nn.Sequential:
@@ -248,14 +248,15 @@ def _in_a_row(wrapper: nn.Module) -> nn.Sequential:
     return nn.Sequential(OrderedDict({type(module_inside(wrapper)).__name__: wrapper}))
 
 
-@dataclass(slots=True)
-class _ActivationLimit:
-    """The limit of a :class:`Checkpointable` as an allowance."""
+class _ActivationLimit(BudgetSource):
+    """The limit of a :class:`Checkpointable` as a budget."""
 
-    limit: MemoryLimit | None
+    def __init__(self, limit: MemoryLimit | None) -> None:
+        self.limit = limit
 
-    def __call__(self, profile: Profile) -> Allowance:
-        return Allowance(resolve_limit(self.limit, profile.chain.device))
+    def budget(self, profile: Profile) -> Budget:
+        """All of the limit is for the chain."""
+        return Budget(resolve_limit(self.limit, profile.chain.device))
 
 
 def _without_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ PUBLIC_BY_HABIT = {
     "_buffers": "likewise",
     "_modules": "likewise",
     "_fields": "what Python documents of named tuples",
+    "_replace": "what Python documents of named tuples",
     "_getframe": "documented by Python",
     "_exit": "documented by Python",
     "_ArgumentGroup": "what argparse hands out",

@@ -64,7 +64,7 @@ class Peaks(L.Callback):
         self.base: int | None = None
 
     def on_train_batch_start(self, trainer: L.Trainer, model: L.LightningModule, batch: Any, batch_idx: int) -> None:
-        self.ours = batch_idx in (8, 9) and not self.rotor._watch.running
+        self.ours = batch_idx in (8, 9) and not self.rotor._planner.watch.running
         if self.ours:
             self.base = allocated_bytes(model, trainer.optimizers, batch, torch.device("cpu"))
             self.meter.start()

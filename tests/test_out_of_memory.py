@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_rotor import Checkpointable, RotorCallback, RotorWarning, ShortageError
+from lightning_rotor.planned.step import StepPlanner
 from lightning_rotor.planning import Plan
 from tests.training import assert_same_bits, generator_states
 
@@ -194,9 +195,9 @@ def test_the_next_training_plans_with_less(
 ) -> None:
     made: list[Plan] = []
     monkeypatch.setattr(
-        RotorCallback,
-        "_on_plan",
-        lambda self, plan, _real=RotorCallback._on_plan: (made.append(plan), _real(self, plan)),
+        StepPlanner,
+        "on_plan",
+        lambda self, plan, _real=StepPlanner.on_plan: (made.append(plan), _real(self, plan)),
     )
     rotor, model = RotorCallback("64MiB", "body", show_table=False), Task(where)
     expected = r"mem_limit 64\.0 MiB.*next training with this callback plans with less"

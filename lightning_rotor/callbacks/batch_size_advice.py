@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
@@ -16,13 +17,11 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from rich.console import Console
 from torch import nn
 
-from lightning_rotor.callbacks.dry_step import best_by_compute
-from lightning_rotor.callbacks.process_limit import ProcessMemory, own_limit_bytes
-from lightning_rotor.callbacks.ranks import least_limit_bytes
+from lightning_rotor.callbacks.trainer_loop import TrainerLoop
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import ModelError, RotorError
 from lightning_rotor.execution.options import kept_attributes, lent_buffers, undisturbed
-from lightning_rotor.memory.budget import Allowance
+from lightning_rotor.memory.budget import Budget
 from lightning_rotor.planned.batch_sizes import BatchSizeAdvice, advice_from, measured_costs
 from lightning_rotor.planned.target import TargetSearch, named_target
 from lightning_rotor.private.lightning_names import reset_loaders
@@ -36,18 +35,21 @@ _log = logging.getLogger(__name__)
 class RotorBatchSizeAdvice(pl.Callback):
     """Finds the batch size with the best predicted samples per second under a limit, and sets it if asked to.
 
-    Lightning's ``BatchSizeFinder`` trains with one size after another until memory runs out, and takes the largest. This measures the planned
-    module with one batch and with half of it, predicts all other sizes with their plans, and takes the fastest. Nothing about the training
-    changes but, with ``set_batch_size``, the attribute and the dataloaders that it makes.
+    Lightning's ``BatchSizeFinder`` trains with one size after another until memory runs out, and takes the largest.
+    This measures the planned module with one batch and with half of it, predicts all other sizes with their plans, and
+    takes the fastest. Nothing about the training changes but, with ``set_batch_size``, the attribute and the
+    dataloaders that it makes.
 
-    Of several processes each measures its own batch, and all take the smallest size that any of them finds best, within the least of their limits.
-    Parameters must be in one piece on each, as under DDP.
+    Of several processes each measures its own batch, and all take the smallest size that any of them finds best, within
+    the least of their limits. Parameters must be in one piece on each, as under DDP.
 
     Args:
         mem_limit: As for :class:`RotorCallback`, which is to train with the same limit.
         module: Likewise.
-        set_batch_size: Set the attribute, reload the dataloaders, and train with the best size. By default it is only reported.
-        batch_arg_name: The attribute of the LightningModule, its ``hparams`` or the LightningDataModule, as for ``BatchSizeFinder``.
+        set_batch_size: Set the attribute, reload the dataloaders, and train with the best size. By default it is only
+            reported.
+        batch_arg_name: The attribute of the LightningModule, its ``hparams`` or the LightningDataModule, as for
+            ``BatchSizeFinder``.
         batch_sizes: Candidates; by default powers of two and halfway between, up to the first that does not fit.
         show_table: Print the candidates.
     Raises:
@@ -86,7 +88,8 @@ class RotorBatchSizeAdvice(pl.Callback):
         """Measure with the first batch of the training dataloader, and predict."""
         if self._set_batch_size and not lightning_hasattr(pl_module, self._batch_arg_name):
             raise ModelError(
-                f"there is no attribute {self._batch_arg_name!r} to set: expected one of the LightningModule, its hparams or the "
+                f"there is no attribute {self._batch_arg_name!r} to set: expected one of the LightningModule, its "
+                "hparams or the "
                 "LightningDataModule. Name another one with batch_arg_name, or leave out set_batch_size"
             )
         loop = trainer.fit_loop
@@ -113,37 +116,33 @@ class RotorBatchSizeAdvice(pl.Callback):
     def _advise(self, trainer: pl.Trainer, model: pl.LightningModule, batch: Any) -> BatchSizeAdvice:
         if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
             raise ModelError(
-                f"the parameters of {type(model).__name__} are spread over processes, so that no module runs by itself: expected parameters in "
+                f"the parameters of {type(model).__name__} are spread over processes, so that no module runs by "
+                "itself: expected parameters in "
                 "one piece. Ask for advice on one device, or under DDP"
             )
-        target = self._target(trainer, model, batch)
+        loop = TrainerLoop(trainer, model)
+        target = self._target(loop, batch)
         with _as_in_training(trainer, model):
             costs, _ = measured_costs(target, _input_of(target, model, batch))
-        tensors, device = tensors_in(batch), torch.device(costs.chains[0].device)
-        memory = ProcessMemory.of(
-            self._limit,
-            trainer,
-            model,
-            target=target,
-            batch=tensors,
-            device=device,
-            agreed_bytes=least_limit_bytes(trainer, own_limit_bytes(self._limit, trainer, model, tensors, device)),
-        )
+        tensors = tensors_in(batch)
+        limit_bytes = loop.least(loop.limit_bytes(self._limit, tensors))
+        resident = loop.resident(target, tensors, torch.device(costs.chains[0].device))
 
-        def allowance(_: Chain, batch_size: int) -> Allowance:
-            return memory.allowance(batch_bytes=-(-memory.resident.batch_bytes * batch_size // costs.sizes[1]))
+        def budget(_: Chain, batch_size: int) -> Budget:
+            batch_bytes = -(-resident.batch_bytes * batch_size // costs.sizes[1])
+            return replace(resident, batch_bytes=batch_bytes).budget(limit_bytes)
 
-        return advice_from(costs, allowance, limit_bytes=memory.limit_bytes, batch_sizes=self._batch_sizes)
+        return advice_from(costs, budget, limit_bytes=limit_bytes, batch_sizes=self._batch_sizes)
 
-    def _target(self, trainer: pl.Trainer, model: pl.LightningModule, batch: Any) -> nn.Module:
+    def _target(self, loop: TrainerLoop, batch: Any) -> nn.Module:
         """The one that :class:`RotorCallback` would plan."""
         if self._module_name is not None:
-            return named_target(model, self._module_name).module
-        search = TargetSearch(model, may_be_whole=is_overridden("forward", model))
-        found = best_by_compute(search, trainer, model, batch, 0)
+            return named_target(loop.model, self._module_name).module
+        search = TargetSearch(loop.model, may_be_whole=is_overridden("forward", loop.model))
+        found = search.best_by_compute(lambda: loop.compute(batch, 0))
         if found is None:
             raise ModelError(
-                f"{type(model).__name__} holds no submodule that can be planned: expected one with several layers"
+                f"{type(loop.model).__name__} holds no submodule that can be planned: expected one with several layers"
             )
         return found.module
 
@@ -191,7 +190,8 @@ def _input_of(target: nn.Module, model: pl.LightningModule, batch: Any) -> tuple
     def reached(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
         if kwargs:
             raise ModelError(
-                f"{type(target).__name__} is called with keyword arguments ({', '.join(kwargs)}): expected positional ones alone"
+                f"{type(target).__name__} is called with keyword arguments ({', '.join(kwargs)}): expected "
+                "positional ones alone"
             )
         raise _ReachedError(args)
 

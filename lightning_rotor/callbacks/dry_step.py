@@ -1,7 +1,7 @@
 """A ``training_step`` that leaves nothing behind: run on a copy without values, and cut off from the Trainer.
 
-What the step reads from the Trainer as a number, a string or a flag is true; everything else there, and what it sends away (logs, optimizer
-steps, backwards), ends in silence.
+What the step reads from the Trainer as a number, a string or a flag is true; everything else there, and what it sends
+away (logs, optimizer steps, backwards), ends in silence.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing_extensions import Self
 
 from lightning_rotor.errors import ProfilingError
 from lightning_rotor.planned.compute import StepCompute, measure_compute
-from lightning_rotor.planned.target import Target, TargetSearch
 from lightning_rotor.private.lightning_names import is_compiled
 
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.device, torch.dtype)
@@ -58,17 +57,6 @@ def compute_of_training_step(
             copy.training_step(*inputs)
 
     return measure_compute(model, arguments, step, replacements={id(trainer): stand_in})
-
-
-def best_by_compute(
-    search: TargetSearch, trainer: pl.Trainer, model: pl.LightningModule, batch: Any, batch_idx: int
-) -> Target | None:
-    """What a search finds best by the compute of a training step, or without it if the step cannot be counted."""
-    try:
-        search.use(compute_of_training_step(trainer, model, batch, batch_idx))
-    except ProfilingError as error:
-        search.do_without(str(error))
-    return search.best()
 
 
 def _isolate(module: pl.LightningModule, trainer: _TrainerStandIn) -> None:

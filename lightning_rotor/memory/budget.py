@@ -13,13 +13,14 @@ What the process holds on the device besides the chain, and when::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TypedDict
 
 import torch
 from torch import nn
 
+from lightning_rotor.chain import Chain
 from lightning_rotor.errors import BudgetError
 from lightning_rotor.memory.devices import resolve_limit, usable_bytes
 from lightning_rotor.memory.held import (
@@ -31,21 +32,24 @@ from lightning_rotor.memory.held import (
     storage_bytes,
 )
 from lightning_rotor.memory.optimizer import predict_optimizer_state_bytes
-from lightning_rotor.planning import Plan, menu, minimum_budget, plan
-from lightning_rotor.profiling import Profile
-from lightning_rotor.schedule import Schedule
+from lightning_rotor.planning import Plan, plan
+from lightning_rotor.planning.plan import DEFAULT_SLOTS
 from lightning_rotor.units import MemoryLimit, format_bytes
 
-# ----------------------------------------------------------------------------------------------------
-# What a plan may use of a device's memory, and how an error says so in terms of the user's limit.
+
+class Conditions(TypedDict):
+    """What the planner must know of the step around a chain, as the simulator takes it."""
+
+    gradients_exist: bool
+    lingering_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class Allowance:
-    """What a plan may use.
+class Budget:
+    """What a plan may use of a device's memory.
 
     Attributes:
-        budget_bytes: Most that the chain may allocate in one step, beyond what is allocated when its forward begins.
+        available_bytes: Most that the chain may allocate in one step, beyond what is allocated when its forward begins.
         gradients_exist: As in :func:`~lightning_rotor.simulator.simulate`.
         lingering_bytes: As in :func:`~lightning_rotor.simulator.simulate`.
         reserved_bytes: The part of the user's limit that is not for the chain; only error messages need it.
@@ -54,7 +58,7 @@ class Allowance:
         error: What to raise where the limit is too low.
     """
 
-    budget_bytes: int
+    available_bytes: int
     gradients_exist: bool = False
     lingering_bytes: int = 0
     reserved_bytes: int = 0
@@ -65,53 +69,65 @@ class Allowance:
     @property
     def limit_bytes(self) -> int:
         """The user's limit."""
-        return self.budget_bytes + self.reserved_bytes
+        return self.available_bytes + self.reserved_bytes
 
-    def capped(self, ceiling_bytes: int | None) -> Allowance:
-        """The same with a budget of at most ``ceiling_bytes``, because the device turned out to have no more."""
-        if ceiling_bytes is None or self.budget_bytes <= ceiling_bytes:
+    @property
+    def conditions(self) -> Conditions:
+        """The step around the chain, for the planner."""
+        return {"gradients_exist": self.gradients_exist, "lingering_bytes": self.lingering_bytes}
+
+    def plan(self, chain: Chain, *, slots: int = DEFAULT_SLOTS) -> Plan:
+        """The fastest plan within the budget.
+
+        Raises:
+            BudgetError: There is none; says so in terms of the limit that the user set.
+        """
+        try:
+            return self._plan(chain, self.available_bytes, slots)
+        except BudgetError as error:
+            if error.minimum_bytes <= self.available_bytes + self.guessed_bytes:
+                return self._plan(chain, error.minimum_bytes, slots)
+            raise self._explained(error) from None
+
+    def least_plan(self, chain: Chain, error: BudgetError, *, slots: int) -> Plan:
+        """The plan that takes least, after :meth:`plan` has said that none fits."""
+        return self._plan(chain, error.minimum_bytes - self.reserved_bytes, slots)
+
+    def _plan(self, chain: Chain, size_bytes: int, slots: int) -> Plan:
+        return plan(chain, max(size_bytes, 1), slots=slots, **self.conditions)
+
+    def capped(self, ceiling_bytes: int | None) -> Budget:
+        """The same with at most ``ceiling_bytes``, because the device turned out to have no more."""
+        if ceiling_bytes is None or self.available_bytes <= ceiling_bytes:
             return self
-        missing_bytes = self.budget_bytes - ceiling_bytes
+        missing_bytes = self.available_bytes - ceiling_bytes
         missing = f"memory that the device did not have ({format_bytes(missing_bytes)})"
         return replace(
             self,
-            budget_bytes=ceiling_bytes,
+            available_bytes=ceiling_bytes,
             reserved_bytes=self.reserved_bytes + missing_bytes,
             reserved_for=f"{self.reserved_for}, {missing}" if self.reserved_for else missing,
         )
 
     def fits(self, plan: Plan) -> bool:
-        """Whether a plan is what would be planned with this allowance."""
-        return (plan.budget_bytes, plan.gradients_exist, plan.lingering_bytes) == (
-            max(self.budget_bytes, 1),
-            self.gradients_exist,
-            self.lingering_bytes,
-        )
+        """True if a plan is what would be planned with this budget."""
+        wanted = (max(self.available_bytes, 1), self.gradients_exist, self.lingering_bytes)
+        return (plan.budget_bytes, plan.gradients_exist, plan.lingering_bytes) == wanted
 
-    def explain(self, error: BudgetError) -> BudgetError:
+    def _explained(self, error: BudgetError) -> BudgetError:
         """The planner's error in terms of the limit that the user set."""
         if not self.reserved_bytes:
             return error
         limit_bytes, minimum_bytes = self.limit_bytes, error.minimum_bytes + self.reserved_bytes
         return self.error(
-            f"mem_limit {format_bytes(limit_bytes)} is below the minimum {format_bytes(minimum_bytes)} ({minimum_bytes:,} bytes) for this model "
-            "and batch: "
-            f"{format_bytes(self.reserved_bytes)} for {self.reserved_for}, and at least {format_bytes(error.minimum_bytes)} for activations "
-            f"and new gradients (set by {error.stage!r}). Raise mem_limit or lower the batch size",
+            f"mem_limit {format_bytes(limit_bytes)} is below the minimum {format_bytes(minimum_bytes)} "
+            f"({minimum_bytes:,} bytes) for this model and batch: {format_bytes(self.reserved_bytes)} for "
+            f"{self.reserved_for}, and at least {format_bytes(error.minimum_bytes)} for activations and new gradients "
+            f"(set by {error.stage!r}). Raise mem_limit or lower the batch size",
             budget_bytes=limit_bytes,
             minimum_bytes=minimum_bytes,
             stage=error.stage,
         )
-
-
-class AllowanceSource(Protocol):
-    """Says what a plan may use, once the chain has been measured."""
-
-    def __call__(self, profile: Profile) -> Allowance:
-        """Called before each plan."""
-
-
-# ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,22 +138,26 @@ class ResidentMemory:
         parameter_bytes: Parameters of the whole model.
         buffer_bytes: Buffers of the whole model.
         optimizer_bytes: State of all optimizers, as large as it will be after their first step.
-        gradient_bytes: Gradients of all parameters.
-        chain_gradient_bytes: The part of them that belongs to the planned module.
+        outside_gradient_bytes: Gradients of all parameters outside of the planned module.
+        chain_gradient_bytes: Gradients of those inside.
         batch_bytes: The batch.
         communication_bytes: What a strategy keeps for messages between processes.
-        other_bytes: What else the allocator of a GPU has given out when the chain's forward begins: workspaces of libraries, what the step
-            holds already.
+        other_bytes: What else a GPU's allocator has given out when the chain's forward begins: workspaces of libraries,
+            what the step holds already.
+        gradients_linger: The loop frees the gradients of one step between the forward and the backward of the next, as
+            Lightning's automatic optimization does. Otherwise they may be there throughout (accumulation, manual
+            optimization).
     """
 
     parameter_bytes: int
     buffer_bytes: int
     optimizer_bytes: int
-    gradient_bytes: int
+    outside_gradient_bytes: int
     chain_gradient_bytes: int
     batch_bytes: int
     communication_bytes: int = 0
     other_bytes: int = 0
+    gradients_linger: bool = True
 
     @classmethod
     def of(
@@ -149,54 +169,40 @@ class ResidentMemory:
         device: torch.device,
     ) -> ResidentMemory:
         """Count what is there, and predict what will be."""
+        inside = gradient_bytes(target, device)
         return cls(
             parameter_bytes=parameter_bytes(model, device),
             buffer_bytes=buffer_bytes(model, device),
             optimizer_bytes=sum(predict_optimizer_state_bytes(optimizer, device) for optimizer in optimizers),
-            gradient_bytes=gradient_bytes(model, device),
-            chain_gradient_bytes=gradient_bytes(target, device),
+            outside_gradient_bytes=gradient_bytes(model, device) - inside,
+            chain_gradient_bytes=inside,
             batch_bytes=storage_bytes(batch, device),
         )
 
-    @property
-    def steady_bytes(self) -> int:
-        """Held from one step to the next, gradients not counted."""
-        return (
-            self.parameter_bytes
-            + self.buffer_bytes
-            + self.optimizer_bytes
-            + self.batch_bytes
-            + self.communication_bytes
-            + self.other_bytes
-        )
-
-    def allowance(self, limit_bytes: int, *, gradients_linger: bool, correction_bytes: int = 0) -> Allowance:
+    def budget(self, limit_bytes: int, *, correction_bytes: int = 0) -> Budget:
         """What remains for the chain.
 
         Args:
             limit_bytes: For the whole process.
-            gradients_linger: The loop frees the gradients of one step between the forward and the backward of the next, as Lightning's
-                automatic optimization does. Otherwise they may be there throughout (accumulation, manual optimization).
             correction_bytes: Found to be used by something else, the loss for one.
         """
-        outside_bytes = self.gradient_bytes - self.chain_gradient_bytes
-        chain_gradients = 0 if gradients_linger else self.chain_gradient_bytes
-        reserved = self.steady_bytes + outside_bytes + chain_gradients + correction_bytes
-        parts = [
-            ("parameters", self.parameter_bytes + self.buffer_bytes),
-            ("optimizer state", self.optimizer_bytes),
-            ("gradients", outside_bytes + chain_gradients),
-            ("the batch", self.batch_bytes),
-            ("messages between processes", self.communication_bytes),
-            ("workspaces and what the step holds already", self.other_bytes),
-            ("the rest of the step", correction_bytes),
-        ]
-        return Allowance(
-            budget_bytes=limit_bytes - reserved,
-            gradients_exist=not gradients_linger,
-            lingering_bytes=self.chain_gradient_bytes if gradients_linger else 0,
-            reserved_bytes=reserved,
-            reserved_for=", ".join(f"{name} ({format_bytes(size)})" for name, size in parts if size),
+        staying_gradients = 0 if self.gradients_linger else self.chain_gradient_bytes
+        parts = {
+            "parameters": self.parameter_bytes + self.buffer_bytes,
+            "optimizer state": self.optimizer_bytes,
+            "gradients": self.outside_gradient_bytes + staying_gradients,
+            "the batch": self.batch_bytes,
+            "messages between processes": self.communication_bytes,
+            "workspaces and what the step holds already": self.other_bytes,
+            "the rest of the step": correction_bytes,
+        }
+        reserved_bytes = sum(parts.values())
+        return Budget(
+            available_bytes=limit_bytes - reserved_bytes,
+            gradients_exist=not self.gradients_linger,
+            lingering_bytes=self.chain_gradient_bytes - staying_gradients,
+            reserved_bytes=reserved_bytes,
+            reserved_for=", ".join(f"{name} ({format_bytes(size)})" for name, size in parts.items() if size),
         )
 
 
@@ -206,7 +212,7 @@ def allocated_bytes(
     batch: Iterable[torch.Tensor],
     device: torch.device,
 ) -> int:
-    """What training holds on a device at this moment: on CUDA all that the allocator gave out, on the CPU what can be named."""
+    """What training holds on a device now: on CUDA all that the allocator gave out, on the CPU what can be named."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return named_bytes(model, optimizers, batch, device)
@@ -237,7 +243,7 @@ def process_limit_bytes(
     *,
     sharing: int = 1,
 ) -> int:
-    """A user's limit for the whole process; None is what is usable, and what training has taken already. On a GPU no limit is more.
+    """A user's limit for the whole process; None is what is usable and what training has. On a GPU no limit is more.
 
     Args:
         limit: As the user gave it.
@@ -260,88 +266,3 @@ def take_workspaces(device: torch.device) -> None:
         with torch.enable_grad():
             matrix = torch.ones(8, 8, device=device, requires_grad=True)
             torch.autograd.grad((matrix @ matrix).sum(), matrix)
-
-
-# ----------------------------------------------------------------------------------------------------
-# From costs to a plan, inside what a plan may use at this moment.
-
-
-class AllowedPlans:
-    """Plans chains of one module.
-
-    Args:
-        source: Says what a plan may use.
-        slots: Resolution of the dynamic program.
-        on_infeasible: Called if no schedule fits; then there is the plan that takes least. By default there is an error.
-    Attributes:
-        slots: As given.
-        ceiling_bytes: The most that any plan may take since the device ran out of memory, or None if it never did.
-    """
-
-    def __init__(
-        self, source: AllowanceSource, *, slots: int, on_infeasible: Callable[[BudgetError], None] | None = None
-    ) -> None:
-        self._source = source
-        self._on_infeasible = on_infeasible
-        self.slots = slots
-        self.ceiling_bytes: int | None = None
-
-    def allowance(self, profile: Profile) -> Allowance:
-        """What a plan may use."""
-        return self.allowance_without_ceiling(profile).capped(self.ceiling_bytes)
-
-    def allowance_without_ceiling(self, profile: Profile) -> Allowance:
-        """What a plan might use if the device had as much as it seemed to have."""
-        allowance = self._source(profile)
-        return replace(allowance, lingering_bytes=allowance.lingering_bytes + profile.copied_bytes)
-
-    def allows(self, plan: Plan) -> bool:
-        """Whether a plan keeps below the ceiling."""
-        return self.ceiling_bytes is None or plan.peak_bytes <= self.ceiling_bytes
-
-    def lower_ceiling(self, plan: Plan, *, to_the_least: bool = False) -> bool:
-        """Let all plans from now on take less than one that was too much for the device. Whether that is possible.
-
-        Args:
-            plan: That one.
-            to_the_least: As little as a plan can do with, rather than halfway to that.
-        """
-        least = minimum_budget(
-            plan.chain, slots=self.slots, gradients_exist=plan.gradients_exist, lingering_bytes=plan.lingering_bytes
-        ).peak_bytes
-        if plan.peak_bytes <= least:
-            return False
-        self.ceiling_bytes = least if to_the_least else (plan.peak_bytes + least) // 2
-        return True
-
-    def solve(self, profile: Profile, allowance: Allowance) -> Plan | BudgetError:
-        """The fastest plan inside an allowance, or why there is none."""
-
-        def solve(budget_bytes: int) -> Plan:
-            return plan(
-                profile.chain,
-                max(budget_bytes, 1),
-                slots=self.slots,
-                gradients_exist=allowance.gradients_exist,
-                lingering_bytes=allowance.lingering_bytes,
-            )
-
-        try:
-            return solve(allowance.budget_bytes)
-        except BudgetError as error:
-            if error.minimum_bytes <= allowance.budget_bytes + allowance.guessed_bytes:
-                return solve(error.minimum_bytes)
-            explained = allowance.explain(error)
-            if self._on_infeasible is None:
-                return explained
-            self._on_infeasible(explained)
-            return solve(error.minimum_bytes)
-
-    def menu(self, profile: Profile, allowance: Allowance) -> tuple[Schedule, ...]:
-        """Schedules that may do for chains like this one, from fast to small."""
-        return menu(
-            profile.chain,
-            slots=self.slots,
-            gradients_exist=allowance.gradients_exist,
-            lingering_bytes=allowance.lingering_bytes,
-        )

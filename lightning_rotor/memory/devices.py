@@ -1,6 +1,7 @@
 """Memory of a device: how much there is, how much is free, and what a user's limit means on it.
 
-On a GPU the driver counts blocks that torch's caching allocator keeps for reuse as taken; they are free to us. On the CPU a
+On a GPU the driver counts blocks that torch's caching allocator keeps for reuse as taken; they are free to us. On the
+CPU a
 container's limit counts, not the machine's memory. Control groups nest, and the tightest one decides::
 
     /sys/fs/cgroup                   memory.max = max
@@ -33,8 +34,8 @@ def total_bytes(device: torch.device | str, *, system_root: Path = _ROOT) -> int
         device: A CPU, CUDA or XPU device; without an index, the current one.
         system_root: Where ``proc`` and ``sys`` are mounted; tests give a folder.
     Returns:
-        On a GPU its memory, times the fraction that ``torch.cuda.set_per_process_memory_fraction`` set. On the CPU the machine's
-        memory or the tightest control group's limit, whichever is less.
+        On a GPU its memory, times the fraction that ``torch.cuda.set_per_process_memory_fraction`` set. On the CPU the
+        machine's memory or the tightest control group's limit, whichever is less.
     Raises:
         ProfilingError: The memory of this kind of device cannot be read.
     """
@@ -51,9 +52,9 @@ def free_bytes(device: torch.device | str, *, system_root: Path = _ROOT) -> int:
         device: A CPU, CUDA or XPU device; without an index, the current one.
         system_root: Where ``proc`` and ``sys`` are mounted; tests give a folder.
     Returns:
-        On a GPU what the driver has left plus what the caching allocator holds without using it. On the CPU what the machine can
-        give without swapping, or what the tightest control group has left, whichever is less; the page cache of files that
-        nobody has read lately counts as free in both.
+        On a GPU what the driver has left plus what the caching allocator holds without using it. On the CPU what the
+        machine can give without swapping, or what the tightest control group has left, whichever is less; the page
+        cache of files that nobody has read lately counts as free in both.
     Raises:
         ProfilingError: The memory of this kind of device cannot be read.
     """
@@ -72,8 +73,9 @@ def usable_bytes(device: torch.device | str, *, system_root: Path = _ROOT) -> in
         device: A CPU, CUDA or XPU device; without an index, the current one.
         system_root: Where ``proc`` and ``sys`` are mounted; tests give a folder.
     Returns:
-        What is free, less what CUDA's caching allocator may have to reserve beyond what it gives out: room in segments that are in use, two
-        segments that are filled in part, and a twentieth for holes that no block fits. What it caches is given back first.
+        What is free, less what CUDA's caching allocator may have to reserve beyond what it gives out: room in segments
+        that are in use, two segments that are filled in part, and a twentieth for holes that no block fits. What it
+        caches is given back first.
     Raises:
         ProfilingError: The memory of this kind of device cannot be read.
     """
@@ -119,7 +121,8 @@ def _warn_if_larger(size_bytes: int, device: torch.device | str, system_root: Pa
         return  # a limit in bytes needs nothing from the device
     if size_bytes > available_bytes:
         warnings.warn(
-            f"the memory limit of {format_bytes(size_bytes)} is more than the {format_bytes(available_bytes)} that {device} has for this "
+            f"the memory limit of {format_bytes(size_bytes)} is more than the {format_bytes(available_bytes)} that "
+            f"{device} has for this "
             "process: training can run out of memory inside the limit. Lower it, or leave it out to use what is free",
             RotorWarning,
             stacklevel=3,
@@ -139,12 +142,14 @@ def _accelerator(device: torch.device) -> _Memory:
     """Memory of a GPU, as far as this process may use it."""
     if device.type not in ("cuda", "xpu"):
         raise ProfilingError(
-            f"the memory of device {str(device)!r} cannot be read: expected a CPU, CUDA or XPU device; for another one give the memory limit in bytes"
+            f"the memory of device {str(device)!r} cannot be read: expected a CPU, CUDA or XPU device; for another "
+            "one give the memory limit in bytes"
         )
     module = torch.get_device_module(device)
     if not module.is_available():
         raise ProfilingError(
-            f"device {str(device)!r} is not available here: move the model to one that is, or install a torch that supports it"
+            f"device {str(device)!r} is not available here: move the model to one that is, or install a torch that "
+            "supports it"
         )
     driver_free, total = module.mem_get_info(device)
     allocated = module.memory_allocated(device)
@@ -187,7 +192,10 @@ def _machine_from_sysconf() -> _Memory:
 
 
 def _read_sizes(path: Path) -> dict[str, int]:
-    """Lines such as ``MemTotal:  16318 kB`` or ``inactive_file 4096`` as a mapping; empty if the file cannot be read."""
+    """Lines such as ``MemTotal:  16318 kB`` or ``inactive_file 4096`` as a mapping.
+
+    Empty if the file cannot be read.
+    """
     sizes = {}
     for line in _read(path).splitlines():
         name, _, rest = line.replace(":", " ").partition(" ")
@@ -227,7 +235,8 @@ class _Files:
     reclaimable: str
 
 
-# Version 2 slows a group down, to a standstill if need be, once it is over memory.high: for training that is a limit too.
+# Version 2 slows a group down, to a standstill if need be, once it is over memory.high: for training that is a limit
+# too.
 _FILES = {
     "cgroup": _Files(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
     "cgroup2": _Files(("memory.max", "memory.high"), "memory.current", "inactive_file"),

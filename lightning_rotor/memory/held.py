@@ -1,8 +1,8 @@
 """What a training process holds besides activations: parameters, buffers, gradients, optimizer state.
 
-Sizes are those of unique storages, so tied weights and views count once, and on the CPU they are exact to the byte. On a GPU
-each storage is rounded up to the allocator's block, which is what ``torch.cuda.memory_allocated`` shows.
-What an optimizer will hold before its first step is in :mod:`lightning_rotor.optimizer_prediction`.
+Sizes are those of unique storages, so tied weights and views count once, and on the CPU they are exact to the byte. On
+a GPU each storage is rounded up to the allocator's block, which is what ``torch.cuda.memory_allocated`` shows. What an
+optimizer will hold before its first step is in :mod:`lightning_rotor.memory.optimizer`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def gradient_bytes(module: nn.Module, device: torch.device | str | None = None) 
         module: Parameters that do not require gradients have none. Parameters that share memory each have a gradient.
         device: Count only what lies there; None counts all devices.
     Returns:
-        Bytes of those that exist, plus those that a backward will add. An embedding with sparse gradients may need less.
+        Bytes of those that exist, plus those that a backward will add. An embedding with sparse gradients may need
+        less.
     Raises:
         ModelError: A parameter of a lazy module has no shape yet.
     """
@@ -120,7 +121,7 @@ def is_on(device: torch.device, wanted: torch.device | str | None) -> bool:
 
 
 def walk_tensors(value: object) -> Iterator[torch.Tensor]:
-    """The tensors in nested mappings of any kind, lists, tuples and sets: whatever an optimizer may keep its state in."""
+    """The tensors in nested mappings, lists, tuples and sets, where an optimizer may keep its state."""
     match value:
         case torch.Tensor():
             yield value
@@ -181,7 +182,8 @@ def _initialized(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[torch.Te
 
 def _future_gradient_bytes(parameter: torch.Tensor) -> int:
     """A gradient is dense, whatever the parameter's strides are."""
-    # Newer versions of torch let a parameter choose the type of its gradient; FSDP1's parameters are views between its steps, which may not.
+    # Newer versions of torch let a parameter choose the type of its gradient; FSDP1's parameters are views between its
+    # steps, which may not.
     dtype = (getattr(parameter, "grad_dtype", None) if parameter.is_leaf else None) or parameter.dtype
     local = parameter.to_local() if hasattr(parameter, "to_local") else parameter  # a DTensor's shard
     return block_bytes(local.numel() * dtype.itemsize, parameter.device)

@@ -24,11 +24,13 @@ def predict_optimizer_state_bytes(optimizer: torch.optim.Optimizer, device: torc
     """Predict what an optimizer's state takes after its next step.
 
     Args:
-        optimizer: With or without state. Nothing about it changes. Every parameter that requires a gradient is taken to get one.
+        optimizer: With or without state. Nothing about it changes. Every parameter that requires a gradient is taken to
+            get one.
         device: Count only what will lie there; None counts all devices.
     Returns:
-        State that exists and state that will be created, in bytes of unique storages. Exact for every optimizer of ``torch.optim``
-        but LBFGS, which fills its history over many steps. Two tensors per parameter, like Adam's, if no dry step works.
+        State that exists and state that will be created, in bytes of unique storages. Exact for every optimizer of
+        ``torch.optim`` but LBFGS, which fills its history over many steps. Two tensors per parameter, like Adam's, if
+        no dry step works.
     Example:
         >>> weight = nn.Parameter(torch.zeros(1000))
         >>> predict_optimizer_state_bytes(torch.optim.Adam([weight]))  # two moments and a step counter
@@ -60,7 +62,8 @@ def _full_history_bytes(optimizer: torch.optim.LBFGS, device: torch.device | str
     parameters = _trained(optimizer, device)
     if not parameters:
         return 0
-    # Two vectors per entry, the direction and the last gradient; scalars: two per entry, the scale of the Hessian, the step size.
+    # Two vectors per entry, the direction and the last gradient; scalars: two per entry, the scale of the Hessian, the
+    # step size.
     entries: int = 2 * optimizer.param_groups[0]["history_size"] + 2
     vector = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
     return entries * sum(block_bytes(each, parameters[0].device) for each in (vector, parameters[0].element_size()))
@@ -116,7 +119,8 @@ def _copy(
 
 def _use_plain_kernels(group: dict[str, Any]) -> None:
     """Switch off what has no shape rule; where the step counters lie stays as it is."""
-    # Fused kernels of an accelerator want them there, as capturable ones do, which torch refuses on the CPU and on meta.
+    # Fused kernels of an accelerator want them there, as capturable ones do, which torch refuses on the CPU and on
+    # meta.
     accelerated = any(parameter.device.type not in ("cpu", "meta") for parameter in group["params"])
     on_device = accelerated and bool(group.get("fused") or group.get("capturable"))
     plain = {"fused": False, "differentiable": False, "capturable": on_device}
@@ -124,7 +128,7 @@ def _use_plain_kernels(group: dict[str, Any]) -> None:
 
 
 def _take_step(clone: torch.optim.Optimizer) -> None:
-    """Take one step as the class defines it, without the profiling wrapper, which fires hooks registered for all optimizers."""
+    """Take one step as the class defines it, without the wrapper that fires all optimizers' hooks."""
     step: Any = type(clone).step
     if getattr(step, "hooked", False):
         step = step.__wrapped__

@@ -1,12 +1,14 @@
 """The batch size with the best predicted samples per second inside a memory limit, from two measurements.
 
-Layers treat samples alike, so bytes and seconds of a stage are affine in the batch size B: a part for the stage (gradients of its parameters,
-launching its kernels) and a part for each sample. Two measured sizes give both parts, and with them the chain of any other size::
+Layers treat samples alike, so bytes and seconds of a stage are affine in the batch size B: a part for the stage
+(gradients of its parameters,
+launching its kernels) and a part for each sample. Two measured sizes give both parts, and with them the chain of any
+other size::
 
     cost(B) = cost(b₁) + (B − b₁) · (cost(b₂) − cost(b₁)) / (b₂ − b₁)
 
-Each candidate is planned under the limit. Up to where recomputation begins larger batches use the device better; beyond it they pay for
-themselves with recomputation, and the best one is often not the largest that fits.
+Each candidate is planned under the limit. Up to where recomputation begins larger batches use the device better; beyond
+it they pay for themselves with recomputation, and the best one is often not the largest that fits.
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ from torch import nn
 from lightning_rotor.capture.cuts import sequentialize
 from lightning_rotor.chain import Chain, UnlikeChainsError, combined
 from lightning_rotor.errors import BudgetError, ModelError, SampleError
-from lightning_rotor.memory.budget import Allowance, ResidentMemory
+from lightning_rotor.memory.budget import Budget, ResidentMemory
 from lightning_rotor.memory.devices import resolve_limit
 from lightning_rotor.planned.ranks import communicates
-from lightning_rotor.planning import Plan, plan
+from lightning_rotor.planning import Plan
 from lightning_rotor.planning.plan import DEFAULT_SLOTS
 from lightning_rotor.private.values import tensors_in
 from lightning_rotor.profiling import Profile, profile_chain
@@ -49,7 +51,7 @@ class BatchSizeOption:
 
     @property
     def peak_bytes(self) -> int:
-        """Predicted peak of the process, whatever is outside of the chain and unknown before a step (a loss) left out."""
+        """Predicted peak of the process, without what only shows in a step (a loss)."""
         return self.reserved_bytes + self.plan.peak_bytes
 
     @property
@@ -129,7 +131,8 @@ class AffineCosts:
             return combined(self.chains, of_bytes=lambda values: max(0, -(-line(*values) // span)), of_seconds=seconds)
         except UnlikeChainsError as error:
             raise ModelError(
-                f"batches of {small} and {large} run differently ({error}), so nothing can be said about others: expected a model whose layers "
+                f"batches of {small} and {large} run differently ({error}), so nothing can be said about others: "
+                "expected a model whose layers "
                 "do not depend on the batch size"
             ) from None
 
@@ -147,8 +150,9 @@ def advise_batch_size(
 
     Args:
         model: What trains, on its device and in training mode.
-        sample: An input of at least two samples: a tensor, or a tuple of positional arguments; every tensor's first dimension is the batch. It and
-            its first half are measured, so it should keep the device as busy as training will.
+        sample: An input of at least two samples: a tensor, or a tuple of positional arguments; every tensor's first
+            dimension is the batch. It and its first half are measured, so it should keep the device as busy as training
+            will.
         mem_limit: For the whole process, as in :class:`~lightning_rotor.RotorCallback`.
         optimizers: Their state is predicted if it does not exist yet.
         batch_sizes: Candidates. By default 1, 2, 3, 4, 6, 8, 12, 16, 24 and so on, up to the first that does not fit.
@@ -170,11 +174,11 @@ def advise_batch_size(
     limit_bytes = resolve_limit(parse_limit(mem_limit), device)
     resident = ResidentMemory.of(model, model, optimizers, (), device)
 
-    def allowance(chain: Chain, batch_size: int) -> Allowance:
+    def budget(chain: Chain, batch_size: int) -> Budget:
         held = replace(resident, batch_bytes=-(-batch_bytes * batch_size // costs.sizes[1]))
-        return held.allowance(limit_bytes, gradients_linger=True)
+        return held.budget(limit_bytes)
 
-    return advice_from(costs, allowance, limit_bytes=limit_bytes, batch_sizes=batch_sizes, slots=slots)
+    return advice_from(costs, budget, limit_bytes=limit_bytes, batch_sizes=batch_sizes, slots=slots)
 
 
 def measured_costs(model: nn.Module, sample: Any) -> tuple[AffineCosts, int]:
@@ -188,27 +192,31 @@ def measured_costs(model: nn.Module, sample: Any) -> tuple[AffineCosts, int]:
     sizes = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors_in(args)}
     if len(sizes) != 1 or (size := sizes.pop()) < 2:
         raise SampleError(
-            f"the sample's tensors have first dimensions {sorted(sizes) or [size]}: expected one number of samples, at least 2, in all of them"
+            f"the sample's tensors have first dimensions {sorted(sizes) or [size]}: expected one number of samples, "
+            "at least 2, in all of them"
         )
     half = size // 2
     profiles = [_profile(model, tuple(_first(argument, number) for argument in args)) for number in (half, size)]
     chains = (profiles[0].chain, profiles[1].chain)
     if chains[0].names != chains[1].names:
         raise ModelError(
-            f"{type(model).__name__} becomes {len(chains[0])} stages for {half} samples and {len(chains[1])} for {size}: expected the same"
+            f"{type(model).__name__} becomes {len(chains[0])} stages for {half} samples and {len(chains[1])} for "
+            f"{size}: expected the same"
         )
     return AffineCosts((half, size), chains), sum(tensor.nbytes for tensor in tensors_in(args))
 
 
 def advice_from(
     costs: AffineCosts,
-    allowance: Callable[[Chain, int], Allowance],
+    budgets: Callable[[Chain, int], Budget],
     *,
     limit_bytes: int,
     batch_sizes: Iterable[int] | None = None,
     slots: int = DEFAULT_SLOTS,
 ) -> BatchSizeAdvice:
-    """Plan each candidate. The arguments are those of :func:`advise_batch_size`, with the allowance of each size.
+    """Plan each candidate.
+
+    The arguments are those of :func:`advise_batch_size`, with the budget of each chain and size.
 
     Raises:
         BudgetError: None of the candidates fits.
@@ -217,19 +225,13 @@ def advice_from(
     failure: BudgetError | None = None
     for batch_size in _candidates() if batch_sizes is None else sorted(set(batch_sizes)):
         chain = costs.at(batch_size)
-        allowed = allowance(chain, batch_size)
+        budget = budgets(chain, batch_size)
         try:
-            solved = plan(
-                chain,
-                max(allowed.budget_bytes, 1),
-                slots=slots,
-                gradients_exist=allowed.gradients_exist,
-                lingering_bytes=allowed.lingering_bytes,
-            )
+            solved = budget.plan(chain, slots=slots)
         except BudgetError as error:
-            failure = allowed.explain(error)
+            failure = error
             break
-        options.append(BatchSizeOption(batch_size, solved, allowed.reserved_bytes))
+        options.append(BatchSizeOption(batch_size, solved, budget.reserved_bytes))
     if not options:
         assert failure is not None
         raise failure

@@ -59,10 +59,10 @@ class Prepared:
 
 
 def _may_run_plainly(signature: Signature, chain: Chain, plan: Plan) -> bool:
-    """Whether the module's own forward stays within the plan: it recomputes nothing, and may hold what the plan lets go of.
+    """True if the module's own forward stays within the plan, which recomputes nothing.
 
-    Code that is written out keeps intermediate values in variables until it returns; the members of an ``nn.Sequential`` do not. Under
-    autocast it keeps a cast copy of every weight.
+    Code that is written out keeps intermediate values in variables until it returns; the members of an
+    ``nn.Sequential`` do not. Under autocast it keeps a cast copy of every weight.
     """
     if any(not isinstance(item, Leaf) or item.option for item in plan.schedule.items):
         return False

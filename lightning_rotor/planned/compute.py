@@ -2,8 +2,9 @@
 
 What a step asks of values has no answer in a dry run: a number is taken as 1, and a mask as true everywhere.
 
-Counted are forwards, which is what a recomputation repeats: two FLOPs for each multiplication and addition of matrix products,
-convolutions, attention and recurrent layers, one for each element that any other operation makes, none for views.
+Counted are forwards, which is what a recomputation repeats: two FLOPs for each multiplication and addition of matrix
+products, convolutions, attention and recurrent layers, one for each element that any other operation makes, none for
+views.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ class StepCompute:
 
     Attributes:
         total: Of the whole step.
-        plannable: By dotted name of a submodule (``""`` is the model itself), those inside its forwards that a plan could run: the
-            module is in training mode, gradients are enabled, and they flow through its output. No entry means none.
+        plannable: By dotted name of a submodule (``""`` is the model itself), those inside its forwards that a plan
+            could run: the module is in training mode, gradients are enabled, and they flow through its output. No entry
+            means none.
         assumed_values: How often the step asked for a value, so that another course may be taken in truth.
     """
 
@@ -62,7 +64,8 @@ def measure_compute(
         model: Copied without its tensors' values. Nothing about it changes.
         inputs: What the step takes besides; copied likewise.
         step: Called once, with the copy of the model and that of the inputs.
-        replacements: By ``id``, what stands in the copies for objects that the model refers to and that a dry run must not touch.
+        replacements: By ``id``, what stands in the copies for objects that the model refers to and that a dry run must
+            not touch.
     Returns:
         FLOPs by submodule.
     Raises:

@@ -1,15 +1,17 @@
-"""A forward that measures and plans itself on its first training call, and from that very call on runs inside its budget.
+"""A forward that measures and plans itself on its first training call, and runs inside its budget.
 
-:class:`PlannedForward` is what :class:`~lightning_rotor.checkpointable.Checkpointable` and the Lightning callback have in common; they
-differ in where the budget comes from. :mod:`lightning_rotor.planned.forward` puts one in the place of a module's ``forward``::
+:class:`PlannedForward` stands in the place of a module's ``forward``::
 
-    call ──► preparation ── cut, measured, planned ──► attempts ── under the plan, or a smaller one ──► output
-                 └── allowed_plans: what a plan may use ──┘
+    call ──► plans: cut, measured, planned ──► run under the plan, or a smaller one ──► output
+                    ▲
+                    └── what a plan may use: a Checkpointable's limit, or the step's planner
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import itertools
+import logging
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import MethodType
@@ -18,179 +20,58 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from lightning_rotor.capture.compiled import Variants
-from lightning_rotor.capture.cuts import check_module
-from lightning_rotor.errors import BudgetError, ModelError, ProfilerBusyError, ProfilingError, UnitError
+from lightning_rotor.errors import ModelError, ProfilerBusyError, ProfilingError
 from lightning_rotor.execution.executor import guard_second_backward
 from lightning_rotor.execution.recomputation import is_recomputing
-from lightning_rotor.memory.budget import AllowanceSource, AllowedPlans
-from lightning_rotor.planned.cache import MAX_PLANS
-from lightning_rotor.planned.out_of_memory import Attempts
-from lightning_rotor.planned.preparation import Preparation
-from lightning_rotor.planned.ranks import Agreement
-from lightning_rotor.planning import Plan
+from lightning_rotor.planned.cache import Prepared
+from lightning_rotor.planned.known_cuts import Signature
+from lightning_rotor.planned.out_of_memory import BeforeForward, CopiedStatistics, is_shortage, shortage_error
+from lightning_rotor.planned.plans import BudgetSource, Plans, PlanSettings
 from lightning_rotor.private.torch_names import is_captured, is_transformed, outside_of_graphs
 from lightning_rotor.private.values import check_sample
 from lightning_rotor.profiling import Profile
-from lightning_rotor.schedule import Schedule
+from lightning_rotor.units import format_bytes
+
+_log = logging.getLogger(__name__)
 
 _NO_GRAPH = (
-    "lightning-rotor runs this module under a recomputation plan, which cannot be one graph: expected torch.compile without "
-    "fullgraph=True, or torch.compile of the layers inside the planned module"
+    "lightning-rotor runs this module under a recomputation plan, which cannot be one graph: expected torch.compile "
+    "without fullgraph=True, or torch.compile of the layers inside the planned module"
 )
+# Out of memory so many times, a forward gets the plan that takes the least.
+_CAUTIOUS_ATTEMPTS = 2
 
 
 class PlannedForward:
     """Runs a module under a recomputation plan, one plan for each input signature.
 
-    Outside training (``eval()``, ``no_grad``, inference mode) the module runs plainly. So it does under a plan that recomputes nothing, if
-    that has room for what its code holds longer than stages would. How it is cut into stages is found out at the first
-    training call, again for a call whose arguments differ in more than their tensors, and again when the module has changed.
+    Outside training (``eval()``, ``no_grad``, inference mode) the module runs plainly. So it does under a plan that
+    recomputes nothing, if that has room for what its code holds longer than stages would. If the device runs out of
+    memory, the forward runs again under a smaller plan, to the same bits.
 
     Args:
         module: An ``nn.Sequential``, or any module that :func:`~lightning_rotor.capture.cuts.sequentialize` can cut.
-        allowance: Where the budget comes from.
-        slots: Resolution of the dynamic program.
-        max_plans: Plans that are kept, those used last; a plan that was dropped is made again when its signature returns.
-        compiled_variants: Which variants of compiled blocks may run, see :class:`.CompiledModules`.
-        show_progress: Show a progress bar when measuring takes longer than two seconds.
-        on_measure: Called before cutting and measuring, which run the module, and need torch's profiler for themselves.
-        on_plan: Called after each plan, before it runs for the first time.
-        on_run: Called before each run of a plan.
-        on_unsupported: Called if the module turns out to be no chain; then it runs plainly. By default the error is raised.
-        on_busy: Called if it cannot be measured in this call, because torch's profiler is recording; then it runs plainly this time. By
-            default the error is raised.
-        on_infeasible: Called if no schedule fits; then the one that takes least is run. By default the error is raised.
-        agreement: With the other processes of a distributed training.
+        source: Says what a plan may use, and hears what happens.
+        settings: How plans are made.
+    Attributes:
+        plans: What is ready for which call.
+        active: True for the original; a copy (an averaged model, a pickled checkpoint) runs its own weights plainly.
     Raises:
         ModelError: The module can be no chain, whatever its input.
-        UnitError: ``slots`` or ``max_plans`` is no positive integer.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        allowance: AllowanceSource,
-        *,
-        slots: int = 500,
-        max_plans: int = MAX_PLANS,
-        compiled_variants: Variants = "exact",
-        show_progress: bool = True,
-        on_measure: Callable[[], None] | None = None,
-        on_plan: Callable[[Plan], None] | None = None,
-        on_run: Callable[[Plan], None] | None = None,
-        on_unsupported: Callable[[ModelError], None] | None = None,
-        on_busy: Callable[[ProfilerBusyError], None] | None = None,
-        on_infeasible: Callable[[BudgetError], None] | None = None,
-        agreement: Agreement | None = None,
-    ) -> None:
-        for name, number in (("slots", slots), ("max_plans", max_plans)):
-            if number < 1:
-                default = {"slots": 500, "max_plans": MAX_PLANS}[name]
-                raise UnitError(f"{name} is {number!r}: expected a positive integer, such as the default {default}")
-        check_module(module)
-        self._module = module
-        self._plans = AllowedPlans(allowance, slots=slots, on_infeasible=on_infeasible)
-        self._preparation = Preparation(
-            module,
-            self._plans,
-            max_plans=max_plans,
-            compiled_variants=compiled_variants,
-            show_progress=show_progress,
-            on_measure=on_measure,
-            on_plan=on_plan,
-            agreement=agreement,
-        )
-        self._attempts = Attempts(self._preparation, self._plans)
-        self._on_run = on_run
-        self._on_unsupported = on_unsupported
-        self._on_busy = on_busy
-        self._active = True
+    active = True
 
-    # A copy of a live module (an averaged model, a pickled checkpoint) computes with its own weights, plainly.
+    def __init__(self, module: nn.Module, source: BudgetSource, settings: PlanSettings) -> None:
+        self.plans = Plans(module, source, settings)
+        self._module, self._source = module, source
+        self._statistics = CopiedStatistics()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> PlannedForward:
         return _inactive()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _inactive, ()
-
-    @property
-    def active(self) -> bool:
-        """Whether it plans: a copy does not."""
-        return self._active
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan of the input signature used last, or None."""
-        latest = self._preparation.latest
-        return None if latest is None else latest.plan
-
-    @property
-    def profile(self) -> Profile | None:
-        """The costs of the input signature used last, or None."""
-        latest = self._preparation.latest
-        return None if latest is None else latest.profile
-
-    @property
-    def ceiling_bytes(self) -> int | None:
-        """The most that any plan may take since the device ran out of memory, or None if it never did."""
-        return self._plans.ceiling_bytes
-
-    @ceiling_bytes.setter
-    def ceiling_bytes(self, ceiling_bytes: int | None) -> None:
-        self._plans.ceiling_bytes = ceiling_bytes
-
-    def measure(self, sample: Any) -> Profile:
-        """Measure the module for the sample's signature, again if it was measured before.
-
-        Args:
-            sample: The input of an ``nn.Sequential``; for any other module a tuple holds positional arguments and a dict keyword arguments.
-        Raises:
-            ModelError: The module cannot be turned into a chain.
-            SampleError: The sample holds no tensor, or values that are not finite.
-            ProfilingError: There is no meter for the sample's device, or gradients are switched off.
-        """
-        check_sample(sample)
-        args, kwargs = self._arguments(sample)
-        with self._training_mode():
-            self._preparation.follow_changes()
-            return self._preparation.measure(*self._preparation.bind(args, kwargs))
-
-    def replan(self, stale: Plan | None = None) -> Plan:
-        """Plan with the allowance of this moment; see :meth:`.Preparation.replan`."""
-        return self._preparation.replan(stale)
-
-    def use(self, plan: Plan | Schedule) -> Plan:
-        """Run a plan or a schedule that was made before, for the signature used last; see :meth:`.Checkpointable.use`."""
-        return self._preparation.use(plan)
-
-    def unplan(self, keep: Callable[[Plan], bool]) -> None:
-        """Plan anew, when they come again, all signatures whose plan is not to be kept."""
-        self._preparation.unplan(keep)
-
-    def records(self) -> list[dict[str, Any]]:
-        """Everything measured and planned so far in plain types, for :meth:`recall`."""
-        return self._preparation.records()
-
-    def recall(self, records: Iterable[dict[str, Any]]) -> None:
-        """Do not measure what an equal module has measured before on this machine, and plan it as before if the allowance is the same.
-
-        Args:
-            records: From :meth:`records`, perhaps of another process.
-        """
-        self._preparation.recall(records)
-
-    def forget(self) -> None:
-        """Drop every plan and measurement; the next training call starts afresh."""
-        self._preparation.forget()
-
-    def is_capped(self, plan: Plan) -> bool:
-        """Whether a plan has all that plans may take since the device ran out of memory, so that a larger allowance would change nothing."""
-        return self.ceiling_bytes is not None and plan.budget_bytes >= self.ceiling_bytes
-
-    def lower_ceiling(self) -> bool:
-        """Let all plans from now on take less than the one used last, which was too much for the device. Whether that is possible."""
-        return self.plan is not None and self._plans.lower_ceiling(self.plan)
 
     # dynamo would flatten nested checkpoints into one
     @partial(outside_of_graphs, reason=_NO_GRAPH)
@@ -207,87 +88,164 @@ class PlannedForward:
             BudgetError: No schedule fits.
             ShortageError: The device has no memory left, whatever the plan.
         """
-        if not (self._active and module.training and torch.is_grad_enabled()) or torch.is_inference_mode_enabled():
-            return type(module).forward(module, *args, **kwargs)
-        if is_transformed():
-            return type(module).forward(
-                module, *args, **kwargs
-            )  # checkpoints do not work under torch.func's transforms
-        if is_recomputing() and not self._preparation.is_prepared(args, kwargs):
-            return type(module).forward(
-                module, *args, **kwargs
-            )  # inside a stage that is being measured: no plan of its own now
-        self._preparation.keep_in_step(args, kwargs)
-        try:
-            self._preparation.follow_changes()
-            signature, value = self._preparation.bind(args, kwargs)
-        except ModelError as error:
-            if self._on_unsupported is None or self._preparation.has_cut:
-                raise
-            self._on_unsupported(error)
-            return type(module).forward(module, *args, **kwargs)
-        try:
-            prepared = self._preparation.prepare(signature, value)
-        except ProfilerBusyError as error:
-            if self._on_busy is None:
-                raise
-            self._on_busy(error)
-            return type(module).forward(module, *args, **kwargs)
-        if self._on_run is not None and prepared.plan is not None:
-            self._on_run(prepared.plan)
+        plainly = partial(type(module).forward, module, *args, **kwargs)
+        call = self._prepared(args, kwargs) if self._plans_for(module, args, kwargs) else None
+        if call is None:
+            return plainly()
+        signature, value, prepared = call
+        assert prepared.plan is not None
+        self._source.on_run(prepared.plan)
         if prepared.runs_plainly:
-            return self._attempts.run(
-                signature, prepared, value, plainly=lambda: type(module).forward(module, *args, **kwargs)
-            )
-        output = self._attempts.run(signature, prepared, value)
+            return self._run(signature, prepared, value, plainly)
+        output = self._run(signature, prepared, value, None)
         guard_second_backward(output, value)
         return output
 
+    def _plans_for(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """True if this call trains, and is not part of something that takes the module as it is."""
+        if not (self.active and module.training and torch.is_grad_enabled()) or torch.is_inference_mode_enabled():
+            return False
+        if is_transformed():  # checkpoints do not work under torch.func's transforms
+            return False
+        # Inside a stage that is being measured there is no plan of its own.
+        return not is_recomputing() or self.plans.is_prepared(args, kwargs)
+
+    def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Signature, Any, Prepared] | None:
+        """What a call is run with, or None if it runs plainly."""
+        self.plans.follow_others(args, kwargs)
+        try:
+            self.plans.follow_changes()
+            signature, value = self.plans.bind(args, kwargs)
+        except ModelError as error:
+            if self.plans.has_cut:
+                raise
+            self._source.on_unsupported(error)
+            return None
+        try:
+            return signature, value, self.plans.prepare(signature, value)
+        except ProfilerBusyError as error:
+            self._source.on_busy(error)
+            return None
+
+    # ---------------------------------------------------------------- out of memory
+
+    def _run(self, signature: Signature, prepared: Prepared, value: Any, plainly: Callable[[], Any] | None) -> Any:
+        """Run a call; if the device has no memory left for it, once more under a smaller plan, and so on."""
+        before = BeforeForward(prepared.profile, value, self._statistics)
+        for attempt in itertools.count():
+            try:
+                assert prepared.executor is not None
+                output = prepared.executor(value) if plainly is None or attempt else plainly()
+                before.forget()
+                return output
+            except RuntimeError as error:
+                if not is_shortage(error):
+                    raise
+                failure = error
+            failure.__traceback__ = failure.__context__ = None  # whose frames hold what the failed forward has made
+            prepared = self._with_less(signature, prepared, failure, restored=before.restore(), attempt=attempt)
+        raise AssertionError
+
+    def _with_less(
+        self, signature: Signature, prepared: Prepared, failure: RuntimeError, *, restored: bool, attempt: int
+    ) -> Prepared:
+        """The next smaller plan for a forward that has failed.
+
+        Raises:
+            ShortageError: There is none, or the forward cannot run again.
+        """
+        plans, failed = self.plans, prepared.plan
+        assert failed is not None
+        budget = plans.budget(prepared.profile, ceiling=False)
+        if plans.together:
+            reason = "The forward communicates with other processes, so it cannot run again here alone"
+        elif not restored:
+            reason = "The forward has changed its input or a large buffer, so it cannot run again with a smaller plan"
+        elif plans.lower_ceiling(failed, to_the_least=attempt >= _CAUTIOUS_ATTEMPTS):
+            if signature.device.type == "cuda":
+                torch.cuda.empty_cache()
+            ceiling_bytes = plans.ceiling_bytes or 0
+            plans.unplan(lambda plan: plan.peak_bytes <= ceiling_bytes)
+            smaller = plans.plan_again(signature, prepared)
+            _log.warning(
+                "out of memory under a plan of %s: the forward runs again, and all that follow, with plans of at "
+                "most %s",
+                format_bytes(failed.peak_bytes),
+                format_bytes(ceiling_bytes),
+            )
+            return smaller
+        else:
+            reason = "No plan takes less"
+        raise shortage_error(
+            failure,
+            reason,
+            limit_bytes=budget.limit_bytes,
+            predicted_bytes=budget.reserved_bytes + failed.peak_bytes,
+        ) from failure
+
     # ---------------------------------------------------------------- samples
 
-    def _arguments(self, sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What a sample stands for: as Lightning's ``example_input_array``, but an ``nn.Sequential`` takes one input, whatever it is."""
-        if isinstance(self._module, nn.Sequential) and type(self._module).forward is nn.Sequential.forward:
-            return (sample,), {}
-        if isinstance(sample, dict):
-            return (), sample
-        return (sample if isinstance(sample, tuple) else (sample,)), {}
+    def measure(self, sample: Any) -> Profile:
+        """Measure the module for the sample's signature, again if it was measured before.
 
-    @contextmanager
-    def _training_mode(self) -> Iterator[None]:
-        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-            raise ProfilingError(
-                "costs are those of training: expected gradients to be enabled, but this runs under no_grad or inference_mode"
-            )
-        training = [(submodule, submodule.training) for submodule in self._module.modules()]
-        if not self._module.training:
-            self._module.train()
-        try:
-            yield
-        finally:
-            for submodule, mode in training:
-                submodule.training = mode
+        Args:
+            sample: The input of an ``nn.Sequential``; for any other module a tuple holds positional arguments and a
+                dict keyword arguments, as in Lightning's ``example_input_array``.
+        Raises:
+            ModelError: The module cannot be turned into a chain.
+            SampleError: The sample holds no tensor, or values that are not finite.
+            ProfilingError: There is no meter for the sample's device, or gradients are switched off.
+        """
+        check_sample(sample)
+        args, kwargs = sample if isinstance(sample, tuple) else (sample,), {}
+        if type(self._module).forward is nn.Sequential.forward:
+            args = (sample,)
+        elif isinstance(sample, dict):
+            args, kwargs = (), sample
+        with _training_mode(self._module):
+            self.plans.follow_changes()
+            return self.plans.measure(*self.plans.bind(args, kwargs))
+
+
+@contextmanager
+def _training_mode(root: nn.Module) -> Iterator[None]:
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        raise ProfilingError(
+            "costs are those of training: expected gradients to be enabled, but this runs under no_grad or "
+            "inference_mode"
+        )
+    modes = [(module, module.training) for module in root.modules()]
+    if not root.training:
+        root.train()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 def _inactive() -> PlannedForward:
     planned = PlannedForward.__new__(PlannedForward)
-    planned._active = False
+    planned.active = False
     return planned
 
 
 # ----------------------------------------------------------------------------------------------------
-# A :class:`~lightning_rotor.planned.forward.PlannedForward` in the place of a module's ``forward``.
+# A :class:`PlannedForward` in the place of a module's ``forward``.
 
 
 _KEY = "_lightning_rotor"
 
 
 class ForwardInPlace(Protocol):
-    """What runs instead of a module's ``forward``. A copy of it, in a copied module, is inactive and runs the module plainly."""
+    """What runs instead of a module's ``forward``.
+
+    A copy of it, in a copied module, is inactive and runs the module plainly.
+    """
 
     @property
     def active(self) -> bool:
-        """Whether it is more than a copy."""
+        """True if it is more than a copy."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the module."""
@@ -296,8 +254,8 @@ class ForwardInPlace(Protocol):
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Stands in for ``type(self).forward``.
 
-    A bound method in the instance's ``__dict__``, and named like the one it replaces: ``copy`` and ``pickle`` then bind it to the copy,
-    which a closure or a wrapper would not survive.
+    A bound method in the instance's ``__dict__``, and named like the one it replaces: ``copy`` and ``pickle`` then bind
+    it to the copy, which a closure or a wrapper would not survive.
     """
     # Whoever takes the computation down for another runtime wants the module as the user wrote it.
     if is_captured():
@@ -313,8 +271,10 @@ def attach(module: nn.Module, planned: ForwardInPlace) -> None:
     """
     if "forward" in module.__dict__ and (_KEY not in module.__dict__ or is_attached(module)):
         raise ModelError(
-            f"the forward of this {type(module).__name__} has been replaced already: expected a module that only one callback or patch works "
-            "on. torch.compile of a whole LightningModule replaces its forward too: name one of its submodules"
+            f"the forward of this {type(module).__name__} has been replaced already: expected a module that only one "
+            "callback or patch works on. torch.compile of a whole LightningModule replaces its forward too: name one "
+            "of "
+            "its submodules"
         )
     module.__dict__[_KEY] = planned
     module.__dict__["forward"] = MethodType(forward, module)
@@ -327,7 +287,7 @@ def detach(module: nn.Module) -> None:
 
 
 def is_attached(module: nn.Module) -> bool:
-    """Whether a module runs through a planned forward."""
+    """True if a module runs through a planned forward."""
     planned: ForwardInPlace | None = module.__dict__.get(_KEY)
     return planned is not None and planned.active
 

@@ -1,4 +1,4 @@
-"""The ways in which one module was cut into stages so far, each for other calls, and what a plan for a call depends on."""
+"""The ways in which one module was cut into stages, each for other calls, and what plans depend on."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class ModuleFacts:
     """What a module and all below it look like at one moment.
 
     Args:
-        root: Its children, modes, hooks and parameters count, at any depth; values of parameters, buffers and other attributes do not.
+        root: Its children, modes, hooks and parameters count, at any depth; values of parameters, buffers and other
+            attributes do not.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -86,7 +87,10 @@ _MANY_CUTS = 12
 
 @dataclass(frozen=True, slots=True)
 class Modes:
-    """Which modules train (dropout may be switched off), which parameters learn, and their types. Hashed once: there are many."""
+    """Which modules train (dropout may be switched off), which parameters learn, and their types.
+
+    Hashed once: there are many.
+    """
 
     training: tuple[bool, ...]
     learning: tuple[tuple[bool, torch.dtype], ...]
@@ -220,7 +224,8 @@ class KnownCuts:
         value = cut.bind(args, kwargs)
         if value is None:
             raise ModelError(
-                f"{type(self._module).__name__} changes whenever its forward runs, so no trace of it holds: expected attributes that stay the "
+                f"{type(self._module).__name__} changes whenever its forward runs, so no trace of it holds: expected "
+                "attributes that stay the "
                 "same from call to call"
             )
         return cut, value
@@ -247,7 +252,8 @@ class KnownCuts:
         ]
         if lazy:
             raise ModelError(
-                f"parameter {lazy[0]!r} of a lazy module has no shape yet: expected an initialized model. Run a batch through it first"
+                f"parameter {lazy[0]!r} of a lazy module has no shape yet: expected an initialized model. Run a "
+                "batch through it first"
             )
 
     def _take(self, cut: SequentialCut | GraphCut) -> None:

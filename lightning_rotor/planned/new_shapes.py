@@ -1,273 +1,179 @@
-"""What was measured of one module, and what that says about shapes that were not.
+"""Costs for sizes that were never measured, from those that were.
 
-The ladder for a call of a new shape, from cheap to dear:
+Bytes and seconds of layers grow with the sizes of their input as polynomials whose coefficients are not negative: they
+rise,
+and their curve bends upwards. So a straight line from a smaller to a larger measurement stays above the truth in
+between::
 
-1. its plan is in the cache;
-2. its costs follow from measured shapes (:mod:`lightning_rotor.planned.new_shapes`), and one of the schedules at hand fits them: milliseconds;
-3. it is measured and planned, as the first shape was: seconds.
+    bytes │                ● measured
+          │          x ·     the line, an upper bound
+          │      ·   o       what the size in between takes
+          │  ●     measured
+          └──────────┴───── length
 
-The third rung is for shapes that are half as large again as anything measured, and for those that no schedule at hand fits. While little was
-measured, it is also for every fourth one that is far from all others and would be recomputed for want of better knowledge. So a training with
-any number of shapes measures a handful of times, and one whose shapes grow without end once for each growth by half.
+A smaller measurement alone is a bound as well, times the cube of the growth: nothing grows faster than batch times
+length squared. What is half as large again as all that was measured is measured itself.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import combinations, product
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-import numpy as np
-import numpy.typing as npt
-
 from lightning_rotor.chain import Chain, UnlikeChainsError, combined
-from lightning_rotor.memory.budget import Allowance
 from lightning_rotor.planned.known_cuts import Signature
-from lightning_rotor.planning import Plan, fastest_of
 from lightning_rotor.private.values import spelled
 from lightning_rotor.profiling import Profile
 from lightning_rotor.profiling.chain import group_sizes, profile_over, remembered_places
-from lightning_rotor.schedule import Leaf, Schedule
 from lightning_rotor.stages.sequential import Stage, wiring_of
 
-# ----------------------------------------------------------------------------------------------------
-# What a chain costs for shapes that were never measured, from measurements of others: an upper bound, and a close one
-# in between.
-
-
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
-_Matrix: TypeAlias = npt.NDArray[np.float64]
 
-_MOST_VARIABLES = 3
-_MOST_KNOWN = 4
+_MOST = 32
 _TOLERANCE = 1e-9
+_DEGREE = 3
+_MOST_GROWTH = 1.5
+# Bounds from measurements this near are not much too high: 1.33 times what would be measured, or 1.04 times between
+# two.
+_NEAR_GROWTH = 1.1
+_NEAR_SPAN = 1.5
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
-    """How the costs for some shapes follow from measured ones.
+class Estimate:
+    """Costs at least as high as those that would be measured.
 
     Attributes:
-        weights: One for each measurement.
-        smaller: Numbers of the measurements at shapes nowhere larger than the wanted ones.
-        larger: Numbers of those at shapes nowhere smaller.
+        profile: The costs.
+        is_close: They are not much higher.
     """
 
-    weights: tuple[float, ...]
-    smaller: tuple[int, ...]
-    larger: tuple[int, ...]
-
-    def __call__(self, values: Sequence[float]) -> float:
-        """The bound on a number whose values at the measured shapes are these."""
-        value = sum(weight * each for weight, each in zip(self.weights, values, strict=True))
-        value = min([value, *(values[number] for number in self.larger)])
-        return max([0, value, *(values[number] for number in self.smaller)])
+    profile: Profile
+    is_close: bool
 
 
-def chain_at(wanted: Shapes, known: Sequence[tuple[Shapes, Chain]]) -> Chain:
+class Measurements:
+    """The measured signatures of one module, those measured last."""
+
+    def __init__(self) -> None:
+        self._known: dict[Signature, Profile] = {}
+
+    def add(self, signature: Signature, profile: Profile) -> None:
+        """Remember what was measured."""
+        self._known.pop(signature, None)
+        self._known[signature] = profile
+        for oldest in list(self._known)[:-_MOST]:
+            del self._known[oldest]
+
+    def drop(self, keep: Callable[[Signature], bool]) -> None:
+        """Forget signatures of layers that are gone."""
+        self._known = {signature: profile for signature, profile in self._known.items() if keep(signature)}
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._known.clear()
+
+    def estimate(self, signature: Signature) -> Estimate | None:
+        """Costs for a signature that was not measured, or None if it must be."""
+        family = [known for known in self._known if known.same_but_shapes(signature)]
+        found = chain_at(signature.shapes, [(known.shapes, self._known[known].chain) for known in family])
+        if found is None:
+            return None
+        chain, nearest = found
+        known = family[nearest.number]
+        profile = self._known[known]
+        try:
+            first = replace(chain.stages[0], takes=_taken_by_first(profile.stages, signature))
+            chain = replace(chain, stages=(first, *chain.stages[1:]))
+            if known.cut is signature.cut:
+                return Estimate(Profile(chain, profile.stages, profile.states), nearest.is_close)
+            moved = profile_over(
+                signature.cut.stages,
+                chain,
+                group_sizes=group_sizes(known.cut.stages, profile.stages),
+                remembered=remembered_places(profile),
+            )
+        except (ValueError, IndexError):
+            return None
+        return Estimate(moved, nearest.is_close)
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where a bound comes from: the number of the measurement, and whether that is near."""
+
+    number: int
+    is_close: bool
+
+
+def chain_at(wanted: Shapes, known: Sequence[tuple[Shapes, Chain]]) -> tuple[Chain, _Source] | None:
     """A chain that costs at least what the chain of the wanted shapes would, if it were measured.
 
     Args:
         wanted: Shapes of the tensors that the chain takes.
-        known: Measured chains of the same model, at least one, with their shapes.
-    Raises:
-        UnlikeChainsError: They have other stages, options or skips, or too many dimensions vary.
+        known: Measured chains of the same model, with their shapes.
+    Returns:
+        The bound with the least bytes, and where it comes from; None if all that was measured is much smaller.
     """
-    # No row costs no more than one row, and nothing is a multiple of nothing.
-    wanted = tuple(tuple(max(size, 1) for size in shape) for shape in wanted)
-    chosen = sorted(known, key=lambda each: distance(each[0], wanted))[:_MOST_KNOWN]
-    points = _points([shapes for shapes, _ in chosen], wanted)
-    totals = np.array([_total_bytes(chain) for _, chain in chosen], dtype=float)
-    bound = Bound(
-        tuple(_weights(points[:-1], points[-1], totals)),
-        tuple(number for number, (shapes, _) in enumerate(chosen) if _nowhere_larger(shapes, wanted)),
-        tuple(number for number, (shapes, _) in enumerate(chosen) if _nowhere_larger(wanted, shapes)),
-    )
-    return combined(
-        [chain for _, chain in chosen],
-        of_bytes=lambda values: math.ceil(bound(values) - _TOLERANCE),
-        of_seconds=bound,
-    )
+    bounds: list[tuple[Chain, _Source]] = []
+    for number, (shapes, chain) in enumerate(known):
+        growth = _growth(shapes, wanted)
+        if growth <= _MOST_GROWTH:
+            bounds.append((_scaled(chain, growth**_DEGREE), _Source(number, _is_near(shapes, wanted, growth))))
+        for above, larger in known if growth > 1 else ():
+            share = _share(shapes, wanted, above)
+            if share is not None:
+                try:
+                    bound = _between(chain, larger, share)
+                except UnlikeChainsError:
+                    continue
+                bounds.append((bound, _Source(number, _growth(shapes, above) <= _NEAR_SPAN)))
+    return min(bounds, key=lambda bound: (_total_bytes(bound[0]), not bound[1].is_close), default=None)
 
 
-def distance(shapes: Shapes, wanted: Shapes) -> float:
-    """By what factor some dimension differs most, as a logarithm."""
-    return max(
-        (
-            abs(math.log(max(one, 1) / max(other, 1)))
-            for left, right in zip(shapes, wanted, strict=True)
-            for one, other in zip(left, right, strict=True)
-        ),
-        default=0.0,
-    )
+def _growth(shapes: Shapes, wanted: Shapes) -> float:
+    """By what factor some dimension is larger; 1 if none is. No row costs no more than one row."""
+    return max([1.0, *(size / max(least, 1) for least, size in zip(_flat(shapes), _flat(wanted), strict=True))])
 
 
-def growth(shapes: Sequence[Shapes], wanted: Shapes) -> float:
-    """By what factor some dimension is larger than in all of the shapes; at most 1 if none is."""
-    largest = [max(column) for column in zip(*(_flat(each) for each in shapes), strict=True)]
-    return max((one / max(most, 1) for one, most in zip(_flat(wanted), largest, strict=True)), default=1.0)
+def _is_near(shapes: Shapes, wanted: Shapes, growth: float) -> bool:
+    return growth <= _NEAR_GROWTH and _growth(wanted, shapes) <= _NEAR_GROWTH
+
+
+def _share(smaller: Shapes, wanted: Shapes, larger: Shapes) -> float | None:
+    """How far the wanted shapes lie on the way up, from 0 to 1; None if they do not lie in between."""
+    share = 0.0
+    for least, size, most in zip(_flat(smaller), _flat(wanted), _flat(larger), strict=True):
+        if not least <= size <= most:
+            return None
+        if most > least:
+            share = max(share, (size - least) / (most - least))
+    return share
 
 
 def _flat(shapes: Shapes) -> list[int]:
     return [size for shape in shapes for size in shape]
 
 
-def _nowhere_larger(shapes: Shapes, other: Shapes) -> bool:
-    return all(one <= two for one, two in zip(_flat(shapes), _flat(other), strict=True))
+def _scaled(chain: Chain, factor: float) -> Chain:
+    return combined(
+        [chain],
+        of_bytes=lambda values: math.ceil(values[0] * factor - _TOLERANCE),
+        of_seconds=lambda values: values[0] * factor,
+    )
+
+
+def _between(smaller: Chain, larger: Chain, share: float) -> Chain:
+    def line(values: Sequence[float]) -> float:
+        return values[0] + share * max(0, values[1] - values[0])
+
+    return combined([smaller, larger], of_bytes=lambda values: math.ceil(line(values) - _TOLERANCE), of_seconds=line)
 
 
 def _total_bytes(chain: Chain) -> int:
     return sum(stage.output_bytes + stage.keep.saved_bytes + stage.keep.backward_peak_bytes for stage in chain)
-
-
-# -------------------------------------------------------------------- weights
-
-
-def _points(known: Sequence[Shapes], wanted: Shapes) -> _Matrix:
-    """One row for each shape, the wanted one last; one column for each dimension that varies by itself."""
-    columns = dict.fromkeys(zip(*(_flat(each) for each in (*known, wanted)), strict=True))
-    varying = [column for column in columns if len(set(column)) > 1]
-    if len(varying) > _MOST_VARIABLES:
-        raise UnlikeChainsError(f"{len(varying)} dimensions vary")
-    return np.array(varying, dtype=float).reshape(len(varying), len(known) + 1).T
-
-
-def _weights(known: _Matrix, wanted: _Matrix, totals: _Matrix) -> _Matrix:
-    """The weights of the least bound: a vertex of the dual program, found among all of them, for there are few."""
-    powers = list(product(range(3), repeat=len(wanted)))
-    # Divided by the wanted shape's monomials, so that every row asks for at least 1.
-    rows = np.array([[np.prod((point / wanted) ** power) for point in known] for power in powers])
-    best, least = None, math.inf
-    for count in range(1, min(len(known), len(rows)) + 1):
-        for columns in map(list, combinations(range(len(known)), count)):
-            tight = np.array(list(combinations(range(len(rows)), count)))
-            systems = rows[tight[:, :, None], np.array(columns)[None, None, :]]
-            solvable = np.abs(np.linalg.det(systems)) > _TOLERANCE
-            if not solvable.any():
-                continue
-            solutions = np.linalg.solve(systems[solvable], np.ones((int(solvable.sum()), count, 1)))[..., 0]
-            fits = (solutions @ rows[:, columns].T >= 1 - _TOLERANCE).all(axis=1)
-            bounds = np.where(fits, solutions @ totals[columns], math.inf)
-            index = int(bounds.argmin())
-            if bounds[index] < least:
-                least, best = float(bounds[index]), np.zeros(len(known))
-                best[columns] = solutions[index]
-    assert best is not None  # one measurement alone always gives one
-    return best
-
-
-# ----------------------------------------------------------------------------------------------------
-
-
-_FAR = 1.5
-_HANDFUL = 3
-_PATIENCE = 4
-_MOST = 32
-_NEAREST = 2
-# A schedule at hand is as good as any if it recomputes nothing, or uses so much of its budget.
-_WELL_USED = 0.9
-
-
-@dataclass(slots=True, eq=False)
-class _Measurement:
-    signature: Signature
-    profile: Profile
-    menu: tuple[Schedule, ...] | None = None
-    seen: list[Schedule] = field(default_factory=list)
-
-
-class Measurements:
-    """The measured signatures of one module.
-
-    Args:
-        menu: Schedules for a chain under an allowance, :func:`lightning_rotor.planning.menu`.
-    """
-
-    def __init__(self, menu: Callable[[Profile, Allowance], tuple[Schedule, ...]]) -> None:
-        self._menu = menu
-        self._known: list[_Measurement] = []
-        self._vague = 0
-
-    def add(self, signature: Signature, profile: Profile) -> None:
-        """Remember what was measured; a signature's older measurement is dropped."""
-        others = [known for known in self._known if known.signature != signature]
-        self._known = [*others[1 - _MOST :], _Measurement(signature, profile)]
-
-    def note(self, signature: Signature, plan: Plan) -> None:
-        """A plan was made for a measured signature: its schedule may do for others."""
-        for known in self._known:
-            if known.signature == signature and plan.schedule not in known.seen:
-                known.seen.append(plan.schedule)
-
-    def drop(self, keep: Callable[[Signature], bool]) -> None:
-        """Forget signatures of layers that are gone."""
-        self._known = [known for known in self._known if keep(known.signature)]
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._known.clear()
-
-    def estimate(self, signature: Signature) -> Profile | None:
-        """Costs for a signature that was not measured, at least as high as they would be, or None if they must be measured."""
-        family = self._family(signature)
-        if not family or growth([known.signature.shapes for known in family], signature.shapes) > _FAR:
-            return None
-        nearest = min(family, key=lambda known: distance(known.signature.shapes, signature.shapes))
-        chains = [(known.signature.shapes, known.profile.chain) for known in family]
-        try:
-            chain = chain_at(signature.shapes, chains)
-            first = replace(chain.stages[0], takes=_taken_by_first(nearest.profile.stages, signature))
-            chain = replace(chain, stages=(first, *chain.stages[1:]))
-            if nearest.signature.cut is signature.cut:
-                return Profile(chain, nearest.profile.stages, nearest.profile.states)
-            return profile_over(
-                signature.cut.stages,
-                chain,
-                group_sizes=group_sizes(nearest.signature.cut.stages, nearest.profile.stages),
-                remembered=remembered_places(nearest.profile),
-            )
-        except (UnlikeChainsError, ValueError, IndexError):
-            return None
-
-    def choose(self, signature: Signature, profile: Profile, allowance: Allowance, *, slots: int) -> Plan | None:
-        """The fastest schedule at hand for estimated costs, or None if none fits."""
-        family = self._family(signature)
-
-        def best(schedules: Iterable[Schedule]) -> Plan | None:
-            return fastest_of(
-                dict.fromkeys(schedules),
-                profile.chain,
-                max(allowance.budget_bytes, 1),
-                gradients_exist=allowance.gradients_exist,
-                lingering_bytes=allowance.lingering_bytes,
-                slots=slots,
-            )
-
-        plain = Schedule(tuple(Leaf(stage) for stage in range(len(profile.chain))))
-        found = best([plain, *(schedule for known in family for schedule in known.seen)])
-        # A menu costs a solution of the measured chain once, and for each shape a simulation of every schedule on it. So of many measured
-        # shapes only the nearest are asked, the very nearest first.
-        for known in sorted(family, key=lambda known: distance(known.signature.shapes, signature.shapes))[:_NEAREST]:
-            if found is not None and (not found.recomputed or found.peak_bytes >= _WELL_USED * found.budget_bytes):
-                break
-            if known.menu is None:
-                known.menu = self._menu(known.profile, allowance)
-            found = best([*known.menu, *([] if found is None else [found.schedule])])
-        return found
-
-    def is_vague(self, signature: Signature) -> bool:
-        """Whether too little was measured, too far away, for costs that are not much too high, and that for the fourth time."""
-        family = self._family(signature)
-        nearest = min(distance(known.signature.shapes, signature.shapes) for known in family)
-        if len(family) >= _HANDFUL or nearest <= math.log(_FAR):
-            return False
-        self._vague += 1
-        return self._vague % _PATIENCE == 0
-
-    def _family(self, signature: Signature) -> list[_Measurement]:
-        return [known for known in self._known if known.signature.same_but_shapes(signature)]
 
 
 def _taken_by_first(stages: Sequence[Stage], signature: Signature) -> tuple[str, ...]:

@@ -1,11 +1,8 @@
-"""A forward under its plan, and where the device runs out of memory another time under a smaller one."""
+"""A device that runs out of memory inside a planned forward: what to say, and how the forward can run a second time."""
 
 from __future__ import annotations
 
-import itertools
-import logging
 import platform
-from collections.abc import Callable
 from operator import is_, itemgetter
 from typing import Any
 
@@ -14,21 +11,12 @@ from torch import nn
 
 from lightning_rotor.errors import ShortageError
 from lightning_rotor.execution.segment_state import SegmentState
-from lightning_rotor.memory.budget import AllowedPlans
-from lightning_rotor.planned.cache import Prepared
-from lightning_rotor.planned.known_cuts import Signature
-from lightning_rotor.planned.preparation import Preparation
 from lightning_rotor.private.torch_names import copy_each, version_of
 from lightning_rotor.private.values import tensors_in, uncounted_copy
 from lightning_rotor.profiling import Profile
 from lightning_rotor.stages.snapshot import SMALL_BYTES, Snapshot
 from lightning_rotor.stages.state import GeneratorStates
 from lightning_rotor.units import format_bytes
-
-# ----------------------------------------------------------------------------------------------------
-# A device that runs out of memory inside a planned forward: what to say of it, and how the forward can run a second
-# time.
-
 
 _RSS_UNIT = 1 if platform.system() == "Darwin" else 1024
 
@@ -41,7 +29,10 @@ def is_shortage(error: BaseException) -> bool:
 
 
 class CopiedStatistics:
-    """Copies of BatchNorm's statistics. There are many, of a few bytes each, so their memory is kept from forward to forward."""
+    """Copies of BatchNorm's statistics.
+
+    There are many, of a few bytes each, so their memory is kept from forward to forward.
+    """
 
     def __init__(self) -> None:
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] | None = None
@@ -92,7 +83,10 @@ class BeforeForward:
         self._versions = [(tensor, version_of(tensor)) for tensor in (*tensors, *_buffers(state.watched))]
 
     def restore(self) -> bool:
-        """Set everything back. Whether that was possible: a parameter, an input or a large buffer that changes is not remembered."""
+        """Set everything back.
+
+        Whether that was possible: a parameter, an input or a large buffer that changes is not remembered.
+        """
         if self._written or any(version_of(tensor) != version for tensor, version in self._versions):
             return False
         self._before.restore()
@@ -129,10 +123,15 @@ def shortage_error(failure: BaseException, reason: str, *, limit_bytes: int, pre
 
 
 def shortage_message(failure: BaseException, reason: str, *, limit_bytes: int, predicted_bytes: int) -> str:
-    """What happened, in terms of the user's limit, and what to set. torch's own words are in it: tuners look for them."""
+    """What happened, in terms of the user's limit, and what to set.
+
+    Torch's own words are in it: tuners look for them.
+    """
     return (
-        f"out of memory inside mem_limit {format_bytes(limit_bytes)}: the plan was to peak at {format_bytes(predicted_bytes)}; "
-        f"{_actual_peak()}. {reason}. Set mem_limit to less than what the device really has for this process, lower the batch size, or free "
+        f"out of memory inside mem_limit {format_bytes(limit_bytes)}: the plan was to peak at "
+        f"{format_bytes(predicted_bytes)}; "
+        f"{_actual_peak()}. {reason}. Set mem_limit to less than what the device really has for this process, lower "
+        "the batch size, or free "
         f"what others hold there. torch said: {failure}"
     )
 
@@ -146,79 +145,3 @@ def _actual_peak() -> str:
         return "the actual peak is not known here"
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT
     return f"the whole process has had {format_bytes(resident)} in memory at most"
-
-
-# ----------------------------------------------------------------------------------------------------
-
-
-_log = logging.getLogger(__name__)
-
-# Out of memory so many times, a forward gets the plan that takes the least.
-_CAUTIOUS_ATTEMPTS = 2
-
-
-class Attempts:
-    """Runs prepared calls of one module.
-
-    Args:
-        preparation: Prepares them again.
-        plans: Says how much they may take, which here becomes less.
-    """
-
-    def __init__(self, preparation: Preparation, plans: AllowedPlans) -> None:
-        self._preparation = preparation
-        self._plans = plans
-        self._statistics = CopiedStatistics()
-
-    def run(
-        self, signature: Signature, prepared: Prepared, value: Any, *, plainly: Callable[[], Any] | None = None
-    ) -> Any:
-        """Run a call; if the device has no memory left for it, once more under a smaller plan, and so on."""
-        before = BeforeForward(prepared.profile, value, self._statistics)
-        for attempt in itertools.count():
-            try:
-                assert prepared.executor is not None
-                output = plainly() if plainly is not None and not attempt else prepared.executor(value)
-                before.forget()
-                return output
-            except RuntimeError as error:
-                if not is_shortage(error):
-                    raise
-                failure = error
-            failure.__traceback__ = failure.__context__ = None  # whose frames hold what the failed forward has made
-            prepared = self._with_less(signature, prepared, failure, restored=before.restore(), attempt=attempt)
-        raise AssertionError
-
-    def _with_less(
-        self, signature: Signature, prepared: Prepared, failure: RuntimeError, *, restored: bool, attempt: int
-    ) -> Prepared:
-        """The next smaller plan for a forward that has failed.
-
-        Raises:
-            ShortageError: There is none, or the forward cannot run again.
-        """
-        assert prepared.plan is not None
-        solved = prepared.plan
-        allowance = self._plans.allowance_without_ceiling(prepared.profile)
-        reason = "The forward has changed its input or a large buffer, so it cannot run again with a smaller plan"
-        if self._preparation.together:
-            reason = "The forward communicates with other processes, so it cannot run again here alone"
-        elif restored:
-            reason = "No plan takes less"
-            if self._plans.lower_ceiling(solved, to_the_least=attempt >= _CAUTIOUS_ATTEMPTS):
-                if signature.device.type == "cuda":
-                    torch.cuda.empty_cache()
-                self._preparation.unplan(self._plans.allows)
-                smaller = self._preparation.plan_again(signature, prepared)
-                _log.warning(
-                    "out of memory under a plan of %s: the forward runs again, and all that follow, with plans of at most %s",
-                    format_bytes(solved.peak_bytes),
-                    format_bytes(self._plans.ceiling_bytes or 0),
-                )
-                return smaller
-        raise shortage_error(
-            failure,
-            reason,
-            limit_bytes=allowance.limit_bytes,
-            predicted_bytes=allowance.reserved_bytes + solved.peak_bytes,
-        ) from failure

@@ -1,24 +1,28 @@
-"""How the processes of a distributed training come to run the same plan, without ever waiting for one that does not come.
+"""How the processes of a distributed training come to run one plan, and nobody waits in vain.
 
 Which way is safe depends on what happens inside the planned module:
 
-==========================  =========================================================================================================
-the module                  agreement
-==========================  =========================================================================================================
-computes by itself (DDP)    :class:`PublishedPlans`: nobody waits. The first process that plans a call publishes the plan; who meets the
-                            same call with the same budget takes it. A process whose batch has another shape plans for itself, and one
-                            that skips the module altogether keeps nobody waiting.
-communicates (SyncBatchNorm :class:`JointPlans`: the processes run it in lockstep anyway, and a recomputation communicates once more. So
-and DTensors, all_reduce)   they ask each other at each forward whether anyone has no plan for its shapes yet, and if so all measure
+==========================
+========================================================================================================= the module
+agreement ==========================
+========================================================================================================= computes by
+itself (DDP)    :class:`PublishedPlans`: nobody waits. The first process that plans a call publishes the plan; who meets
+the
+                            same call with the same budget takes it. A process whose batch has another shape plans for
+                            itself, and one that skips the module altogether keeps nobody waiting.
+communicates (SyncBatchNorm :class:`JointPlans`: the processes run it in lockstep anyway, and a recomputation
+communicates once more. So and DTensors, all_reduce)   they ask each other at each forward whether anyone has no plan
+for its shapes yet, and if so all measure
                             and plan together, and all run the plan of the process that has least room,
                             or another one that fits all.
-==========================  =========================================================================================================
+==========================
+=========================================================================================================
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,19 +37,22 @@ from lightning_rotor.units import format_bytes
 _PREFIX = "lightning_rotor/plan"
 
 
-class Agreement(Protocol):
-    """What a :class:`~lightning_rotor.planned.forward.PlannedForward` asks of the other processes."""
+class Agreement:
+    """What a planned forward asks of the other processes; of one process alone, nothing.
 
-    @property
-    def together(self) -> bool:
-        """Whether the processes can only measure and plan together."""
+    Attributes:
+        together: The processes can only measure and plan together.
+    """
+
+    together = False
 
     def must_start_afresh(self, *, ready: bool) -> bool:
-        """Whether to drop what is known and measure, for the sake of others. Asked at each planned forward.
+        """True if what is known is to be dropped for the sake of others. Asked at each planned forward.
 
         Args:
             ready: This process has a plan for the call that it is about to run.
         """
+        return False
 
     def settle(self, call: str, outcome: Plan | BudgetError) -> Plan:
         """The plan to run instead of one's own.
@@ -56,28 +63,27 @@ class Agreement(Protocol):
         Raises:
             BudgetError: There is none.
         """
+        if isinstance(outcome, BudgetError):
+            raise outcome
+        return outcome
 
 
-class PublishedPlans:
+class PublishedPlans(Agreement):
     """Plans in the key-value store that the processes met through: the first one to be published counts.
 
     Args:
         store: A ``torch.distributed.Store`` that all processes share.
     """
 
-    together = False
-
     def __init__(self, store: Any) -> None:
         self._store = store
 
-    def must_start_afresh(self, *, ready: bool) -> bool:
-        """Never: each process measures and plans when it must."""
-        return False
-
     def settle(self, call: str, outcome: Plan | BudgetError) -> Plan:
-        """The published plan for this call and budget; this process' own if there was none, or if the published one does not fit here."""
-        if isinstance(outcome, BudgetError):
-            raise outcome
+        """The published plan for this call and budget.
+
+        This process' own if there is none, or if that does not fit here.
+        """
+        outcome = super().settle(call, outcome)
         circumstances = (outcome.budget_bytes, outcome.gradients_exist, outcome.lingering_bytes, outcome.slots)
         key = "/".join(map(str, (_PREFIX, call, *circumstances)))
         # With nothing expected, a store sets what is not there yet, and returns what is there afterwards.
@@ -85,7 +91,7 @@ class PublishedPlans:
         return _adopted(outcome, published.decode()) or outcome
 
 
-class JointPlans:
+class JointPlans(Agreement):
     """One plan for processes that run a module in lockstep.
 
     Args:
@@ -121,8 +127,10 @@ class JointPlans:
         best = min(excess, key=lambda schedule: excess[schedule], default=None)
         if best is None or (excess[best] > 0 and not self._beyond):
             raise RotorError(
-                f"no plan fits all processes, of which this one has a chain of {len(outcome.chain)} stages and a budget of "
-                f"{format_bytes(outcome.budget_bytes)}: expected batches of about the same shape on all of them, since {call} communicates"
+                f"no plan fits all processes, of which this one has a chain of {len(outcome.chain)} stages and a "
+                "budget of "
+                f"{format_bytes(outcome.budget_bytes)}: expected batches of about the same shape on all of them, "
+                f"since {call} communicates"
             )
         settled = _under(outcome, Schedule.parse(best))
         return replace(settled, budget_bytes=max(settled.budget_bytes, settled.peak_bytes))
@@ -184,7 +192,7 @@ _NAMES = frozenset(
 
 
 def communicates(module: nn.Module) -> bool:
-    """Whether a module's forward waits for other processes, as far as its layers, its parameters and the names in its code tell."""
+    """True if a module's forward waits for other processes, as its layers, parameters and code tell."""
     return any(map(_is_collective, module.modules())) or any(
         hasattr(parameter, "device_mesh") for parameter in module.parameters()
     )

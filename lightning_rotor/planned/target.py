@@ -1,15 +1,15 @@
-"""Which submodule of a model to plan: the one with most of a training step's compute, among those that can be a chain."""
+"""Which submodule of a model to plan: the one with most of a training step's compute."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 
 from torch import nn
 
 from lightning_rotor.capture.cuts import check_module
-from lightning_rotor.errors import ModelError
+from lightning_rotor.errors import ModelError, ProfilingError
 from lightning_rotor.planned.compute import StepCompute
 
 # A part of the compute that is worth a word, or another choice.
@@ -77,8 +77,8 @@ class TargetSearch:
 
     Args:
         model: Its submodules are the candidates.
-        may_be_whole: The model has a forward of its own, and is the choice if that reaches much more compute than any submodule, or if
-            there is none.
+        may_be_whole: The model has a forward of its own, and is the choice if that reaches much more compute than any
+            submodule, or if there is none.
     """
 
     def __init__(self, model: nn.Module, *, may_be_whole: bool) -> None:
@@ -88,9 +88,13 @@ class TargetSearch:
         self._unknown_because = "its compute is not known yet"
         self._refused: set[str] = set()
 
-    def use(self, compute: StepCompute) -> None:
-        """Rank by compute from now on."""
-        self._compute = compute
+    def best_by_compute(self, compute: Callable[[], StepCompute]) -> Target | None:
+        """:meth:`best`, from now on by the compute of a training step if that can be counted."""
+        try:
+            self._compute = compute()
+        except ProfilingError as error:
+            self._unknown_because = str(error)
+        return self.best()
 
     def do_without(self, reason: str) -> None:
         """Rank by parameters, since the compute cannot be measured."""
@@ -138,9 +142,11 @@ class TargetSearch:
             named.append(f"{len(rest)} more ({100 * sum(share for _, share in rest):.0f} %)")
         refused = " and ".join(sorted(repr(name) if name else "the model itself" for name in self._refused))
         return (
-            f"plans {target.place} alone, {target.reason}; not planned, and kept as without a limit: {', '.join(named)}. "
+            f"plans {target.place} alone, {target.reason}; not planned, and kept as without a limit: "
+            f"{', '.join(named)}. "
             + (f"{refused} could not be planned as a whole, the log says why. " if refused else "")
-            + "To have them planned as one chain, let one nn.Module call them all in its forward, let training_step call that module, and name "
+            + "To have them planned as one chain, let one nn.Module call them all in its forward, let training_step "
+            "call that module, and name "
             'it: RotorCallback(module="..."). Or name the one that takes the most memory'
         )
 
@@ -155,7 +161,8 @@ class TargetSearch:
 
     def _reason(self, name: str, module: nn.Module) -> str:
         if self._compute is None:
-            return f"{trainable_parameters(module):,} trainable parameters, the most that can be planned ({self._unknown_because})"
+            count = trainable_parameters(module)
+            return f"{count:,} trainable parameters, the most that can be planned ({self._unknown_because})"
         guessed = ""
         if assumed := self._compute.assumed_values:
             guessed = f" ({assumed} value{'s' * (assumed > 1)} that the step asks for taken as 1)"
@@ -163,7 +170,10 @@ class TargetSearch:
 
 
 def _outermost(module: nn.Module, avoid: str, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Submodules that may be chains and are not inside of others; neither the one to avoid, nor what it is in or what is in it."""
+    """Submodules that may be chains and are not inside of others.
+
+    Neither the one to avoid, nor what it is in or what is in it.
+    """
     for key, child in module.named_children():
         name = f"{prefix}{key}"
         if avoid and name == avoid:

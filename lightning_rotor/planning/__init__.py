@@ -26,12 +26,16 @@ from lightning_rotor.planning.plan import DEFAULT_SLOTS, Plan, load_plan, plan_f
 from lightning_rotor.planning.solver import Solver, fastest_of, fine_slots, frontier_of, menu_of
 from lightning_rotor.schedule import Schedule
 
+Proposal = Candidate
+"""The name until version 0.9."""
+
 __all__ = [
     "Candidate",
     "Frontier",
     "FrontierPoint",
     "Gain",
     "Plan",
+    "Proposal",
     "Solver",
     "baselines",
     "fastest_of",

@@ -17,11 +17,11 @@ from torch import nn
 
 from lightning_rotor.capture.cuts import GraphCut, sequentialize
 from lightning_rotor.chain import Chain
-from lightning_rotor.errors import BudgetError, ModelError, ProfilingError, SampleError
-from lightning_rotor.memory.budget import Allowance, ResidentMemory
+from lightning_rotor.errors import ModelError, ProfilingError, SampleError
+from lightning_rotor.memory.budget import Budget, ResidentMemory
 from lightning_rotor.memory.devices import resolve_limit
 from lightning_rotor.planned.batch_sizes import AffineCosts, BatchSizeAdvice, advice_from
-from lightning_rotor.planning import Frontier, Plan, Solver, frontier_of
+from lightning_rotor.planning import Frontier, Plan
 from lightning_rotor.profiling import Profile, profile_chain
 from lightning_rotor.profiling.chain import Progress
 from lightning_rotor.profiling.estimates import InputSpec, arguments, build_on_meta, estimate_profile
@@ -201,7 +201,8 @@ def find_plan(options: Namespace) -> Found:
     """
     case = _Case.of(options)
     profile = case.profile(options.inputs)
-    plan, frontier = _planned(profile, case.allowance(case.resident.batch_bytes), options)
+    plan = case.budget(case.resident.batch_bytes).plan(profile.chain, slots=options.slots)
+    frontier = plan.frontier() if options.curve or options.plot_curve is not None else None
     parts = {} if options.activations_only else _parts(case.resident)
     return Found(options.model, profile, plan, case.budget_bytes, parts, case.accelerator, frontier)
 
@@ -223,12 +224,12 @@ def find_batch_sizes(options: Namespace) -> BatchSizeAdvice:
     halves = tuple(replace(spec, shape=(size // 2, *spec.shape[1:])) if spec.shape else spec for spec in options.inputs)
     chains = case.profile(halves).chain, case.profile(options.inputs).chain
 
-    def allowance(_: Chain, batch_size: int) -> Allowance:
-        return case.allowance(-(-case.resident.batch_bytes * batch_size // size))
+    def budget(_: Chain, batch_size: int) -> Budget:
+        return case.budget(-(-case.resident.batch_bytes * batch_size // size))
 
     return advice_from(
         AffineCosts((size // 2, size), chains),
-        allowance,
+        budget,
         limit_bytes=case.budget_bytes,
         batch_sizes=options.batch_sizes or None,
         slots=options.slots,
@@ -265,11 +266,11 @@ class _Case:
             budget = total - _CONTEXT_BYTES if limit is None else limit.on_device(total)
         return cls(options, model, accelerator, budget, resident, floating)
 
-    def allowance(self, batch_bytes: int) -> Allowance:
+    def budget(self, batch_bytes: int) -> Budget:
         """What a plan may use beside a batch of that size."""
         if self.options.activations_only:
-            return Allowance(self.budget_bytes)
-        return replace(self.resident, batch_bytes=batch_bytes).allowance(self.budget_bytes, gradients_linger=True)
+            return Budget(self.budget_bytes)
+        return replace(self.resident, batch_bytes=batch_bytes).budget(self.budget_bytes)
 
     def profile(self, inputs: Sequence[InputSpec]) -> Profile:
         """Costs for such inputs, measured or estimated."""
@@ -296,21 +297,6 @@ def _built(options: Namespace, device: torch.device, floating: torch.dtype | Non
     make = model_maker(options.model, dict(options.model_arguments))
     model = build_on_meta(make) if device.type == "meta" else make().train().to(device)
     return model.to(floating) if floating is not None else model
-
-
-def _planned(profile: Profile, allowance: Allowance, options: Namespace) -> tuple[Plan, Frontier | None]:
-    solver = Solver(
-        profile.chain,
-        slots=options.slots,
-        gradients_exist=allowance.gradients_exist,
-        lingering_bytes=allowance.lingering_bytes,
-    ).refined()
-    try:
-        plan = solver.plan(max(allowance.budget_bytes, 1))
-    except BudgetError as error:
-        raise allowance.explain(error) from None
-    wanted = options.curve or options.plot_curve is not None
-    return plan, frontier_of(solver, budget_bytes=plan.budget_bytes) if wanted else None
 
 
 def _mixed(options: Namespace) -> torch.dtype | None:
@@ -340,6 +326,6 @@ def _parts(resident: ResidentMemory) -> dict[str, int]:
         "parameters": resident.parameter_bytes,
         "buffers": resident.buffer_bytes,
         "optimizer state": resident.optimizer_bytes,
-        "gradients": resident.gradient_bytes,
+        "gradients": resident.outside_gradient_bytes + resident.chain_gradient_bytes,
         "batch": resident.batch_bytes,
     }

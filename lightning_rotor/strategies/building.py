@@ -24,7 +24,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 
-from lightning_rotor.callbacks.dry_step import Silence, best_by_compute, compute_of_training_step
+from lightning_rotor.callbacks.dry_step import Silence, compute_of_training_step
 from lightning_rotor.errors import ProfilingError
 from lightning_rotor.execution.options import kept_attributes, lent_buffers
 from lightning_rotor.memory.budget import process_limit_bytes
@@ -253,7 +253,7 @@ class PipelineBuilder:
             search.do_without("nothing is trained")
             found = search.best()
         else:
-            found = best_by_compute(search, self._trainer, model, batch, 0)
+            found = search.best_by_compute(lambda: compute_of_training_step(self._trainer, model, batch, 0))
         if found is None:
             raise PipelineError(
                 f"{type(model).__name__} holds no submodule with several layers that its training_step calls: expected "

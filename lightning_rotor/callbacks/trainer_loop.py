@@ -1,0 +1,171 @@
+"""A Lightning Trainer as the loop around a planned module."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.profilers import PyTorchProfiler
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+from typing_extensions import override
+
+from lightning_rotor.callbacks.dry_step import compute_of_training_step
+from lightning_rotor.capture.modules import require_untraced
+from lightning_rotor.errors import RotorWarning
+from lightning_rotor.execution.recomputation import is_recomputing
+from lightning_rotor.planned.compute import StepCompute
+from lightning_rotor.planned.loop import TrainingLoop
+from lightning_rotor.planned.ranks import Agreement, JointPlans, PublishedPlans, communicates
+from lightning_rotor.private import lightning_names as private
+from lightning_rotor.private.torch_names import store_of_processes
+
+
+class TrainerLoop(TrainingLoop):
+    """What a plan must know of a Trainer, its strategy and its other processes.
+
+    Args:
+        trainer: Trains.
+        model: What it trains.
+        is_trial: True while a tuner of the batch size has taken the callbacks away.
+    """
+
+    model: pl.LightningModule
+
+    def __init__(
+        self, trainer: pl.Trainer, model: pl.LightningModule, is_trial: Callable[[], bool] = lambda: False
+    ) -> None:
+        super().__init__(model)
+        self.trainer = trainer
+        self._is_trial = is_trial
+        self.is_compiled = private.is_compiled(model)
+        # Compiled as a whole, it leaves its forward to torch.compile.
+        self.may_be_whole = is_overridden("forward", model) and not self.is_compiled
+        self.is_lead = not trainer.global_rank
+        self.profiler_is_taken = isinstance(getattr(trainer, "profiler", None), PyTorchProfiler)
+
+    @property
+    @override
+    def is_trial(self) -> bool:
+        return self._is_trial()
+
+    @property
+    @override
+    def processes(self) -> int:
+        return int(self.trainer.world_size) if dist.is_available() and dist.is_initialized() else 1
+
+    @property
+    @override
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    @override
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        return self.trainer.optimizers
+
+    @property
+    @override
+    def wrapped(self) -> nn.Module | None:
+        return self.trainer.strategy.model
+
+    @property
+    @override
+    def gradients_linger(self) -> bool:
+        """As zero_grad runs between forward and backward; not so if several backwards add up, or the user decides."""
+        return self.model.automatic_optimization and self.trainer.accumulate_grad_batches == 1
+
+    @property
+    @override
+    def has_stepped(self) -> bool:
+        return self.trainer.global_step > 0
+
+    @property
+    @override
+    def batches_done(self) -> int:
+        return self.trainer.fit_loop.total_batch_idx
+
+    @override
+    def sharing(self, device: torch.device) -> int:
+        """All processes of one machine on the CPU; a GPU is for one."""
+        return int(self.trainer.num_devices) if device.type == "cpu" else 1
+
+    @override
+    def compute(self, batch: Any, batch_idx: int) -> StepCompute:
+        """In a dry run of ``training_step``."""
+        return compute_of_training_step(self.trainer, self.model, batch, batch_idx)
+
+    @override
+    def warn(self, message: str) -> None:
+        rank_zero_warn(message, category=RotorWarning)
+
+    @override
+    @contextmanager
+    def untoggled(self) -> Iterator[None]:
+        """As it will be once ``toggle_optimizer`` is undone: the others train later in the same step."""
+        toggled = private.toggled_parameters(self.model)
+        now = {parameter: parameter.requires_grad for parameter in toggled}
+        try:
+            for parameter, state in toggled.items():
+                parameter.requires_grad = state
+            yield
+        finally:
+            for parameter, state in now.items():
+                parameter.requires_grad = state
+
+    # ---------------------------------------------------------------- other processes
+
+    @override
+    def least(self, size_bytes: int) -> int:
+        strategy = self.trainer.strategy
+        return int(strategy.reduce(torch.tensor(size_bytes, device=strategy.root_device), reduce_op="min"))
+
+    @override
+    def same(self, name: str | None) -> str | None:
+        found: str | None = self.trainer.strategy.broadcast(name)
+        return found
+
+    @override
+    def meet(self, *, beyond: bool) -> Agreement:
+        # Plans of one training must not be taken for those of another: the store lives as long as the processes do.
+        token = str(self.trainer.strategy.broadcast(uuid.uuid4().hex))
+        if communicates(self.model):
+            return JointPlans(dist.new_group(backend="gloo"), beyond=beyond)
+        distributed: Any = dist
+        return PublishedPlans(distributed.PrefixStore(token, store_of_processes()))
+
+
+# ----------------------------------------------------------------------------------------------------
+# ``self.log`` inside of a planned module counts once: what is measured or recomputed logs nothing.
+
+
+def log(self: LightningModule, *args: Any, **kwargs: Any) -> None:
+    """Stands in for ``type(self).log``.
+
+    Bound, and named like it, so that copies and pickles of the module get their own.
+    """
+    require_untraced("it logs (self.log), which no trace would do again")
+    if not is_recomputing():
+        type(self).log(self, *args, **kwargs)
+
+
+def hush(model: pl.LightningModule) -> None:
+    """Let a model, and those inside of it, log nothing while their code runs again."""
+    for module in model.modules():
+        if isinstance(module, LightningModule) and "log" not in module.__dict__:
+            module.__dict__["log"] = MethodType(log, module)
+
+
+def unhush(model: pl.LightningModule) -> None:
+    """Undo :func:`hush`."""
+    for module in model.modules():
+        if getattr(module.__dict__.get("log"), "__func__", None) is log:
+            del module.__dict__["log"]

@@ -1,0 +1,192 @@
+"""The training loop around a planned module, as far as plans must know of it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_rotor.errors import ProfilingError, RotorWarning
+from lightning_rotor.memory.budget import ResidentMemory, allocated_bytes, named_bytes, process_limit_bytes
+from lightning_rotor.memory.held import existing_gradient_bytes, gradient_bytes, storage_bytes
+from lightning_rotor.planned.compute import StepCompute
+from lightning_rotor.planned.ranks import Agreement
+from lightning_rotor.private.torch_names import has_rebuilt_buckets
+from lightning_rotor.stages.sharding import messages_bytes
+from lightning_rotor.units import MemoryLimit
+
+
+class TrainingLoop:
+    """Trains a model. As it is, a plain loop in one process; adapters of frameworks say what is different.
+
+    Attributes:
+        model: What is trained.
+        may_be_whole: The model's own forward can be planned.
+        is_compiled: ``torch.compile`` was called on the model as a whole.
+        is_lead: This process speaks for all.
+        profiler_is_taken: The user has torch's one profiler record the training.
+    """
+
+    may_be_whole = True
+    is_compiled = False
+    is_lead = True
+    profiler_is_taken = False
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
+        self.model = model
+        self._optimizers = optimizers
+
+    @property
+    def is_trial(self) -> bool:
+        """True while a tuner tries a batch size, and wants to hear of a lack of memory."""
+        return False
+
+    @property
+    def processes(self) -> int:
+        """How many train together."""
+        return 1
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model trains."""
+        return next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
+
+    @property
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """All of them."""
+        return self._optimizers
+
+    @property
+    def wrapped(self) -> nn.Module | None:
+        """The model as the strategy has wrapped it."""
+        return self.model
+
+    @property
+    def gradients_linger(self) -> bool:
+        """True if gradients of one step are there until after the next forward, and no longer."""
+        return True
+
+    @property
+    def has_stepped(self) -> bool:
+        """True once an optimizer has taken a step."""
+        return any(optimizer.state for optimizer in self.optimizers)
+
+    @property
+    def batches_done(self) -> int:
+        """Batches since training began."""
+        return 0
+
+    def sharing(self, device: torch.device) -> int:
+        """How many processes of this training take their memory from the device that this one uses."""
+        return 1
+
+    def compute(self, batch: Any, batch_idx: int) -> StepCompute:
+        """Where the next step will compute.
+
+        Raises:
+            ProfilingError: That cannot be told before the step.
+        """
+        raise ProfilingError("a plain loop has no step that could run dry")
+
+    def warn(self, message: str) -> None:
+        """Tell the user, once for all processes."""
+        warnings.warn(message, RotorWarning, stacklevel=3)
+
+    @contextmanager
+    def untoggled(self) -> Iterator[None]:
+        """Context in which parameters require gradients as over a whole step, whosever turn it is."""
+        yield
+
+    # ---------------------------------------------------------------- other processes
+
+    def least(self, size_bytes: int) -> int:
+        """The least of all processes' numbers. Each waits for all others."""
+        return size_bytes
+
+    def same(self, name: str | None) -> str | None:
+        """What the first process says. Each waits for all others."""
+        return name
+
+    def meet(self, *, beyond: bool) -> Agreement:
+        """How the processes will agree on plans. Each waits for all others.
+
+        Args:
+            beyond: Where no plan fits, go on with the one that takes least.
+        """
+        return Agreement()
+
+    # ---------------------------------------------------------------- memory
+
+    def limit_bytes(self, limit: MemoryLimit | None, batch: Sequence[torch.Tensor]) -> int:
+        """A user's limit as this process sees it."""
+        device = self.device
+        return process_limit_bytes(limit, self.model, self.optimizers, batch, device, sharing=self.sharing(device))
+
+    def resident(self, target: nn.Module, batch: Sequence[torch.Tensor], device: torch.device) -> ResidentMemory:
+        """What the process holds besides the activations of a module: what is there, and what will be."""
+        with self.untoggled():
+            resident = ResidentMemory.of(self.model, target, self.optimizers, batch, device)
+        communication_bytes, other_bytes = self.communication_bytes(), 0
+        if device.type == "cuda":
+            named = named_bytes(self.model, self.optimizers, batch, device) + communication_bytes
+            other_bytes = max(0, torch.cuda.memory_allocated(device) - named)
+        return replace(
+            resident,
+            communication_bytes=communication_bytes,
+            other_bytes=other_bytes,
+            gradients_linger=self.gradients_linger,
+        )
+
+    def allocated_bytes(self, batch: Sequence[torch.Tensor]) -> int:
+        """What training holds at this moment."""
+        base_bytes = allocated_bytes(self.model, self.optimizers, batch, self.device)
+        return base_bytes if self.device.type == "cuda" else base_bytes + self._unnamed_bytes()
+
+    def communication_bytes(self) -> int:
+        """What a strategy takes for messages: DDP's buckets, as large as all gradients.
+
+        Under FSDP gradients on their way.
+
+        Under FSDP also the shards that parameters are gathered from, which the model does not show in its forward.
+        """
+        wrapped = self.wrapped
+        if isinstance(wrapped, DistributedDataParallel):
+            ignored: set[str] = wrapped.parameters_to_ignore
+            learning = (p for name, p in wrapped.module.named_parameters() if p.requires_grad and name not in ignored)
+            return sum(parameter.numel() * parameter.element_size() for parameter in learning)
+        if not self._shards():
+            return 0
+        return self._hidden_bytes() + gradient_bytes(self.model) + messages_bytes(self.model)
+
+    def _unnamed_bytes(self) -> int:
+        """What of it is there now, and is shown by neither parameters nor gradients of the model."""
+        wrapped: Any = self.wrapped
+        if not isinstance(wrapped, DistributedDataParallel):
+            return self._hidden_bytes()
+        shown = existing_gradient_bytes(self.model) if wrapped.gradient_as_bucket_view else 0
+        return max(0, self.communication_bytes() - shown)
+
+    def may_take_new_buckets(self) -> bool:
+        """True if DDP could exchange its buckets in the next step, to put them into the order of the first backward."""
+        wrapped = self.wrapped
+        if not isinstance(wrapped, DistributedDataParallel) or self.batches_done < 1:
+            return False
+        if wrapped.find_unused_parameters and not wrapped.static_graph:
+            return False
+        return not has_rebuilt_buckets(wrapped)
+
+    def _shards(self) -> list[torch.Tensor]:
+        """What optimizers have of parameters that are spread over processes."""
+        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
+        return [parameter for group in groups for parameter in group["params"] if hasattr(parameter, "device_mesh")]
+
+    def _hidden_bytes(self) -> int:
+        """Of shards that the model does not show, since it has the gathered parameters in their places."""
+        shown = set(map(id, self.model.parameters()))
+        return storage_bytes(shard for shard in self._shards() if id(shard) not in shown)

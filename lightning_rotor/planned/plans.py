@@ -1,0 +1,369 @@
+"""What is ready for which call of one module, its cut, costs and plan, and how a new call gets there.
+
+From cheap to dear: a call's plan is in the cache; a checkpoint says what was measured and planned; its costs follow
+from those of measured sizes around it (:mod:`lightning_rotor.planned.new_shapes`), and it is planned for them; it is
+measured and planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from lightning_rotor.capture.compiled import CompiledModules, Variants
+from lightning_rotor.capture.cuts import check_module
+from lightning_rotor.errors import BudgetError, ModelError, ProfilerBusyError, ProfilingError, UnitError
+from lightning_rotor.memory.budget import Budget
+from lightning_rotor.planned.cache import MAX_PLANS, PlanCache, Prepared, call_fingerprint, recall, record_of
+from lightning_rotor.planned.known_cuts import KnownCuts, Signature
+from lightning_rotor.planned.new_shapes import Measurements
+from lightning_rotor.planned.ranks import Agreement
+from lightning_rotor.planning import Plan, minimum_budget, plan_for, scheduled
+from lightning_rotor.planning.plan import DEFAULT_SLOTS
+from lightning_rotor.profiling import Profile, profile_chain
+from lightning_rotor.profiling.step import MeasuringProgress
+from lightning_rotor.schedule import Schedule
+
+# A smaller last batch is not worth measuring; every fourth size that recomputes for want of better knowledge is.
+_PATIENCE = 4
+
+
+class BudgetSource:
+    """Who has a module planned: says what a plan may use, and hears what happens.
+
+    Errors end the call unless it takes them.
+
+    Attributes:
+        ranks: The other processes of a distributed training.
+    """
+
+    ranks = Agreement()
+
+    def budget(self, profile: Profile) -> Budget:
+        """What a plan for a measured module may use at this moment."""
+        raise NotImplementedError
+
+    def before_measuring(self) -> None:
+        """The module is about to run for cutting and measuring, which needs torch's profiler."""
+
+    def on_plan(self, plan: Plan) -> None:
+        """A plan was made, and will run."""
+
+    def on_run(self, plan: Plan) -> None:
+        """A call is about to run under a plan."""
+
+    def on_unsupported(self, error: ModelError) -> None:
+        """The module turned out to be no chain. It runs plainly, unless this raises."""
+        raise error
+
+    def on_busy(self, error: ProfilerBusyError) -> None:
+        """The module cannot be measured in this call. It runs plainly this time, unless this raises."""
+        raise error
+
+    def on_infeasible(self, error: BudgetError) -> None:
+        """No plan fits. The one that takes least runs, unless this raises."""
+        raise error
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSettings:
+    """How plans are made.
+
+    Attributes:
+        slots: Resolution of the dynamic program.
+        max_plans: Plans that are kept, those used last; one that was dropped is made again when its signature returns.
+        compiled_variants: Which variants of compiled blocks may run, see :class:`.CompiledModules`.
+        show_progress: Show a progress bar when measuring takes longer than two seconds.
+    Raises:
+        UnitError: ``slots`` or ``max_plans`` is no positive integer.
+    """
+
+    slots: int = DEFAULT_SLOTS
+    max_plans: int = MAX_PLANS
+    compiled_variants: Variants = "exact"
+    show_progress: bool = True
+
+    def __post_init__(self) -> None:
+        for name, number, default in (
+            ("slots", self.slots, DEFAULT_SLOTS),
+            ("max_plans", self.max_plans, MAX_PLANS),
+        ):
+            if number < 1:
+                raise UnitError(f"{name} is {number!r}: expected a positive integer, such as the default {default}")
+
+
+class Plans:
+    """The plans of one module.
+
+    Args:
+        module: Is cut and measured.
+        source: Says what plans may use.
+        settings: How they are made.
+    Attributes:
+        ceiling_bytes: The most that any plan may take since the device ran out of memory, or None if it never did.
+    Raises:
+        ModelError: The module can be no chain, whatever its input.
+    """
+
+    def __init__(self, module: nn.Module, source: BudgetSource, settings: PlanSettings) -> None:
+        check_module(module)
+        self.ceiling_bytes: int | None = None
+        self._source, self._settings = source, settings
+        self._cuts = KnownCuts(module, most=settings.max_plans, on_cut=source.before_measuring)
+        self._cache = PlanCache(settings.max_plans)
+        self._measurements = Measurements()
+        self._compiled = CompiledModules(settings.compiled_variants)
+        self._records: dict[str, dict[str, Any]] = {}
+        self._rough = 0  # plans that recompute by costs that are much too high, perhaps
+
+    @property
+    def latest(self) -> Prepared | None:
+        """What is ready for the signature used last."""
+        return self._cache.latest[1] if len(self._cache) else None
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan for the signature used last."""
+        return None if self.latest is None else self.latest.plan
+
+    @property
+    def profile(self) -> Profile | None:
+        """The costs for the signature used last."""
+        return None if self.latest is None else self.latest.profile
+
+    @property
+    def has_cut(self) -> bool:
+        """True if the module has ever turned out to be a chain."""
+        return self._cuts.made > 0
+
+    @property
+    def together(self) -> bool:
+        """True if other processes measure and plan whenever this one does."""
+        return self._source.ranks.together
+
+    # ---------------------------------------------------------------- a call
+
+    def follow_changes(self) -> None:
+        """Forget everything if the module has changed."""
+        if self._cuts.follow_changes():
+            self.forget()
+
+    def follow_others(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Start afresh if another process must, and cannot do so alone."""
+        if self.together and self._source.ranks.must_start_afresh(ready=self.is_prepared(args, kwargs)):
+            self._records.clear()
+            self.forget()
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Signature, Any]:
+        """What a plan for a call depends on, and the chain's input. The module is cut if it must be.
+
+        Raises:
+            ModelError: It can be no chain.
+            SampleError: The call holds no tensor.
+        """
+        made = self._cuts.made
+        cut, value = self._cuts.bind(args, kwargs)
+        if self._cuts.made != made:
+            for known in (self._cache, self._measurements):
+                known.drop(lambda signature: signature.cut in self._cuts)
+        return self._cuts.signature(cut, value), value
+
+    def is_prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """True if a call has a plan, or only needs one."""
+        self.follow_changes()
+        return any(self._cuts.signature(cut, value) in self._cache for cut, value in self._cuts.known(args, kwargs))
+
+    def prepare(self, signature: Signature, value: Any) -> Prepared:
+        """What is ready for a call, or is now.
+
+        Raises:
+            ProfilerBusyError: It cannot be measured now.
+            BudgetError: No schedule fits.
+        """
+        prepared = self._cache.use(signature) or self._recalled(signature) or self._estimated(signature)
+        if prepared is None:
+            self.measure(signature, value)
+            prepared = self._cache.latest[1]
+        return self.plan_again(signature, prepared) if prepared.executor is None else prepared
+
+    def _recalled(self, signature: Signature) -> Prepared | None:
+        """What a checkpoint says about a call."""
+        record = self._records.pop(self._call(signature), None) if self._records else None
+        recalled = None if record is None else recall(record, signature.cut.stages)
+        if recalled is None:
+            return None
+        self._keep(signature, recalled.profile)
+        solved = recalled.plan
+        if solved is None or solved.slots < self._settings.slots or not self.budget(recalled.profile).fits(solved):
+            return self._cache.latest[1]
+        return self._use(signature, Prepared.of(signature, recalled.profile, solved))
+
+    def _estimated(self, signature: Signature) -> Prepared | None:
+        """A plan for a new size from what is known of others, if that will do."""
+        estimate = None if self.together else self._measurements.estimate(signature)
+        if estimate is None:
+            return None
+        try:
+            solved = self._solve(estimate.profile)
+        except BudgetError:
+            return None
+        if solved.recomputed and not estimate.is_close:
+            self._rough += 1
+            if self._rough % _PATIENCE == 0:
+                return None
+        return self._use(signature, Prepared.of(signature, estimate.profile, solved, estimated=True))
+
+    def measure(self, signature: Signature, value: Any) -> Profile:
+        """Measure a call, again if it was measured before."""
+        self._source.before_measuring()
+        with MeasuringProgress(enabled=self._settings.show_progress) as progress:
+            profile = profile_chain(
+                signature.cut.stages, value, progress=progress, compiled=self._compiled, in_lockstep=self.together
+            )
+        self._keep(signature, profile)
+        return profile
+
+    def _keep(self, signature: Signature, profile: Profile) -> None:
+        self._measurements.add(signature, profile)
+        self._cache.put(signature, Prepared(profile))
+
+    def _call(self, signature: Signature) -> str:
+        return call_fingerprint(signature.cut.stages, (signature.plain, self._compiled.choice), signature.device)
+
+    # ---------------------------------------------------------------- planning
+
+    def budget(self, profile: Profile, *, ceiling: bool = True) -> Budget:
+        """What a plan may use; without the ceiling, if the device had as much as it seemed to have."""
+        budget = self._source.budget(profile)
+        budget = replace(budget, lingering_bytes=budget.lingering_bytes + profile.copied_bytes)
+        return budget.capped(self.ceiling_bytes) if ceiling else budget
+
+    def _solve(self, profile: Profile) -> Plan:
+        return self.budget(profile).plan(profile.chain, slots=self._settings.slots)
+
+    def plan_again(self, signature: Signature, prepared: Prepared) -> Prepared:
+        """Plan anew for known costs, as all processes agree.
+
+        Raises:
+            BudgetError: No schedule fits.
+        """
+        profile = prepared.profile
+        outcome = self._outcome(profile)
+        if prepared.estimated and isinstance(outcome, Plan):
+            solved = outcome
+        else:
+            solved = self._source.ranks.settle(self._call(signature), outcome)
+        return self._use(signature, Prepared.of(signature, profile, solved, estimated=prepared.estimated))
+
+    def _outcome(self, profile: Profile) -> Plan | BudgetError:
+        """The plan of this process, or why it has none. An error is kept, since others may wait for it."""
+        try:
+            return self._solve(profile)
+        except BudgetError as error:
+            try:
+                self._source.on_infeasible(error)
+            except BudgetError as refusal:
+                return refusal
+            return self.budget(profile).least_plan(profile.chain, error, slots=self._settings.slots)
+
+    def _use(self, signature: Signature, prepared: Prepared) -> Prepared:
+        assert prepared.plan is not None
+        self._cache.put(signature, prepared)
+        self._source.on_plan(prepared.plan)
+        return prepared
+
+    def lower_ceiling(self, plan: Plan, *, to_the_least: bool = False) -> bool:
+        """Let all plans take less than one that was too much: halfway to the least, or that. True if it is possible."""
+        least = minimum_budget(
+            plan.chain,
+            slots=self._settings.slots,
+            gradients_exist=plan.gradients_exist,
+            lingering_bytes=plan.lingering_bytes,
+        ).peak_bytes
+        if plan.peak_bytes <= least:
+            return False
+        self.ceiling_bytes = least if to_the_least else (plan.peak_bytes + least) // 2
+        return True
+
+    def is_capped(self, plan: Plan) -> bool:
+        """True if a plan has all that plans may take since the device ran out of memory."""
+        return self.ceiling_bytes is not None and plan.budget_bytes >= self.ceiling_bytes
+
+    # ---------------------------------------------------------------- all calls
+
+    def replan(self, stale: Plan | None = None) -> Plan:
+        """Plan with the budget of this moment.
+
+        Args:
+            stale: A plan in use, which the new one replaces; the others stay. By default the plan for the signature
+                used last, and the others are made anew when they come again.
+        Raises:
+            ProfilingError: Nothing has been measured yet.
+            BudgetError: No schedule fits.
+        """
+        if not len(self._cache):
+            raise ProfilingError("there is nothing to plan yet: measure a sample first, with measure(sample)")
+        found = next((entry for entry in self._cache if entry[1].plan is stale), None)
+        if self.together:
+            # The others learn of it at the next forward, and plan with this process.
+            solved = self._solve((found or self._cache.latest)[1].profile)
+            self.forget()
+            return solved
+        if stale is not None:
+            # None was dropped from the cache in the meantime.
+            return stale if found is None else _plan_of(self.plan_again(*found))
+        solved = _plan_of(self.plan_again(*self._cache.latest))
+        self.unplan(lambda plan: plan is solved)
+        return solved
+
+    def use(self, plan: Plan | Schedule) -> Plan:
+        """Run a plan or a schedule that was made before, for the signature used last.
+
+        See :meth:`.Checkpointable.use`.
+        """
+        if not len(self._cache):
+            raise ProfilingError("there is nothing to run a plan for yet: measure a sample first, with measure(sample)")
+        signature, prepared = self._cache.latest
+        profile = prepared.profile
+        if isinstance(plan, Schedule):
+            conditions = self.budget(profile).conditions
+            used = scheduled(profile.chain, plan, slots=self._settings.slots, **conditions)
+        else:
+            used = plan_for(plan, profile.chain)
+        self._use(signature, Prepared.of(signature, profile, used))
+        return used
+
+    def unplan(self, keep: Callable[[Plan], bool]) -> None:
+        """Plan anew, when they come again, all signatures whose plan is not to be kept."""
+        if self.together:
+            self.forget()
+        else:
+            self._cache.unplan(keep)
+
+    def records(self) -> list[dict[str, Any]]:
+        """Everything measured and planned so far in plain types, for :meth:`recall`."""
+        found = {
+            call: record_of(call, signature.cut.stages, prepared.profile, prepared.plan)
+            for signature, prepared in self._cache
+            if not prepared.estimated
+            for call in [self._call(signature)]
+        }
+        return list({**self._records, **found}.values())[-MAX_PLANS:]
+
+    def recall(self, records: Iterable[dict[str, Any]]) -> None:
+        """Take over what an equal module has measured on this machine, and its plans if the budget is the same."""
+        self._records = {record["call"]: record for record in records}
+
+    def forget(self) -> None:
+        """Drop every plan and measurement; the next training call starts afresh."""
+        self._cache.clear()
+        self._measurements.clear()
+        self._cuts.forget()
+
+
+def _plan_of(prepared: Prepared) -> Plan:
+    assert prepared.plan is not None
+    return prepared.plan
