@@ -91,12 +91,9 @@ class RotorCallback(pl.Callback):
         self._limit = parse_limit(mem_limit)
         self._on_infeasible = on_infeasible
         self._module_name = module
-        self._slots = slots
-        self._max_plans = max_plans
+        self._slots, self._max_plans = slots, max_plans
         self._compiled_variants = check_variants(compiled_variants)
-        self._show_table = show_table
-        self._progress_bar = progress_bar
-        self._log_plan = log_plan
+        self._show_table, self._progress_bar, self._log_plan = show_table, progress_bar, log_plan
         self._planner: StepPlanner | None = None  # of this training, or the one before
         self._is_attached = False
         self._saved: SavedPlans | None = None
@@ -135,13 +132,13 @@ class RotorCallback(pl.Callback):
         """
         return None if self._planner is None else self._planner.watch.reserved_bytes
 
-    # ---------------------------------------------------------------- hooks
-
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Attach, unless the layers are only made in ``configure_model``, which runs later."""
         if stage == "fit":
             self._planner, self._is_attached = None, False
-            log_hyperparameters(trainer, self._prefix, self._hyperparameters())
+            limit = "what is free" if self._limit is None else str(self._limit)
+            settings = {"mem_limit": limit, "module": self._module_name or "", "slots": self._slots}
+            log_hyperparameters(trainer, type(self).__qualname__, settings)
             if not is_overridden("configure_model", pl_module):
                 self._attach(trainer, pl_module)
 
@@ -192,10 +189,7 @@ class RotorCallback(pl.Callback):
             self._detach(pl_module)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Give the module its own forward back; Lightning calls no ``teardown`` after an exception.
-
-        Out of memory in a step, the next training plans with less.
-        """
+        """Give the module its own forward back; out of memory in a step, the next training plans with less."""
         if self._planner is not None and is_shortage(exception):
             self._planner.note_shortage(exception)
         self._detach(pl_module)
@@ -220,8 +214,6 @@ class RotorCallback(pl.Callback):
         if self._planner is not None:
             self._planner.end()
             self._saved = self._planner.saved
-
-    # ---------------------------------------------------------------- checkpoints
 
     @property
     def state_key(self) -> str:
@@ -248,8 +240,6 @@ class RotorCallback(pl.Callback):
                 "anew"
             )
 
-    # ---------------------------------------------------------------- telling
-
     def _shown(self) -> ProcessPlan | None:
         planner = self._planner
         if planner is None or planner.plan is None:
@@ -264,7 +254,7 @@ class RotorCallback(pl.Callback):
         if shown is None:
             return
         if is_logging_step(trainer):
-            log_metrics(trainer, self._prefix, shown.metrics())
+            log_metrics(trainer, type(self).__qualname__, shown.metrics())
         if self._progress_bar:
             values = {"rotor_overhead_%": 100 * shown.plan.overhead}
             if shown.measured_peak_bytes is not None:
@@ -277,14 +267,6 @@ class RotorCallback(pl.Callback):
         if shown is None or not trainer.is_global_zero:
             return
         if self._log_plan:
-            log_plan(trainer, self._prefix, shown)
+            log_plan(trainer, type(self).__qualname__, shown)
         if self._show_table:
             Console().print(shown.table())
-
-    def _hyperparameters(self) -> dict[str, Any]:
-        limit = "what is free" if self._limit is None else str(self._limit)
-        return {"mem_limit": limit, "module": self._module_name or "", "slots": self._slots}
-
-    @property
-    def _prefix(self) -> str:
-        return type(self).__qualname__

@@ -120,19 +120,14 @@ class Plans:
         self._rough = 0  # plans that recompute by costs that are much too high, perhaps
 
     @property
-    def latest(self) -> Prepared | None:
-        """What is ready for the signature used last."""
-        return self._cache.latest[1] if len(self._cache) else None
-
-    @property
     def plan(self) -> Plan | None:
         """The plan for the signature used last."""
-        return None if self.latest is None else self.latest.plan
+        return self._cache.latest[1].plan if len(self._cache) else None
 
     @property
     def profile(self) -> Profile | None:
         """The costs for the signature used last."""
-        return None if self.latest is None else self.latest.profile
+        return self._cache.latest[1].profile if len(self._cache) else None
 
     @property
     def has_cut(self) -> bool:
@@ -158,12 +153,7 @@ class Plans:
             self.forget()
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Signature, Any]:
-        """What a plan for a call depends on, and the chain's input. The module is cut if it must be.
-
-        Raises:
-            ModelError: It can be no chain.
-            SampleError: The call holds no tensor.
-        """
+        """What a plan for a call depends on, and the chain's input. The module is cut if it must be."""
         made = self._cuts.made
         cut, value = self._cuts.bind(args, kwargs)
         if self._cuts.made != made:
@@ -177,12 +167,7 @@ class Plans:
         return any(self._cuts.signature(cut, value) in self._cache for cut, value in self._cuts.known(args, kwargs))
 
     def prepare(self, signature: Signature, value: Any) -> Prepared:
-        """What is ready for a call, or is now.
-
-        Raises:
-            ProfilerBusyError: It cannot be measured now.
-            BudgetError: No schedule fits.
-        """
+        """What is ready for a call, or is now."""
         prepared = self._cache.use(signature) or self._recalled(signature) or self._estimated(signature)
         if prepared is None:
             self.measure(signature, value)
@@ -245,11 +230,7 @@ class Plans:
         return self.budget(profile).plan(profile.chain, slots=self._settings.slots)
 
     def plan_again(self, signature: Signature, prepared: Prepared) -> Prepared:
-        """Plan anew for known costs, as all processes agree.
-
-        Raises:
-            BudgetError: No schedule fits.
-        """
+        """Plan anew for known costs, as all processes agree."""
         profile = prepared.profile
         outcome = self._outcome(profile)
         if prepared.estimated and isinstance(outcome, Plan):

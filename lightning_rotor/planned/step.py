@@ -26,7 +26,7 @@ from lightning_rotor.planned.closed_loop import Corrections
 from lightning_rotor.planned.forward import PlannedForward, attach, detach, is_attached
 from lightning_rotor.planned.loop import TrainingLoop
 from lightning_rotor.planned.out_of_memory import shortage_message
-from lightning_rotor.planned.plans import BudgetSource, PlanSettings
+from lightning_rotor.planned.plans import BudgetSource, Plans, PlanSettings
 from lightning_rotor.planned.step_watch import StepWatch
 from lightning_rotor.planned.target import Target, TargetSearch, may_be_planned, named_target
 from lightning_rotor.planning import Plan
@@ -111,6 +111,116 @@ class SavedPlans:
         return target.name == self.module and model_fingerprint(target.module) == self.model
 
 
+class PlannedModule:
+    """The module of a model that is planned, and its forward under plans.
+
+    Args:
+        loop: Trains the model.
+        source: Says what plans may use.
+        settings: How they are made.
+        name: Dotted name of the module, or None for the one with most of the compute.
+    Attributes:
+        warnings: What to tell the user once there is a plan.
+        is_guess: What has most of the compute shows in the first batch; until then it is the one with most parameters.
+    """
+
+    def __init__(self, loop: TrainingLoop, source: BudgetSource, settings: PlanSettings, name: str | None) -> None:
+        self._loop, self._source, self._settings, self._name = loop, source, settings, name
+        self._search = None if name is not None else TargetSearch(loop.model, may_be_whole=loop.may_be_whole)
+        self._target: Target | None = None
+        self._planned: PlannedForward | None = None
+        self.warnings: list[str] = []
+        self.is_guess = False
+
+    @property
+    def target(self) -> Target:
+        """The module."""
+        assert self._target is not None
+        return self._target
+
+    @property
+    def plans(self) -> Plans | None:
+        """Of its forward; None before and after training."""
+        return None if self._planned is None else self._planned.plans
+
+    def begin(self, saved: SavedPlans | None) -> bool:
+        """Plan the module that the user named, the one that plans were saved for, or a guess. True if the plans are for it."""
+        if self._search is None:
+            assert self._name is not None
+            self._take(named_target(self._loop.model, self._name))
+            return saved is not None and saved.are_for(self.target)
+        known = None if saved is None else saved.target_in(self._loop.model)
+        self.is_guess = known is None
+        self._take(known or self._search.best())
+        return known is not None
+
+    def move_to(self, target: Target) -> bool:
+        """The module of saved plans is the choice, unless the user names one. True if it is planned now."""
+        if self._search is not None:
+            self.is_guess = False
+            self._take(target)
+        return self.target.module is target.module
+
+    def choose(self, batch: Any, batch_idx: int) -> None:
+        """Decide by the compute of the first batch, for all processes as the first of them does."""
+        if not self.is_guess:
+            return
+        assert self._search is not None
+        self.is_guess = False
+        found = self._search.best_by_compute(lambda: self._loop.compute(batch, batch_idx))
+        name = self._loop.same(None if found is None else found.name)
+        if name is not None and (found is None or found.name != name):
+            found = Target(name, self._loop.model.get_submodule(name), "as on rank 0")
+        self._take(found if name is not None else None)
+
+    def refuse(self, error: ModelError) -> None:
+        """From inside the first forward: plan the next best module, unless the user has named this one."""
+        if self._search is None:
+            raise error
+        self._search.refuse(self.target)
+        found = self._search.best()
+        if found is None:
+            raise error
+        _log.info("RotorCallback cannot plan %s: %s", self.target.place, error)
+        self._take(found)
+
+    def end(self) -> None:
+        """Give the module its own forward back."""
+        if self._planned is not None:
+            detach(self.target.module)
+            self._planned = None
+
+    def _take(self, target: Target | None) -> None:
+        if target is None:
+            raise ModelError(
+                f"{type(self._loop.model).__name__} holds no submodule with several layers and trainable parameters "
+                "that its training_step calls: expected one. Put the layers that take most of the memory into an "
+                "nn.Sequential or a module of their own, and call that"
+            )
+        if self._planned is None or self.target.module is not target.module:
+            self.end()
+            _check_apart(self._loop.model, target)
+            planned = PlannedForward(target.module, self._source, self._settings)
+            attach(target.module, planned)
+            self._planned = planned
+        self._target = target
+        self.warnings = [*self._what_is_taken_apart(target), *self._what_is_left_out(target)]
+        if self._loop.is_lead:
+            level = logging.DEBUG if self.is_guess else logging.INFO
+            _log.log(level, "RotorCallback plans %s. RotorCallback(module=...) names another", target)
+
+    def _what_is_taken_apart(self, target: Target) -> list[str]:
+        """A warning if the target was compiled and does not stay so."""
+        if not (self._loop.is_compiled or is_compiled(target.module) or target.name.endswith(INNER)):
+            return []
+        return [f"RotorCallback: {taken_apart('the LightningModule' if self._loop.is_compiled else target.place)}"]
+
+    def _what_is_left_out(self, target: Target) -> list[str]:
+        """A warning of other modules with a notable share of the compute."""
+        message = None if self._search is None else self._search.what_is_left_out(target)
+        return [] if message is None else [f"RotorCallback {message}"]
+
+
 class StepPlanner(BudgetSource):
     """Keeps the steps of a training inside a limit.
 
@@ -145,40 +255,27 @@ class StepPlanner(BudgetSource):
         self.planned_module = ""
         self.limit_bytes = 0
         self.watch = StepWatch()
-        self.state = State.MEASURING
+        self._is_settled = False
         self.was_put_off = False
-        self._limit, self._beyond, self._settings = limit, beyond, settings
+        self._limit, self._beyond = limit, beyond
         self._step: _Step | None = None
         self._has_met = False
         self._agreed_bytes: int | None = None
         self._corrections = Corrections()
         self._others: dict[str, int] = {}
-        self._warnings: list[str] = []
         self._warned_beyond = False
-        self._target: Target | None = None
-        self._planned: PlannedForward | None = None
-        self._search = None if name is not None else TargetSearch(loop.model, may_be_whole=loop.may_be_whole)
-        self._begin(name)
-
-    def _begin(self, name: str | None) -> None:
-        """Plan the module that the user named, the one that plans were saved for, or a first guess."""
-        if self._search is None:
-            assert name is not None
-            target: Target | None = named_target(self.loop.model, name)
-        else:
-            target = None if self.saved is None else self.saved.target_in(self.loop.model)
-            if target is None:
-                self.state = State.LOOKING
-                target = self._search.best()
-        self._take(target)
-        if self.saved is not None and self.state is not State.LOOKING and self.saved.are_for(self.target):
-            self._recall(self.saved)
+        self._module = PlannedModule(loop, self, settings, name)
+        if self._module.begin(saved) and saved is not None:
+            self._recall(saved)
 
     @property
-    def target(self) -> Target:
-        """The module that is planned."""
-        assert self._target is not None
-        return self._target
+    def state(self) -> State:
+        """How far the training has come."""
+        if self._module.is_guess:
+            return State.LOOKING
+        if self.plan is None:
+            return State.MEASURING
+        return State.SETTLED if self._is_settled else State.SETTLING
 
     @property
     def reserved_bytes(self) -> int:
@@ -197,10 +294,10 @@ class StepPlanner(BudgetSource):
             if self.loop.processes > 1:
                 self._agreed_bytes = self.loop.least(self.loop.limit_bytes(self._limit, tensors))
                 self.ranks = self.loop.meet(beyond=self._beyond)
-        if self.state is State.LOOKING:
-            assert self._search is not None
-            self.state = State.MEASURING
-            self._take(self._same(self._search.best_by_compute(lambda: self.loop.compute(batch, batch_idx))))
+        plans = self._module.plans
+        self._module.choose(batch, batch_idx)
+        if self._module.plans is not plans:  # those of a guess, in a tuner's trial
+            self.plan = None
         if self.watch.due:
             self.watch.start(self.loop, tensors)
 
@@ -219,19 +316,19 @@ class StepPlanner(BudgetSource):
             if self.watch.stop():
                 self._correct(step)
         self._step = None
-        if self.plan is None or self.watch.due or self.state is State.SETTLED:
+        if self.plan is None or self.watch.due or self._is_settled:
             return False
-        self.state = State.SETTLED
+        self._is_settled = True
         return True
 
     def _correct(self, step: _Step) -> None:
         """Closed loop: what the plan could not know shows in the measured peak."""
-        if self._planned is None:
+        if self._module.plans is None:
             return
         peak_bytes = self.watch.backward_peak_bytes
         may_grow = not step.is_first and not self.watch.due  # with all that a step finds from those before it
         reason = self._corrections.correct(
-            self._planned.plans, step.runs, peak_bytes, limit_bytes=self.limit_bytes, may_grow=may_grow
+            self._module.plans, step.runs, peak_bytes, limit_bytes=self.limit_bytes, may_grow=may_grow
         )
         if reason is not None:
             self.watch.give_up()
@@ -244,17 +341,15 @@ class StepPlanner(BudgetSource):
         """Give the module its own forward back, and keep what was learned in ``saved``."""
         self.watch.drop()
         self.save()
-        if self._planned is not None:
-            detach(self.target.module)
-            self._planned = None
+        self._module.end()
         self._step = None
 
     def note_shortage(self, failure: BaseException) -> None:
         """A step ran out of memory. It cannot run again: some gradients are added already, and its graph is gone."""
-        if self._step is None or self._planned is None or self.plan is None:
+        plans = self._module.plans
+        if self._step is None or plans is None or self.plan is None:
             return
-        latest = self._planned.plans.plan
-        lowered = latest is not None and self._planned.plans.lower_ceiling(latest)
+        lowered = plans.plan is not None and plans.lower_ceiling(plans.plan)
         consequence = "the next training with this callback plans with less"
         if not isinstance(failure, ShortageError):
             reason = "A step cannot run again from where it failed"
@@ -279,7 +374,7 @@ class StepPlanner(BudgetSource):
         """
         chain = profile.chain
         batch = [] if self._step is None else self._step.batch
-        resident = self.loop.resident(self.target.module, batch, torch.device(chain.device))
+        resident = self.loop.resident(self._module.target.module, batch, torch.device(chain.device))
         if not batch:  # in a tuner's trial, which is known from its forward alone
             resident = replace(resident, batch_bytes=chain.input_bytes)
         other_bytes = resident.other_bytes
@@ -299,13 +394,13 @@ class StepPlanner(BudgetSource):
 
     def on_plan(self, plan: Plan) -> None:
         """Watch the steps that follow, from inside the first forward on."""
-        self.plan, self.planned_module = plan, str(self.target)
+        self.plan, self.planned_module = plan, str(self._module.target)
         self.watch.renew()
-        if self.state is not State.LOOKING:
-            self.state = State.SETTLING
-            for message in self._warnings:
+        self._is_settled = False
+        if not self._module.is_guess:
+            for message in self._module.warnings:
                 self.loop.warn(message)
-            self._warnings.clear()
+            self._module.warnings.clear()
         if self._step is not None and not self._step.is_over and not self.watch.running:
             self.watch.start(self.loop, self._step.batch)
 
@@ -316,14 +411,7 @@ class StepPlanner(BudgetSource):
 
     def on_unsupported(self, error: ModelError) -> None:
         """From inside the first forward: plan the next best module, unless the user has named this one."""
-        if self._search is None:
-            raise error
-        self._search.refuse(self.target)
-        found = self._search.best()
-        if found is None:
-            raise error
-        _log.info("RotorCallback cannot plan %s: %s", self.target.place, error)
-        self._take(found)
+        self._module.refuse(error)
 
     def on_busy(self, error: ProfilerBusyError) -> None:
         """Say once that the module runs plainly."""
@@ -342,60 +430,18 @@ class StepPlanner(BudgetSource):
             self._warned_beyond = True
             self.loop.warn(f"training goes on beyond the limit, with the plan that takes least: {error}")
 
-    # ---------------------------------------------------------------- which module
-
-    def _same(self, found: Target | None) -> Target | None:
-        """Rank 0's choice: batches of different shapes may speak for different modules."""
-        name = self.loop.same(None if found is None else found.name)
-        if name is None or (found is not None and found.name == name):
-            return found if name is not None else None
-        return Target(name, self.loop.model.get_submodule(name), "as on rank 0")
-
-    def _take(self, target: Target | None) -> None:
-        """Plan a module from now on."""
-        model = self.loop.model
-        if target is None:
-            raise ModelError(
-                f"{type(model).__name__} holds no submodule with several layers and trainable parameters that its "
-                "training_step calls: expected one. Put the layers that take most of the memory into an nn.Sequential "
-                "or a module of their own, and call that"
-            )
-        if self._planned is None or self.target.module is not target.module:
-            if self._planned is not None:
-                detach(self.target.module)
-                self._planned = None
-            _check_apart(model, target)
-            planned = PlannedForward(target.module, self, self._settings)
-            attach(target.module, planned)
-            self._planned, self.plan = planned, None
-        self._target = target
-        self._warnings = [*self._what_is_taken_apart(target), *self._what_is_left_out(target)]
-        if self.loop.is_lead:
-            level = logging.DEBUG if self.state is State.LOOKING else logging.INFO
-            _log.log(level, "RotorCallback plans %s. RotorCallback(module=...) names another", target)
-
-    def _what_is_taken_apart(self, target: Target) -> list[str]:
-        """A warning if the target was compiled and does not stay so."""
-        if not (self.loop.is_compiled or is_compiled(target.module) or target.name.endswith(INNER)):
-            return []
-        return [f"RotorCallback: {taken_apart('the LightningModule' if self.loop.is_compiled else target.place)}"]
-
-    def _what_is_left_out(self, target: Target) -> list[str]:
-        """A warning of other modules with a notable share of the compute."""
-        message = None if self._search is None else self._search.what_is_left_out(target)
-        return [] if message is None else [f"RotorCallback {message}"]
-
     # ---------------------------------------------------------------- from one training to the next
 
     def save(self) -> None:
         """Keep what was measured and planned so far."""
-        if self._planned is not None and self.plan is not None:
+        plans, target = self._module.plans, self._module.target
+        if plans is not None and self.plan is not None:
             self.saved = SavedPlans(
-                self.target.name,
-                model_fingerprint(self.target.module),
+                target.name,
+                model_fingerprint(target.module),
                 self._corrections.to_plain(),
-                self._planned.plans.ceiling_bytes,
-                self._planned.plans.records(),
+                plans.ceiling_bytes,
+                plans.records(),
             )
 
     def load(self, saved: SavedPlans | None) -> bool:
@@ -404,17 +450,15 @@ class StepPlanner(BudgetSource):
         if saved is None or target is None:
             return False
         self.saved = saved
-        if self._search is not None:
-            self.state = State.MEASURING
-            self._take(target)
-        if self.target.module is target.module:
+        if self._module.move_to(target):
             self._recall(saved)
         return True
 
     def _recall(self, saved: SavedPlans) -> None:
-        assert self._planned is not None
-        self._planned.plans.recall(saved.records)
-        self._planned.plans.ceiling_bytes = saved.ceiling_bytes
+        plans = self._module.plans
+        assert plans is not None
+        plans.recall(saved.records)
+        plans.ceiling_bytes = saved.ceiling_bytes
         self._corrections.recall(saved.corrections)
 
 

@@ -313,28 +313,8 @@ class StageBackward:
             block_bytes: Sizes are multiples of this.
         """
         leaves = tree_flatten(value)[0]
-        # Later readers of a skip have left its gradient; what the stage hands on itself gets it as an output.
-        handed_on = {id(tensor) for tensor in tensors_in(output)}
-        passed = [
-            (leaf, place)
-            for leaf, place, later in zip(leaves, ends.inputs, ends.passed, strict=True)
-            if later and leaf.requires_grad and id(leaf) not in handed_on
-        ]
-        made = [
-            (leaf, place)
-            for leaf, place in zip(tree_flatten(output)[0], ends.outputs, strict=True)
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
-        ]
-        link = iter(_fitting(layouts.link, [leaf for leaf, place in made if place is None]))
-        ending = [*made, *passed]
-        tensors = Counter(place for _, place in ending)
-        skips = {place: layout for place, layout in layouts.skips if tensors[place] == 1}
-
-        def lying(leaf: torch.Tensor, place: int | None) -> Layout | None:
-            layout = next(link) if place is None else skips.get(place)
-            return layout if layout is not None and layout.shape == leaf.shape else None
-
-        lie = [lying(leaf, place) for leaf, place in ending]
+        ending = _ending(ends, leaves, output)
+        lie = _lying(ending, layouts)
         outputs = [leaf for leaf, _ in ending]
         given: set[StorageWeakRef] = set()
         root = _GradientSource.apply(lie, elsewhere, given, *outputs) if outputs else None
@@ -407,6 +387,35 @@ class StageBackward:
             parameter_bytes,
             passes_on,
         )
+
+
+def _ending(ends: StageEnds, leaves: Sequence[Any], output: Any) -> list[tuple[torch.Tensor, int | None]]:
+    """The tensors whose gradients a stage is given, with the places of those that are skips."""
+    # Later readers of a skip have left its gradient; what the stage hands on itself gets it as an output.
+    handed_on = {id(tensor) for tensor in tensors_in(output)}
+    passed = [
+        (leaf, place)
+        for leaf, place, later in zip(leaves, ends.inputs, ends.passed, strict=True)
+        if later and leaf.requires_grad and id(leaf) not in handed_on
+    ]
+    made = [
+        (leaf, place)
+        for leaf, place in zip(tree_flatten(output)[0], ends.outputs, strict=True)
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+    ]
+    return [*made, *passed]
+
+
+def _lying(ending: Sequence[tuple[torch.Tensor, int | None]], layouts: Layouts) -> list[Layout | None]:
+    """How each of these gradients lies; None for those that lie like their tensors."""
+    link = iter(_fitting(layouts.link, [leaf for leaf, place in ending if place is None]))
+    tensors = Counter(place for _, place in ending)
+    skips = {place: layout for place, layout in layouts.skips if tensors[place] == 1}
+    found = (next(link) if place is None else skips.get(place) for _, place in ending)
+    return [
+        layout if layout is not None and layout.shape == leaf.shape else None
+        for (leaf, _), layout in zip(ending, found, strict=True)
+    ]
 
 
 def _of_skips(placed: Iterable[tuple[int | None, Layout | None]], block_bytes: int) -> dict[int, SkipGradient]:

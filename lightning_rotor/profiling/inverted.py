@@ -20,6 +20,7 @@ from lightning_rotor.profiling.stage import (
     Phases,
     StageMeasurement,
     StageProfiler,
+    is_timed,
     peak_bytes_of,
     typical,
 )
@@ -252,7 +253,7 @@ class _Inverted:
 def _backward_seconds(ways: Sequence[_Inverted]) -> list[float]:
     """Of each way, in turns: what slows one of them down slows down the other."""
     seconds: list[list[float]] = [[] for _ in ways]
-    while not all(map(ways[0].profiler.is_timed, seconds)):
+    while not all(is_timed(ways[0].profiler, runs) for runs in seconds):
         for way, runs in zip(ways, seconds, strict=True):
             runs.append(way.backward_seconds())
     return [typical(runs) for runs in seconds]

@@ -32,7 +32,7 @@ from lightning_rotor.profiling.gradients import (
     StageBackward,
     StageEnds,
 )
-from lightning_rotor.profiling.meters import Meter, MeteredPhase
+from lightning_rotor.profiling.meters import Meter, MeteredPhase, Recording
 from lightning_rotor.profiling.storages import Boundary
 from lightning_rotor.stages.sequential import Stage
 from lightning_rotor.stages.snapshot import Snapshot
@@ -168,6 +168,43 @@ class StageSeconds:
     backward: float
 
 
+class _Saves:
+    """Notes what autograd saves in a run, and when its backward reads the first of it.
+
+    Attributes:
+        count: Tensors saved.
+        read: Tensors read in the backward.
+        addresses: How often each storage was saved.
+        in_backward: Set where the run's own backward begins; a stage may differentiate in its forward.
+    """
+
+    def __init__(self, recording: Recording, stage: str, *, gives_up: bool) -> None:
+        self.count = self.read = 0
+        self.addresses: Counter[int] = Counter()
+        self.in_backward = False
+        self._recording, self._stage, self._gives_up = recording, stage, gives_up
+
+    def pack(self, tensor: torch.Tensor) -> list[Any]:
+        """What stands for a saved tensor."""
+        self.count += 1
+        self.addresses[address_of(tensor)] += 1
+        self._recording.mark("save")
+        return [tensor, version_of(tensor), _maker(tensor)]
+
+    def unpack(self, packed: list[Any]) -> torch.Tensor:
+        """The saved tensor."""
+        tensor: torch.Tensor
+        tensor, version, maker = packed
+        if self.in_backward and self._gives_up:  # as a checkpoint does with what it has recomputed
+            packed.clear()
+        self.read += self.in_backward
+        if self.in_backward and self.read == 1:
+            self._recording.mark("unpack")
+        if version_of(tensor) != version:
+            raise _spoilt(self._stage, tensor, maker)
+        return tensor
+
+
 @dataclass(frozen=True, slots=True)
 class StageProfiler:
     """Measures one stage at one boundary.
@@ -217,7 +254,7 @@ class StageProfiler:
         # A compiler may put the backward off until it is asked for.
         if self.meter.needs_warm_up or any(is_compiled(module) for _, module in self.stage.submodules()):
             self._keep_run(hold_input=False, hold_output=False)
-        seconds = self._seconds() if seconds is None else seconds
+        seconds = _timed(self) if seconds is None else seconds
         cost, run = self._both_costs(seconds, recomputable=recomputable)
         return StageMeasurement(cost, run.skip_gradients, run.link_layouts, run.passes_on, run.given_bytes)
 
@@ -278,41 +315,17 @@ class StageProfiler:
         return cost, sizes
 
     def _keep_run(self, *, hold_input: bool, hold_output: bool, gives_up_saved: bool = False) -> _KeepRun:
-        saves = unpacks = 0
-        in_backward = False  # a stage may differentiate in its own forward
-        saved: Counter[int] = Counter()
-        buffers = [buffer for module in self.remembered for buffer in module._buffers.values() if buffer is not None]
         self.rewind()
         elsewhere = self.layouts.memories_elsewhere()
         with self.meter.recording() as recording:
-
-            def pack(tensor: torch.Tensor) -> list[Any]:
-                nonlocal saves
-                saves += 1
-                saved[address_of(tensor)] += 1
-                recording.mark("save")
-                return [tensor, version_of(tensor), _maker(tensor)]
-
-            def unpack(packed: list[Any]) -> torch.Tensor:
-                nonlocal unpacks
-                tensor: torch.Tensor
-                tensor, version, maker = packed
-                if in_backward and gives_up_saved:  # as a checkpoint does with what it has recomputed
-                    packed.clear()
-                unpacks += in_backward
-                if in_backward and unpacks == 1:
-                    recording.mark("unpack")
-                if version_of(tensor) != version:
-                    raise self._spoilt(tensor, maker)
-                return tensor
-
+            saves = _Saves(recording, self.stage.name, gives_up=gives_up_saved)
             value = self.boundary.fresh()
             lasting = self.ends.lasting(tree_flatten(value)[0])
             recording.mark("forward")
-            with saved_tensors_hooks(pack, unpack):
-                output = self._run(value)
-            saved_skips = self._saved_skips(value, output, saved.keys())
-            needs_exact_output = _needs_exact_output(output, saved)
+            with saved_tensors_hooks(saves.pack, saves.unpack):
+                output = self.run(value)
+            saved_skips = self._saved_skips(value, output, saves.addresses.keys())
+            needs_exact_output = _needs_exact_output(output, saves.addresses)
             recording.mark("root")
             backward = self.backward(value, output, elsewhere)
             recording.mark("drop input")
@@ -322,53 +335,56 @@ class StageProfiler:
             if not hold_output:
                 del output
             recording.mark("backward")
-            in_backward = True
+            saves.in_backward = True
             gradients = backward.gradients()
             recording.mark("done")
-        phases = Phases(recording.phases)
+        lasting_bytes = bytes_in_blocks(lasting, self.meter.block_bytes)
+        sizes = self._sizes(Phases(recording.phases), saves, lasting_bytes, saved_skips)
+        return _KeepRun(
+            **sizes,
+            saved_tensors=saves.count,
+            input_gradient_bytes=gradients.link_bytes,
+            parameter_gradient_bytes=gradients.parameter_bytes,
+            saved_skips=saved_skips,
+            saved_state_bytes=self._saved_state_bytes(saves),
+            skip_gradients=gradients.of_skips,
+            link_layouts=gradients.link_layouts,
+            passes_on=gradients.passes_on,
+            given_bytes=backward.skip_bytes,
+            needs_exact_output=needs_exact_output and sizes["saved_output_bytes"] > 0,
+        )
+
+    def _sizes(self, phases: Phases, saves: _Saves, lasting_bytes: int, saved_skips: tuple[int, ...]) -> dict[str, int]:
+        """What the phases of a run say, by the names of :class:`_KeepRun`."""
         start, level = phases.first("forward").start_bytes, phases.first("backward").start_bytes
         # The copy of the input came first.
-        lasting_bytes = bytes_in_blocks(lasting, self.meter.block_bytes)
         saved_input = max(start - lasting_bytes - phases.first("drop input").freed_bytes, 0)
         link_bytes, made_bytes = self.ends.link_bytes, sum(self.ends.made_bytes.values())
         saved_made = sum(self.ends.made_bytes.get(place, 0) for place in saved_skips)
         kept = link_bytes + made_bytes - saved_made - phases.first("drop output").freed_bytes
         saved_output = min(max(kept, 0), link_bytes)
-        before, after = phases.between("backward", "unpack" if unpacks else "done"), phases.between("unpack", "done")
+        before = phases.between("backward", "unpack" if saves.read else "done")
+        after = phases.between("unpack", "done")
         unpack_peak = peak_bytes_of(before) - level
-        return _KeepRun(
-            forward_peak_bytes=peak_bytes_of(phases.between("forward", "root")) - start,
-            replay_peak_bytes=max(peak_bytes_of(phases.until_last_save()) - start, 0),
-            saved_bytes=max(level - lasting_bytes - saved_input - saved_output - saved_made, 0),
-            saved_input_bytes=saved_input,
-            saved_output_bytes=saved_output,
-            saved_tensors=saves,
-            unpack_peak_bytes=unpack_peak,
-            unpack_bytes=max(before[-1].end_bytes - level, 0),
-            backward_peak_bytes=max(peak_bytes_of(after) - level, 0) if unpacks else unpack_peak,
-            input_gradient_bytes=gradients.link_bytes,
-            parameter_gradient_bytes=gradients.parameter_bytes,
-            saved_skips=saved_skips,
-            saved_state_bytes=bytes_in_blocks(
-                (each for each in buffers if address_of(each) in saved), self.meter.block_bytes
-            ),
-            skip_gradients=gradients.of_skips,
-            link_layouts=gradients.link_layouts,
-            passes_on=gradients.passes_on,
-            given_bytes=backward.skip_bytes,
-            needs_exact_output=needs_exact_output and saved_output > 0,
-        )
+        return {
+            "forward_peak_bytes": peak_bytes_of(phases.between("forward", "root")) - start,
+            "replay_peak_bytes": max(peak_bytes_of(phases.until_last_save()) - start, 0),
+            "saved_bytes": max(level - lasting_bytes - saved_input - saved_output - saved_made, 0),
+            "saved_input_bytes": saved_input,
+            "saved_output_bytes": saved_output,
+            "unpack_peak_bytes": unpack_peak,
+            "unpack_bytes": max(before[-1].end_bytes - level, 0),
+            "backward_peak_bytes": max(peak_bytes_of(after) - level, 0) if saves.read else unpack_peak,
+        }
 
-    def _spoilt(self, tensor: torch.Tensor, maker: str) -> ModelError:
-        """Autograd compares versions of what it saved, but not of what a hook has packed, as that of a checkpoint: gradients would be wrong."""
-        changer = _maker(tensor)
-        return ModelError(
-            f"stage {self.stage.name!r} changes a tensor in place that its backward needs as it was (shape {tuple(tensor.shape)}"
-            f"{f', made by {maker}' * bool(maker)}{f', changed by {changer}' * (changer != maker)}): plain training fails here, too, but a "
-            "recomputation would give wrong gradients. Expected an operation that is not in place"
-        )
+    def _saved_state_bytes(self, saves: _Saves) -> int:
+        """Remembered buffers that autograd has saved."""
+        buffers = [buffer for module in self.remembered for buffer in module._buffers.values() if buffer is not None]
+        saved = (buffer for buffer in buffers if address_of(buffer) in saves.addresses)
+        return bytes_in_blocks(saved, self.meter.block_bytes)
 
-    def _run(self, value: Any) -> Any:
+    def run(self, value: Any) -> Any:
+        """One forward under the option."""
         return run_stage(self.stage, value, self.option)
 
     def _saved_skips(self, value: Any, output: Any, saved: Set[int]) -> tuple[int, ...]:
@@ -408,12 +424,12 @@ class StageProfiler:
                 nonlocal calls
                 calls += 1
                 if calls == 1:
-                    return self._run(tree_unflatten(inputs, spec))
+                    return self.run(tree_unflatten(inputs, spec))
                 if self.generators is not None:
                     self.generators.restore()
                 recording.mark("recompute")
                 try:
-                    return self._run(tree_unflatten(inputs, spec))
+                    return self.run(tree_unflatten(inputs, spec))
                 finally:
                     recording.mark("recomputed")
 
@@ -440,50 +456,55 @@ class StageProfiler:
             recomputed_peak_bytes=max(peak_bytes_of(after) - level, 0) if after else 0,
         )
 
-    def _seconds(self) -> StageSeconds:
-        runs: list[tuple[float, float]] = []
-        while not self.is_timed(list(map(sum, runs))):
-            runs.append(self.timed_run())
-        return self.seconds_of(runs)
 
-    def seconds_of(self, runs: Sequence[tuple[float, float]]) -> StageSeconds:
-        """What is typical of timed runs."""
-        forward, backward = map(typical, zip(*runs, strict=True))
-        return StageSeconds(forward, forward * self._replayed_part(), backward)
+def _timed(profiler: StageProfiler) -> StageSeconds:
+    runs: list[tuple[float, float]] = []
+    while not is_timed(profiler, list(map(sum, runs))):
+        runs.append(timed_run(profiler))
+    return seconds_of(profiler, runs)
 
-    def timed_run(self) -> tuple[float, float]:
-        """Seconds of a forward and its backward."""
-        self.rewind()
-        value = self.boundary.fresh()
-        self.interlude()
-        start = self.meter.now()
-        output = self._run(value)
-        forward = self.meter.seconds_between(start, self.meter.now())
-        run = self.backward(value, output, self.layouts.memories_elsewhere())
-        del value, output
-        self.interlude()
-        start = self.meter.now()
-        run.gradients()
-        return forward, self.meter.seconds_between(start, self.meter.now())
 
-    def is_timed(self, seconds: Sequence[float]) -> bool:
-        """Whether runs that took so long are enough. Where other processes run along, only their number counts."""
-        return len(seconds) >= self.repeats if self.in_lockstep else is_enough(seconds, self.repeats)
+def seconds_of(profiler: StageProfiler, runs: Sequence[tuple[float, float]]) -> StageSeconds:
+    """What is typical of timed runs."""
+    forward, backward = map(typical, zip(*runs, strict=True))
+    return StageSeconds(forward, forward * _replayed_part(profiler), backward)
 
-    def _replayed_part(self) -> float:
-        """How much of a forward is over at its last saved tensor, from 0 to 1."""
-        value = self.boundary.fresh()
-        times = [self.meter.now()]
 
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            times.append(self.meter.now())
-            return tensor.detach()  # an output would hold the node that holds it, and no backward frees this one
+def timed_run(profiler: StageProfiler) -> tuple[float, float]:
+    """Seconds of a forward and its backward."""
+    profiler.rewind()
+    value = profiler.boundary.fresh()
+    profiler.interlude()
+    start = profiler.meter.now()
+    output = profiler.run(value)
+    forward = profiler.meter.seconds_between(start, profiler.meter.now())
+    run = profiler.backward(value, output, profiler.layouts.memories_elsewhere())
+    del value, output
+    profiler.interlude()
+    start = profiler.meter.now()
+    run.gradients()
+    return forward, profiler.meter.seconds_between(start, profiler.meter.now())
 
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
-            self._run(value)
-        last_save = self.meter.seconds_between(times[0], times[-1])
-        total = self.meter.seconds_between(times[0], self.meter.now())
-        return min(max(last_save / total, 0.0), 1.0) if total > 0 else 1.0
+
+def is_timed(profiler: StageProfiler, seconds: Sequence[float]) -> bool:
+    """Whether runs that took so long are enough. Where other processes run along, only their number counts."""
+    return len(seconds) >= profiler.repeats if profiler.in_lockstep else is_enough(seconds, profiler.repeats)
+
+
+def _replayed_part(profiler: StageProfiler) -> float:
+    """How much of a forward is over at its last saved tensor, from 0 to 1."""
+    value = profiler.boundary.fresh()
+    times = [profiler.meter.now()]
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        times.append(profiler.meter.now())
+        return tensor.detach()  # an output would hold the node that holds it, and no backward frees this one
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        profiler.run(value)
+    last_save = profiler.meter.seconds_between(times[0], times[-1])
+    total = profiler.meter.seconds_between(times[0], profiler.meter.now())
+    return min(max(last_save / total, 0.0), 1.0) if total > 0 else 1.0
 
 
 _SMOOTH = ("ExpBackward0", "LogSoftmaxBackward0", "SigmoidBackward0", "SoftmaxBackward0", "TanhBackward0")
@@ -495,6 +516,17 @@ def _needs_exact_output(output: Any, saved: Counter[int]) -> bool:
     return any(
         saved[address_of(tensor)] > (tensor.grad_fn is not None and tensor.grad_fn.name() in _SMOOTH)
         for tensor in tensors_in(output)
+    )
+
+
+def _spoilt(stage: str, tensor: torch.Tensor, maker: str) -> ModelError:
+    """The error of a saved tensor that has changed. Autograd compares versions, but not of what a hook has packed."""
+    changer = _maker(tensor)
+    made, changed = f", made by {maker}" * bool(maker), f", changed by {changer}" * (changer != maker)
+    return ModelError(
+        f"stage {stage!r} changes a tensor in place that its backward needs as it was (shape {tuple(tensor.shape)}"
+        f"{made}{changed}): plain training fails here, too, but a recomputation would give wrong gradients. Expected an "
+        "operation that is not in place"
     )
 
 

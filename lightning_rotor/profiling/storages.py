@@ -217,35 +217,8 @@ def scout(
     changes_input = False
     open_head = False  # nothing but views of the chain's input so far
     for index, stage in enumerate(stages):
-        taken = [leaf for number in stage.reads for leaf in storages[number]]
-        for storage in taken:
-            if storage is not None:
-                storage.uses.add(index)
-        with gathered(units_in(stage.modules)), kept_attributes(stage), lent_buffers(stage):
-            value = Boundary.packed([values[number] for number in stage.reads]).fresh()
-            leaves = tree_leaves(value)
-            versions = [version_of(leaf) if isinstance(leaf, torch.Tensor) else 0 for leaf in leaves]
-            before = GeneratorStates(device)
-            output = run_stage(stage, value)
-            draws.append(not before.equals(GeneratorStates(device)))
-            known = {
-                _address(leaf): storage for leaf, storage in zip(leaves, taken, strict=True) if storage is not None
-            }
-            made = unpacked(output, len(stage.writes))
-            if not tensors_in(made):
-                raise ModelError(
-                    f"stage {stage.name!r} returns {type(output).__name__}, which holds no tensor: expected a tensor, or tensors in tuples, "
-                    "lists or dicts"
-                )
-            for number, part in zip(stage.writes, made, strict=True):
-                values[number] = Boundary.of(part, whole_storages=True)
-                storages[number] = _storages_of(tree_leaves(part), index, known, block_bytes)
-            changed = [
-                storage
-                for leaf, storage, version in zip(leaves, taken, versions, strict=True)
-                if storage is not None and version_of(leaf) != version
-            ]
-            del value, leaves, output, made, known
+        changed, drew = _run_once(stage, index, values, storages, device, block_bytes)
+        draws.append(drew)
         results = [storage for number in stage.writes for storage in storages[number] if storage is not None]
         old = [storage.born < index for storage in results]
         if all(old) or open_head:
@@ -267,6 +240,44 @@ def scout(
     return Scouting(storages, tuple(draws), changes_input, groups)
 
 
+def _run_once(
+    stage: Stage,
+    index: int,
+    values: dict[int, Boundary],
+    storages: dict[int, tuple[Storage | None, ...]],
+    device: torch.device,
+    block_bytes: int,
+) -> tuple[list[Storage], bool]:
+    """Run a stage and add what it makes; returns what it changes in place, and whether it drew random numbers."""
+    taken = [leaf for number in stage.reads for leaf in storages[number]]
+    for storage in taken:
+        if storage is not None:
+            storage.uses.add(index)
+    with gathered(units_in(stage.modules)), kept_attributes(stage), lent_buffers(stage):
+        value = Boundary.packed([values[number] for number in stage.reads]).fresh()
+        leaves = tree_leaves(value)
+        versions = [version_of(leaf) if isinstance(leaf, torch.Tensor) else 0 for leaf in leaves]
+        before = GeneratorStates(device)
+        output = run_stage(stage, value)
+        drew = not before.equals(GeneratorStates(device))
+        known = {address_of(leaf): storage for leaf, storage in zip(leaves, taken, strict=True) if storage is not None}
+        made = unpacked(output, len(stage.writes))
+        if not tensors_in(made):
+            raise ModelError(
+                f"stage {stage.name!r} returns {type(output).__name__}, which holds no tensor: expected a tensor, or "
+                "tensors in tuples, lists or dicts"
+            )
+        for number, part in zip(stage.writes, made, strict=True):
+            values[number] = Boundary.of(part, whole_storages=True)
+            storages[number] = _storages_of(tree_leaves(part), index, known, block_bytes)
+        changed = [
+            storage
+            for leaf, storage, version in zip(leaves, taken, versions, strict=True)
+            if storage is not None and version_of(leaf) != version
+        ]
+    return changed, drew
+
+
 def merged(stages: Sequence[Stage], groups: Sequence[range]) -> tuple[Stage, ...]:
     """Stages with those of each group made one."""
     needed = set(stages[-1].writes)
@@ -278,10 +289,6 @@ def merged(stages: Sequence[Stage], groups: Sequence[range]) -> tuple[Stage, ...
     return tuple(reversed(found))
 
 
-def _address(leaf: torch.Tensor) -> int:
-    return address_of(leaf)
-
-
 def _storages_of(
     leaves: Iterable[Any], born: int, known: dict[int, Storage], block_bytes: int
 ) -> tuple[Storage | None, ...]:
@@ -291,7 +298,7 @@ def _storages_of(
 
 
 def _storage(leaf: torch.Tensor, born: int, known: dict[int, Storage], block_bytes: int) -> Storage:
-    address = _address(leaf)
+    address = address_of(leaf)
     storage = known.get(address) if address else None
     if storage is None:
         storage = Storage(born, in_blocks(leaf.untyped_storage().nbytes(), block_bytes))

@@ -20,7 +20,14 @@ from lightning_rotor.chain import StageCost
 from lightning_rotor.execution.options import kept_attributes, lent_buffers, run_stage
 from lightning_rotor.private.values import is_fake, same_bits, tensors_in
 from lightning_rotor.profiling.inverted import lost_inverse
-from lightning_rotor.profiling.stage import StageMeasurement, StageProfiler, StageSeconds
+from lightning_rotor.profiling.stage import (
+    StageMeasurement,
+    StageProfiler,
+    StageSeconds,
+    is_timed,
+    seconds_of,
+    timed_run,
+)
 from lightning_rotor.stages.state import GeneratorStates
 
 _log = logging.getLogger(__name__)
@@ -68,7 +75,7 @@ class KnownSeconds:
                 return known
         patient = replace(profilers[0], repeats=_ROUNDS * profilers[0].repeats)
         self._known[kin] = _in_turns(
-            profilers, lambda runs: all(patient.is_timed(list(map(sum, each))) for each in runs)
+            profilers, lambda runs: all(is_timed(patient, list(map(sum, each))) for each in runs)
         )
         return self._known[kin]
 
@@ -163,10 +170,10 @@ def _in_turns(
     while not enough(runs):
         for profiler, each in zip(profilers, runs, strict=True):
             with lent_buffers(profiler.stage):
-                each.append(profiler.timed_run())
+                each.append(timed_run(profiler))
     for profiler, each in zip(profilers, runs, strict=True):
         with lent_buffers(profiler.stage):
-            found.append(profiler.seconds_of(each))
+            found.append(seconds_of(profiler, each))
     return tuple(found)
 
 
