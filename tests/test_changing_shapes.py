@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 import lightning_rotor.planned.plans
 from lightning_rotor import RotorCallback, UnitError
 from lightning_rotor.chain import Chain, Option, StageCost
-from lightning_rotor.planned import step_watch
+from lightning_rotor.planned import closed_loop as step_watch
 from lightning_rotor.planned.new_shapes import chain_at
 from lightning_rotor.profiling import profile_chain
 from tests.training import Witness, assert_same_bits

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_rotor import ProfilingError, is_recomputing
-from lightning_rotor.planned.compute import measure_compute
+from lightning_rotor.planned.target import measure_compute
 from lightning_rotor.stages.state import GeneratorStates
 
 

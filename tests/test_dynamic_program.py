@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from strategies import KINDS, random_chain, with_skips
 
 from lightning_rotor.chain import Chain
-from lightning_rotor.planning.backtracking import schedule_at
+from lightning_rotor.planning.candidates import schedule_at
 from lightning_rotor.planning.dynamic_program import Table
 from lightning_rotor.planning.requirements import requirements_of
 from lightning_rotor.schedule import Schedule

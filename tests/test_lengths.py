@@ -14,8 +14,8 @@ from torch import nn
 from lightning_rotor import ModelError
 from lightning_rotor.capture.cuts import GraphCut, cut_graph
 from lightning_rotor.capture.recorder import Recorder
-from lightning_rotor.planned.known_cuts import KnownCuts
-from lightning_rotor.profiling.reference import require_same
+from lightning_rotor.planned.cache import KnownCuts
+from lightning_rotor.profiling.dry_run import require_same
 
 SCALE = torch.ones(16)
 SIX, EIGHT, NINE = (torch.randn(4, length, 16) for length in (6, 8, 9))

@@ -14,8 +14,7 @@ import torch
 from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lightning_rotor.memory.held import optimizer_state_bytes
-from lightning_rotor.memory.optimizer import predict_optimizer_state_bytes
+from lightning_rotor.memory.held import optimizer_state_bytes, predict_optimizer_state_bytes
 from lightning_rotor.private.torch_names import FakeTensor, FakeTensorMode
 from lightning_rotor.profiling.meters import CpuMeter
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.progress import Progress
 
-from lightning_rotor.profiling.step import MeasuringProgress
+from lightning_rotor.profiling.meters import MeasuringProgress
 
 
 class Clock:

@@ -24,7 +24,7 @@ from lightning_rotor.capture.cuts import GraphCut, cut_graph
 from lightning_rotor.execution.options import run_stage
 from lightning_rotor.planning import minimum_budget
 from lightning_rotor.profiling import StepMeter
-from lightning_rotor.profiling.reference import require_same
+from lightning_rotor.profiling.dry_run import require_same
 from lightning_rotor.stages.sequential import wiring_of
 
 X = (6, 16)

@@ -14,7 +14,7 @@ from lightning_rotor.callbacks.trainer_loop import TrainerLoop, hush, unhush
 from lightning_rotor.capture.compiled import Variants, check_variants
 from lightning_rotor.errors import UnitError
 from lightning_rotor.planned.cache import MAX_PLANS
-from lightning_rotor.planned.out_of_memory import is_shortage
+from lightning_rotor.planned.forward import is_shortage
 from lightning_rotor.planned.plans import PlanSettings
 from lightning_rotor.planned.step import SavedPlans, State, StepPlanner
 from lightning_rotor.planning import Plan

@@ -8,7 +8,7 @@ The recursion of the schedule is the recursion of the calls, so there is nothing
                                       stage 3, recorded              stage 0
 
 What an item saves of its output is settled when it is known whether the stage behind will drop that: see
-:mod:`lightning_rotor.execution.dropped_inputs`.
+:mod:`lightning_rotor.execution.inversion`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from torch import nn
 
 from lightning_rotor.chain import Chain, Option
 from lightning_rotor.errors import ExecutionError
-from lightning_rotor.execution.dropped_inputs import Output, SavedOutput
-from lightning_rotor.execution.inversion import FusedInversion, Inversion
+from lightning_rotor.execution.inversion import FusedInversion, Inversion, Output, SavedOutput
 from lightning_rotor.execution.options import run_stage, way_of
 from lightning_rotor.execution.recomputation import recomputed
 from lightning_rotor.execution.segment_state import SegmentState

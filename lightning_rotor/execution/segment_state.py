@@ -221,7 +221,7 @@ class SegmentState:
         return sum(_size(module, block_bytes) for module in self.remembered)
 
     def copied_bytes(self, block_bytes: int) -> int:
-        """What copies of all that a forward may change take, see :class:`~lightning_rotor.planned.out_of_memory.BeforeForward`."""
+        """What copies of all that a forward may change take, see :class:`~lightning_rotor.planned.forward.BeforeForward`."""
         statistics = sum(in_blocks(each.scratch.nbytes, block_bytes) for each in self.statistics)
         return statistics + self.remembered_bytes(block_bytes)
 

@@ -29,9 +29,9 @@ from lightning_rotor.memory.held import (
     gradient_bytes,
     optimizer_state_bytes,
     parameter_bytes,
+    predict_optimizer_state_bytes,
     storage_bytes,
 )
-from lightning_rotor.memory.optimizer import predict_optimizer_state_bytes
 from lightning_rotor.planning import Plan, plan
 from lightning_rotor.planning.plan import DEFAULT_SLOTS
 from lightning_rotor.units import MemoryLimit, format_bytes

@@ -30,7 +30,7 @@ from lightning_rotor.pipeline.step import PipelinedModule, PipelineOptions, Stag
 from lightning_rotor.private.torch_names import sent_outputs_linger
 from lightning_rotor.private.values import tensors_in, tree_map_only
 from lightning_rotor.profiling import Profile, profile_chain
-from lightning_rotor.profiling.reference import require_same
+from lightning_rotor.profiling.dry_run import require_same
 from lightning_rotor.stages.sequential import Stage
 
 _log = logging.getLogger(__name__)

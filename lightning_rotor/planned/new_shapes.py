@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from lightning_rotor.chain import Chain, UnlikeChainsError, combined
-from lightning_rotor.planned.known_cuts import Signature
+from lightning_rotor.planned.cache import Signature
 from lightning_rotor.private.values import spelled
 from lightning_rotor.profiling import Profile
 from lightning_rotor.profiling.chain import group_sizes, profile_over, remembered_places

@@ -17,14 +17,22 @@ from lightning_rotor.capture.compiled import CompiledModules, Variants
 from lightning_rotor.capture.cuts import check_module
 from lightning_rotor.errors import BudgetError, ModelError, ProfilerBusyError, ProfilingError, UnitError
 from lightning_rotor.memory.budget import Budget
-from lightning_rotor.planned.cache import MAX_PLANS, PlanCache, Prepared, call_fingerprint, recall, record_of
-from lightning_rotor.planned.known_cuts import KnownCuts, Signature
+from lightning_rotor.planned.cache import (
+    MAX_PLANS,
+    KnownCuts,
+    PlanCache,
+    Prepared,
+    Signature,
+    call_fingerprint,
+    recall,
+    record_of,
+)
 from lightning_rotor.planned.new_shapes import Measurements
 from lightning_rotor.planned.ranks import Agreement
 from lightning_rotor.planning import Plan, minimum_budget, plan_for, scheduled
 from lightning_rotor.planning.plan import DEFAULT_SLOTS
 from lightning_rotor.profiling import Profile, profile_chain
-from lightning_rotor.profiling.step import MeasuringProgress
+from lightning_rotor.profiling.meters import MeasuringProgress
 from lightning_rotor.schedule import Schedule
 
 # A smaller last batch is not worth measuring; every fourth size that recomputes for want of better knowledge is.

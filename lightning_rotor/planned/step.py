@@ -22,12 +22,10 @@ from lightning_rotor.capture.compiled import is_compiled, taken_apart
 from lightning_rotor.errors import BudgetError, ModelError, ProfilerBusyError, ShortageError, TrialError
 from lightning_rotor.memory.budget import Budget, take_workspaces
 from lightning_rotor.planned.cache import model_fingerprint
-from lightning_rotor.planned.closed_loop import Corrections
-from lightning_rotor.planned.forward import PlannedForward, attach, detach, is_attached
+from lightning_rotor.planned.closed_loop import Corrections, StepWatch
+from lightning_rotor.planned.forward import PlannedForward, attach, detach, is_attached, shortage_message
 from lightning_rotor.planned.loop import TrainingLoop
-from lightning_rotor.planned.out_of_memory import shortage_message
 from lightning_rotor.planned.plans import BudgetSource, Plans, PlanSettings
-from lightning_rotor.planned.step_watch import StepWatch
 from lightning_rotor.planned.target import Target, TargetSearch, may_be_planned, named_target
 from lightning_rotor.planning import Plan
 from lightning_rotor.private.torch_names import INNER

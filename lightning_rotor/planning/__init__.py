@@ -18,10 +18,9 @@ from functools import lru_cache
 
 import lightning_rotor.planning.tables  # noqa: F401  (lets plans print themselves)
 from lightning_rotor.chain import Chain
-from lightning_rotor.planning.baselines import baselines
 from lightning_rotor.planning.bounds import lower_bound_seconds
 from lightning_rotor.planning.candidates import Candidate
-from lightning_rotor.planning.frontier import Frontier, FrontierPoint, Gain
+from lightning_rotor.planning.frontier import Frontier, FrontierPoint, Gain, baselines
 from lightning_rotor.planning.plan import DEFAULT_SLOTS, Plan, load_plan, plan_for, save_plan, scheduled
 from lightning_rotor.planning.solver import Solver, fastest_of, fine_slots, frontier_of, menu_of
 from lightning_rotor.schedule import Schedule

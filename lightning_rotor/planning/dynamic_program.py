@@ -44,7 +44,7 @@ the one to its left and the one below it, so all blocks of a wave are filled at 
     length  1-     0     1      2
 
 For ``n`` stages and ``S`` slots: time O(n³ S), memory O(n² S) for ``body`` and each ``rest_c``. Decisions are not
-stored; see :mod:`lightning_rotor.planning.backtracking`.
+stored; see :mod:`lightning_rotor.planning.candidates`.
 
 Optimal among all schedule trees when the unit divides every size, up to approximations which the simulator judges
 afterwards:

@@ -12,10 +12,16 @@ from itertools import pairwise
 
 from lightning_rotor.chain import Chain, Option, StageCost
 from lightning_rotor.errors import BudgetError
-from lightning_rotor.planning.baselines import keep_all_fastest, no_schedule_is_faster
 from lightning_rotor.planning.candidates import Candidate, Candidates
 from lightning_rotor.planning.dynamic_program import Table
-from lightning_rotor.planning.frontier import SAME, Frontier, FrontierPoint, pareto
+from lightning_rotor.planning.frontier import (
+    SAME,
+    Frontier,
+    FrontierPoint,
+    keep_all_fastest,
+    no_schedule_is_faster,
+    pareto,
+)
 from lightning_rotor.planning.plan import DEFAULT_SLOTS, Plan
 from lightning_rotor.planning.requirements import requirements_of, retains_from_birth
 from lightning_rotor.schedule import Schedule

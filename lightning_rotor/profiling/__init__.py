@@ -1,7 +1,6 @@
 """Measuring: what each stage of a chain costs, and what a whole step allocates."""
 
 from lightning_rotor.profiling.chain import Profile, profile_chain
-from lightning_rotor.profiling.meters import CpuMeter, CudaMeter, Meter, meter_for
-from lightning_rotor.profiling.step import StepMeter, StepTrace
+from lightning_rotor.profiling.meters import CpuMeter, CudaMeter, Meter, StepMeter, StepTrace, meter_for
 
 __all__ = ["CpuMeter", "CudaMeter", "Meter", "Profile", "StepMeter", "StepTrace", "meter_for", "profile_chain"]

@@ -45,10 +45,20 @@ from lightning_rotor.private.torch_names import HOOKS, STRUCTURE, noticed_checkp
 from lightning_rotor.private.values import is_fake, require_tensors, same_bits, tensors_in
 from lightning_rotor.profiling.gradients import StageEnds
 from lightning_rotor.profiling.meters import Meter, meter_for
-from lightning_rotor.profiling.settling import Bench, Measurable, Measured, given, outputs_of, settle, unexpected
+from lightning_rotor.profiling.settling import (
+    Bench,
+    Interlude,
+    Measurable,
+    Measured,
+    given,
+    outputs_of,
+    segment_seconds,
+    settle,
+    unexpected,
+    with_units,
+)
 from lightning_rotor.profiling.stage import WORTH_MENTIONING_BYTES, StageMeasurement, StageProfiler
 from lightning_rotor.profiling.storages import Boundary, merged, scout
-from lightning_rotor.profiling.surroundings import Interlude, segment_seconds, with_units
 from lightning_rotor.stages.sequential import DROPOUTS, Stage, is_plain_stock, unpacked, wiring_of
 from lightning_rotor.stages.sharding import UnitSizes, gathered, units_in
 from lightning_rotor.stages.state import GeneratorStates

@@ -10,8 +10,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_rotor.chain import BackwardPeaks, Option, StageCost
-from lightning_rotor.execution.dropped_inputs import is_whole
-from lightning_rotor.execution.inversion import FusedInversion, Inversion, Way
+from lightning_rotor.execution.inversion import FusedInversion, Inversion, Way, is_whole
 from lightning_rotor.private.torch_names import has_backward_hooks
 from lightning_rotor.private.values import address_of, tree_leaves
 from lightning_rotor.profiling.gradients import Gradients

@@ -10,11 +10,9 @@ made where plans and frontiers are, in :mod:`lightning_rotor.planning`.
 
 from lightning_rotor.planning.frontier import frontier_table
 from lightning_rotor.planning.tables import plan_table, schedule_line, stage_table
-from lightning_rotor.report.curve import plot_frontier
 from lightning_rotor.report.drawing import draw_chain
-from lightning_rotor.report.pipeline import plot_pipeline
 from lightning_rotor.report.style import PlotError
-from lightning_rotor.report.timeline import plot_timeline
+from lightning_rotor.report.timeline import plot_frontier, plot_pipeline, plot_timeline
 
 __all__ = [
     "PlotError",

@@ -24,12 +24,11 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 
-from lightning_rotor.callbacks.dry_step import Silence, compute_of_training_step
+from lightning_rotor.callbacks.trainer_loop import Silence, compute_of_training_step
 from lightning_rotor.errors import ProfilingError
 from lightning_rotor.execution.options import kept_attributes, lent_buffers
 from lightning_rotor.memory.budget import process_limit_bytes
-from lightning_rotor.memory.held import block_bytes, storage_bytes
-from lightning_rotor.memory.optimizer import predict_optimizer_state_bytes
+from lightning_rotor.memory.held import block_bytes, predict_optimizer_state_bytes, storage_bytes
 from lightning_rotor.pipeline.micro_batches import rows_in, sizes_of, split
 from lightning_rotor.pipeline.partition import PipelineDevice
 from lightning_rotor.pipeline.pipelined import pipelined

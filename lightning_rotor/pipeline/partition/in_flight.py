@@ -40,9 +40,9 @@ import numpy as np
 from lightning_rotor.chain import Chain, Option, Skip, StageCost
 from lightning_rotor.errors import BudgetError
 from lightning_rotor.pipeline.simulator import MicroBatchLoad
-from lightning_rotor.planning.backtracking import schedule_at
-from lightning_rotor.planning.baselines import keep_all_fastest, segments_around
+from lightning_rotor.planning.candidates import schedule_at
 from lightning_rotor.planning.dynamic_program import Table
+from lightning_rotor.planning.frontier import keep_all_fastest, segments_around
 from lightning_rotor.planning.kernel import Seconds
 from lightning_rotor.planning.requirements import requirements_of
 from lightning_rotor.planning.solver import Solver, sizes_in
