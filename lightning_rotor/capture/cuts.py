@@ -24,7 +24,7 @@ from lightning_rotor.capture.graph_stage import GraphSlice
 from lightning_rotor.capture.guards import Watch
 from lightning_rotor.capture.modules import Call, hide_trainers, is_invertible_as_a_whole
 from lightning_rotor.capture.recorder import Recorder, Recording, ambient
-from lightning_rotor.errors import ModelError
+from lightning_rotor.errors import InverseError, ModelError
 from lightning_rotor.execution.options import kept_attributes, kept_parameters, lent_buffers, undisturbed
 from lightning_rotor.invertible.check import try_inverse
 from lightning_rotor.private.torch_names import is_compiler_wrapper, module_inside, noticed_checkpoints
@@ -340,6 +340,9 @@ class _Attempts:
             try:
                 recording = recorder.record()
             except torch.OutOfMemoryError:
+                raise
+            except InverseError:  # the forward fails in plain training, too
+                before.restore()
                 raise
             except Exception as error:
                 before.restore()

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from lightning_rotor.errors import ModelError
+from lightning_rotor.errors import InverseError, ModelError
 from lightning_rotor.private.lightning_names import TRAINERS
 from lightning_rotor.private.torch_names import is_compiler_wrapper
 from lightning_rotor.private.values import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
@@ -182,6 +182,8 @@ class ModuleCalls:
         self._running.append(self._paths[module])
         try:
             yield
+        except InverseError as error:
+            raise error.located(self._paths[module]) if error.stage == type(module).__name__ else error
         except Exception:
             if self.culprit is None and module not in self.leaves:
                 self.culprit = module
