@@ -36,18 +36,12 @@ _CALLS = 60
 
 
 class Executor:
-    """Runs the stages of a chain under a schedule.
+    """Runs the stages of a chain under a schedule, or raises ScheduleError if that does not fit.
 
     Output, gradients, buffers and generators are those of running the stages one after the other, bit for bit.
-
-    Args:
-        stages: One for each stage of the chain.
-        chain: Says which stages draw random numbers and which cannot be recomputed.
-        schedule: What to keep and what to recompute; a ScheduleError if it does not fit the chain.
-        states: For each stage, what recomputation must leave alone; nothing by default.
-        wanted: Numbers of the values to return; by default those that the last stage makes.
-        root: The user's module, for names in messages.
-        inputs: Names in messages of the values that the chain takes, by number.
+    ``states`` says for each stage what recomputation must leave alone, ``wanted`` which values to return (by default
+    those of the last stage), ``root`` and ``inputs`` are names for messages: of the user's module, and of the chain's
+    inputs.
     """
 
     def __init__(
@@ -129,11 +123,7 @@ class Executor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Row:
-    """Items that run one after the other.
-
-    ``steps`` run the items that are no inverted stages, ``inversions`` begin runs of those that are; ``save_output``
-    tells for each item whether it is a stage that keeps its output.
-    """
+    """Items that run one after the other: ``inversions`` begin runs of inverted stages, ``steps`` run the others."""
 
     wiring: Wiring
     steps: tuple[Callable[[Any], Any], ...]

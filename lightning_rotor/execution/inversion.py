@@ -106,10 +106,7 @@ def _root() -> torch.Tensor:
 
 @dataclass(slots=True, eq=False)
 class _Saved:
-    """One saved tensor of a stage: itself, or where it is.
-
-    ``kept`` holds it for a surrounding segment, ``shown`` is the boundary that it shows and which tensor of it.
-    """
+    """One saved tensor of a stage: itself, kept for a surrounding segment, or shown by a boundary at an index."""
 
     storage: StorageWeakRef
     shape: torch.Size
@@ -240,11 +237,7 @@ _NO_STATE = SegmentState()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Way:
-    """How a stage runs and how it is inverted.
-
-    If it ``draws_random``, forward, inverse and second forward start from the same generators; ``state`` is what the
-    forward changes besides.
-    """
+    """How a stage runs and how it is inverted; ``state`` is what the forward changes besides."""
 
     name: str
     module: nn.Module
@@ -255,10 +248,7 @@ class Way:
 
 
 class Inversion:
-    """One run of an inverted stage; the caller lets go of the input afterwards.
-
-    ``boundary`` is the input, for those before who refer to it; ``output`` is to be told whether it stays.
-    """
+    """One run of an inverted stage, whose input the caller lets go of; ``boundary`` is that input once rebuilt."""
 
     def __init__(self, way: Way, value: Any) -> None:
         leaves, self._taken = tree_flatten(value)
@@ -356,10 +346,7 @@ class FusedInversion(Inversion):
         return outputs
 
     def backward(self, gradients: Sequence[torch.Tensor], *, for_good: bool) -> Sequence[torch.Tensor | None]:
-        """Rebuild the input and run the backward, ``for_good`` if no other one follows.
-
-        Returns the gradients for the tensors of the input, and for the parameters.
-        """
+        """Rebuild the input; the gradients for it and the parameters, ``for_good`` if no other backward follows."""
         way: Any = self._way
         substitutes = stand_ins(self._parameters)
         outputs = self.output.get(for_good=for_good)

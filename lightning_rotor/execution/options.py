@@ -111,7 +111,7 @@ class _Written(private.TorchDispatchMode):
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         super().__init__()
-        # Not counted, as writing to .data is not: otherwise it would look like a change of the user's.
+        # Putting back is not counted, as writing to .data is not: it would look like a change of the user's.
         self._kept = [(parameter, parameter.data) for parameter in parameters]
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._waiting = {_memory_of(data): data for _, data in self._kept}

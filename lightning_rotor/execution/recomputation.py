@@ -98,9 +98,8 @@ def is_last_backward_through(nodes: Collection[Node]) -> bool:
 class _Inputs:
     """Inputs of one segment, until the last backward that runs through it has them.
 
-    A recomputation needs its inputs once, unless the graph is kept. The segment's backwards, its most expensive
-    moments, then go without them. Inner segments get their inputs from the recomputation around them, which does the
-    same.
+    Its backwards, the most expensive moments, go without them, unless the graph is kept. Inner segments get their
+    inputs from the recomputation around them, which does the same.
     """
 
     def __init__(self, name: str) -> None:
@@ -126,9 +125,8 @@ class _Inputs:
     def _are_needed_no_more(self) -> bool:
         """True if the running backward goes on to all that made the inputs, and frees that graph.
 
-        Any later backward through the segment then meets freed nodes, as in plain training, unless they saved nothing.
-        If one node is left out, another backward may still come from there: two heads that read one input each, a
-        gradient for some of the inputs, an input that nobody trains.
+        Any later backward then meets freed nodes, as in plain training, unless they saved nothing. If it leaves out one
+        node, another backward may still come from there: two heads that read one input each, or untrained inputs.
         """
         backward = private.backward_number()
         if backward is not None and backward != self._last_backward:
@@ -162,18 +160,13 @@ def recomputed(
 ) -> Any:
     """Run a function without keeping what its backward needs; the backward runs it again.
 
-    Tensors among the inputs are held until the backward has recomputed the segment, if it frees the graph.
+    The function must give the same bits every time. Tensors among its inputs are held until the backward has recomputed
+    it, if that frees the graph. Setting the generators back takes 5 kB on the host. ``state`` is what else it reads and
+    changes, or might change some day.
 
-    Args:
-        function: Maps the inputs to its output, the same bits every time.
-        inputs: Tensors and other objects.
-        name: For error messages.
-        draws_random: Set the generators back for the recomputation, which takes 5 kB on the host.
-        state: What else the function reads and changes, or might change some day.
-        spell_input: Names an input in messages, by its number.
     Raises:
-        ExecutionError: The function changes an input, or unexpectedly a parameter or buffer, which would silently spoil
-            the recomputation. In the backward: one of them has changed since.
+        ExecutionError: It changes an input, or unexpectedly a parameter or buffer, which would silently spoil the
+            recomputation. In the backward: one of them has changed since.
     """
     tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
     before = expected = private.stamps(tensors)

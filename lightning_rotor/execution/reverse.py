@@ -25,10 +25,7 @@ from lightning_rotor.stages.state import GeneratorStates
 
 
 def stand_ins(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Leaves with the memory of parameters and gradients of their own, to compute with in the parameters' place.
-
-    The hooks of a parameter, and of its accumulation (DistributedDataParallel's), would see a gradient twice.
-    """
+    """Leaves to compute with in the place of parameters, whose hooks (DistributedDataParallel's) would fire twice."""
     return [
         nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
         if isinstance(parameter, nn.Parameter)
@@ -269,15 +266,8 @@ class Moment:
     """The state of generators, buffers, attributes and autocast at one call of a module.
 
     :meth:`first` wraps the call; :meth:`again` wraps whatever undoes or repeats it. Generators are kept only if the
-    call drew, buffers only if it changed them.
-
-    Args:
-        module: Whose call it is.
-        device: Of its input.
-        keep_buffers: Let the first call work on copies of all buffers, so that nothing in the module changes.
-        state: What the module may change, if that is known.
-        may_draw: The module may draw random numbers.
-        name: Of the module, for messages.
+    call drew, buffers only if it changed them. With ``keep_buffers`` the first call works on copies of all of them, so
+    that nothing in the module changes. ``state`` is what the module may change, if that is known.
     """
 
     def __init__(
@@ -349,10 +339,7 @@ class Moment:
 
     @contextmanager
     def again(self, parameters: Mapping[int, torch.Tensor] | None = None) -> Iterator[None]:
-        """Context of the inverse, or of another forward: sees what the first call saw, and leaves everything as it is.
-
-        ``parameters`` stand in for the module's own, by the ``id`` of each.
-        """
+        """Context of the inverse, or of another forward (``parameters`` by id), that sees what the first call saw."""
         replayed = FirstPass(dataclasses.replace(self._first_pass.state, statistics=self._state().statistics))
         replayed.values = self._first_pass.values
         replayed.before, replayed.observers = self._first_pass.before, self._first_pass.observers

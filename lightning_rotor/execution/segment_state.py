@@ -3,7 +3,7 @@
 A second forward would count a batch twice in running statistics and start from other values than the first pass did:
 
 ==================================  ===================================================================================
-torch's normalization, training     a replay writes the running statistics, which it never reads, to scratch buffers
+torch's normalization, training     never reads its running statistics: a replay writes to scratch buffers
 other modules seen to update their  the first pass remembers the earlier values, and a replay works on a copy of them
 buffers; small ones of user code
 large buffers of user code          are watched: the first update in a segment is refused, for the earlier value is gone
@@ -12,9 +12,8 @@ its hooks can reach                 and objects hold (``stages.snapshot``); so a
 hooks that only look                are not called again (:class:`Observers`)
 torch's settings, and those of its  are those of the first pass: default dtype, allowed kernels, modes, probabilities;
 layers                              hooks that came later are not called
-parameters, and buffers that the    are the first pass's own tensors, unchanged since, with their ``requires_grad``,
-even
-first pass does not update          under functional_call; those of FSDP units come and go with the units' hooks
+parameters, and buffers that the    are the first pass's own tensors, even under functional_call, unchanged and with
+first pass does not update          their ``requires_grad``; those of FSDP units come and go with the units' hooks
 ==================================  ===================================================================================
 """
 
@@ -91,10 +90,7 @@ class Observers:
 
 
 class _Watched:
-    """A hook that notes whether it has ``acted``, that is, done more than look.
-
-    It has ``marked`` if it has left something in attributes of its module, where others may read it.
-    """
+    """A hook, whether it has ``acted`` (not only looked), and whether it has ``marked`` attributes of its module."""
 
     __slots__ = ("acted", "hook", "marked")
 
@@ -159,10 +155,7 @@ _Entry = TypeVar("_Entry")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Statistic:
-    """A buffer that training writes and never reads.
-
-    ``scratch`` is what replays write to, one for each buffer, however many stages use it.
-    """
+    """A buffer that training writes and never reads, with one ``scratch`` for all stages' replays to write to."""
 
     module: nn.Module
     name: str
@@ -175,14 +168,13 @@ class SegmentState:
 
     Attributes:
         statistics: Buffers that are written to scratch.
-        remembered: Modules whose buffers are remembered by each first pass.
+        remembered: Modules whose buffers each first pass remembers.
         watched: Modules whose buffers must not change in a segment.
         attributed: Modules whose attributes, and all that their hooks can reach, each first pass remembers.
         layers: Torch's own modules, whose settings each first pass remembers.
         parametrized: Modules whose own parameters a replay reads; of ``buffered`` ones it reads the buffers.
         direct_reads: Tensors read without calling their module: who has them, and under which name.
         written: Parameters that a forward changes. Stages of such are never replayed.
-        root: The user's module, and the path that messages begin with.
     """
 
     statistics: tuple[Statistic, ...] = ()
@@ -263,10 +255,7 @@ class SegmentState:
 def state_of(
     stage: Stage, updating: Iterable[nn.Module], scratch: dict[tuple[nn.Module, str], Statistic]
 ) -> SegmentState:
-    """The sorted state of a stage, of which ``updating`` modules were seen to update buffers in a forward.
-
-    ``scratch`` has that of other stages for shared modules; it grows.
-    """
+    """The sorted state of a stage; ``updating`` modules change buffers, ``scratch`` is shared by stages and grows."""
     statistics: list[Statistic] = []
     remembered: list[nn.Module] = []
     watched: list[nn.Module] = []

@@ -187,11 +187,7 @@ def profile_chain(
 
 
 class _Measuring:
-    """A chain that is measured stage by stage, while two boundaries are held.
-
-    ``collecting`` has numbers of stages whose code collects something, ``checkpointing`` names of those that call
-    torch's checkpoint.
-    """
+    """A chain that is measured stage by stage, while two boundaries are held."""
 
     def __init__(
         self,

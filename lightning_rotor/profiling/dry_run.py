@@ -106,10 +106,7 @@ def without_trace(device: torch.device | None = None, modules: Iterable[nn.Modul
 
 
 class AssumedValues(TorchDispatchMode):
-    """Answers code that asks for values that do not exist: a number is ``number``, and a mask is true everywhere.
-
-    ``assumed_values`` counts how often code has asked.
-    """
+    """Answers, and counts, questions for values that do not exist: masks are true, numbers 1 (floats ``number``)."""
 
     def __init__(self, number: float = 1.0) -> None:
         super().__init__()
@@ -162,10 +159,10 @@ def _expanded(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
 
 
 def require_same(module: nn.Module, cut: GraphCut, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Check on one call that stages give a module's outputs, buffers and random numbers, and change nothing of it.
+    """Raise ModelError unless stages give a module's outputs, buffers and random numbers on one call.
 
-    Saved tensors are dropped, so this takes no more memory than a forward without gradients. Raises ModelError if
-    something differs, and it is not the module that gives other bits each time.
+    A module that gives other bits each time is let pass. Saved tensors are dropped, so this takes no more memory than a
+    forward without gradients.
     """
     boundary = Boundary.of((tuple(args), dict(kwargs)))
     firsts = firsts_of(tree_leaves((tuple(args), dict(kwargs))))

@@ -71,10 +71,7 @@ class InputSpec:
 
 
 def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
-    """The model that ``build`` makes, on ``meta`` and in training mode, without memory for its weights.
-
-    Raises ModelError if it cannot be built there, because its constructor reads values of tensors, say.
-    """
+    """A model on ``meta``, in training mode; ModelError if its constructor reads values of tensors, say."""
     try:
         with torch.device("meta"):
             return build().train()
@@ -141,11 +138,10 @@ def estimate_profile(
 ) -> Profile:
     """What :func:`~lightning_rotor.profiling.profile_chain` would measure on an accelerator, from shapes alone.
 
-    Bytes of activations, boundaries and gradients are those of the storages that autograd keeps alive. What kernels
-    allocate for themselves is missing from peaks. Seconds are a roofline's. The model is on ``meta``; its tensors
-    become fake. The device type ``like`` decides on operators and allocator: on ``"cuda"`` dropout keeps a byte an
-    element instead of a float, attention with dropout is fused, and blocks are multiples of 512 bytes. ``floating``
-    stands in for float32 in inputs. Raises ModelError if the model is no chain, or its forward needs values of tensors.
+    What kernels allocate for themselves is missing from peaks; seconds are a roofline's. The model is on ``meta``; its
+    tensors become fake ones. ``like`` decides on operators and allocator: on ``"cuda"`` dropout keeps a byte an element
+    instead of a float, attention with dropout is fused, and blocks are multiples of 512 bytes. ``floating`` replaces
+    float32 in inputs. Raises ModelError if the model is no chain, or its forward needs values of tensors.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     give_fake_tensors(model, mode)

@@ -212,10 +212,9 @@ def _same_order(shape: torch.Size, one: tuple[int, ...], other: tuple[int, ...])
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """What a backward leaves: ``of_skips`` by place, ``parameter_bytes`` once they are accumulated.
+    """What a backward leaves; it ``passes_on`` if its link's gradients lie in memory that it was given.
 
-    ``link_layouts`` is empty if each gradient of its link lies like its tensor in memory of its own; the backward
-    ``passes_on`` if they lie in memory that it was given.
+    ``link_layouts`` is empty if each gradient of its link lies like its tensor in memory of its own.
     """
 
     link_bytes: int
@@ -226,10 +225,7 @@ class Gradients:
 
 
 class StageBackward:
-    """The backward of one run of a stage, without holding the tensors in between.
-
-    ``skip_bytes`` counts the gradients of skips that it is given, in memory that is not counted elsewhere.
-    """
+    """The backward of one run of a stage, without holding the tensors in between."""
 
     def __init__(
         self,

@@ -48,10 +48,7 @@ class _Run:
 def with_inversion(
     profiler: StageProfiler, way: Way, measurement: StageMeasurement, *, not_fused: str
 ) -> tuple[StageMeasurement, str]:
-    """The measurement with up to two options that invert the stage; and why one is missing, or the fused one.
-
-    ``not_fused`` says why its fused backward cannot be relied on; it is empty if it can, or if there is none.
-    """
+    """The measurement with up to two options that invert the stage; and why one is missing, or the fused one."""
     reason = objection(profiler, measurement.cost)
     if reason:
         return measurement, reason

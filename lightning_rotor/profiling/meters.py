@@ -1,9 +1,8 @@
 """Meters: exact bytes from the allocator, and a clock that knows the device.
 
-Marks cut a recording into phases, with the level at the start and end and the highest level in between, counted from
-the start of the recording. On the CPU they come from the events that torch's allocator reports to its profiler: every
-block of every kernel. (Resident set size is useless: the allocator keeps freed pages.) On CUDA they come from the
-statistics of the caching allocator.
+Marks cut a recording into phases, whose levels count from its start. On the CPU they come from the events that torch's
+allocator reports to its profiler: every block of every kernel. (Resident set size is useless: the allocator keeps freed
+pages.) On CUDA they come from the statistics of the caching allocator.
 """
 
 from __future__ import annotations
@@ -31,12 +30,7 @@ _MARK = "lightning_rotor::"
 
 @dataclass(frozen=True, slots=True)
 class MeteredPhase:
-    """Bytes above the start of the recording between two marks.
-
-    Attributes:
-        label: The mark that began it.
-        peak_bytes: Highest level in it, start and end included.
-    """
+    """Bytes above the start of a recording, from the mark ``label`` to the next one."""
 
     label: str
     start_bytes: int
@@ -408,12 +402,7 @@ class StepMeter:
 
 
 class MeasuringProgress:
-    """Shows how many stages are measured once that takes longer than a delay, and vanishes at the end.
-
-    Args:
-        clock: Returns seconds, for tests.
-        console: By default the error stream, so that piped output stays clean.
-    """
+    """Shows how many stages are measured once that takes long, on the error stream by default, until the end."""
 
     def __init__(
         self,

@@ -1,13 +1,13 @@
 """Measuring a stage again once it shows how the stages behind it leave its gradient.
 
-Stages are measured from first to last, but how a gradient lies comes from behind: as a slice (``torch.cat``), or in
-another order (convolutions that Inductor compiled). Some stages copy it, others hand the order on::
+How a gradient lies comes from behind: as a slice (``torch.cat``), or in another order (convolutions that Inductor
+compiled). Some stages copy it, others hand the order on::
 
     stage      1 ◄── 2 ◄── 3      3 leaves its gradient in another order: 2 is measured again, and turns out to hand
                                   that order on, so 1 should be measured again, whose input is gone by then
 
 What equal stages have shown is known. For the others the chain runs forward once more, which settles one more stage of
-every such row. A stage that makes or reads a skip likewise gets the gradient that later readers have added up.
+every such row. Makers and readers of skips likewise get the gradient that later readers add up.
 """
 
 from __future__ import annotations
@@ -64,12 +64,9 @@ class Bench:
 class Measurable:
     """A stage that can be measured wherever there is an input for it; its profiler's boundary has no tensors.
 
-    Attributes:
-        identity: Equal for stages and inputs that cost the same.
-        kin: Equal for stages that should take the same time, for all that can be told before they run.
-        way: How to invert it, if it can be.
-        not_fused: Why its own backward must not rebuild its input; empty if nothing speaks against it.
-        written: Parameters that its forward changes.
+    Equal ``identity`` means equal costs, equal ``kin`` equal times, for all that can be told before a run;
+    ``not_fused`` says why its own backward must not rebuild its input, if anything; its forward changes the parameters
+    ``written``.
     """
 
     profiler: StageProfiler
@@ -113,8 +110,7 @@ class Measurable:
 class Measured:
     """A stage in its chain, measured with gradients that lay as ``layouts`` says.
 
-    ``readers`` gives by the place of each skip that it makes or passes on the number of the next stage that reads it;
-    ``expected_bytes`` is what the stage behind left for it then.
+    ``readers`` has by place of a skip the next stage that reads it, ``expected_bytes`` what the stage behind left then.
     """
 
     measurable: Measurable

@@ -105,8 +105,7 @@ _NEGLIGIBLE = 1 / 256
 class StageMeasurement:
     """Costs of a stage, and what it does to gradients of skips (by place, see :class:`StageEnds`).
 
-    ``link_layouts`` and ``passes_on`` are those of :class:`Gradients`; ``given_bytes`` are gradients of skips that it
-    was given, as far as its peaks count them.
+    ``given_bytes`` are gradients of skips that it was given, as far as its peaks count them.
     """
 
     cost: StageCost
@@ -159,10 +158,7 @@ class StageSeconds:
 
 
 class _Saves:
-    """What autograd saves in a run, and when its backward reads the first of it.
-
-    ``in_backward`` is set where the run's own backward begins; a stage may differentiate in its forward.
-    """
+    """What autograd saves in a run (a stage may differentiate in its forward), and when its own backward reads it."""
 
     def __init__(self, recording: Recording, stage: str, *, gives_up: bool) -> None:
         self.count = self.read = 0
@@ -202,7 +198,8 @@ class StageProfiler:
         gradients_exist: Parameters' gradients are freed at once, as where autograd adds them to existing ones.
         layouts: How later stages leave the gradients that it is given.
         interlude: Called before each timed run.
-        in_lockstep: Other processes measure the same stage and may wait, so times must not decide how often it runs.
+        in_lockstep: Other processes measure the same stage and wait, so neither times nor batch sizes may decide how
+            often it runs.
     """
 
     stage: Stage

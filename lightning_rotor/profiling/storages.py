@@ -40,8 +40,7 @@ from lightning_rotor.units import in_blocks
 class Boundary:
     """What a stage takes, without its graph: detached tensors and other objects, in the order of the tree.
 
-    ``whole_storages`` is true for a leaf whose slice holds what it is cut from, as a stage's output does. The chain's
-    own input is the caller's affair.
+    ``whole_storages``: a slice holds what it is cut from, as a stage's output does, unlike the chain's own input.
     """
 
     leaves: tuple[Any, ...]

@@ -1,8 +1,7 @@
 """Measuring the variants of a stage: what each saves and costs, and whether it computes the same.
 
-A variant is withheld if its bits differ, or by more than rounding where the user allows for that. One that is nowhere
-better than another is left out. A stage that draws random numbers has none (:mod:`lightning_rotor.capture.compiled`
-says why).
+A variant is withheld if its bits differ, or by more than rounding where the user allows for that, and if it is nowhere
+better than another. A stage that draws random numbers has none, see :mod:`lightning_rotor.capture.compiled`.
 """
 
 from __future__ import annotations
@@ -40,10 +39,7 @@ _NOISE = 1.25  # of so few runs
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VariantsMeasurement:
-    """Costs of a stage with an option for each variant worth having, whose ``names`` these are.
-
-    ``not_inverted`` says why there is no inverting option, although its inverse, or that of a module in it, is right.
-    """
+    """Costs of a stage with its worthwhile variants; and why it must not be inverted, although an inverse is right."""
 
     stage: StageMeasurement
     names: tuple[str, ...] = ()
@@ -51,10 +47,7 @@ class VariantsMeasurement:
 
 
 class KnownSeconds:
-    """Seconds of stages' options, by what makes stages look alike.
-
-    Equal stages timed one by one differ by chance, and plans would mix their options accordingly, taking the fastest.
-    """
+    """Seconds of options by ``kin`` of stages: timed one by one, equal stages differ by chance, and so would plans."""
 
     def __init__(self) -> None:
         self._known: dict[Any, tuple[StageSeconds, ...]] = {}
@@ -212,8 +205,7 @@ class _Outcome:
 def _close(some: Sequence[torch.Tensor | None], others: Sequence[torch.Tensor | None]) -> bool:
     """True if tensors differ by no more than sums of some thousand numbers in two orders do.
 
-    The scale is the largest entry of all: gradients that are zero but for rounding (a bias before a normalization) have
-    none.
+    The scale is their largest entry: a gradient that is zero but for rounding (a bias before a normalization) has none.
     """
     largest = max(
         (float(tensor.detach().abs().max()) for tensor in others if tensor is not None and tensor.numel()), default=0.0
@@ -280,8 +272,8 @@ def _joined(cost: StageCost, others: Mapping[str, StageCost]) -> StageCost:
 def _worthwhile(costs: Mapping[str, StageCost]) -> tuple[str, ...]:
     """Names of the options, given by falling budget, that take less memory in some respect than all before them.
 
-    The first is always among them, one that a later option beats in memory and time never. Time alone decides nothing:
-    that of equal code differs by chance.
+    The first stays, one that a later one beats in memory and time goes. Times alone decide nothing: they differ by
+    chance.
     """
     sizes = {name: _sizes(cost) for name, cost in costs.items()}
     seconds = {name: cost.keep.forward_seconds + cost.keep.backward_seconds for name, cost in costs.items()}
