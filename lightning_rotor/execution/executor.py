@@ -4,11 +4,8 @@ The recursion of the schedule is the recursion of the calls, so there is nothing
 
     schedule   0 (1-2) 3              forward                        backward
                                       stage 0, recorded              stage 3
-                                      checkpoint( stage 1, 2 )       first saved tensor of 2 → run 1, 2 again; stages 2, 1
-                                      stage 3, recorded              stage 0
-
-What an item saves of its output is settled when it is known whether the stage behind will drop that: see
-:mod:`lightning_rotor.execution.inversion`.
+                                      checkpoint( stage 1, 2 )       first saved tensor of 2 → run 1, 2 again;
+                                      stage 3, recorded              stages 2, 1, 0
 """
 
 from __future__ import annotations
@@ -34,25 +31,17 @@ from lightning_rotor.simulator import check_schedule
 from lightning_rotor.stages.sequential import Stage, Wire, Wiring, unpacked
 from lightning_rotor.stages.sharding import Unit, left_as_found, units_in
 
-# Calls for one more segment inside others, most of them torch's.
+# Calls that one more level of segments takes, most of them torch's.
 _CALLS = 60
 
 
 class Executor:
-    """Runs the stages of a chain under a schedule.
+    """Runs the stages of a chain under a schedule, or raises ScheduleError if that does not fit.
 
-    The output, every gradient, the buffers and the random number generators are those of running the stages one after the other, bit for bit.
-
-    Args:
-        stages: One for each stage of the chain.
-        chain: Says which stages draw random numbers and which cannot be recomputed.
-        schedule: What to keep and what to recompute.
-        states: For each stage, what recomputation must leave alone; by default there is nothing.
-        wanted: Numbers of the values to return; by default those that the last stage makes.
-        root: The user's module, for names in messages.
-        inputs: How messages call the values that the chain takes, by number.
-    Raises:
-        ScheduleError: The schedule does not fit the chain.
+    Output, gradients, buffers and generators are those of running the stages one after the other, bit for bit.
+    ``states`` says for each stage what recomputation must leave alone, ``wanted`` which values to return (by default
+    those of the last stage), ``root`` and ``inputs`` are names for messages: of the user's module, and of the chain's
+    inputs.
     """
 
     def __init__(
@@ -85,21 +74,15 @@ class Executor:
 
     @property
     def wire(self) -> Wire:
-        """Which values it takes, and which it returns."""
+        """The values that it takes, and those that it returns."""
         return self._row.wiring.wire
 
     def __call__(self, value: Any) -> Any:
-        """Run the forward; autograd does the rest.
-
-        Args:
-            value: Input of the first stage.
-        Returns:
-            Output of the last stage.
-        """
+        """Run the forward on the first stage's input; autograd does the rest."""
         return self._row.run(value)
 
     def _row_of(self, items: tuple[Item, ...], wanted: Collection[int]) -> _Row:
-        """Settle how to run items, of which somebody wants some values; segments in them likewise. All that a forward does not decide."""
+        """Compile items, and segments in them, into a runner that returns the wanted values."""
         needed = set(wanted)
         wires: list[Wire] = []
         steps: list[Callable[[Any], Any]] = []
@@ -121,7 +104,7 @@ class Executor:
         return self._chain.stages[leaf.stage].options[leaf.option]
 
     def _inversion(self, item: Item) -> Callable[[Any], Inversion | FusedInversion] | None:
-        """Begins a run of an inverted stage; None if the item is something else."""
+        """What begins a run of an inverted stage; None for other items."""
         if not isinstance(item, Leaf) or not self._option(item).inverts:
             return None
         draws_random = self._chain.stages[item.stage].draws_random
@@ -140,14 +123,7 @@ class Executor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Row:
-    """Items that run one after the other.
-
-    Attributes:
-        wiring: Which values each item takes and makes.
-        steps: Runs each item, if it is no inverted stage.
-        inversions: For each item that is one, what begins a run of it.
-        save_output: For each item, whether it is a stage that keeps its output.
-    """
+    """Items that run one after the other: ``inversions`` begin runs of inverted stages, ``steps`` run the others."""
 
     wiring: Wiring
     steps: tuple[Callable[[Any], Any], ...]
@@ -155,19 +131,19 @@ class _Row:
     save_output: tuple[bool, ...]
 
     def run(self, value: Any) -> Any:
-        """Run the items."""
+        """The output of the items."""
         if any(self.inversions):
             run_item = _InvertingRun(self).run_item
             return self.wiring.run(value, [partial(run_item, index) for index in range(len(self.steps))])
         return self.wiring.run(value, self.steps)
 
     def run_flat(self, spec: TreeSpec, *flat: Any) -> Any:
-        """Run the items on a nesting that was flattened."""
+        """The output of the items for a nesting that was flattened."""
         return self.run(tree_unflatten(flat, spec))
 
 
 def _step(stage: Stage, option: int) -> Callable[[Any], Any]:
-    """How to run a stage that is not inverted."""
+    """What runs a stage that is not inverted."""
     units = units_in(stage.modules)
     return partial(_run_units, units, stage, option) if units else partial(run_stage, stage, option=option)
 
@@ -186,13 +162,13 @@ def _run_segment(row: _Row, names: Sequence[str], run: Callable[..., Any], value
 
 
 def _name_of_leaf(names: Sequence[str], spec: TreeSpec, leaf: int) -> str:
-    """Name of the value to which a leaf of some values belongs."""
+    """The name of the value that a leaf belongs to."""
     values = unpacked(tree_unflatten(range(spec.num_leaves), spec), len(names))
     return next(name for name, value in zip(names, values, strict=True) if leaf in tree_leaves(value))
 
 
 class _InvertingRun:
-    """One run of items of which some are inverted stages: each tells the item before it what becomes of the boundary between them."""
+    """One run of items with inverted stages: each tells the item before what becomes of the boundary between them."""
 
     def __init__(self, row: _Row) -> None:
         self._row = row
@@ -230,7 +206,7 @@ def guard_second_backward(output: Any, value: Any) -> None:
     """Turn torch's error about a freed graph into one that names the remedy."""
     given = {id(tensor.grad_fn) for tensor in tree_leaves(value) if isinstance(tensor, torch.Tensor)}
     for tensor in tree_leaves(output):
-        # What is handed through belongs to the caller's graph.
+        # Inputs that are handed through belong to the caller's graph.
         if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None and id(tensor.grad_fn) not in given:
             tensor.grad_fn.register_prehook(_once_unless_retained())
 
@@ -242,8 +218,8 @@ def _once_unless_retained() -> Callable[[Any], None]:
         backward = backward_number()
         if finished and finished[0] != backward:
             raise ExecutionError(
-                "backward ran a second time through a graph whose saved tensors are freed: expected one backward per forward. "
-                "Call backward(retain_graph=True) the first time, or run the forward again"
+                "backward ran a second time through a graph whose saved tensors are freed: expected one backward per "
+                "forward. Call backward(retain_graph=True) the first time, or run the forward again"
             )
         if not backward_keeps_graph():
             finished[:] = [backward]

@@ -1,19 +1,16 @@
 """One inverted stage: it drops its input when it has run, and rebuilds it from its output in the backward.
 
-There are two ways to do so. Their names count evaluations of the stage, where a plain step takes a forward and a backward::
+There are two ways, with these evaluations of the stage, where a plain step takes a forward and a backward::
 
-    Inversion         any module with an        forward ┄┄┄┄ inverse, forward, backward: the second forward is that of a recomputed
-                      inverse                   segment of one stage, which starts from ``inverse(y)`` at the first tensor asked for
-    FusedInversion    one that also has a       forward ┄┄┄┄ reversible_backward(y, dy): one node of autograd's graph, whose inputs are
-                      ``reversible_backward``   the stage's input and parameters. These get their gradients from autograd, once, so
-                                                accumulation and hooks (DistributedDataParallel's) are those of plain training
+    Inversion         any module with an        forward ┄┄┄┄ inverse, forward, backward: the second forward is that of
+                      inverse                   a recomputed segment of one stage, which starts from ``inverse(y)``
+    FusedInversion    one that also has a       forward ┄┄┄┄ reversible_backward(y, dy): one node of autograd's graph,
+                      ``reversible_backward``   whose inputs are the stage's input and parameters. So accumulation and
+                                                hooks (DistributedDataParallel's) are those of plain training
 
-In both, generators, autocast and buffers are those of the first run for all that follows, and a few elements that were noted in the forward
-say whether the inverse has drifted, see :mod:`lightning_rotor.execution.reverse`. What others hold of the input is told in
-:mod:`lightning_rotor.execution.inversion`.
-
-Inside a segment all this happens for real only when the segment is recomputed: what is saved for the backward goes through the hooks of the
-segment, under which its first pass drops it.
+In both, generators, autocast and buffers are those of the first run. A few noted elements of the input say whether the
+inverse has drifted (:mod:`.reverse`). Inside a segment this happens only when the segment is recomputed: its first pass
+drops what is saved through its hooks.
 """
 
 from __future__ import annotations
@@ -41,11 +38,7 @@ from lightning_rotor.stages.state import GeneratorStates
 
 
 class Boundary:
-    """Tensors that were dropped, for those who refer to them.
-
-    Args:
-        name: Of the stage that rebuilds them.
-    """
+    """Tensors that a stage dropped, for those who refer to them until it rebuilds them."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -53,23 +46,20 @@ class Boundary:
         self._referred_to: set[int] = set()
 
     def refer(self, *numbers: int) -> None:
-        """Somebody will ask for the tensors with these numbers."""
+        """Note that the tensors with these numbers will be asked for."""
         self._referred_to.update(numbers)
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:
-        """They are rebuilt; those that nobody will ask for are left alone."""
+        """Keep those rebuilt tensors that will be asked for."""
         self._tensors = {number: tensors[number] for number in self._referred_to}
 
     def get(self, number: int) -> torch.Tensor:
-        """One of the tensors.
-
-        Raises:
-            ExecutionError: The backward has not rebuilt them.
-        """
+        """One of the tensors; raises ExecutionError if the backward has not rebuilt them."""
         if number not in self._tensors:
             raise ExecutionError(
-                f"a backward asks for the input of {self._name!r}, which was dropped and is not rebuilt: expected a backward that "
-                "passes through all of that stage. Do not invert it, or differentiate with respect to what comes before it as well"
+                f"a backward asks for the input of {self._name!r}, which was dropped and is not rebuilt: expected a "
+                "backward that passes through all of that stage. Do not invert it, or differentiate with respect to "
+                "what comes before it as well"
             )
         return self._tensors[number]
 
@@ -81,15 +71,15 @@ class Boundary:
 
 
 class _Kept:
-    """A tensor that is saved for the backward through whatever hooks are set: a segment around drops it and brings it back."""
+    """A tensor saved through whatever hooks are set, so that a surrounding segment drops it and brings it back."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # Without its graph: it would hold the node that holds it.
-        # Its output stays, too: before torch 2.13 the node alone does not hold what it has saved.
+        # Detached: with its graph it would hold the node that holds it. Its output stays, too: before torch 2.13 the
+        # node alone does not hold what it has saved.
         self._held = _Save.apply(_root(), tensor.detach())
 
     def get(self) -> torch.Tensor:
-        """The tensor. A recomputation around hands it out once for each backward."""
+        """The tensor. A surrounding recomputation hands it out once for each backward."""
         (tensor,) = self._held.grad_fn.saved_tensors
         return tensor  # type: ignore[no-any-return]
 
@@ -116,19 +106,7 @@ def _root() -> torch.Tensor:
 
 @dataclass(slots=True, eq=False)
 class _Saved:
-    """One saved tensor of a stage: itself, or where it is.
-
-    Attributes:
-        storage: Its memory, not held.
-        shape: Its size.
-        stride: Its layout.
-        offset: Its place in its memory.
-        dtype: Its type.
-        device: Where it is.
-        tensor: The tensor, unless it is dropped or somewhere else.
-        kept: What holds it.
-        shown: The boundary that it shows, and which tensor of it.
-    """
+    """One saved tensor of a stage: itself, kept for a surrounding segment, or shown by a boundary at an index."""
 
     storage: StorageWeakRef
     shape: torch.Size
@@ -141,7 +119,7 @@ class _Saved:
     shown: tuple[Boundary, int] | None = None
 
     def shows(self, tensor: torch.Tensor) -> bool:
-        """Whether it is the same memory, read as the same numbers."""
+        """True if it is the same memory, read as the same numbers."""
         return (
             self.storage.cdata == identity_of(tensor.untyped_storage())
             and self.dtype == tensor.dtype
@@ -149,7 +127,7 @@ class _Saved:
         )
 
     def stand_in(self) -> torch.Tensor:
-        """A tensor of one element that looks like it to the segment around, which compares what its two passes save."""
+        """A tensor of one element that looks like it to a segment, which compares what its two passes save."""
         return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
 
     def get(self) -> torch.Tensor:
@@ -180,14 +158,15 @@ class SavedOutput:
             int(tensor.storage_offset()),
             tensor.dtype,
             tensor.device,
-            # The first pass of a segment keeps nothing. Detached: an output would hold the node that holds it until a backward comes.
+            # The first pass of a segment keeps nothing. Detached: an output would hold the node that holds it until a
+            # backward.
             None if is_checkpointing() else tensor.detach(),
         )
         self._saved.append(saved)
         return saved
 
     def refer(self, boundary: Boundary, outputs: Sequence[torch.Tensor]) -> None:
-        """What shows the output refers to the boundary from now on; the rest goes where it would have gone without the watch."""
+        """Let what shows the output refer to the boundary; the rest goes where it would have gone without the watch."""
         found, self._saved = self._saved, []  # whoever holds the hooks must not hold these
         for saved in found:
             index = next((index for index, output in enumerate(outputs) if saved.shows(output)), None)
@@ -200,7 +179,7 @@ class SavedOutput:
 
 
 def is_whole(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is dense and all of its memory, so that a copy of its numbers can stand for it."""
+    """True if a tensor is dense and fills its memory, so that a copy of its numbers can stand for it."""
     memory = tensor.untyped_storage().nbytes()
     return tensor.nbytes == memory and torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
@@ -209,11 +188,7 @@ def is_whole(tensor: torch.Tensor) -> bool:
 
 
 class Output:
-    """How an inverted stage gets its output back.
-
-    Attributes:
-        name: Of the stage.
-    """
+    """How an inverted stage gets its output back."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -221,22 +196,16 @@ class Output:
         self._is_given_up = False
 
     def refer(self, boundary: Boundary, outputs: Sequence[torch.Tensor]) -> None:
-        """The stage behind rebuilds it."""
+        """Take the output from the boundary, which the next stage rebuilds."""
         self._source = boundary
         boundary.refer(*range(len(outputs)))
 
     def keep(self, outputs: Sequence[torch.Tensor]) -> None:
-        """It stays until the backward."""
+        """Hold the output until the backward."""
         self._source = [_Kept(output) for output in outputs]
 
     def get(self, *, for_good: bool) -> list[torch.Tensor]:
-        """The output.
-
-        Args:
-            for_good: No other backward needs it.
-        Raises:
-            ExecutionError: It is not there any more.
-        """
+        """The output, ``for_good`` if no other backward needs it; raises ExecutionError if it is gone."""
         match self._source:
             case Boundary() as boundary:
                 return boundary.take()
@@ -248,19 +217,16 @@ class Output:
                 return [each.get() for each in kept]
 
     def require_there(self, *_: Any) -> None:
-        """Check that no backward has given it up.
-
-        Raises:
-            ExecutionError: One has.
-        """
+        """Raise ExecutionError if a backward has given it up."""
         if self._is_given_up:
             raise second_backward(self.name)
 
 
 def second_backward(name: str) -> ExecutionError:
-    """The error for a backward through an inverted stage of which an earlier one has given up the output."""
+    """The error for a backward through an inverted stage whose output an earlier one has given up."""
     return ExecutionError(
-        f"{name!r} is rebuilt again after a backward that did not keep the graph: pass retain_graph=True to all but the last backward"
+        f"{name!r} is rebuilt again after a backward that did not keep the graph: pass retain_graph=True to all but "
+        "the last backward"
     )
 
 
@@ -271,16 +237,7 @@ _NO_STATE = SegmentState()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Way:
-    """How a stage runs and how it is inverted.
-
-    Attributes:
-        name: Of the stage.
-        module: What the stage runs.
-        forward: Maps its input to its output.
-        inverse: Maps its output to its input.
-        draws_random: Remember the random number generators, from whose states forward, inverse and the second forward start.
-        state: What the forward changes besides.
-    """
+    """How a stage runs and how it is inverted; ``state`` is what the forward changes besides."""
 
     name: str
     module: nn.Module
@@ -291,16 +248,7 @@ class Way:
 
 
 class Inversion:
-    """One run of an inverted stage.
-
-    Args:
-        way: How the stage runs.
-        value: Its input. Whoever calls lets go of it afterwards.
-
-    Attributes:
-        boundary: The input, for those before who refer to it.
-        output: The output, to be told whether it stays.
-    """
+    """One run of an inverted stage, whose input the caller lets go of; ``boundary`` is that input once rebuilt."""
 
     def __init__(self, way: Way, value: Any) -> None:
         leaves, self._taken = tree_flatten(value)
@@ -317,19 +265,15 @@ class Inversion:
         self._made: TreeSpec
 
     def run(self) -> Any:
-        """Run the stage; its output belongs to the caller.
-
-        Raises:
-            ExecutionError: It has changed its input in place.
-        """
+        """Run the stage, whose output belongs to the caller; raises ExecutionError if it changes its input in place."""
         leaves = tree_flatten(self._value)[0]
         versions = [version_of(leaf) for leaf in leaves]
         output = self._first_run(leaves)
         self._made = tree_flatten(output)[1]
         if [version_of(leaf) for leaf in leaves] != versions:
             raise ExecutionError(
-                f"{self._way.name!r} changes its input in place, so it cannot be inverted: expected an untouched input. "
-                "Use an operation that is not in place there, or measure again if the model has changed since"
+                f"{self._way.name!r} changes its input in place, so it cannot be inverted: expected an untouched "
+                "input. Use an operation that is not in place there, or measure again if the model has changed since"
             )
         return output
 
@@ -342,7 +286,7 @@ class Inversion:
         return output
 
     def _run(self, _: torch.Tensor) -> Any:
-        """Called in the forward, and again in the backward. The argument says on which device."""
+        """Run in the forward, and again in the backward. The argument says on which device."""
         if self._value is not None:
             value, self._value = self._value, None
             return self._way.forward(value)
@@ -366,7 +310,7 @@ class Inversion:
             return self._accepted(value, what="inverse")
 
     def _accepted(self, value: Any, *, what: str) -> list[torch.Tensor]:
-        """What was rebuilt, checked, laid out as it was, and there for those who refer to it."""
+        """The rebuilt tensors, checked, laid out as they were, and given to those who refer to them."""
         leaves = require_like(value, self._shapes, name=self._way.name, what=what)
         self._guard.check(leaves, draws_random=self._way.draws_random)
         placed = [_placed(leaf, stride) for leaf, stride in zip(leaves, self._strides, strict=True)]
@@ -384,7 +328,7 @@ class FusedInversion(Inversion):
 
     @property
     def inputs(self) -> int:
-        """How many tensors the stage takes."""
+        """The number of tensors that the stage takes."""
         return len(self._shapes)
 
     def _first_run(self, leaves: Sequence[torch.Tensor]) -> Any:
@@ -392,24 +336,17 @@ class FusedInversion(Inversion):
         return tree_unflatten(_Fused.apply(self, *leaves, *self._parameters), self._made)
 
     def require_unchanged(self) -> None:
-        """Check that the module reads what it has read."""
+        """Check that the parameters and buffers that the module reads are unchanged."""
         self._moment.require_unchanged()
 
     def forward(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run the module; the tensors of its output."""
+        """The tensors of the module's output."""
         with self._moment.first():
             outputs, self._made = tree_flatten(self._way.forward(tree_unflatten(leaves, self._taken)))
         return outputs
 
     def backward(self, gradients: Sequence[torch.Tensor], *, for_good: bool) -> Sequence[torch.Tensor | None]:
-        """Rebuild the input and run the backward.
-
-        Args:
-            gradients: For the tensors of the output.
-            for_good: There is no other backward after this one.
-        Returns:
-            Gradients for the tensors of the input, and for the parameters.
-        """
+        """Rebuild the input; the gradients for it and the parameters, ``for_good`` if no other backward follows."""
         way: Any = self._way
         substitutes = stand_ins(self._parameters)
         outputs = self.output.get(for_good=for_good)
@@ -424,7 +361,7 @@ class FusedInversion(Inversion):
 
 
 class _Fused(torch.autograd.Function):
-    """The node of one fused run. Parameters are among its inputs: they get their gradients from it, as from any other node."""
+    """The node of one fused run; parameters are among its inputs and get their gradients from it."""
 
     @staticmethod
     def forward(ctx: Any, run: FusedInversion, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -454,7 +391,7 @@ def _placed(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
 
 
 def _drained(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What a list holds, which it then does no more."""
+    """The tensors of a list, which is emptied."""
     content = tensors[:]
     tensors.clear()
     return content

@@ -23,14 +23,11 @@ from lightning_rotor.stages.state import HostGenerators
 
 
 def run_stage(stage: Stage, value: Any, option: int = 0) -> Any:
-    """Run a stage under one of its options: plainly under the first one, ``keep``, and else its variant.
+    """Run a stage under an option: plainly under the first one, ``keep``, and else its variant.
 
-    Autocast caches every weight that it casts until its context ends. That would pin a second copy of all weights during the
-    forward, and let a recomputation save other tensors than the first pass did, so the cache lives for one stage only. A weight that
-    is used twice within a stage is still cast once, as without this package.
-
-    Raises:
-        InverseError: A coupling of the stage cannot split its input.
+    Autocast caches every weight that it casts until its context ends. That would pin a second copy of all weights, and
+    let a recomputation save other tensors than the first pass, so the cache lives for one stage. Within a stage a
+    weight is still cast once. Raises InverseError if a coupling cannot split its input.
     """
     try:
         return stage.variants[option - 1](value) if option else stage(value)
@@ -41,13 +38,7 @@ def run_stage(stage: Stage, value: Any, option: int = 0) -> Any:
 
 
 def way_of(stage: Stage, *, draws_random: bool, state: SegmentState) -> Way:
-    """How a stage with an inverse runs if it is inverted.
-
-    Args:
-        stage: The stage.
-        draws_random: Whether it reads random number generators.
-        state: What recomputation must leave alone.
-    """
+    """How a stage with an inverse runs if it is inverted."""
     assert stage.invertible is not None
     return Way(
         stage.name,
@@ -64,7 +55,7 @@ def _run_inverse(stage: Stage, output: Any) -> Any:
     try:
         return stage.inverse(output)
     finally:
-        # What was cast without gradients must not serve the forward that follows.
+        # Weights cast without gradients must not serve the forward that follows.
         forget_casts()
 
 
@@ -75,24 +66,23 @@ def forget_casts() -> None:
 
 
 def autocast_enabled() -> bool:
-    """Whether any autocast context is active."""
+    """True if any autocast context is active."""
     return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
 
 # ----------------------------------------------------------------------------------------------------
-# Running a user's module for real and leaving everything as it was: generators, parameters, buffers, attributes,
-# autocast's cache.
+# Running a user's module for real and leaving everything as it was.
 
 
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """Set generators back at the end, compute with gradients, and tell users' code that this is no step of theirs.
+    """Context that computes with gradients, sets generators back and tells users' code that this is no training step.
 
     Saved tensors are kept plainly, whatever hooks are set around the call (a checkpoint of the user's, say).
     """
     devices = [device] if device.type == "cuda" else []
     host = HostGenerators()
-    # Detached: a node that saves its own output would hold the tensor that holds the node, and nobody would ever free the two.
+    # Detached: a node that saves its own output would hold the tensor that holds it, and neither would be freed.
     kept_plainly = saved_tensors_hooks(torch.Tensor.detach, _same)
     with torch.random.fork_rng(devices=devices, device_type="cuda"), torch.enable_grad(), repeating(), kept_plainly:
         try:
@@ -105,12 +95,7 @@ def undisturbed(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def kept_attributes(stage: Stage, *, keep_parameters: bool = True) -> Iterator[Snapshot]:
-    """Set back at the end all that the stage's modules and hooks can reach.
-
-    Args:
-        stage: Its modules.
-        keep_parameters: See :func:`kept_parameters`.
-    """
+    """Set back at the end all that the stage's modules and hooks can reach, and parameters if asked."""
     before = Snapshot(module for _, module in stage.submodules())
     try:
         with kept_parameters(stage) if keep_parameters else nullcontext():
@@ -120,11 +105,7 @@ def kept_attributes(stage: Stage, *, keep_parameters: bool = True) -> Iterator[S
 
 
 class _Written(private.TorchDispatchMode):
-    """Copies parameters that operations are about to change in place. It slows them down, so nobody measures under it.
-
-    Args:
-        parameters: All that count.
-    """
+    """Copies parameters before operations change them in place. It slows them down, so nothing is timed under it."""
 
     supports_higher_order_operators = True
 
@@ -136,7 +117,7 @@ class _Written(private.TorchDispatchMode):
         self._waiting = {_memory_of(data): data for _, data in self._kept}
 
     def copy(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Somebody is going to write to these."""
+        """Copy those of these tensors that count, before they are written to."""
         for data in (self._waiting.pop(_memory_of(tensor), None) for tensor in tensors):
             if data is not None:
                 self._copies.append((data, data.clone()))
@@ -150,7 +131,7 @@ class _Written(private.TorchDispatchMode):
         return func(*args, **kwargs)
 
     def restore(self) -> list[torch.nn.Parameter]:
-        """Put all back; those that had changed."""
+        """Put all back; returns those that had changed."""
         memory = {_memory_of(data) for data, _ in self._copies}
         changed = [
             each for each, data in self._kept if _memory_of(each) != _memory_of(data) or _memory_of(data) in memory
@@ -167,11 +148,10 @@ class _Written(private.TorchDispatchMode):
 def kept_parameters(
     stage: Stage, known: Iterable[torch.nn.Parameter] | None = None
 ) -> Iterator[list[torch.nn.Parameter]]:
-    """Set back at the end the values of parameters that the stage's forward changes; the list then has them, and those it has replaced.
+    """Set back parameters that the stage's forward changes; yields a list that then has them and those it replaced.
 
-    Args:
-        stage: Its parameters. Those of FSDP's units and around compiled code are left alone, and what NumPy writes is not seen.
-        known: Those that it is known to change, so that it runs as fast as ever. By default, what runs is watched.
+    Those of FSDP's units and around compiled code are left alone, and NumPy's writes are not seen. What runs is watched
+    unless ``known`` names the parameters, which costs no time.
     """
     found: list[torch.nn.Parameter] = []
     parameters = [parameter for parameter in _parameters_of(stage) if _has_values(parameter)]
@@ -209,7 +189,7 @@ def _memory_of(tensor: torch.Tensor) -> int:
 
 @contextmanager
 def lent_buffers(stage: Stage) -> Iterator[list[tuple[torch.nn.Module, str, torch.Tensor]]]:
-    """Give the stage copies of its buffers for the time being; yields the slots with the originals, which nothing changes."""
+    """Give the stage copies of its buffers meanwhile; yields the slots with the originals, which stay unchanged."""
     slots = {
         (id(module), name): (module, name, buffer)
         for _, module in stage.submodules()

@@ -1,8 +1,8 @@
 """One recomputed segment: the single place where this package touches ``torch.utils.checkpoint``.
 
-torch's non-reentrant checkpoint builds the original graph, drops every tensor that it saves, and runs the function again when
-the backward first asks for one. What this module adds is what that function must not do twice: update buffers, draw other
-random numbers, count calls.
+torch's non-reentrant checkpoint builds the original graph, drops every tensor that it saves, and runs the function
+again when the backward first asks for one. This module keeps the second run from updating buffers, drawing other random
+numbers and counting calls.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NO_STATE = SegmentState()
 
 
 class _Flags(threading.local):
-    """Backward passes of CUDA graphs run in other threads than the forward, each with its own flags."""
+    """Flags of this thread: backward passes of CUDA graphs run in other threads than the forward."""
 
     recomputing = 0
     checkpointing = 0
@@ -37,22 +37,22 @@ _flags = _Flags()
 
 
 def is_recomputing() -> bool:
-    """Whether the current forward repeats one that has already run, so that nothing should come of it.
+    """True if the current forward repeats one that has already run, so that nothing should come of it.
 
-    True while a segment is recomputed in the backward, and while costs are measured. What modules and their hooks can reach in Python is put back
-    by itself. Ask here before writing to a file or a server, which cannot be undone.
+    That is while a segment is recomputed in the backward, and while costs are measured. What modules and their hooks
+    can reach in Python is put back by itself. Ask here before writing to a file or a server, which cannot be undone.
     """
     return _flags.recomputing > 0
 
 
 def is_checkpointing() -> bool:
-    """Whether the current forward drops its saved tensors because it will be recomputed."""
+    """True if the current forward drops its saved tensors because it will be recomputed."""
     return _flags.checkpointing > 0
 
 
 @contextmanager
 def repeating(repeats: bool = True) -> Iterator[None]:
-    """Context in which :func:`is_recomputing` is true, or is not."""
+    """Context in which :func:`is_recomputing` gives ``repeats``."""
     before = _flags.recomputing
     _flags.recomputing = before + 1 if repeats else 0
     try:
@@ -89,7 +89,7 @@ class _Again:
 
 
 def is_last_backward_through(nodes: Collection[Node]) -> bool:
-    """Whether a backward is running that goes on to all of some nodes and frees what is before them; False if there are none."""
+    """True if a backward is running that goes on to all of these nodes and frees what is before them."""
     if private.backward_number() is None:
         return False
     return bool(nodes) and not private.backward_keeps_graph() and all(map(private.backward_reaches, nodes))
@@ -98,8 +98,8 @@ def is_last_backward_through(nodes: Collection[Node]) -> bool:
 class _Inputs:
     """Inputs of one segment, until the last backward that runs through it has them.
 
-    A recomputation needs its inputs once, unless somebody keeps the graph. The backwards of the segment, its most expensive moments, then
-    go without them. Segments inside other ones have their inputs from the recomputation around them, which does the same.
+    Its backwards, the most expensive moments, go without them, unless the graph is kept. Inner segments get their
+    inputs from the recomputation around them, which does the same.
     """
 
     def __init__(self, name: str) -> None:
@@ -123,11 +123,10 @@ class _Inputs:
         return tensor
 
     def _are_needed_no_more(self) -> bool:
-        """Whether the running backward goes on to what made the inputs, all of them, and frees that graph.
+        """True if the running backward goes on to all that made the inputs, and frees that graph.
 
-        Any later backward that comes by the segment then meets freed nodes, as it does in plain training, unless what it meets saved
-        nothing at all. If it does not go on to one of them, another backward may still come from there: two heads that read one input
-        each, a gradient for some of the inputs, an input that nobody trains.
+        Any later backward then meets freed nodes, as in plain training, unless they saved nothing. If it leaves out one
+        node, another backward may still come from there: two heads that read one input each, or untrained inputs.
         """
         backward = private.backward_number()
         if backward is not None and backward != self._last_backward:
@@ -161,23 +160,20 @@ def recomputed(
 ) -> Any:
     """Run a function without keeping what its backward needs; the backward runs it again.
 
-    Args:
-        function: Maps the inputs to its output, the same bits every time.
-        inputs: Tensors and other objects. Tensors are held until the backward has recomputed the segment, if it frees the graph.
-        name: For error messages.
-        draws_random: Remember the random number generators and set them back for the recomputation. Costs 5 kB on the host.
-        state: What the function reads and changes besides, or might change some day.
-        spell_input: How messages call an input, by its number.
+    The function must give the same bits every time. Tensors among its inputs are held until the backward has recomputed
+    it, if that frees the graph. Setting the generators back takes 5 kB on the host. ``state`` is what else it reads and
+    changes, or might change some day.
+
     Raises:
-        ExecutionError: The function changes one of its inputs in place, or a parameter or buffer that nobody expected it to change, which
-            would silently spoil the recomputation. In the backward: an input, a parameter or a buffer has changed since.
+        ExecutionError: It changes an input, or unexpectedly a parameter or buffer, which would silently spoil the
+            recomputation. In the backward: one of them has changed since.
     """
     tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
     before = expected = private.stamps(tensors)
     hooks: AbstractContextManager[Any] = nullcontext()
     or_copies = False
     if _flags.checkpointing or _flags.recomputing:
-        # Inside another segment. Its recomputation makes the inputs anew, in other memory, by the same operations.
+        # Inside another segment, whose recomputation makes the inputs anew, in other memory, by the same operations.
         expected = before[: len(tensors)]
     elif private.hooks_for_saved_tensors() is not None:
         or_copies = True  # somebody's hooks bring back what they like

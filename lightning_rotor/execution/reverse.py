@@ -1,4 +1,4 @@
-"""A backward inside of a backward: gradients for inputs and parameters that touch no ``grad`` and fire no hook of the user's."""
+"""A backward inside of a backward: gradients that touch no ``grad`` and fire no hook of the user's."""
 
 from __future__ import annotations
 
@@ -25,10 +25,7 @@ from lightning_rotor.stages.state import GeneratorStates
 
 
 def stand_ins(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Leaves with the memory of parameters and gradients of their own, to compute with in the parameters' place.
-
-    A parameter itself would not do: its hooks, and those of its accumulation (DistributedDataParallel's), would see a gradient twice.
-    """
+    """Leaves to compute with in the place of parameters, whose hooks (DistributedDataParallel's) would fire twice."""
     return [
         nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
         if isinstance(parameter, nn.Parameter)
@@ -38,17 +35,12 @@ def stand_ins(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def learning(tensor: torch.Tensor, *, wanted: bool = True) -> torch.Tensor:
-    """A leaf with the memory of a tensor that receives a gradient, if it can have one and that is wanted."""
+    """A leaf with the tensor's memory, which receives a gradient if it can have one and that is wanted."""
     return tensor.detach().requires_grad_(wanted and (tensor.is_floating_point() or tensor.is_complex()))
 
 
 class Roots:
-    """Where a backward begins: outputs of a forward, of which only the graph is kept.
-
-    Args:
-        outputs: Those without a graph have no part in the backward.
-        gradients: Of the loss, for each.
-    """
+    """Where a backward begins: outputs of a forward, of which only the graph is kept, and their gradients."""
 
     def __init__(self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
         pairs = [
@@ -60,13 +52,9 @@ class Roots:
         self._gradients = [gradient for _, gradient in pairs]
 
     def gradients_for(self, inputs: Sequence[torch.Tensor], *, name: str) -> list[torch.Tensor | None]:
-        """Run the backward.
+        """The gradients for some leaves; None for those that require none or had no part in the outputs.
 
-        Args:
-            inputs: Leaves; for those that require no gradient, and those that had no part in the outputs, there is None.
-            name: Of the module, for error messages.
-        Raises:
-            ExecutionError: The outputs depend on a tensor that is not among the inputs and would silently go without its gradient.
+        Raises ExecutionError if the outputs depend on another tensor, which would silently go without its gradient.
         """
         learning = [tensor for tensor in inputs if tensor.requires_grad]
         if not (self._edges and learning):
@@ -84,8 +72,9 @@ class Roots:
             leaf = getattr(node, "variable", None)
             if isinstance(leaf, torch.Tensor) and id(leaf) not in numbers:
                 raise ExecutionError(
-                    f"{name!r} uses a tensor of shape {tuple(leaf.shape)} that requires a gradient and is neither its input nor one of its "
-                    "parameters: expected no other, for its gradient would be lost. Give it as an input (in a tuple), or register it"
+                    f"{name!r} uses a tensor of shape {tuple(leaf.shape)} that requires a gradient and is neither its "
+                    "input nor one of its parameters: expected no other, for its gradient would be lost. Give it as "
+                    "an input (in a tuple), or register it"
                 )
             fresh = [
                 following for following, _ in node.next_functions if following is not None and following not in seen
@@ -102,12 +91,7 @@ def accumulate(tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor
 
 
 def first_derivatives_only(name: str, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
-    """Gradients; if somebody wants gradients of them, such that ask for the reason why there are none.
-
-    Args:
-        name: Of the module that made them.
-        gradients: Made without a graph, in a backward.
-    """
+    """Gradients that were made without a graph; asking for their gradients raises an error with the reason."""
     if not torch.is_grad_enabled():
         return gradients
     numbers = [number for number, gradient in enumerate(gradients) if gradient is not None]
@@ -130,8 +114,9 @@ class _NoSecondDerivative(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> None:
         raise ExecutionError(
-            f"gradients of the gradients of {ctx.name!r} are wanted, but its backward rebuilt its input outside of autograd's graph: expected first "
-            "derivatives alone. Call the module plainly where create_graph=True is needed"
+            f"gradients of the gradients of {ctx.name!r} are wanted, but its backward rebuilt its input outside of "
+            "autograd's graph: expected first derivatives alone. Call the module plainly where create_graph=True is "
+            "needed"
         )
 
 
@@ -148,9 +133,9 @@ _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Guard:
-    """Samples of tensors that are about to be dropped.
+    """Samples of tensors that are about to be dropped, a few bytes at fixed positions on their device.
 
-    Positions are fixed, and the global random number generators are left alone. A few bytes on the device; a comparison there waits for it.
+    The global random number generators are left alone. A comparison waits for the device.
 
     Attributes:
         name: Of the module that will rebuild the tensors.
@@ -179,7 +164,7 @@ class Guard:
 
         Args:
             rebuilt: As many tensors as were sampled, with their shapes.
-            draws_random: The module draws random numbers, which the message then names as a possible reason.
+            draws_random: The message names random numbers of the module as a possible reason.
         Returns:
             The largest error in the samples.
         Raises:
@@ -207,16 +192,18 @@ class Guard:
         remedy = (
             "Keep activations in float32 (autocast does), or run fewer modules in a row without their inputs"
             if self.precision in _LOW_PRECISION
-            else "Bound what the inverse divides by (a smaller clamp), use float64, or run fewer modules in a row without their inputs"
+            else "Bound what the inverse divides by (a smaller clamp), use float64, or run fewer modules "
+            "in a row without their inputs"
         )
         return (
-            f"the input of {self.name!r} as rebuilt by its inverse {found}: expected at most {tolerance:.2g} in {_short(self.precision)}, "
-            f"judged by {SAMPLES} elements that were noted before it was dropped. {remedy}{f'. {DRAWS}' * draws_random}"
+            f"the input of {self.name!r} as rebuilt by its inverse {found}: expected at most {tolerance:.2g} in "
+            f"{_short(self.precision)}, judged by {SAMPLES} elements that were noted before it was dropped. "
+            f"{remedy}{f'. {DRAWS}' * draws_random}"
         )
 
 
 def precision_of(tensor: torch.Tensor) -> torch.dtype:
-    """What a module computes in if it takes this tensor: its dtype, or autocast's if that is coarser."""
+    """The dtype in which a module computes that takes this tensor: its own, or autocast's if that is coarser."""
     kind = tensor.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return max(tensor.dtype, torch.get_autocast_dtype(kind), key=tolerance_of)
@@ -224,13 +211,13 @@ def precision_of(tensor: torch.Tensor) -> torch.dtype:
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
-    """What a rebuilt input may be off by in some precision, relative to its largest element."""
+    """The largest error of a rebuilt input in some precision, relative to its largest element."""
     return _TOLERANCES.get(dtype, _TOLERANCES[torch.bfloat16])
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Elements at fixed positions; a tensor of its own."""
-    # Not through a flat view: one of a channels-last tensor is a copy of all of it.
+    """A new tensor of the elements at fixed positions."""
+    # Not through a flat view, which copies all of a channels-last tensor.
     places = [torch.tensor(place) for place in _places(tensor.shape)]
     detached = tensor.detach()
     return detached[tuple(places)] if places else detached.clone().reshape(min(SAMPLES, tensor.numel()))
@@ -238,8 +225,8 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=256)
 def _places(shape: torch.Size) -> tuple[tuple[int, ...], ...]:
-    """Where to look, by dimension."""
-    # Any regular pattern may fall into few columns of a matrix, that is, into one half of a coupling. The generator is our own.
+    """The positions to compare, by dimension."""
+    # A regular pattern may fall into few columns of a matrix, so into one half of a coupling. The generator is our own.
     size = shape.numel()
     numbers = random.Random(size).sample(range(size), min(SAMPLES, size))
     return tuple(zip(*(_place(number, shape) for number in numbers), strict=True))
@@ -278,16 +265,9 @@ def _short(dtype: torch.dtype) -> str:
 class Moment:
     """The state of generators, buffers, attributes and autocast at one call of a module.
 
-    :meth:`first` wraps the call; :meth:`again` wraps whatever undoes or repeats it. Of what the call did not use nothing is kept: the
-    generators only if it drew, buffers only if it changed them.
-
-    Args:
-        module: Whose call it is.
-        device: Of its input.
-        keep_buffers: Keep all buffers, and let the first call work on copies as well, so that nothing in the module changes.
-        state: What the module may change, if somebody has found out before.
-        may_draw: Whether it may draw random numbers.
-        name: Of the module, for messages.
+    :meth:`first` wraps the call; :meth:`again` wraps whatever undoes or repeats it. Generators are kept only if the
+    call drew, buffers only if it changed them. With ``keep_buffers`` the first call works on copies of all of them, so
+    that nothing in the module changes. ``state`` is what the module may change, if that is known.
     """
 
     def __init__(
@@ -319,16 +299,12 @@ class Moment:
 
     @property
     def draws_random(self) -> bool:
-        """Whether the first call drew random numbers."""
+        """True if the first call drew random numbers."""
         return self._generators is not None
 
     @contextmanager
     def first(self) -> Iterator[None]:
-        """Context of the first call.
-
-        Raises:
-            ExecutionError: The call changes parameters, or large buffers, which it reads again later.
-        """
+        """Context of the first call; raises ExecutionError if it changes parameters or large buffers it reads later."""
         buffers = [(slots, name, slots[name], _version(slots[name])) for slots, name in self._remembered()]
         with self._first_pass:
             self._first_pass.generators = None  # they are among ours
@@ -358,20 +334,12 @@ class Moment:
         clear_autocast_cache()
 
     def require_unchanged(self) -> None:
-        """Check that the call would read the parameters and buffers that it has read.
-
-        Raises:
-            ExecutionError: One of them has changed.
-        """
+        """Raise ExecutionError if a parameter or buffer that the call has read has changed."""
         self._first_pass.read.require_unchanged()
 
     @contextmanager
     def again(self, parameters: Mapping[int, torch.Tensor] | None = None) -> Iterator[None]:
-        """Context of the inverse, or of another forward: sees what the first call saw, and leaves everything as it is.
-
-        Args:
-            parameters: What to use in the place of parameters, by the ``id`` of each.
-        """
+        """Context of the inverse, or of another forward (``parameters`` by id), that sees what the first call saw."""
         replayed = FirstPass(dataclasses.replace(self._first_pass.state, statistics=self._state().statistics))
         replayed.values = self._first_pass.values
         replayed.before, replayed.observers = self._first_pass.before, self._first_pass.observers
@@ -404,7 +372,7 @@ class Moment:
 
 
 def clear_autocast_cache() -> None:
-    """Forget the weights that autocast has cast: those cast without gradients must not serve a forward with them, and none be pinned."""
+    """Forget autocast's cast weights: those cast without gradients must not serve a forward with them or be pinned."""
     if torch.is_autocast_cache_enabled() and any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
         torch.clear_autocast_cache()
 

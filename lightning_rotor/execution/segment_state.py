@@ -1,25 +1,20 @@
 """What a forward changes besides making its output, and how a recomputation neither sees nor repeats it.
 
-A recomputation runs the forward a second time, so it would count a batch twice in running statistics, move an average twice, and start from
-other values than the first pass did. What is done depends on the module:
+A second forward would count a batch twice in running statistics and start from other values than the first pass did:
 
-==================================  =====================================================================================
+==================================  ===================================================================================
 torch's normalization, training     never reads its running statistics: a replay writes to scratch buffers
-any other module seen to update     the first pass remembers the values from before it, and a replay works on a copy of
-its buffers, and modules that       them: it sees what the first pass saw
-are not torch's own, if small
-modules that are not torch's own    are watched: the first update of a large buffer in a segment is refused, since its
-                                    earlier value is gone
-attributes of modules that are      are set to what the first pass saw, and back afterwards, and so is what is in lists, dicts
-not torch's own, what their hooks   and objects there (:mod:`.snapshot`); tensors are lent like buffers. So are Python's and
-can reach                           NumPy's generators
-hooks that only look                are not called again (:mod:`.observers`)
-torch's settings                    are those of the first pass: the default dtype, kernels that are allowed, and so on. So
-and those of its layers             are modes, probabilities and the like, and hooks that came later are not called
-parameters, and buffers that the    are the very tensors of the first pass, though functional_call has put others in place,
-first pass does not update          require gradients as they did, and must not have changed since; those of FSDP units come and
-                                    go with the units' hooks
-==================================  =====================================================================================
+other modules seen to update their  the first pass remembers the earlier values, and a replay works on a copy of them
+buffers; small ones of user code
+large buffers of user code          are watched: the first update in a segment is refused, for the earlier value is gone
+attributes of user code, and what   are set to what the first pass saw, and back afterwards, with all that lists, dicts
+its hooks can reach                 and objects hold (``stages.snapshot``); so are Python's and NumPy's generators
+hooks that only look                are not called again (:class:`Observers`)
+torch's settings, and those of its  are those of the first pass: default dtype, allowed kernels, modes, probabilities;
+layers                              hooks that came later are not called
+parameters, and buffers that the    are the first pass's own tensors, even under functional_call, unchanged and with
+first pass does not update          their ``requires_grad``; those of FSDP units come and go with the units' hooks
+==================================  ===================================================================================
 """
 
 from __future__ import annotations
@@ -45,16 +40,11 @@ from lightning_rotor.stages.state import HostGenerators, LayerSettings, Settings
 from lightning_rotor.units import in_blocks
 
 # ----------------------------------------------------------------------------------------------------
-# Hooks that only look: what they do outside of Python's reach (a line in a file) must not happen again in a
-# recomputation.
+# Hooks that only look: what they do outside of Python (a line in a file) must not happen again in a recomputation.
 
 
 class Observers:
-    """Watches the hooks of some modules during one pass.
-
-    Args:
-        modules: All whose hooks may be called, or whose own code may run.
-    """
+    """Watches the hooks of some modules, or hooks that their own code may call, during one pass."""
 
     __slots__ = ("_modules", "_quiet", "_watched")
 
@@ -64,19 +54,15 @@ class Observers:
         self._quiet: list[tuple[dict[int, Any], int]] = []
 
     def watch(self) -> None:
-        """Begin."""
+        """Begin to watch."""
         for table in (table for module in (None, *self._modules) for table in private.forward_hook_tables(module)):
             for key, hook in [*table.items()]:
-                # One in another pass around this one hears of it, too.
+                # A watch of a surrounding pass hears of it, too.
                 table[key] = watched = _Watched(hook)
                 self._watched.append((table, key, watched))
 
     def settle(self, before: Snapshot) -> None:
-        """The pass is over.
-
-        Args:
-            before: What its code can reach, as it was.
-        """
+        """End the pass; ``before`` is what its code can reach, as it was."""
         for table, key, watched in self._watched:
             if table.get(key) is watched:  # else it is gone, or is another now
                 table[key] = watched.hook
@@ -95,22 +81,16 @@ class Observers:
         self._watched = []
 
     def leave_out(self) -> None:
-        """Take the observers away. The caller puts all hooks back."""
+        """Remove the hooks that only look. The caller puts all hooks back."""
         for table, key in self._quiet:
             table.pop(key, None)
-        # A recomputation ends with an error where it has all that it needs, which is none that a hook should hear of.
+        # A recomputation ends with an error where it has all that it needs, which no hook should hear of.
         for module in (None, *self._modules):
             private.forget_always_called_hooks(module)
 
 
 class _Watched:
-    """A hook that notes what it does.
-
-    Attributes:
-        hook: It.
-        acted: Whether it has done more than look.
-        marked: Whether it has left something in attributes of its module, where others may read it.
-    """
+    """A hook, whether it has ``acted`` (not only looked), and whether it has ``marked`` attributes of its module."""
 
     __slots__ = ("acted", "hook", "marked")
 
@@ -120,14 +100,14 @@ class _Watched:
 
     @property
     def innermost(self) -> Callable[..., Any]:
-        """The user's."""
+        """The user's own hook."""
         hook = self.hook
         while isinstance(hook, _Watched):
             hook = hook.hook
         return hook
 
     def __call__(self, *given: Any) -> Any:
-        """Call it."""
+        """Call the hook."""
         before, marks = _looks_of(given), _marks_on(given[0])
         hooks = private.hooks_for_saved_tensors()
         if hooks is None:
@@ -147,7 +127,7 @@ class _Watched:
 
 
 def _marks_on(module: nn.Module) -> list[tuple[str, int, int]]:
-    """Comparable: changes if an attribute of the user's is set, or a container in one grows."""
+    """A value that changes if an attribute of the user's is set, or a container in one grows."""
     return [
         (name, id(value), len(value) if isinstance(value, (list, dict, set, deque)) else 0)
         for name, value in vars(module).items()
@@ -156,7 +136,7 @@ def _marks_on(module: nn.Module) -> list[tuple[str, int, int]]:
 
 
 def _looks_of(given: Iterable[Any]) -> list[Any]:
-    """Comparable: changes if a tensor does."""
+    """A value that changes if a tensor does."""
     return [
         (
             tensor.data_ptr() if tensor.layout is torch.strided else 0,
@@ -175,13 +155,7 @@ _Entry = TypeVar("_Entry")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Statistic:
-    """A buffer that training writes and never reads.
-
-    Attributes:
-        module: The module that owns the buffer.
-        name: Its name there.
-        scratch: Same shape, dtype and device; replays write to it. One for each buffer, however many stages use it.
-    """
+    """A buffer that training writes and never reads, with one ``scratch`` for all stages' replays to write to."""
 
     module: nn.Module
     name: str
@@ -194,15 +168,13 @@ class SegmentState:
 
     Attributes:
         statistics: Buffers that are written to scratch.
-        remembered: Modules whose buffers are remembered by each first pass.
+        remembered: Modules whose buffers each first pass remembers.
         watched: Modules whose buffers must not change in a segment.
-        attributed: Modules whose attributes, and all that their hooks can reach, are remembered by each first pass.
-        layers: Torch's own modules, whose settings are remembered by each first pass.
-        parametrized: Modules whose own parameters a replay reads.
-        buffered: Modules whose own buffers it reads.
-        direct_reads: Tensors that it reads without calling their module: who has them, and under which name.
+        attributed: Modules whose attributes, and all that their hooks can reach, each first pass remembers.
+        layers: Torch's own modules, whose settings each first pass remembers.
+        parametrized: Modules whose own parameters a replay reads; of ``buffered`` ones it reads the buffers.
+        direct_reads: Tensors read without calling their module: who has them, and under which name.
         written: Parameters that a forward changes. Stages of such are never replayed.
-        root: The user's module, and the path that messages begin with.
     """
 
     statistics: tuple[Statistic, ...] = ()
@@ -217,11 +189,11 @@ class SegmentState:
     root: tuple[nn.Module, str] | None = None
 
     def remembered_bytes(self, block_bytes: int) -> int:
-        """What one first pass takes to remember them, from an allocator with blocks of this size."""
+        """Bytes that one first pass takes to remember them, from an allocator with blocks of this size."""
         return sum(_size(module, block_bytes) for module in self.remembered)
 
     def copied_bytes(self, block_bytes: int) -> int:
-        """What copies of all that a forward may change take, see :class:`~lightning_rotor.planned.forward.BeforeForward`."""
+        """Bytes of copies of all that a forward may change, see ``planned.forward.BeforeForward``."""
         statistics = sum(in_blocks(each.scratch.nbytes, block_bytes) for each in self.statistics)
         return statistics + self.remembered_bytes(block_bytes)
 
@@ -230,7 +202,7 @@ class SegmentState:
             return tuple(dict.fromkeys((*left, *right)))
 
         remembered = both(self.remembered, other.remembered)
-        # What one stage alone reads may be updated by another.
+        # Buffers that only one stage reads may be updated by another.
         buffered = [module for module in both(self.buffered, other.buffered) if module not in set(remembered)]
         direct_reads = [
             (module, name)
@@ -255,7 +227,7 @@ class SegmentState:
         return TensorsRead((*self._slots(), *more), self._spell)
 
     def _spell(self, table: dict[str, Any], name: str) -> str:
-        """How messages call a tensor."""
+        """The name of a tensor in messages."""
         modules = (*self.parametrized, *self.buffered, *self.remembered, *(owner for owner, _ in self.direct_reads))
         owner = next(each for each in modules if table is each._parameters or table is each._buffers)
         kind = "parameter" if table is owner._parameters else "buffer"
@@ -283,13 +255,7 @@ class SegmentState:
 def state_of(
     stage: Stage, updating: Iterable[nn.Module], scratch: dict[tuple[nn.Module, str], Statistic]
 ) -> SegmentState:
-    """Sort the state of a stage.
-
-    Args:
-        stage: Its modules' buffers and attributes.
-        updating: Modules that were seen to update buffers in a forward.
-        scratch: Scratch that other stages have for modules they share with this one; grows.
-    """
+    """The sorted state of a stage; ``updating`` modules change buffers, ``scratch`` is shared by stages and grows."""
     statistics: list[Statistic] = []
     remembered: list[nn.Module] = []
     watched: list[nn.Module] = []
@@ -309,7 +275,7 @@ def state_of(
             watched.append(module)
     modules = [module for _, module in stage.submodules()]
     attributed = [module for module in modules if not is_plain_stock(module)]
-    # FSDP gives its units other parameters around each forward, the very same ones in a recomputation.
+    # FSDP gives its units other parameters around each forward, the same ones in a recomputation.
     exchanged = {module for unit in units_in(stage.modules) for module in unit.module.modules()}
     called = list(stage.called_modules())
     parametrized = [module for module in called if module._parameters and module not in exchanged]
@@ -367,7 +333,7 @@ class FirstPass:
 
 
 class Replay:
-    """Context of a forward that repeats an earlier one: it sees the state that the first one saw, and changes none."""
+    """Context of a forward that repeats an earlier one: sees the state that the first one saw, and changes none."""
 
     def __init__(self, first_pass: FirstPass) -> None:
         self._first_pass = first_pass

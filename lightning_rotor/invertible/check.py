@@ -36,11 +36,11 @@ class InverseReport:
     Attributes:
         error: Largest difference between the input and what the inverse made of the output.
         tolerance: What was allowed.
-        draws_random: Whether the forward draws random numbers.
-        fused_error: Largest difference between the gradients of the fused backward and autograd's, relative to the largest element of each
-            gradient, or to 1 % of the largest of all if that is more; None if there is no fused backward.
-        fused_agrees: Whether that is within ``rtol``; None likewise.
-        shares_memory: Whether the output shows memory of the input, which is then held with it.
+        draws_random: The forward draws random numbers.
+        fused_error: Largest difference between the fused backward's gradients and autograd's, relative to each
+            gradient's largest element, or to 1 % of the largest of all if that is more; None without a fused backward.
+        fused_agrees: True if that is within ``rtol``; None without a fused backward.
+        shares_memory: The output shows memory of the input, which is then held with it.
     """
 
     error: float
@@ -54,24 +54,24 @@ class InverseReport:
 def check_inverse(
     module: nn.Module, x: Any, *, rtol: float = 1e-4, atol: float = 1e-6, name: str | None = None
 ) -> InverseReport:
-    """Check that a module can go without its input: that its inverse rebuilds it, and that its fused backward, if any, is autograd's.
+    """Check that a module's inverse rebuilds its input, and that its fused backward, if any, is autograd's.
 
-    Runs the forward twice, the inverse, and the backward. Buffers, gradients, attributes, random number generators and the input
-    stay as they are. Precision is that of the input: in bfloat16 hardly any inverse is within the default tolerance.
+    Runs the forward twice, the inverse, and the backward, and changes nothing. Precision is that of the input: in
+    bfloat16 hardly any inverse is within the default tolerance.
 
     Args:
         module: With ``forward`` and ``inverse``.
         x: An input as in training: a tensor, or tensors in a tuple, list or dict.
-        rtol: Allowed error of the inverse relative to the largest element of the input, and of the fused backward's gradients relative to the
-            largest element of each.
+        rtol: Allowed error relative to the largest element, of the input for the inverse, of each gradient for the
+            fused backward.
         atol: Allowed error besides.
         name: Of the module in error messages; by default its type's.
     Returns:
         What was found.
     Raises:
-        InverseError: There is no inverse; it raises an error; it returns another number of tensors, other shapes or dtypes than the forward
-            took; it is off by more than the tolerance; something is not finite; the output is smaller than the input; the input is modified in
-            place; the forward does not repeat itself.
+        InverseError: There is no inverse; it fails, is off by more than the tolerance, or returns another number of
+            tensors, other shapes or dtypes than the forward took; something is not finite; the output is smaller than
+            the input; the input is modified in place; the forward does not repeat itself.
     Example:
         >>> check_inverse(AdditiveCoupling(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 8)).fused_agrees
         True
@@ -105,8 +105,9 @@ class _Trial:
         again = require_tensors(self._forward(self.moment.again())[0], name=self.name, what="output")
         if not all(map(torch.equal, made, again)):
             raise InverseError(
-                f"{self.name!r} gives another output when it runs again from the same input, buffers and random numbers: expected the same "
-                "bits. Draw random numbers from torch's, NumPy's or Python's own generators, and keep no state outside of buffers",
+                f"{self.name!r} gives another output when it runs again from the same input, buffers and random "
+                "numbers: expected the same bits. Draw random numbers from torch's, NumPy's or Python's own "
+                "generators, and keep no state outside of buffers",
                 stage=self.name,
                 error=_largest_difference(made, again),
                 tolerance=0.0,
@@ -120,7 +121,7 @@ class _Trial:
         return replace(report, fused_error=fused_error, fused_agrees=fused_error <= rtol)
 
     def _forward(self, context: AbstractContextManager[None]) -> tuple[Any, bool]:
-        """The output for a copy of the input, which a forward in place may spoil; and whether it shows memory of that copy."""
+        """The output for a copy of the input, which a forward may spoil; and whether it shows memory of that copy."""
         copy = tree_map(torch.clone, self.x)
         inputs = require_tensors(copy, name=self.name, what="input")
         versions = [version_of(tensor) for tensor in inputs]
@@ -141,8 +142,8 @@ class _Trial:
             rebuilt = self.module.inverse(copy)
         if versions != [version_of(tensor) for tensor in tree_leaves(copy)]:
             raise InverseError(
-                f"the inverse of {self.name!r} changes the output in place: expected it untouched, for the loss may need it. "
-                "Use an operation that is not in place",
+                f"the inverse of {self.name!r} changes the output in place: expected it untouched, for the loss may "
+                "need it. Use an operation that is not in place",
                 stage=self.name,
             )
         leaves = require_like(rebuilt, [(tensor.shape, tensor.dtype) for tensor in inputs], name=self.name)
@@ -155,7 +156,8 @@ class _Trial:
         if error > tolerance:
             why = DRAWS if self.moment.draws_random else _INEXACT
             raise InverseError(
-                f"the inverse of {self.name!r} is off by {error:.2g}: expected at most {tolerance:.2g} (rtol {rtol:g}, atol {atol:g}). {why}",
+                f"the inverse of {self.name!r} is off by {error:.2g}: expected at most {tolerance:.2g} (rtol "
+                f"{rtol:g}, atol {atol:g}). {why}",
                 stage=self.name,
                 error=error,
                 tolerance=tolerance,
@@ -163,7 +165,7 @@ class _Trial:
         return error, tolerance
 
     def _compare_gradients(self, output: Any) -> float:
-        """How far the fused backward is from autograd's, both with one gradient for the output."""
+        """The error of the fused backward against autograd's, both with one gradient for the output."""
         made = require_tensors(output, name=self.name, what="output")
         slopes = [
             torch.linspace(-1, 1, leaf.numel(), device=leaf.device).view(leaf.shape).to(leaf.dtype) for leaf in made
@@ -181,28 +183,28 @@ class _Trial:
             *(tensor.grad for tensor in fused),
         ]
         pairs = [(mine, autograds) for mine, autograds in zip(left, right, strict=True) if autograds is not None]
-        # Where the gradient is zero but for rounding (a bias before a normalization), two ways to compute it share no digit.
+        # Where the gradient is zero but for rounding (a bias before a normalization), two computations share no digit.
         least = 0.01 * max((_largest(autograds) for _, autograds in pairs), default=0.0)
         return max((_relative(mine, autograds, least) for mine, autograds in pairs), default=0.0)
 
     @contextmanager
     def _named(self, method: str) -> Iterator[None]:
-        """Context of a call of the user's: a method of that name may be meant for something else, and take other arguments."""
+        """Context of a call of the user's method, which may be meant for something else and take other arguments."""
         try:
             yield
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             raise InverseError(
-                f"{self.name!r} raises {type(error).__name__} in {method}: {error}. Expected a method that takes what it is given here alone. "
-                "Correct it, or give it another name if it is no inverse",
+                f"{self.name!r} raises {type(error).__name__} in {method}: {error}. Expected a method that takes what "
+                "it is given here alone. Correct it, or give it another name if it is no inverse",
                 stage=self.name,
             ) from error
 
     def _autograds(
         self, parameters: Sequence[torch.Tensor], slopes: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-        """The tensors of the input, and the gradients for them and for the parameters."""
+        """The input's tensors, and autograd's gradients for them and for the parameters."""
         plain = stand_ins(parameters)
         with self.moment.again(dict(zip(map(id, parameters), plain, strict=True))), torch.enable_grad():
             x = tree_map(learning, self.x)
@@ -229,7 +231,7 @@ def _largest_difference(left: Sequence[torch.Tensor], right: Sequence[torch.Tens
 
 
 def _relative(mine: torch.Tensor | None, autograds: torch.Tensor, least: float) -> float:
-    """The largest difference in terms of the largest element; where the fused backward has no gradient, all of it is missing."""
+    """The largest difference relative to the largest element; a missing gradient of the fused backward counts whole."""
     found = torch.zeros_like(autograds) if mine is None else mine
     difference = _largest_difference([found], [autograds])
     return difference / max(_largest(autograds), least) if difference else 0.0
@@ -240,7 +242,7 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Whether a plan can rely on what a module says of itself: its inverse, and its fused backward.
+# Whether a plan can rely on a module's inverse and on its fused backward.
 
 
 _RTOL = 1e-4
@@ -248,29 +250,18 @@ _RTOL = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Objections:
-    """Why not; empty if there is nothing against it.
-
-    Attributes:
-        inverse: Against its inverse.
-        fused: Against its fused backward alone; empty, too, if it has none.
-    """
+    """Why a module's inverse, or its fused backward alone, cannot be used; empty if nothing is against it."""
 
     inverse: str = ""
     fused: str = ""
 
 
 def try_inverse(module: nn.Module, value: Any, *, name: str) -> Objections:
-    """Try a module's inverse and fused backward with its present parameters.
-
-    Args:
-        module: With an inverse.
-        value: Its input, under the autocast that it runs in.
-        name: Of the module, for messages.
-    """
+    """Try a module's inverse and fused backward with its present parameters, under the autocast that it runs in."""
     if any(map(is_fake, tensors_in(value))):
         return Objections("it is only estimated, and whether its inverse is right shows with values")
     precision = max(map(precision_of, tensors_in(value)), key=tolerance_of)
-    # Half the digits are half the digits of the inverse, too: what the guard allows there is allowed here.
+    # Half the digits are half the inverse's digits, too, so what the guard allows there is allowed here.
     rtol = tolerance_of(precision) if precision in (torch.float16, torch.bfloat16) else _RTOL
     try:
         report = check_inverse(module, value, rtol=rtol, name=name)
@@ -280,6 +271,7 @@ def try_inverse(module: nn.Module, value: Any, *, name: str) -> Objections:
         return Objections("it returns a view of its input, or of a part of it")
     if report.fused_agrees is False:
         return Objections(
-            fused=f"its fused backward is not used: it differs from autograd's by {report.fused_error:.2g} of the largest element of a gradient"
+            fused=f"its fused backward is not used: it differs from autograd's by {report.fused_error:.2g} of the "
+            "largest element of a gradient"
         )
     return Objections()

@@ -1,9 +1,9 @@
 """Training modules without their inputs, with no planner around.
 
-Each module becomes one node of autograd's graph. The node holds the module's output; the input and the parameters are its inputs, which is
-why ``torch.autograd.grad``, hooks, DistributedDataParallel and ``requires_grad`` of the output work as they do in a plain call. A fused
-backward, which makes all gradients at once, has no other place: non-reentrant checkpoints, which this package uses everywhere else, record
-the forward's own graph. A module that takes the output of another such node rebuilds it in the backward, so a run of them holds one output.
+Each module becomes one node of autograd's graph, which holds the module's output; the input and the parameters are its
+inputs. So ``torch.autograd.grad``, hooks and DistributedDataParallel work as in a plain call. A fused backward, which
+makes all gradients at once, has no other place: non-reentrant checkpoints record the forward's own graph. A module that
+takes the output of another such node rebuilds it in the backward, so a run of them holds one output.
 """
 
 from __future__ import annotations
@@ -34,15 +34,11 @@ from lightning_rotor.stages.sequential import (
 )
 
 # ----------------------------------------------------------------------------------------------------
-# What lies between two modules without inputs: the output of the one before, or how to come by it.
+# What lies between two modules without inputs: the output of the first, or how to rebuild it.
 
 
 class Boundary:
-    """The output of one module, by reference, or by the inverse of the module after it.
-
-    Attributes:
-        name: Of the module that made it.
-    """
+    """The output of one module, by reference, or by the inverse of the module after it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -62,18 +58,13 @@ class Boundary:
         return self._tensors is not None and self._tensors[number].is_set_to(tensor)
 
     def hand_over(self, rebuild: Callable[[list[torch.Tensor]], list[torch.Tensor]], after: Boundary) -> None:
-        """Drop the tensors: they can be rebuilt from those of a later boundary. Only the first to take over does."""
+        """Drop the tensors, which can be rebuilt from those of a later boundary; only the first call does so."""
         if self._tensors is not None and self._after is None:
             self._require_untouched()
             self._tensors, self._rebuild, self._after = None, rebuild, after
 
     def refill(self, tensors: Sequence[torch.Tensor], *, for_good: bool) -> None:
-        """Take tensors that a later inverse rebuilt.
-
-        Args:
-            tensors: What was handed over.
-            for_good: They cannot be rebuilt any more.
-        """
+        """Take tensors that a later inverse rebuilt, ``for_good`` if it cannot do so again."""
         if self._after is None or self._is_released:
             return
         self.hold(tensors)
@@ -81,11 +72,7 @@ class Boundary:
             self._rebuild = self._after = None
 
     def lend(self, *, for_good: bool) -> list[torch.Tensor]:
-        """The tensors. What can be rebuilt is held no more afterwards.
-
-        Args:
-            for_good: Nobody will ask again, so nothing is.
-        """
+        """The tensors; what can be rebuilt is then dropped, and everything is if they are lent ``for_good``."""
         waiting: list[Boundary] = []
         boundary = self
         while boundary._tensors is None:
@@ -108,16 +95,16 @@ class Boundary:
     def _require_untouched(self) -> None:
         if self._tensors is not None and [version_of(tensor) for tensor in self._tensors] != self._versions:
             raise ExecutionError(
-                f"the output of {self.name!r} was changed in place, so its input cannot be rebuilt: expected it untouched until the backward. "
-                "Use an operation that is not in place on it"
+                f"the output of {self.name!r} was changed in place, so its input cannot be rebuilt: expected it "
+                "untouched until the backward. Use an operation that is not in place on it"
             )
 
 
 def second_backward(name: str) -> ExecutionError:
     """The error for a backward through what an earlier one has used up."""
     return ExecutionError(
-        f"backward ran a second time through {name!r}, whose output is held no more: expected one backward per forward. "
-        "Call backward(retain_graph=True) the first time, or run the forward again"
+        f"backward ran a second time through {name!r}, whose output is held no more: expected one backward per "
+        "forward. Call backward(retain_graph=True) the first time, or run the forward again"
     )
 
 
@@ -127,24 +114,27 @@ def second_backward(name: str) -> ExecutionError:
 def invertible_checkpoint(module: nn.Module | Sequence[nn.Module], x: Any, *, name: str | None = None) -> Any:
     """Call a module so that the backward rebuilds its input from its output instead of holding it.
 
-    A run of modules, in a list, an :class:`~lightning_rotor.invertible.InvertibleSequential` or several calls in a row, holds the last output
-    alone. Nothing is freed that anybody else refers to: ``x + invertible_checkpoint(module, x)`` is right, and holds ``x``.
+    A run of modules, in a list, an :class:`~lightning_rotor.invertible.InvertibleSequential` or several calls in a row,
+    holds the last output alone. Nothing is freed that others refer to: ``x + invertible_checkpoint(module, x)`` is
+    right, and holds ``x``.
 
-    Gradients are those of a plain call up to rounding in the rebuilt inputs. Autocast, random number generators and buffers are in the
-    backward as they were in the forward, and are left alone. Without gradients (``no_grad``, nothing that requires one) it is a plain call.
-    Under somebody else's hooks for saved tensors (``torch.utils.checkpoint``, ``save_on_cpu``) each module gives its output to them.
+    Gradients are those of a plain call up to rounding in the rebuilt inputs. The backward sees autocast, generators and
+    buffers of the forward, and leaves them alone. Without gradients it is a plain call. Under others' hooks for saved
+    tensors (``torch.utils.checkpoint``, ``save_on_cpu``) each module gives its output to them.
 
     Args:
-        module: With an ``inverse``; or several, to run in a row. With a ``reversible_backward`` too, that one is used.
+        module: With an ``inverse``; or several, to run in a row. A ``reversible_backward`` is used if there is one.
         x: A tensor, or tensors in a tuple, list or dict.
         name: Of the module in error messages; by default its type's.
     Returns:
         The output of the module.
     Raises:
-        InverseError: A module has no inverse, changes its input in place, or returns less than it took. In the backward: the
-            inverse returns something else than the forward took, or is off by more than :mod:`lightning_rotor.execution.reverse` allows.
-        ExecutionError: A second backward without ``retain_graph=True`` in the first; a gradient of a gradient; an output, a parameter or a
-            buffer that was changed before the backward; a tensor that requires a gradient and is neither input nor parameter.
+        InverseError: A module has no inverse, changes its input in place, or returns less than it took. In the
+            backward: the inverse returns something else than the forward took, or is off by more than :class:`Guard`
+            allows.
+        ExecutionError: A second backward without ``retain_graph=True`` in the first; a gradient of a gradient; an
+            output, a parameter or a buffer changed before the backward; a tensor that requires a gradient and is
+            neither input nor parameter.
     Warns:
         RotorWarning: In the backward: an inverse in float16 or bfloat16 is off by more than the guard expects.
     Example:
@@ -183,7 +173,7 @@ def _step(module: nn.Module, x: Any, name: str) -> Any:
 
 
 def _boundary_of(inputs: Sequence[torch.Tensor]) -> Boundary | None:
-    """That of the call of ours whose outputs, all of them in order, the inputs are."""
+    """The boundary of the checkpointed call whose outputs, all of them in order, the inputs are, if there is one."""
     calls = (getattr(tensor.grad_fn, "call", None) for tensor in inputs)
     call = next((found for found in calls if isinstance(found, _Call)), None)
     if call is None or len(inputs) != call.outputs:
@@ -212,22 +202,22 @@ class _Call:
         self._guard = Guard.of(inputs, name=name)
         self._finished = False
         self.output = Boundary(name)
-        # Under hooks every tensor goes through them, or an enclosing checkpoint would not get rid of it.
+        # Under hooks every tensor goes through them, or a surrounding checkpoint would not get rid of it.
         self.hooked = hooks_for_saved_tensors() is not None
         self.source = None if self.hooked else _boundary_of(inputs)
 
     @property
     def inputs(self) -> int:
-        """How many tensors it takes."""
+        """The number of tensors that it takes."""
         return len(self._shapes)
 
     @property
     def outputs(self) -> int:
-        """How many it makes."""
+        """The number of tensors that it makes."""
         return len(self.learning)
 
     def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Run the module; of several outputs a second run, with a graph that is dropped, shows which of them require a gradient."""
+        """The outputs; a second run, with a graph that is dropped, shows which of several require a gradient."""
         versions = [version_of(tensor) for tensor in inputs]
         try:
             with self._moment.first():
@@ -248,7 +238,7 @@ class _Call:
         return tuple(tensor.detach() for tensor in outputs)
 
     def rebuild(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The input, by the inverse. Empties the list, so that the outputs can go."""
+        """The input, by the inverse. Empties the list, so that the outputs can be freed."""
         with torch.no_grad(), self._moment.again():
             rebuilt = self._module.inverse(tree_unflatten(_drained(outputs), self.made))
         inputs = require_like(rebuilt, self._shapes, name=self._name)
@@ -256,7 +246,7 @@ class _Call:
         return inputs
 
     def begin_backward(self, *, keep_graph: bool) -> None:
-        """Check that there was no last one yet, and that the module reads what it has read."""
+        """Check that no last backward has come before, and that what the module reads is unchanged."""
         if self._finished:
             raise second_backward(self._name)
         self._finished = not keep_graph
@@ -269,16 +259,7 @@ class _Call:
         gradients: Sequence[torch.Tensor],
         wanted: Sequence[bool],
     ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-        """Rebuild the input, and run the backward of the module.
-
-        Args:
-            outputs: Of the module; the list is emptied.
-            parameters: As they were in the forward.
-            gradients: For the outputs.
-            wanted: For each input, whether it needs a gradient.
-        Returns:
-            The inputs, and the gradients for them and for the parameters.
-        """
+        """The inputs, rebuilt, and the wanted gradients for them and for the parameters. Empties ``outputs``."""
         substitutes = stand_ins(parameters)
         by_id = dict(zip(map(id, self._parameters), substitutes, strict=True))
         if has_fused_backward(self._module):
@@ -343,7 +324,7 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _drained(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What a list holds, which it then does no more."""
+    """The tensors of a list, which is emptied."""
     content = tensors[:]
     tensors.clear()
     return content

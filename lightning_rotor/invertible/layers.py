@@ -30,12 +30,7 @@ _DRAWING = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
 
 class PartSeeds:
-    """Generators for the parts of one call. Draws one number from torch's generator on the host, if any part may draw.
-
-    Args:
-        parts: The modules that will run, each under its number.
-        device: Where they run.
-    """
+    """Generators for the parts of one call, by number. Draws once from torch's host generator if any part may draw."""
 
     def __init__(self, parts: tuple[nn.Module, ...], device: torch.device) -> None:
         self._device = device
@@ -59,7 +54,7 @@ class PartSeeds:
 
 
 def _may_draw(module: nn.Module) -> bool:
-    """Whether a module itself may draw random numbers. Of those that are not torch's nobody knows, in training."""
+    """True if a module itself may draw random numbers: in training, any that is not torch's may."""
     if isinstance(module, _DROPPING):
         return module.training and bool(getattr(module, "p", 0.0) or getattr(module, "dropout", 0.0))
     if isinstance(module, _DRAWING):
@@ -85,22 +80,22 @@ class _Coupling(nn.Module):
     """Two halves along a dimension."""
 
     draws_by_parts = True
-    """Random numbers come from :class:`~lightning_rotor.invertible.layers.PartSeeds` alone."""
+    """Random numbers come from :class:`PartSeeds` alone."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.dim = dim
 
     def extra_repr(self) -> str:
-        """What is not a submodule."""
+        """The settings, for ``repr``."""
         return f"dim={self.dim}"
 
     def _halves(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         shape = tuple(tensor.shape)
         if not -tensor.ndim <= self.dim < tensor.ndim or shape[self.dim] % 2 or not shape[self.dim]:
             raise InverseError(
-                f"{type(self).__name__} cannot split a tensor of shape {shape} in two along dimension {self.dim}: expected an even size there. "
-                "Change dim, or the number of channels",
+                f"{type(self).__name__} cannot split a tensor of shape {shape} in two along dimension {self.dim}: "
+                "expected an even size there. Change dim, or the number of channels",
                 stage=type(self).__name__,
             )
         first, second = tensor.chunk(2, self.dim)
@@ -110,13 +105,13 @@ class _Coupling(nn.Module):
 class AdditiveCoupling(_Coupling):
     """The block of reversible residual networks: ``y1 = x1 + f(x2)``, ``y2 = x2 + g(y1)``.
 
-    Its fused backward runs f and g once each: with the forward, 4 evaluations of each in a step (a backward counts twice) where an inverse and
-    another forward make 5. If f or g may draw random numbers, each has generators of its own, seeded from the global one, so that the inverse
-    finds the same numbers.
+    Its fused backward runs f and g once each: 4 evaluations of each in a step (a backward counts twice), where an
+    inverse and another forward make 5. If f or g may draw random numbers, each has generators of its own, seeded from
+    the global one, so that the inverse finds the same numbers.
 
     Args:
         f: Maps a half ``(batch, channels / 2, ...)`` to its own shape.
-        g: Likewise.
+        g: Maps the other half to its own shape.
         dim: Dimension along which the input is split; its size is even.
     Raises:
         InverseError: When called: that size is odd.
@@ -191,8 +186,8 @@ class AdditiveCoupling(_Coupling):
 class AffineCoupling(_Coupling):
     """The block of RealNVP and Glow: ``y1 = x1``, ``y2 = x2 * exp(s) + t`` with ``(s, t) = net(x1)``.
 
-    The inverse divides by ``exp(s)``, so s is always clamped: ``s = clamp * tanh(raw / clamp)`` lies within ±clamp. The way from the output back to
-    the input then multiplies rounding errors by ``exp(clamp)`` at most. The fused backward runs the network once.
+    The inverse divides by ``exp(s)``, so s is clamped: ``s = clamp * tanh(raw / clamp)``. The inverse then multiplies
+    rounding errors by ``exp(clamp)`` at most. The fused backward runs the network once.
 
     Args:
         net: Maps a half ``(batch, channels / 2, ...)`` to twice as many channels: raw scales, then shifts.
@@ -216,7 +211,7 @@ class AffineCoupling(_Coupling):
         self.clamp = float(clamp)
 
     def extra_repr(self) -> str:
-        """What is not a submodule."""
+        """The settings, for ``repr``."""
         return f"{super().extra_repr()}, clamp={self.clamp}"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -255,7 +250,7 @@ class AffineCoupling(_Coupling):
 
 
 def _like(made: torch.Tensor, half: torch.Tensor) -> torch.Tensor:
-    """What a network made, in the dtype of what it took: under autocast it may be coarser, and the output shall be as the input."""
+    """What a network made, in the dtype of its input: under autocast it may be coarser."""
     return made.to(half.dtype)
 
 
@@ -277,21 +272,7 @@ def _backward_through(network: nn.Module, roots: Roots, leaf: torch.Tensor) -> t
 
 
 class InvertibleConvolution(nn.Module):
-    """Mixes channels by a matrix ``P L U``: a fixed permutation, a unit lower and an upper triangle with a diagonal that is never zero.
-
-    Any number of spatial dimensions, none included: ``(batch, channels)``, ``(batch, channels, height, width)``, ... It begins as a random
-    rotation. The diagonal's signs are fixed; its logarithms are clamped, since the inverse divides by it. The matrix is in float32
-    or float64, under autocast as well: a coarser one would not be inverted.
-
-    Args:
-        channels: Number of channels.
-        clamp: Bound of the logarithms of the diagonal, positive.
-    Raises:
-        ModelError: ``channels`` or ``clamp`` is not positive.
-        InverseError: When called: the input has another number of channels.
-    Source:
-        Kingma and Dhariwal, "Glow", NeurIPS 2018, arXiv:1807.03039, section 3.2.
-    """
+    """Mixes channels by a matrix ``P L U``: a fixed permutation, a unit lower triangle and an invertible upper one."""
 
     permutation: torch.Tensor
     signs: torch.Tensor
@@ -314,7 +295,7 @@ class InvertibleConvolution(nn.Module):
         self.register_buffer("signs", diagonal.sign())
 
     def extra_repr(self) -> str:
-        """What is not a parameter."""
+        """The settings, for ``repr``."""
         return f"channels={self.channels}, clamp={self.clamp}"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -323,7 +304,7 @@ class InvertibleConvolution(nn.Module):
             lower, upper = self._triangles()
             matrix = (lower @ upper)[self.permutation]
             columns = self._columns(x)
-            # Not "@", which takes another way, to other last bits, where no gradient is wanted.
+            # Not "@", which gives other last bits where no gradient is wanted.
             mixed = torch.bmm(matrix.expand(len(columns), -1, -1), columns)
             return mixed.reshape(x.shape).to(x.dtype)
 
@@ -346,29 +327,31 @@ class InvertibleConvolution(nn.Module):
 
     @property
     def _dtype(self) -> torch.dtype:
-        """What systems are solved in: float32 at least."""
+        """The dtype in which systems are solved, float32 at least."""
         return torch.promote_types(self.lower.dtype, torch.float32)
 
     def _columns(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor as ``(batch, channels, places)``."""
         if tensor.ndim < 2 or tensor.shape[1] != self.channels:
             raise InverseError(
-                f"{type(self).__name__} takes {self.channels} channels, and got a tensor of shape {tuple(tensor.shape)}: expected "
-                f"(batch, {self.channels}, ...). Give that shape, or construct it for another number of channels",
+                f"{type(self).__name__} takes {self.channels} channels, and got a tensor of shape "
+                f"{tuple(tensor.shape)}: expected (batch, {self.channels}, ...). Give that shape, or construct it for "
+                "another number of channels",
                 stage=type(self).__name__,
             )
         return tensor.reshape(tensor.shape[0], self.channels, -1).to(self._dtype)
 
 
 # ----------------------------------------------------------------------------------------------------
-# Invertible modules in a row, and the other way round.
+# Invertible modules in a row, and reversed ones.
 
 
 class InvertibleSequential(nn.Sequential):
     """An ``nn.Sequential`` of invertible modules, with their inverses in reverse order.
 
-    :func:`~lightning_rotor.invertible.invertible_checkpoint` and the planner take it apart, so that its members need no more memory than one of them.
-    Modules in it that draw random numbers are undone only there: in :meth:`inverse` nobody knows in which state each found the generators.
+    :func:`~lightning_rotor.invertible.invertible_checkpoint` and the planner take it apart, so its members need no more
+    memory than one of them. Random numbers of members are undone only there: :meth:`inverse` does not know the
+    generators' states.
 
     Args:
         *modules: As for ``nn.Sequential``.
@@ -393,11 +376,7 @@ class InvertibleSequential(nn.Sequential):
 
 
 class Reversed(nn.Module):
-    """A module with forward and inverse swapped: what :func:`reverse` makes.
-
-    Args:
-        module: With ``forward`` and ``inverse``. Its parameters are shared.
-    """
+    """A module with forward and inverse swapped: what :func:`reverse` makes. It shares the module's parameters."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -417,7 +396,8 @@ def reverse(module: nn.Module) -> nn.Module:
     """Swap forward and inverse of a module: a flow's sampler from its encoder.
 
     Args:
-        module: With ``forward`` and ``inverse``; nothing is copied. Reversing an :class:`InvertibleSequential` reverses its members.
+        module: With ``forward`` and ``inverse``; nothing is copied. Members of an :class:`InvertibleSequential` are
+            reversed.
     Returns:
         The reversed module; of a reversed one, the module itself.
     Raises:
@@ -441,6 +421,6 @@ def members(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def labelled(module: nn.Module, path: str) -> str:
-    """How a module is called in error messages: ``2.0 (AdditiveCoupling)``."""
+    """The name of a module in error messages: ``2.0 (AdditiveCoupling)``."""
     kind = type(module).__name__
     return f"{path} ({kind})" if path else kind

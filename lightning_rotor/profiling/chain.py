@@ -1,13 +1,10 @@
 """Measuring a whole chain while holding two boundaries at a time, so that it works when the model does not fit.
 
-Two passes over the stages. The first looks at behaviour: a stage whose output is a view of its input, or that changes its input in place,
-cannot be cut from its neighbour and is merged with it; random numbers and updated buffers are noted. The second measures. A stage is measured
-with a gradient of its output that fills its memory; if the next one turns out to leave a slice of a larger gradient or an expanded one (as
-``torch.cat`` and ``sum`` do), which backward kernels copy first, the stage is measured again with such a gradient; so are those before it that
-turn out to hand it on, and those that make or add to the gradient of a skip whose later readers leave such a one (:mod:`.settling`).
-
-Nothing is changed: generators are set back, buffers are lent (the stages write to copies), gradients are computed without touching
-``.grad``, and no module changes its mode. :func:`lightning_rotor.execution.recomputation.is_recomputing` is true meanwhile, for users' own counters.
+The first pass looks at behaviour. A stage whose output is a view of its input, or that changes its input in place, is
+merged with its neighbour; random numbers and updated buffers are noted. The second pass measures, with a gradient of
+the output that fills its memory. Stages whose real gradient is a slice or expanded (after ``torch.cat`` or ``sum``),
+which kernels copy first, are measured again (:mod:`.settling`). Nothing is changed: generators are set back, stages
+write to copies of buffers, ``.grad`` and modes stay. Users' own counters can ask ``is_recomputing()``.
 """
 
 from __future__ import annotations
@@ -69,14 +66,14 @@ from lightning_rotor.units import BLOCK_BYTES, in_blocks
 
 
 def waiting_gradient_bytes(stages: Sequence[Stage], block_bytes: int) -> tuple[int, ...]:
-    """For each stage, gradients of tied parameters that wait after its backward for what an earlier stage adds to them.
+    """For each stage, bytes of shared parameters' gradients that wait after its backward for an earlier stage's share.
 
-    Autograd gives a parameter the sum of its gradients, once: the first of them stays in the engine until the last is there::
+    Autograd gives a parameter the sum of its gradients, once, and holds the first of them until the last is there::
 
         backward    stage 5 ───► 4 ───► 3 ───► 2 ───► 1          stages 1 and 5 share a weight
                     └──── its gradient waits ────────┘ then is added to the one that exists, and freed
 
-    Where no gradient exists, the sum becomes it, so that nothing waits that would not stay anyway.
+    Where no gradient exists, the sum becomes it, so nothing extra waits.
     """
     readers: dict[int, list[int]] = {}
     parameters: dict[int, torch.Tensor] = {}
@@ -102,7 +99,7 @@ Progress: TypeAlias = Callable[[int, int], None]
 
 @dataclass(frozen=True, eq=False)  # no slots, for the cached properties
 class Profile:
-    """A measured chain and the stages that it speaks of.
+    """A measured chain and its stages.
 
     Attributes:
         chain: Costs, one entry a stage.
@@ -116,18 +113,18 @@ class Profile:
 
     @cached_property
     def state(self) -> SegmentState:
-        """What all stages together would have to leave alone."""
+        """What recomputations of all stages must leave alone."""
         return sum(self.states, SegmentState())
 
     @cached_property
     def copied_bytes(self) -> int:
-        """Copies of buffers that a forward holds in case that it must run again; on the CPU they lie outside of torch's memory."""
+        """Bytes of the buffer copies that a forward holds in case it must run again; 0 where torch counts none."""
         block_bytes = BLOCK_BYTES.get(torch.device(self.chain.device).type)
         return 0 if block_bytes is None else self.state.copied_bytes(block_bytes)
 
     @cached_property
     def draws_random(self) -> bool:
-        """Whether a forward may draw random numbers."""
+        """True if a forward may draw random numbers."""
         return bool(self.state.attributed) or any(stage.draws_random for stage in self.chain)
 
 
@@ -145,13 +142,13 @@ def profile_chain(
 
     Args:
         stages: What :func:`~lightning_rotor.stages.sequential.sequential_stages` returns.
-        sample: Input of the first stage: a tensor, or tensors in tuples, lists and dicts, on the device to measure. Whether its tensors
-            require gradients matters.
+        sample: Input of the first stage, on the device to measure: a tensor, or tensors in tuples, lists and dicts,
+            which require gradients as in training.
         repeats: Timed runs of each stage, more of short ones and fewer of long ones.
-        meter: Measures; by default the one of the sample's device.
+        meter: By default the one of the sample's device.
         progress: Called with the number of stages done and their total.
-        compiled: Compiles stages that the user compiled under other activation memory budgets; given again, it knows those of earlier calls.
-        in_lockstep: All processes of a distributed training measure the same stages now, some of which wait for the others.
+        compiled: Variants of stages that the user compiled; given again, it knows those of earlier calls.
+        in_lockstep: All processes of a distributed training measure the same stages now and wait for each other.
     Returns:
         The chain, for the mode, autocast context and shapes of this moment.
     Raises:
@@ -159,7 +156,8 @@ def profile_chain(
         SampleError: The sample holds no tensor.
         ProfilingError: The device cannot be measured.
     Warns:
-        RotorWarning: A stage gives other bits when it runs again, pins memory that no checkpoint can free, or calls torch's checkpoint by itself.
+        RotorWarning: A stage gives other bits when it runs again, pins memory that no checkpoint can free, or calls
+            torch's checkpoint by itself.
     """
     require_tensors(sample)
     device = tensors_in(sample)[0].device
@@ -189,13 +187,7 @@ def profile_chain(
 
 
 class _Measuring:
-    """A chain that is measured stage by stage, while two boundaries are held.
-
-    Attributes:
-        stages: Those to run, some of them merged.
-        collecting: Numbers of stages whose code collects something.
-        checkpointing: Names of stages that call torch's checkpoint by themselves.
-    """
+    """A chain that is measured stage by stage, while two boundaries are held."""
 
     def __init__(
         self,
@@ -232,7 +224,7 @@ class _Measuring:
         self.checkpointing: list[str] = []
 
     def measure(self, number: int) -> None:
-        """Measure the next stage, and the one before again if this one leaves its gradient in another way than was supposed."""
+        """Measure the next stage, and the one before again if this one leaves its gradient otherwise than supposed."""
         stage = self.stages[number]
         boundary = Boundary.packed([self._values[read] for read in stage.reads])
         units = units_in(stage.modules)
@@ -270,7 +262,7 @@ class _Measuring:
         return passed
 
     def _stage(self, number: int, boundary: Boundary, passed: _Passed) -> dict[str, Any]:
-        """Measure a stage that has run once. What its costs say besides what is measured."""
+        """Measure a stage that has run once; the fields of its costs that are not measured."""
         stage, state = self.stages[number], self._states[number]
         draws_random = any(self._seen.draws_random[index] for index in self._seen.groups[number]) or may_draw(stage)
         profiler = StageProfiler(
@@ -308,7 +300,7 @@ class _Measuring:
         }
 
     def settled(self) -> Profile:
-        """All costs, once each stage has been measured as the others leave its gradients."""
+        """The profile, once each stage is measured with gradients as the others leave them."""
         settle(self._measured, self._inputs, self._bench)
         for number, expected_bytes in unexpected(self._measured).items():
             self._traits[number]["output_gradient_bytes"] = expected_bytes
@@ -340,7 +332,7 @@ class _Measuring:
 
 
 def _objections(number: int, stage: Stage, boundary: Boundary) -> Objections:
-    """Why a stage must not be inverted; nothing is said of one that has no inverse."""
+    """Why a stage must not be inverted; empty for one that has no inverse."""
     module = stage.invertible
     if module is None or stage.inverse is None:
         return Objections()
@@ -373,7 +365,7 @@ class _Passed:
 
 
 def _pass(stage: Stage, boundary: Boundary, device: torch.device) -> _Passed:
-    """Run a stage; if it is not made of torch's own layers, run it again as a recomputation would, and compare the bits."""
+    """Run a stage; if it is not torch's own, run it again as a recomputation and compare the bits."""
     states = GeneratorStates(device)
     with ExitStack() as stack:
         before = stack.enter_context(kept_attributes(stage, keep_parameters=False))
@@ -384,7 +376,7 @@ def _pass(stage: Stage, boundary: Boundary, device: torch.device) -> _Passed:
         leaves_traces = bool(before.changed())
         repeatable = before.is_undoable()
     outputs = tensors_in(output)
-    # TorchScript lets no exception through as it is, and a recomputation ends in one.
+    # TorchScript changes the exceptions that pass through it, and a recomputation ends in one.
     scripted = any(isinstance(module, torch.jit.ScriptModule) for _, module in stage.submodules())
     repeatable = repeatable and not written and not scripted
     if repeatable and not is_stock(stage):
@@ -399,10 +391,7 @@ def _pass(stage: Stage, boundary: Boundary, device: torch.device) -> _Passed:
 
 
 def _updating(originals: Sequence[tuple[torch.nn.Module, str, torch.Tensor]]) -> tuple[torch.nn.Module, ...]:
-    """Modules whose lent buffers no longer equal the originals.
-
-    Values are compared, since kernels (BatchNorm's) may write without raising a tensor's version.
-    """
+    """Modules whose lent buffers differ from the originals. Kernels (BatchNorm's) may write without a new version."""
     return tuple(
         module
         for module, name, original in originals
@@ -413,16 +402,16 @@ def _updating(originals: Sequence[tuple[torch.nn.Module, str, torch.Tensor]]) ->
 
 
 def may_draw(stage: Stage) -> bool:
-    """Whether a stage could draw random numbers in some later step, though it may not have drawn any now.
+    """True if a stage could draw random numbers in some step, since a dropout probability may be raised.
 
-    A dropout probability can be raised during training, and code that is not torch's own can do anything. To restore generators that
-    nobody reads costs microseconds; not to restore one that somebody does gives wrong gradients in silence.
+    User code may do anything. Restoring a generator for nothing costs microseconds; not restoring one gives wrong
+    gradients in silence.
     """
     return not is_stock(stage) or any(isinstance(module, _DRAWING) for _, module in stage.submodules())
 
 
 def is_stock(stage: Stage) -> bool:
-    """Whether a stage is made of torch's own layers alone."""
+    """True if a stage is made of torch's own layers alone."""
     return all(is_plain_stock(module) for _, module in stage.submodules())
 
 
@@ -440,10 +429,10 @@ _DRAWING = (
 
 
 def _identity(stage: Stage, compiled: CompiledModules, *, with_numbers: bool = True) -> tuple[Any, ...]:
-    """Equal for stages that cost the same: same classes, settings, parameter shapes and hooks.
+    """A key that is equal for stages that cost the same: same classes, settings, parameter shapes and hooks.
 
-    Attributes that are no plain values (functions, objects) count by identity, so that unlike stages never look alike. Without numbers, those
-    that are integers do not count: layers often know which one they are.
+    Attributes that are no plain values count by identity, so that unlike stages never look alike.
+    ``with_numbers=False`` leaves out integers, for layers often know their own number.
     """
 
     def plain(value: Any) -> Any:
@@ -499,9 +488,10 @@ def _warn(costs: Sequence[StageCost], collecting: Collection[int]) -> None:
             _log.info("%r is not inverted: %s", cost.name, cost.not_inverted)
         if not cost.recomputable:
             warnings.warn(
-                f"stage {cost.name!r} gives other bits when it runs again, so it is kept and never recomputed. Typical reasons are state "
-                "outside of buffers, spectral_norm, parameters that the forward itself changes (an embedding's max_norm), scripted modules, and "
-                "operations in place on the chain's own input",
+                f"stage {cost.name!r} gives other bits when it runs again, so it is kept and never recomputed. "
+                "Typical reasons are state outside of buffers, spectral_norm, parameters that the forward itself "
+                "changes (an embedding's max_norm), scripted modules, and operations in place on the chain's own "
+                "input",
                 RotorWarning,
                 stacklevel=4,
             )
@@ -511,8 +501,8 @@ def _warn(costs: Sequence[StageCost], collecting: Collection[int]) -> None:
             )
         elif cost.pinned_bytes >= WORTH_MENTIONING_BYTES:
             warnings.warn(
-                f"stage {cost.name!r} keeps {cost.pinned_bytes} bytes in its graph that no checkpoint can free (tensors stored on an autograd "
-                "context rather than saved by save_for_backward); the plan counts them",
+                f"stage {cost.name!r} keeps {cost.pinned_bytes} bytes in its graph that no checkpoint can free "
+                "(tensors stored on an autograd context rather than saved by save_for_backward); the plan counts them",
                 RotorWarning,
                 stacklevel=4,
             )
@@ -521,8 +511,8 @@ def _warn(costs: Sequence[StageCost], collecting: Collection[int]) -> None:
 def _warn_of_structure(layers: int, merged: Sequence[Stage]) -> None:
     if len(merged) == 1 < layers:
         warnings.warn(
-            f"all {layers} layers were merged into one stage, so there is nothing to plan: the last of them change in place, or show as views, "
-            "what the first has made. Use operations that are not in place",
+            f"all {layers} layers were merged into one stage, so there is nothing to plan: the last of them change in "
+            "place, or show as views, what the first has made. Use operations that are not in place",
             RotorWarning,
             stacklevel=4,
         )
@@ -534,8 +524,9 @@ def _warn_of_structure(layers: int, merged: Sequence[Stage]) -> None:
     )
     if shared and autocast_enabled():
         warnings.warn(
-            "stages share parameters under autocast. Without this package a shared weight is cast once and its gradients are summed in the "
-            "lower precision; here each stage casts it for itself and they are summed in full, so the results differ in the last bits",
+            "stages share parameters under autocast. Without this package a shared weight is cast once and its "
+            "gradients are summed in the lower precision; here each stage casts it for itself and they are summed in "
+            "full, so the results differ in the last bits",
             RotorWarning,
             stacklevel=4,
         )
@@ -558,7 +549,7 @@ def group_sizes(stages: Sequence[Stage], together: Iterable[Stage]) -> list[int]
 
 
 def remembered_places(profile: Profile) -> list[list[int]]:
-    """For each stage, by their places in it, the modules whose buffers a first pass remembers."""
+    """For each stage, the places in it of the modules whose buffers a first pass remembers."""
     return [
         [place for place, (_, module) in enumerate(stage.submodules()) if module in state.remembered]
         for stage, state in zip(profile.stages, profile.states, strict=True)
@@ -568,16 +559,7 @@ def remembered_places(profile: Profile) -> list[list[int]]:
 def profile_over(
     stages: Sequence[Stage], chain: Chain, *, group_sizes: Sequence[int], remembered: Sequence[Sequence[int]]
 ) -> Profile:
-    """Known costs over the stages of a cut.
-
-    Args:
-        stages: Of the cut, before any are merged.
-        chain: What they cost.
-        group_sizes: From :func:`group_sizes`, of the cut that was measured.
-        remembered: From :func:`remembered_places`, likewise.
-    Raises:
-        ValueError: The cut has other stages than the one that was measured.
-    """
+    """Known costs over the unmerged stages of a cut; raises ValueError if others were measured."""
     starts = [0]
     for size in group_sizes:
         starts.append(starts[-1] + size)

@@ -1,6 +1,6 @@
 """Dry runs: a user's code on copies whose tensors have shapes, types and devices but no values (torch's fake tensors).
 
-They take no memory and little time, and what the copies were made of, the generators and the output stay as they are.
+They take no memory and little time; the originals, the generators and the output stay as they are.
 """
 
 from __future__ import annotations
@@ -44,16 +44,10 @@ _aten = torch.ops.aten
 
 
 def fake_copy(value: Any, mode: FakeTensorMode, replacements: Mapping[int, Any]) -> Any:
-    """Copy deeply, with fake tensors in the place of tensors.
+    """A deep copy with fake tensors in the place of tensors; ``replacements`` stand in for objects by ``id``.
 
-    Tied parameters stay tied, and shared objects shared. Two things of modules would not be the copy's own and are left out or kept
-    apart: hooks that are plain functions are dropped, since what they write to is not copied with them, and metrics (modules without
-    parameters that can update, compute and reset) give 0, since most look at values. Data sets are not copied.
-
-    Args:
-        value: A module, modules and tensors in a tuple or list, or any other nesting without modules.
-        mode: Makes the fake tensors.
-        replacements: By ``id``, what stands in for an object in the copy.
+    Tied parameters stay tied, and shared objects shared. Hooks that are plain functions are dropped, since what they
+    write to is not copied, and metrics give 0, since most look at values. Data sets are not copied.
     """
     memo = dict(replacements)
     for module in _modules_in(value):
@@ -76,7 +70,7 @@ def _modules_in(value: Any) -> list[nn.Module]:
 
 
 def _is_metric(module: nn.Module) -> bool:
-    """True for a metric of torchmetrics, or one like it; a collection of metrics is not one, but holds them."""
+    """True for a metric of torchmetrics, or one like it; False for a collection, which holds metrics."""
     return (
         all(callable(getattr(module, name, None)) for name in ("update", "compute", "reset"))
         and not module._modules
@@ -94,20 +88,15 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 @contextmanager
 def without_trace(device: torch.device | None = None, modules: Iterable[nn.Module] = ()) -> Iterator[None]:
-    """Context in which a dry run is not noticed: generators, globals that modules refer to, warnings, prints.
-
-    Args:
-        device: Whose generator is put back besides those of the host; by default the current one.
-        modules: The originals of what runs.
-    """
+    """Context in which a dry run leaves generators and globals that modules refer to as they are, and is silent."""
     modules = list(modules)
     with ExitStack() as stack:
-        # A copy has attributes of its own, but refers to the same globals and variables of enclosing functions.
+        # A copy has its own attributes, but shares globals and variables of enclosing functions.
         stack.callback(Snapshot(modules, also=code_of(modules)).restore)
         stack.callback(GeneratorStates(device).restore)
         stack.enter_context(torch.enable_grad())
         stack.enter_context(repeating())
-        # What the code has to say comes once more from the real run, with values.
+        # The real run says it all once more, with values.
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(redirect_stdout(io.StringIO()))
@@ -117,14 +106,7 @@ def without_trace(device: torch.device | None = None, modules: Iterable[nn.Modul
 
 
 class AssumedValues(TorchDispatchMode):
-    """Answers what code asks of values that do not exist: a number is 1, and a mask is true everywhere.
-
-    Args:
-        number: What floating-point numbers are instead.
-
-    Attributes:
-        assumed_values: How often code has asked.
-    """
+    """Answers, and counts, questions for values that do not exist: masks are true, numbers 1 (floats ``number``)."""
 
     def __init__(self, number: float = 1.0) -> None:
         super().__init__()
@@ -142,11 +124,7 @@ class AssumedValues(TorchDispatchMode):
             return self._answer(func, args, kwargs)
 
     def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What an operation gives back under the assumptions.
-
-        Raises:
-            DynamicOutputShapeException: The operation is none of those that ask for a number or apply a mask.
-        """
+        """The result under the assumptions; raises DynamicOutputShapeException if none of them answers."""
         if func is _aten._local_scalar_dense.default:
             return self._read(args[0].dtype)
         if func in (_aten.equal.default, _aten.allclose.default):
@@ -166,7 +144,7 @@ class AssumedValues(TorchDispatchMode):
 
 
 def _expanded(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Positions instead of masks, as many as a mask has elements."""
+    """Indices with as many positions in the place of a mask as it has elements."""
     found: list[torch.Tensor | None] = []
     for index in indices:
         if index is not None and index.dtype in (torch.bool, torch.uint8):
@@ -181,17 +159,10 @@ def _expanded(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
 
 
 def require_same(module: nn.Module, cut: GraphCut, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Check that stages give a module's outputs, buffers and random numbers. Nothing of the module changes.
+    """Raise ModelError unless stages give a module's outputs, buffers and random numbers on one call.
 
-    Saved tensors are dropped, so this takes no more memory than a forward without gradients.
-
-    Args:
-        module: The module.
-        cut: What it was cut into, for calls like this one.
-        args: Positional arguments of a call.
-        kwargs: Keyword arguments.
-    Raises:
-        ModelError: Something differs, and it is not the module that gives other bits each time.
+    A module that gives other bits each time is let pass. Saved tensors are dropped, so this takes no more memory than a
+    forward without gradients.
     """
     boundary = Boundary.of((tuple(args), dict(kwargs)))
     firsts = firsts_of(tree_leaves((tuple(args), dict(kwargs))))
@@ -225,19 +196,20 @@ def require_same(module: nn.Module, cut: GraphCut, args: Sequence[Any], kwargs: 
         expected = _outcome(whole, plain, device)
         if versions != [version_of(constant) for constant in constants]:
             raise ModelError(
-                f"the forward of {type(module).__name__} changes a tensor in place that it has made itself without any input, so a trace "
-                "would change it again in every step. Move that part into a submodule"
+                f"the forward of {type(module).__name__} changes a tensor in place that it has made itself without any "
+                "input, so a trace would change it again in every step. Move that part into a submodule"
             )
         difference = _difference(expected, received)
         if difference is not None and _difference(expected, _outcome(whole, plain, device)) is None:
             raise ModelError(
-                f"the trace of {type(module).__name__} does not compute what the module does: {difference}. Its forward takes decisions that "
-                "no trace sees (type(x) is torch.Tensor, the answers of C++ code): move them into a submodule"
+                f"the trace of {type(module).__name__} does not compute what the module does: {difference}. Its "
+                "forward takes decisions that no trace sees (type(x) is torch.Tensor, the answers of C++ code): move "
+                "them into a submodule"
             )
 
 
 def _outcome(whole: Stage, forward: Any, device: torch.device) -> tuple[Any, list[torch.Tensor], GeneratorStates]:
-    """Output, buffers and generators after a run from the present state; the state is set back."""
+    """Output, buffers and generators after a run from the present state, which is set back."""
     states = GeneratorStates(device)
     with kept_attributes(whole), lent_buffers(whole) as slots:
         output = Boundary.of(recomputed(forward, draws_random=False))

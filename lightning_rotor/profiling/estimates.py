@@ -41,13 +41,7 @@ _INPUT = re.compile(r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<shape>\d+(?:[x,]\d+)*|scal
 
 @dataclass(frozen=True, slots=True)
 class InputSpec:
-    """Shape and type of one argument.
-
-    Attributes:
-        shape: Batch dimension first, usually.
-        dtype: Of its elements.
-        name: Keyword, or None for a positional argument.
-    """
+    """Shape (batch dimension first, usually) and type of an argument, a keyword one if it has a name."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
@@ -55,16 +49,12 @@ class InputSpec:
 
     @classmethod
     def parse(cls, text: str) -> InputSpec:
-        """Read ``64x3x224x224``, ``8x512:int64`` or ``attention_mask=8x512:bool``.
-
-        Raises:
-            SampleError: The text is none of these.
-        """
+        """Read ``64x3x224x224``, ``8x512:int64`` or ``attention_mask=8x512:bool``, or raise SampleError."""
         match = _INPUT.fullmatch(text.strip())
         if match is None:
             raise SampleError(
-                f"input {text!r} cannot be read: expected a shape such as 64x3x224x224, with a type if it is not float32 (8x512:int64), and "
-                "with the argument's name if it is a keyword (attention_mask=8x512:bool)"
+                f"input {text!r} cannot be read: expected a shape such as 64x3x224x224, with a type if it is not "
+                "float32 (8x512:int64), and with the argument's name if it is a keyword (attention_mask=8x512:bool)"
             )
         dtype = match["dtype"] or "float32"
         if dtype not in _DTYPES:
@@ -73,12 +63,7 @@ class InputSpec:
         return cls(shape, _DTYPES[dtype], match["name"])
 
     def make(self, device: torch.device | str, *, floating: torch.dtype | None = None) -> torch.Tensor:
-        """A tensor like that: random numbers, or ones if they are whole (a valid index, and a mask that masks nothing).
-
-        Args:
-            device: Where.
-            floating: Type in the place of float32.
-        """
+        """A tensor of random numbers, or of ones if they are whole: a valid index, and a mask that masks nothing."""
         if self.dtype.is_floating_point:
             dtype = floating if floating is not None and self.dtype == torch.float32 else self.dtype
             return torch.randn(self.shape, dtype=dtype, device=device)
@@ -86,34 +71,27 @@ class InputSpec:
 
 
 def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
-    """Build a model without memory for its weights.
-
-    Args:
-        build: Makes the model.
-    Returns:
-        The model on ``meta``, in training mode.
-    Raises:
-        ModelError: It cannot be built there, because its constructor reads values of tensors, say.
-    """
+    """A model on ``meta``, in training mode; ModelError if its constructor reads values of tensors, say."""
     try:
         with torch.device("meta"):
             return build().train()
     except (RuntimeError, NotImplementedError) as error:
         first = error
     try:
-        # Some constructors compute with small tensors, and read them: only parameters go without memory then.
+        # Some constructors compute with small tensors and read them: then only parameters go without memory.
         with _parameters_on_meta():
             return build().train()
     except (RuntimeError, NotImplementedError) as error:
         raise ModelError(
-            f"the model cannot be built without memory: {str(first).splitlines()[0]}; nor with its parameters alone without: "
-            f"{str(error).splitlines()[0]}. Expected a constructor that reads no values of weights; use the device 'cpu'"
+            f"the model cannot be built without memory: {str(first).splitlines()[0]}; nor with its parameters alone "
+            f"without: {str(error).splitlines()[0]}. Expected a constructor that reads no values of weights; use the "
+            "device 'cpu'"
         ) from error
 
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Context in which parameters lose their memory as soon as a module has them. One that nobody has written to never took any."""
+    """Context in which modules' parameters lose their memory; one that nobody has written to never took any."""
     register = nn.Module.register_parameter
 
     def register_without_memory(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -129,7 +107,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def give_fake_tensors(model: nn.Module, mode: FakeTensorMode) -> None:
-    """Replace a model's parameters, buffers and tensors in attributes by fake ones on the CPU, in place. What was shared stays shared."""
+    """Replace a model's parameters, buffers and tensors in attributes by fake ones on the CPU, keeping ties."""
     fakes: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
         slots: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, module.__dict__)
@@ -158,22 +136,12 @@ def estimate_profile(
     floating: torch.dtype | None = None,
     progress: Progress | None = None,
 ) -> Profile:
-    """What :func:`~lightning_rotor.profiling.profile_chain` would measure, from shapes alone.
+    """What :func:`~lightning_rotor.profiling.profile_chain` would measure on an accelerator, from shapes alone.
 
-    Bytes of activations, boundaries and gradients are exact in the sense that they are those of the storages that autograd keeps alive.
-    What kernels allocate for themselves is unknown and missing from peaks. Seconds are those of a roofline.
-
-    Args:
-        model: On ``meta``; its tensors are replaced by fake ones.
-        inputs: Of one training step.
-        accelerator: Whose seconds.
-        like: Whose operators and allocator: on ``"cuda"`` dropout keeps a byte for each element instead of a float, attention with
-            dropout is fused, and blocks are multiples of 512 bytes.
-        autocast: Lower precision of an autocast context, or None for none.
-        floating: Type of inputs in the place of float32.
-        progress: Called with the number of stages done and their total.
-    Raises:
-        ModelError: The model is no chain, or its forward needs values of tensors.
+    What kernels allocate for themselves is missing from peaks; seconds are a roofline's. The model is on ``meta``; its
+    tensors become fake ones. ``like`` decides on operators and allocator: on ``"cuda"`` dropout keeps a byte an element
+    instead of a float, attention with dropout is fused, and blocks are multiples of 512 bytes. ``floating`` replaces
+    float32 in inputs. Raises ModelError if the model is no chain, or its forward needs values of tensors.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     give_fake_tensors(model, mode)
@@ -190,15 +158,15 @@ def estimate_profile(
                 return profile_chain(cut.stages, value, repeats=1, meter=meter, progress=progress)
     except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
         raise ModelError(
-            f"the forward of {type(model).__name__} cannot be run on shapes alone, for it needs values of tensors or an operator without a "
-            f"shape rule ({str(error).splitlines()[0]}): use the device 'cpu' or 'cuda'"
+            f"the forward of {type(model).__name__} cannot be run on shapes alone, for it needs values of tensors or "
+            f"an operator without a shape rule ({str(error).splitlines()[0]}): use the device 'cpu' or 'cuda'"
         ) from error
 
 
 def arguments(
     inputs: Sequence[InputSpec], device: torch.device | str, *, floating: torch.dtype | None = None
 ) -> tuple[tuple[torch.Tensor, ...], Mapping[str, torch.Tensor]]:
-    """Tensors for a call: positional ones and keywords."""
+    """Tensors for a call, positional and by keyword."""
     made = [(spec.name, spec.make(device, floating=floating)) for spec in inputs]
     return tuple(tensor for name, tensor in made if name is None), {
         name: tensor for name, tensor in made if name is not None
@@ -207,7 +175,7 @@ def arguments(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Context in which fake tensors do not log errors that are raised as well, such as those of a trace that then takes another way."""
+    """Context in which fake tensors do not log errors that they raise as well, of failed traces for example."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
     log.setLevel(logging.CRITICAL)
@@ -221,7 +189,7 @@ def _quiet() -> Iterator[None]:
 def _fused_as_on_cuda() -> Iterator[None]:
     """Context in which operators on the CPU save for their backward what those of a GPU do.
 
-    At the dispatcher, so that it also holds where a backward recomputes, which no mode for functions sees.
+    It acts at the dispatcher, so that it also holds where a backward recomputes, which no mode for functions sees.
     """
     library = torch.library.Library("aten", "IMPL")
     library.impl("dropout", _dropout, "AutogradCPU")
@@ -242,6 +210,6 @@ def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
 def _attention(
     query: Any, key: Any, value: Any, mask: Any = None, dropout_p: float = 0.0, *rest: Any, **options: Any
 ) -> Any:
-    # Fused kernels draw their mask again in the backward, so that it takes no memory.
+    # Fused kernels draw their mask again in the backward, so it takes no memory.
     plain = torch.ops.aten.scaled_dot_product_attention.default
     return plain.decompose(query, key, value, mask, 0.0, *rest, **options)

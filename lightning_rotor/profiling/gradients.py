@@ -26,13 +26,9 @@ from lightning_rotor.units import in_blocks
 class StageEnds:
     """Which storages a stage takes and leaves behind, apart from its link.
 
-    Attributes:
-        skips: Numbers of the skips that it reads or makes. What is measured speaks of their places in here, so that it serves equal stages.
-        inputs: For each leaf of its input, the place of its skip, or None for the link.
-        outputs: For each leaf of its output likewise.
-        passed: For each leaf of its input, whether it is a skip that somebody reads later.
-        link_bytes: What it makes for the next stage alone, or for the caller.
-        made_bytes: Sizes of the skips that it makes.
+    ``inputs`` and ``outputs`` give for each leaf the place of its skip in ``skips``, or None for the link; ``passed``
+    says for each leaf of the input whether it is a skip that a later stage reads. Measurements speak of places, so that
+    they serve equal stages.
     """
 
     skips: tuple[int, ...]
@@ -46,7 +42,7 @@ class StageEnds:
     def of(
         cls, stage: Stage, number: int, seen: Scouting, numbered: Mapping[Storage, tuple[int, UnmeasuredSkip]]
     ) -> StageEnds:
-        """What is known of the stage with this number among the merged ones."""
+        """The ends of the stage with this number among the merged ones."""
         group = seen.groups[number]
         taken = [storage for read in stage.reads for storage in seen.storages[read]]
         given = [storage for write in stage.writes for storage in seen.storages[write]]
@@ -71,11 +67,11 @@ class StageEnds:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """Equal for stages that are alike in this."""
+        """A value that is equal for stages with equal ends."""
         return self.inputs, self.outputs, self.passed, self.link_bytes, tuple(sorted(self.made_bytes.items()))
 
     def lasting(self, leaves: Sequence[Any]) -> list[Any]:
-        """Those leaves of an input that are skips: somebody else holds them, too."""
+        """The leaves of an input that are skips, which others hold, too."""
         return [leaf for leaf, place in zip(leaves, self.inputs, strict=True) if place is not None]
 
 
@@ -88,14 +84,9 @@ Memories: TypeAlias = dict[int, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a gradient lies in its memory.
+    """How a gradient lies in its memory, ``memory`` by number: plainly, as a slice, expanded or in another order.
 
-    It may be a slice of something larger, an expanded tensor, or have its entries in another order, as from convolutions that Inductor compiled.
-
-    Attributes:
-        memory: Number of the memory; gradients with the same number share it.
-        is_plain: Its entries lie as the tensor's do, and nothing lies around them.
-        counts_elsewhere: The memory is counted for the gradient of a skip that an earlier stage has made, which keeps it alive.
+    It ``counts_elsewhere`` if an earlier stage's skip has a gradient in the same memory, which keeps it alive.
     """
 
     shape: torch.Size
@@ -109,45 +100,34 @@ class Layout:
     counts_elsewhere: bool = False
 
     def counted_bytes(self, block_bytes: int) -> int:
-        """What the allocator counts for its memory, unless that is done elsewhere."""
+        """Bytes that the allocator counts for its memory; 0 if they are counted elsewhere."""
         return 0 if self.counts_elsewhere else in_blocks(self.storage_bytes, block_bytes)
 
     def new_memory(self) -> torch.Tensor:
-        """What it lies in. Ones, not empty: uninitialized memory may hold denormals, whose arithmetic is slow."""
+        """New memory for it, of ones: uninitialized memory may hold denormals, whose arithmetic is slow."""
         return torch.ones(self.storage_bytes // self.dtype.itemsize, dtype=self.dtype, device=self.device)
 
     def ones(self, memories: Memories) -> torch.Tensor:
-        """A tensor that lies like this, in its memory among these; that is made if it is missing."""
+        """A tensor that lies like this in its memory, which is added to ``memories`` if it is missing."""
         if self.memory not in memories:
             memories[self.memory] = self.new_memory()
         return memories[self.memory].view(self.dtype).as_strided(self.shape, self.stride, self.offset)
 
 
 LinkLayouts: TypeAlias = tuple[Layout | None, ...]
-"""One for each tensor of a link that gets a gradient; None for a gradient that lies like the tensor, in memory of its own."""
+"""One for each tensor of a link with a gradient; None for one that lies like the tensor, in memory of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layouts:
-    """How the gradients lie that the backward of a stage is given.
-
-    Attributes:
-        link: Of its link; empty if each of them lies like its tensor in memory of its own.
-        skips: By place, of skips that later stages read, where they lie otherwise.
-    """
+    """How the gradients lie that a backward is given; what is left out lies like its tensor, in memory of its own."""
 
     link: LinkLayouts = ()
     skips: tuple[tuple[int, Layout], ...] = ()
 
     @classmethod
     def of(cls, link: LinkLayouts, link_reader: int, skips: Mapping[int, tuple[int, Layout]]) -> Layouts:
-        """Put together what several readers leave.
-
-        Args:
-            link: Of the link.
-            link_reader: Number of the stage that leaves it.
-            skips: By place, the number of the stage that leaves the gradient of a skip, and how it lies.
-        """
+        """The layouts from several readers, given by their numbers; ``skips`` are by place."""
         every = [(link_reader, layout) for layout in link if layout is not None] + [*skips.values()]
         owned = {(reader, layout.memory) for reader, layout in every if not layout.counts_elsewhere}
         shared = {
@@ -172,7 +152,7 @@ class Layouts:
         )
 
     def memories_elsewhere(self) -> Memories:
-        """Memory that is there anyway, so that it must not be counted: newly made."""
+        """New memory for gradients that are counted elsewhere, so that it is not counted here."""
         every = (*self.link, *(layout for _, layout in self.skips))
         return {each.memory: each.new_memory() for each in every if each is not None and each.counts_elsewhere}
 
@@ -181,10 +161,8 @@ class Layouts:
 class SkipGradient:
     """What a reader of a skip leaves of its gradient.
 
-    Attributes:
-        size_bytes: Memory that it keeps alive, which may be more than its own (a slice of a larger gradient), or 0 if that is counted for the
-            gradient of another skip.
-        layout: How it lies; None if the skip is several tensors, which are then taken to be given gradients in memory of their own.
+    ``size_bytes`` is what it keeps alive: more than its own if it is a slice, 0 if another skip's gradient counts it.
+    ``layout`` is None for several tensors, whose gradients are then taken to have memory of their own.
     """
 
     size_bytes: int
@@ -197,13 +175,7 @@ NO_LAYOUTS = Layouts()
 def layouts_of(
     gradients: Sequence[torch.Tensor | None], strides: Sequence[tuple[int, ...]], places: Sequence[int | None]
 ) -> tuple[Layout | None, ...]:
-    """How the gradients of a stage's inputs lie; None for those that are missing.
-
-    Args:
-        gradients: What its backward leaves.
-        strides: Of the tensors that they belong to.
-        places: Of those that are skips; None for those of the link.
-    """
+    """How the gradients of a stage's inputs lie; None for missing ones. ``places`` has None for tensors of the link."""
     addresses = [0 if gradient is None else address_of(gradient) for gradient in gradients]
     # What several share counts for the skip that was made first, whose gradient is needed longest.
     owners: dict[int, int] = {}
@@ -234,20 +206,15 @@ def layouts_of(
 
 
 def _same_order(shape: torch.Size, one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Whether the entries of two dense tensors of a shape lie in the same order; what a dimension of size 1 has for a stride says nothing."""
+    """True if the entries of two dense tensors lie in the same order; strides of dimensions of size 1 say nothing."""
     return all(size == 1 or mine == theirs for size, mine, theirs in zip(shape, one, other, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """What a backward leaves.
+    """What a backward leaves; it ``passes_on`` if its link's gradients lie in memory that it was given.
 
-    Attributes:
-        link_bytes: For its link.
-        link_layouts: How the gradients of its link lie, if not each of them lies like its tensor in memory of its own.
-        of_skips: For skips by place.
-        parameter_bytes: For parameters, once they are accumulated.
-        passes_on: Memory that it was given is under what it leaves for its link.
+    ``link_layouts`` is empty if each gradient of its link lies like its tensor in memory of its own.
     """
 
     link_bytes: int
@@ -258,11 +225,7 @@ class Gradients:
 
 
 class StageBackward:
-    """The backward of one run of a stage: where it starts and what it computes, without holding the tensors in between.
-
-    Attributes:
-        skip_bytes: Gradients of skips that it is given, in memory that is not counted elsewhere.
-    """
+    """The backward of one run of a stage, without holding the tensors in between."""
 
     def __init__(
         self,
@@ -300,17 +263,10 @@ class StageBackward:
         elsewhere: Memories,
         block_bytes: int,
     ) -> StageBackward:
-        """Prepare the backward of a stage that has just run.
+        """The backward of a stage that has just run.
 
-        Args:
-            stage: The stage.
-            ends: Storages that it takes and leaves behind.
-            value: Its input.
-            output: Its output.
-            gradients_exist: Each parameter's gradient is added to one that is there and freed at once, rather than staying.
-            layouts: How the gradients of its link and of skips lie; those that it does not name like their tensors, each in memory of its own.
-            elsewhere: Memory for those that are counted elsewhere.
-            block_bytes: Sizes are multiples of this.
+        With ``gradients_exist``, parameters' gradients are added to existing ones and freed at once. Gradients without
+        a layout lie like their tensors; those that are counted elsewhere lie in the memory ``elsewhere``.
         """
         leaves = tree_flatten(value)[0]
         ending = _ending(ends, leaves, output)
@@ -378,7 +334,7 @@ class StageBackward:
             for parameter, gradient in zip(self._parameters, gradients[len(self._inputs) :], strict=True)
             if gradient is not None
         )
-        # Addresses would not do: that of what was given and then freed may be something new's.
+        # Addresses would not do: something new may lie where a freed gradient lay.
         passes_on = any(StorageWeakRef(gradient.untyped_storage()) in self._given for gradient in link)
         return Gradients(
             bytes_in_blocks(link, self._block_bytes),
@@ -434,7 +390,7 @@ def _of_skips(placed: Iterable[tuple[int | None, Layout | None]], block_bytes: i
 
 
 def _skip_bytes(given: Iterable[tuple[torch.Tensor, Layout | None]], block_bytes: int) -> int:
-    """Memory of gradients that lie like this, or else like their tensors."""
+    """Bytes of gradients that lie as given, or else like their tensors."""
     plain_bytes, memories = 0, dict[int, int]()
     for leaf, layout in given:
         if layout is None:
@@ -446,17 +402,16 @@ def _skip_bytes(given: Iterable[tuple[torch.Tensor, Layout | None]], block_bytes
 
 
 def _fitting(layouts: LinkLayouts, leaves: Sequence[torch.Tensor]) -> LinkLayouts:
-    """The layouts if they are those of gradients of these tensors, and otherwise none."""
+    """The layouts if they are of gradients of these tensors, otherwise None for each."""
     shapes = [each.shape if each else leaf.shape for each, leaf in zip(layouts, leaves, strict=False)]
     same = len(layouts) == len(leaves) and shapes == [leaf.shape for leaf in leaves]
     return layouts if same else (None,) * len(leaves)
 
 
 class _GradientSource(torch.autograd.Function):
-    """An empty tensor whose backward allocates the gradient of each output, as the backwards of later stages would.
+    """A tensor without elements whose backward allocates the gradient of each output, as later stages' would.
 
-    They lie as ``layouts`` say, or else like the outputs. What is counted elsewhere lies in memory that is there; the other memories are added to
-    ``given``.
+    Gradients counted elsewhere lie in existing memory; all other memories are added to ``given``.
     """
 
     @staticmethod
@@ -490,5 +445,5 @@ class _GradientSource(torch.autograd.Function):
 
 
 def _instead(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
-    """Something that looks like the gradient and takes no memory."""
+    """A tensor like the gradient that takes no memory."""
     return parameter.detach() if gradient.layout == torch.strided else None

@@ -26,8 +26,8 @@ from lightning_rotor.profiling.stage import (
 from lightning_rotor.stages.sequential import Stage, has_fused_backward, is_invertible
 
 NAMES = {Inversion: "invert", FusedInversion: "invert, fused"}
-"""Of the options."""
-# Above the noise of a busy machine. A fused backward does less than inverse, forward and backward do, unless it is written badly.
+"""The names of the options."""
+# Above the noise of a busy machine. A well-written fused backward does less than inverse, forward and backward.
 _NOT_SLOWER = 2.0
 
 
@@ -48,22 +48,13 @@ class _Run:
 def with_inversion(
     profiler: StageProfiler, way: Way, measurement: StageMeasurement, *, not_fused: str
 ) -> tuple[StageMeasurement, str]:
-    """Add the options that invert a stage.
-
-    Args:
-        profiler: Of the stage.
-        way: How it runs.
-        measurement: Its other options.
-        not_fused: Why its fused backward cannot be relied on; empty if it can, or if there is none.
-    Returns:
-        The measurement, with one option or two if there may be any; and why there is none, or none that is fused.
-    """
+    """The measurement with up to two options that invert the stage; and why one is missing, or the fused one."""
     reason = objection(profiler, measurement.cost)
     if reason:
         return measurement, reason
     kinds = [Inversion] if not_fused else _kinds(way)
     if len(profiler.ends.inputs) > 1 or len(profiler.ends.outputs) > 1:
-        # Autograd begins with such a stage before it is done with the next one, where its graph is not a single node.
+        # Autograd begins such a stage before it is done with the next one, if that one's graph is not a single node.
         kinds = [kind for kind in kinds if kind is FusedInversion]
     if not kinds:
         return (
@@ -83,7 +74,7 @@ def with_inversion(
 
 
 def lost_inverse(stage: Stage) -> str:
-    """Why an inverse somewhere inside of a stage is of no use; empty if there is none, or if the stage has one."""
+    """Why an inverse inside of a stage is of no use; empty if there is none, or if the stage itself has one."""
     kinds = dict.fromkeys(type(module).__name__ for _, module in stage.submodules() if is_invertible(module))
     if not kinds or stage.inverse is not None:
         return ""
@@ -93,13 +84,13 @@ def lost_inverse(stage: Stage) -> str:
 
 def _kinds(way: Way) -> list[type[Inversion]]:
     module = way.module
-    # Around a fused backward nobody calls the module, so that hooks of its backward would not fire.
+    # Around a fused backward nobody calls the module, so hooks of its backward would not fire.
     fused = has_fused_backward(module) and not has_backward_hooks(module)
     return [Inversion, FusedInversion] if fused else [Inversion]
 
 
 def _replaces(fused: Option, other: Option) -> bool:
-    """Whether a fused backward takes no more memory than the other way, and no more time."""
+    """True if a fused backward takes no more memory than the other option, and no more time."""
     no_larger = all(mine <= theirs for mine, theirs in zip(_sizes(fused), _sizes(other), strict=True))
     return no_larger and fused.backward_seconds <= _NOT_SLOWER * other.backward_seconds
 
@@ -137,7 +128,7 @@ class _Inverted:
     kind: type[Inversion]
 
     def option(self, cost: StageCost, backward_seconds: float) -> Option | str:
-        """The costs, or why there is none."""
+        """The costs as an option, or why there is none."""
         keep, pinned_bytes = cost.keep, cost.pinned_bytes
         alone = self._run(hold_input=False)
         if alone.input_bytes or alone.saved_output_bytes != self.profiler.ends.link_bytes:
@@ -168,7 +159,7 @@ class _Inverted:
             backward_held_peak_bytes=peaks.held_bytes,
             input_gradient_bytes=alone.gradients.link_bytes,
             parameter_gradient_bytes=keep.parameter_gradient_bytes,
-            # The same kernels. Timed by itself either may come out faster by chance.
+            # The same kernels: timed by itself either may seem faster by chance.
             forward_seconds=keep.forward_seconds,
             replay_seconds=keep.forward_seconds,
             backward_seconds=max(backward_seconds, keep.backward_seconds),
@@ -198,7 +189,7 @@ class _Inverted:
 
             value = profiler.boundary.fresh()
             recording.mark("forward")
-            # A segment around is recomputed at the first of them.
+            # A surrounding segment is recomputed at the first of them.
             with saved_tensors_hooks(torch.Tensor.detach, unpack):
                 inversion, output = self._forward(value)
             recording.mark("root")
@@ -238,7 +229,7 @@ class _Inverted:
         return inversion, output
 
     def backward_seconds(self) -> float:
-        """Of one backward."""
+        """Seconds of one backward."""
         meter, value = self.profiler.meter, self.profiler.boundary.fresh()
         _, output = self._forward(value)
         run = self.profiler.backward(value, output, self.profiler.layouts.memories_elsewhere())
@@ -250,7 +241,7 @@ class _Inverted:
 
 
 def _backward_seconds(ways: Sequence[_Inverted]) -> list[float]:
-    """Of each way, in turns: what slows one of them down slows down the other."""
+    """Seconds of each backward, timed by turns so that a slower moment meets all of them."""
     seconds: list[list[float]] = [[] for _ in ways]
     while not all(is_timed(ways[0].profiler, runs) for runs in seconds):
         for way, runs in zip(ways, seconds, strict=True):
@@ -259,7 +250,7 @@ def _backward_seconds(ways: Sequence[_Inverted]) -> list[float]:
 
 
 def _joined(cost: StageCost, more: Sequence[Option]) -> StageCost:
-    """The stage with some options more."""
+    """The stage's costs with more options."""
     options = tuple(replace(each, discard_peak_bytes=cost.discard_peak_of(each)) for each in cost.options)
     largest = max(cost.discard_peak_bytes, *(option.forward_peak_bytes for option in more))
     return replace(cost, options=(*options, *more), discard_peak_bytes=largest)

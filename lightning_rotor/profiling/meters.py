@@ -1,11 +1,8 @@
 """Meters: exact bytes from the allocator, and a clock that knows the device.
 
-A recording is cut into phases by marks. For each phase the meter gives the level at its start and end and the highest level in between,
-counted from the start of the recording.
-
-On the CPU the levels come from the events that torch's allocator reports to its profiler: every block that any kernel
-allocates, temporaries included. (Resident set size is useless here: the allocator keeps freed pages.) On CUDA they come from the
-statistics of the caching allocator.
+Marks cut a recording into phases, whose levels count from its start. On the CPU they come from the events that torch's
+allocator reports to its profiler: every block of every kernel. (Resident set size is useless: the allocator keeps freed
+pages.) On CUDA they come from the statistics of the caching allocator.
 """
 
 from __future__ import annotations
@@ -33,14 +30,7 @@ _MARK = "lightning_rotor::"
 
 @dataclass(frozen=True, slots=True)
 class MeteredPhase:
-    """What happened between two marks, in bytes above the start of the recording.
-
-    Attributes:
-        label: The mark that began it.
-        start_bytes: Level at its start.
-        peak_bytes: Highest level in it, start and end included.
-        end_bytes: Level at its end.
-    """
+    """Bytes above the start of a recording, from the mark ``label`` to the next one."""
 
     label: str
     start_bytes: int
@@ -49,7 +39,7 @@ class MeteredPhase:
 
     @property
     def freed_bytes(self) -> int:
-        """By how much the level fell from its start to its end."""
+        """Bytes by which the level fell from its start to its end."""
         return self.start_bytes - self.end_bytes
 
 
@@ -68,8 +58,8 @@ class Meter(Protocol):
     """Measures bytes and seconds on one device.
 
     Attributes:
-        needs_warm_up: The first run of an operator allocates what later ones do not, such as the workspaces of CUDA's libraries.
-        block_bytes: What it counts for any block is a multiple of this.
+        needs_warm_up: An operator's first run allocates what later ones do not, such as workspaces of CUDA's libraries.
+        block_bytes: The size of each block is counted as a multiple of this.
     """
 
     needs_warm_up: bool
@@ -102,7 +92,7 @@ def meter_for(device: torch.device) -> Meter:
 
 @dataclass(frozen=True, slots=True)
 class AllocatorEvent:
-    """One line of the CPU allocator's log: a block was taken, given back (negative size), or a mark was set (no size)."""
+    """A line of the CPU allocator's log: a block taken, a block given back (negative size), or a mark (size 0)."""
 
     nanoseconds: int
     size_bytes: int
@@ -118,15 +108,11 @@ class AllocatorLog:
         self.events: tuple[AllocatorEvent, ...] = ()
 
     def start(self) -> None:
-        """Begin to listen.
-
-        Raises:
-            ProfilerBusyError: Another profiler is listening; torch has room for one.
-        """
+        """Begin to listen; raises :class:`ProfilerBusyError` if another profiler does, for torch has room for one."""
         if is_profiling():
             raise ProfilerBusyError(
-                "memory cannot be measured while torch.profiler is recording: measure before it starts, or start it a few steps later "
-                "(schedule=torch.profiler.schedule(wait=2, ...))"
+                "memory cannot be measured while torch.profiler is recording: measure before it starts, or start it a "
+                "few steps later (schedule=torch.profiler.schedule(wait=2, ...))"
             )
         with _quiet_kineto():
             self._profile.__enter__()
@@ -147,7 +133,7 @@ class AllocatorLog:
 
 @contextmanager
 def _quiet_kineto() -> Iterator[None]:
-    """The profiler's library reads its log level when it first starts, and would write two lines to stderr for each recording."""
+    """Context in which the profiler's library does not write two lines to stderr at its first start."""
     if "KINETO_LOG_LEVEL" in os.environ:
         yield
         return
@@ -195,7 +181,7 @@ class CpuMeter:
         return time.perf_counter()
 
     def seconds_between(self, start: float, end: float) -> float:
-        """Their difference."""
+        """Seconds from ``start`` to ``end``."""
         return end - start
 
 
@@ -224,7 +210,7 @@ class CpuRecording:
                 level += event.size_bytes
                 peak = max(peak, level)
             else:
-                # A block from before the recording (a garbage cycle, say) is none of its business.
+                # A block from before the recording (a garbage cycle, say) does not count.
                 level -= own.pop(event.address, 0)
         phases.append(MeteredPhase(label, start, peak, level))
         return tuple(phases)
@@ -233,7 +219,8 @@ class CpuRecording:
 class CudaMeter:
     """Bytes from the caching allocator's statistics, seconds from events on the current stream.
 
-    Recording resets the device's peak statistics (``torch.cuda.max_memory_allocated``): there is no other way to read a peak.
+    Recording resets the device's peak statistics (``torch.cuda.max_memory_allocated``): there is no other way to read a
+    peak.
     """
 
     needs_warm_up = True
@@ -300,14 +287,14 @@ class CudaRecording:
 
 
 def await_autograd(device: torch.device) -> None:
-    """Wait until autograd's thread for a GPU has let go of the last backward, whose results it may hold when the caller has them already."""
+    """Wait until autograd's GPU thread lets go of the last backward, whose results it may hold beyond its end."""
     with torch.enable_grad():
         nothing = torch.empty(0, device=device, requires_grad=True)
         torch.autograd.grad(nothing.view(0), nothing, nothing.detach())
 
 
 def _wait_for_other_threads(device: torch.device) -> None:
-    """Until the allocator's level stays."""
+    """Wait until the allocator's level stays."""
     level = None
     while level != (level := torch.cuda.memory_allocated(device)):
         time.sleep(1e-3)
@@ -327,8 +314,9 @@ class StepTrace:
         peak_bytes: Highest level above that at the start.
         lap_peak_bytes: The same until the first :meth:`StepMeter.lap`, or of all of it if there was none.
         end_bytes: Level at the end above that at the start; negative if more was freed than allocated.
-        reserved_bytes: What a GPU's caching allocator had reserved at most, blocks that it keeps for reuse included; None on the CPU.
-        timeline: Points ``(seconds, bytes)`` since the start, one for each change. Empty on CUDA, whose allocator gives the peak alone.
+        reserved_bytes: The most that a GPU's caching allocator had reserved, blocks kept for reuse included; None on
+            the CPU.
+        timeline: Points ``(seconds, bytes)`` since the start, one a change; empty on CUDA, which gives the peak alone.
     """
 
     peak_bytes: int
@@ -341,8 +329,8 @@ class StepTrace:
 class StepMeter:
     """Measures what code between two calls allocates, on one device.
 
-    Frees of older blocks count, for gradients from the step before go away in the middle of this one. On the CPU the allocator knows the
-    size of a block only if it was watched when it was taken, so measure consecutive steps, from one without gradients on.
+    Frees of older blocks count. The CPU's allocator knows the size only of blocks that it was watched to take, so
+    measure consecutive steps, from one without gradients on.
 
     Args:
         device: A CPU or CUDA device.
@@ -414,14 +402,7 @@ class StepMeter:
 
 
 class MeasuringProgress:
-    """Shows how many stages are measured once that takes longer than a delay, and vanishes at the end.
-
-    Args:
-        enabled: False never shows anything.
-        delay_seconds: How long to wait.
-        clock: Seconds, for tests.
-        console: Where to draw; by default the error stream, so that piped output stays clean.
-    """
+    """Shows how many stages are measured once that takes long, on the error stream by default, until the end."""
 
     def __init__(
         self,

@@ -1,8 +1,7 @@
 """A meter for tensors without memory: it follows the life of every storage, and its clock runs by a roofline.
 
-Operators are seen from outside: what they return counts until its storage dies, wherever references to it are. What a kernel allocates
-for itself while it runs (workspaces of convolutions, for one) is not seen, so peaks are lower bounds, and equal those of kernels that
-need nothing.
+What operators return counts until its storage dies. What a kernel allocates for itself while it runs (a convolution's
+workspace, say) is not seen, so peaks are lower bounds, exact for kernels that need nothing.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from lightning_rotor.units import in_blocks
 # How long an operator takes on an accelerator, from its arithmetic and the bytes that it moves.
 
 
-# What well-tuned kernels reach of the figures on a data sheet. Both cancel where one of the two limits everything.
+# What well-tuned kernels reach of a data sheet's figures. Both factors cancel where one limit decides everything.
 _ARITHMETIC_EFFICIENCY = 0.6
 _BANDWIDTH_EFFICIENCY = 0.8
-# From one kernel to the next one in a stream, when the host keeps up.
+# The gap between two kernels in a stream, when the host keeps up.
 _LAUNCH_SECONDS = 3e-6
 
 
@@ -37,12 +36,10 @@ class Accelerator:
     """A device as a roofline sees it.
 
     Attributes:
-        name: What people call it.
-        memory_bytes: Its memory, as the driver shows it.
+        memory_bytes: As the driver shows it.
         bandwidth: Bytes per second between memory and chip.
-        flops: Floating-point operations per second on numbers of four bytes (a multiplication with addition is two). Of fast but
-            inexact modes (TF32) nothing is assumed, as torch does for matrices.
-        half_flops: The same on numbers of two bytes (dense, on tensor cores).
+        flops: Operations per second on 4-byte numbers (a fused multiply-add is two), without TF32, as torch's default.
+        half_flops: Operations per second on 2-byte numbers (dense, on tensor cores).
     """
 
     name: str
@@ -52,13 +49,7 @@ class Accelerator:
     half_flops: float
 
     def seconds(self, operations: float, moved_bytes: float, element_bytes: int) -> float:
-        """Estimated duration of one operator.
-
-        Args:
-            operations: Floating-point operations.
-            moved_bytes: Bytes read and written.
-            element_bytes: Size of the numbers that it multiplies.
-        """
+        """Estimated duration of one operator that multiplies numbers of ``element_bytes``."""
         peak = self.half_flops if element_bytes <= 2 else self.flops
         arithmetic = operations / (_ARITHMETIC_EFFICIENCY * peak)
         movement = moved_bytes / (_BANDWIDTH_EFFICIENCY * self.bandwidth)
@@ -99,12 +90,7 @@ _aten = torch.ops.aten
 
 
 class EstimatingMeter(TorchDispatchMode):
-    """Bytes of storages and seconds of a roofline, for whatever runs while it is active as a mode.
-
-    Args:
-        accelerator: Whose time it tells.
-        block_bytes: Sizes are rounded up to multiples of this, as the device's allocator does.
-    """
+    """Bytes of storages, rounded up to blocks, and seconds of a roofline, for what runs while this mode is active."""
 
     needs_warm_up = False
 
@@ -132,7 +118,7 @@ class EstimatingMeter(TorchDispatchMode):
         return self._seconds
 
     def seconds_between(self, start: float, end: float) -> float:
-        """Their difference."""
+        """Seconds from ``start`` to ``end``."""
         return end - start
 
     def __torch_dispatch__(
@@ -140,7 +126,7 @@ class EstimatingMeter(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         taken = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        # Before the call: what it returns could have the storage of what it was given.
+        # Before the call, since a result may share the storage of an argument.
         before = {identity_of(tensor.untyped_storage()) for tensor in taken}
         result = func(*args, **kwargs)
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
@@ -197,12 +183,12 @@ class EstimatedRecording:
         self._label, self._start, self._peak = label, self._level, self._level
 
     def allocated(self, size_bytes: int) -> None:
-        """A storage was made."""
+        """Count a new storage."""
         self._level += size_bytes
         self._peak = max(self._peak, self._level)
 
     def freed(self, size_bytes: int) -> None:
-        """A storage that was made during the recording died."""
+        """Subtract a storage of this recording that died."""
         self._level -= size_bytes
 
     @property
@@ -219,7 +205,7 @@ def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any
     return int(sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape))
 
 
-# What torch's own register lacks: the attention that fake tensors on the CPU choose.
+# Missing in torch's own register: the attention that fake tensors on the CPU choose.
 _FLOPS = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,

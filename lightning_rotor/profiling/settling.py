@@ -1,13 +1,13 @@
 """Measuring a stage again once it shows how the stages behind it leave its gradient.
 
-A chain is measured from its first stage to its last, but how a gradient lies in memory comes from behind: as a slice, which ``torch.cat``
-leaves, or with its entries in another order, as from convolutions that Inductor compiled. Some stages copy it, others hand the order on::
+How a gradient lies comes from behind: as a slice (``torch.cat``), or in another order (convolutions that Inductor
+compiled). Some stages copy it, others hand the order on::
 
-    stage      1 ◄── 2 ◄── 3      3 leaves its gradient in another order: 2 is measured again, and turns out to hand that order on,
-                                  so 1 should be measured again, whose input is gone by then
+    stage      1 ◄── 2 ◄── 3      3 leaves its gradient in another order: 2 is measured again, and turns out to hand
+                                  that order on, so 1 should be measured again, whose input is gone by then
 
-What equal stages have shown is known. For the others the chain runs forward once more, which settles one more stage of every such row. The same
-goes for skips: the stage that makes one, or reads it, gets the gradient that its later readers have added up.
+What equal stages have shown is known. For the others the chain runs forward once more, which settles one more stage of
+every such row. Makers and readers of skips likewise get the gradient that later readers add up.
 """
 
 from __future__ import annotations
@@ -39,11 +39,7 @@ _MOST_FORWARDS = 4
 
 
 class Bench:
-    """Where stages are measured, those that look the same once.
-
-    Args:
-        compiled: Makes variants of stages that the user compiled.
-    """
+    """Measures stages, those that look the same once."""
 
     def __init__(self, compiled: CompiledModules) -> None:
         self._compiled = compiled
@@ -51,11 +47,11 @@ class Bench:
         self._known: dict[Any, VariantsMeasurement] = {}
 
     def knows(self, stage: Measurable, layouts: Layouts) -> VariantsMeasurement | None:
-        """What such a stage showed whose output's gradient lay like this; None if there was none."""
+        """The measurement of an equal stage whose output's gradient lay like this, or None."""
         return self._known.get(stage.key(layouts))
 
     def measured(self, stage: Measurable, boundary: Boundary, layouts: Layouts = NO_LAYOUTS) -> VariantsMeasurement:
-        """What is known of such a stage, which is measured if it is the first."""
+        """The measurement of such a stage, made if it is the first."""
         key = stage.key(layouts)
         if key not in self._known:
             self._known[key] = stage.measured(
@@ -66,16 +62,11 @@ class Bench:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Measurable:
-    """A stage that can be measured wherever there is an input for it.
+    """A stage that can be measured wherever there is an input for it; its profiler's boundary has no tensors.
 
-    Attributes:
-        profiler: Measures it. Its boundary has no tensors.
-        recomputable: Whether it may be in a segment.
-        identity: Of the stage and its input: equal for those that cost the same.
-        kin: Likewise, equal for those that should take the same time, for all that can be told before they run.
-        way: To invert it, if there is one.
-        not_fused: Why its own backward must not rebuild its input; empty if nothing speaks against it.
-        written: Parameters that its forward changes.
+    Equal ``identity`` means equal costs, equal ``kin`` equal times, for all that can be told before a run;
+    ``not_fused`` says why its own backward must not rebuild its input, if anything; its forward changes the parameters
+    ``written``.
     """
 
     profiler: StageProfiler
@@ -87,7 +78,7 @@ class Measurable:
     written: tuple[torch.nn.Parameter, ...] = ()
 
     def key(self, layouts: Layouts) -> tuple[Any, ...]:
-        """All that its measurement depends on."""
+        """All that its measurement depends on, as a key."""
         profiler = self.profiler
         about = profiler.last, self.recomputable, len(profiler.remembered), layouts, self.way is None, self.not_fused
         return self.identity, profiler.ends.signature, *about
@@ -117,14 +108,9 @@ class Measurable:
 
 @dataclass(slots=True, eq=False)
 class Measured:
-    """A stage in its chain.
+    """A stage in its chain, measured with gradients that lay as ``layouts`` says.
 
-    Attributes:
-        measurable: The stage.
-        found: What it showed.
-        readers: By the place of each skip that it makes or passes on, the number of the next stage that reads it.
-        layouts: How the gradients lay that it was given meanwhile.
-        expected_bytes: What the stage behind it left for it then.
+    ``readers`` has by place of a skip the next stage that reads it, ``expected_bytes`` what the stage behind left then.
     """
 
     measurable: Measurable
@@ -147,16 +133,16 @@ class Measured:
 
     @property
     def link_bytes(self) -> int:
-        """Gradient that it leaves for the stage before."""
+        """Bytes of the gradient that it leaves for the stage before."""
         return self.found.stage.cost.keep.input_gradient_bytes
 
     def gradient_of(self, skip: int) -> SkipGradient:
-        """What it leaves for a skip with this number, which it reads."""
+        """The gradient that it leaves for a skip with this number, which it reads."""
         place = self.measurable.profiler.ends.skips.index(skip)
         return self.found.stage.skip_gradients.get(place, SkipGradient(0))
 
     def settle(self, layouts: Layouts, behind: Measured, bench: Bench, boundary: Boundary | None = None) -> bool:
-        """Take over what is measured with such gradients; whether that is known, or there is a boundary to measure it."""
+        """Take over the measurement with these layouts; False if it is unknown and there is no boundary."""
         if boundary is not None:
             found: VariantsMeasurement | None = bench.measured(self.measurable, boundary, layouts)
         else:
@@ -168,10 +154,9 @@ class Measured:
 
 
 def given(chain: Sequence[Measured], number: int) -> Layouts:
-    """What the stages behind leave for one of a chain, as far as that is one thing and they are there already.
+    """The layouts in which the stages behind leave a stage's gradients, as far as they are unambiguous and known.
 
-    A stage that may rebuild its input in a backward of its own leaves other gradients then. For both ways to be right it counts how many bytes
-    they are, see :func:`unexpected`, and not how they lie.
+    A stage that may rebuild its input leaves other gradients then: only their bytes count, see :func:`unexpected`.
     """
     behind, stage = chain[number + 1].found.stage, chain[number]
     is_one = not any(option.fused for option in behind.cost.options)
@@ -185,13 +170,7 @@ def given(chain: Sequence[Measured], number: int) -> Layouts:
 
 
 def settle(chain: Sequence[Measured], inputs: Mapping[int, Boundary], bench: Bench) -> None:
-    """Measure stages again whose gradient turned out to lie otherwise.
-
-    Args:
-        chain: All stages; they change.
-        inputs: Of the first one, by the numbers of the values.
-        bench: Knows what was measured.
-    """
+    """Measure stages of a chain again, in place, whose gradients turned out to lie otherwise."""
     for _ in range(_MOST_FORWARDS):
         stale = _stale(chain, bench)
         if not stale:
@@ -201,7 +180,7 @@ def settle(chain: Sequence[Measured], inputs: Mapping[int, Boundary], bench: Ben
 
 
 def unexpected(chain: Sequence[Measured]) -> dict[int, int]:
-    """Stages that are given larger gradients than they were measured with, and the size of those: slices keep alive what they are slices of."""
+    """Bytes by stage of gradients larger than it was measured with: slices keep alive what they are slices of."""
     found: dict[int, int] = {}
     more = False
     for number in reversed(range(len(chain) - 1)):
@@ -213,7 +192,7 @@ def unexpected(chain: Sequence[Measured]) -> dict[int, int]:
 
 
 def _stale(chain: Sequence[Measured], bench: Bench) -> list[int]:
-    """Numbers of the stages that should be measured again, now that whatever is known is taken over."""
+    """Numbers of the stages to be measured again, once everything known is taken over."""
     stale = []
     for number in reversed(range(len(chain) - 1)):
         layouts = given(chain, number)
@@ -250,12 +229,9 @@ def outputs_of(stage: Stage, output: Any) -> tuple[Boundary, ...]:
 
 
 def with_units(measurement: StageMeasurement, sizes: UnitSizes, gathering_seconds: float) -> StageMeasurement:
-    """Add what units take and leave.
+    """The measurement with what FSDP units take and leave, whose parameters arrive in ``gathering_seconds``.
 
-    Args:
-        measurement: Of the stage with its units gathered.
-        sizes: Of its units together: those inside of one unit count as if all were there at once.
-        gathering_seconds: How long their parameters take to arrive.
+    Units inside of one unit count as if all were there at once.
     """
     if not sizes.gathered_bytes:
         return measurement
@@ -277,7 +253,8 @@ def _with_units(cost: StageCost, sizes: UnitSizes, seconds: float) -> StageCost:
 def _option(option: Option, sizes: UnitSizes, seconds: float) -> Option:
     gathered = sizes.gathered_bytes
     left_bytes = option.parameter_gradient_bytes - min(option.parameter_gradient_bytes, sizes.gradient_bytes)
-    # Parameters and what was saved go when the gradients are complete, then these are copied into a message, whose shard comes back.
+    # When the gradients are complete, parameters and saved tensors go, then the gradients are copied into a message,
+    # whose shard comes back.
     sent_bytes = option.input_gradient_bytes + option.parameter_gradient_bytes + sizes.reduced_bytes
     sent_bytes += max(0, sizes.shard_bytes - sizes.gradient_bytes) - option.saved_bytes
 
@@ -287,7 +264,8 @@ def _option(option: Option, sizes: UnitSizes, seconds: float) -> Option:
     return replace(
         option,
         forward_peak_bytes=option.forward_peak_bytes + 2 * gathered,
-        # The last stage of a segment is recomputed in its backward, which has gathered it already: there its replay takes no more.
+        # The last stage of a segment is recomputed in its backward, which has gathered it already, so its replay takes
+        # no more.
         unpack_peak_bytes=option.unpack_peak_bytes + 2 * gathered,
         unpack_bytes=option.unpack_bytes + gathered,
         backward_peak_bytes=backward(option.backward_peak_bytes),
@@ -306,39 +284,35 @@ def _option(option: Option, sizes: UnitSizes, seconds: float) -> Option:
 
 
 _OPERATIONS_PER_SECOND = 1e11
-"""Of a processor's core, roughly."""
+"""Roughly those of one processor core."""
 _SMALLEST, _LARGEST = 200, 512
 _ROUNDS, _RUNS = 9, 2
 
 
 class Interlude:
-    """Stands for the rest of a step between two timed runs.
+    """Stands for the rest of a step, ``seconds`` long, between two timed runs.
 
-    A run that is repeated at once finds its code and data in the processor's caches, in a step it seldom does: a segment around next to
-    nothing takes 0.3 ms of the host's time at once, and 0.7 ms after 1.2 ms of matrix products (one core of an EPYC). Plans would be made of
-    too many short stages and segments. On other devices nothing happens: kernels wait in a queue there, and caches matter less.
-
-    Args:
-        device: On which stages are timed.
-        seconds: What a stage takes, roughly.
+    A run repeated at once finds its code and data in the processor's caches, which in a step it seldom does: a segment
+    around next to nothing takes 0.3 ms of the host's time, and 0.7 ms after 1.2 ms of matrix products (one core of an
+    EPYC). Plans would get too many short stages and segments. Other devices queue kernels, so that caches matter less.
     """
 
     def __init__(self, device: torch.device, seconds: float) -> None:
         size = min(int((seconds * _OPERATIONS_PER_SECOND / 2) ** (1 / 3)), _LARGEST)
         runs = device.type == "cpu" and size >= _SMALLEST
-        # NumPy's memory: for torch's allocator, measuring a stage takes no more than running it.
+        # NumPy's memory, so that torch's allocator does not count it.
         arrays = np.ones((2 if runs else 0, size, size), np.float32)
         self._matrices = [*torch.from_numpy(arrays)]
 
     def __call__(self) -> None:
-        """Let it pass."""
+        """Flush caches between two timings."""
         if self._matrices:
             matrix, product = self._matrices
             torch.mm(matrix, matrix, out=product)
 
 
 def segment_seconds(device: torch.device, meter: Meter, interlude: Interlude) -> float:
-    """Host time of one segment around next to nothing, forward and backward, beyond what it runs."""
+    """Host seconds of one segment around next to nothing, forward and backward, beyond what it runs."""
     tensor = torch.zeros(1, device=device, requires_grad=True)
 
     def inside(value: torch.Tensor) -> torch.Tensor:
@@ -368,7 +342,7 @@ def segment_seconds(device: torch.device, meter: Meter, interlude: Interlude) ->
         return torch.tanh(segmented(tensor))
 
     run(plain), run(with_segment)
-    # In turns: what disturbs the machine disturbs both.
+    # By turns, so that a disturbance of the machine meets both.
     runs = [(run(with_segment), run(plain)) for _ in range(_ROUNDS)]
     with_it, without = map(typical, zip(*runs, strict=True))
     return max(with_it - without, 0.0)

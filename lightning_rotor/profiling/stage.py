@@ -1,8 +1,8 @@
 """Measuring one stage: bytes from one run each per case, seconds from several.
 
-Every run owns a fresh copy of the stage's input and starts its backward from a node that makes the gradient of the output on the spot,
-so that everything dies exactly when it would in training: the gradient after the first operator that reads it, the input with the last
-saved tensor that needs it.
+Every run owns a fresh copy of the stage's input, and a node makes the gradient of the output on the spot. So everything
+dies as in training: the gradient after the first operator that reads it, the input with the last saved tensor that
+needs it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from lightning_rotor.stages.state import GeneratorStates
 
 
 class Phases:
-    """Finds the phases of a recording by their labels."""
+    """The phases of a recording, found by their labels."""
 
     def __init__(self, phases: Sequence[MeteredPhase]) -> None:
         self._phases = phases
@@ -54,19 +54,19 @@ class Phases:
         return self._phases[self._labels.index(label)]
 
     def between(self, begin: str, end: str) -> Sequence[MeteredPhase]:
-        """From the first phase labelled ``begin`` up to the first labelled ``end``, without it."""
+        """The phases from the first labelled ``begin`` up to the first labelled ``end``, without it."""
         if begin not in self._labels:
             return ()
         return self._phases[self._labels.index(begin) : self._labels.index(end)]
 
     def until_last_save(self) -> Sequence[MeteredPhase]:
-        """The forward up to its last saved tensor; nothing if it saves none."""
+        """The forward's phases up to its last saved tensor; none if it saves none."""
         saves = [index for index, label in enumerate(self._labels) if label == "save"]
         return self._phases[self._labels.index("forward") : saves[-1]] if saves else ()
 
 
 def peak_bytes_of(phases: Sequence[MeteredPhase]) -> int:
-    """Highest level in several phases; 0 if there are none."""
+    """The highest level in several phases; 0 if there are none."""
     return max((phase.peak_bytes for phase in phases), default=0)
 
 
@@ -75,26 +75,20 @@ def peak_bytes_of(phases: Sequence[MeteredPhase]) -> int:
 
 
 _ENOUGH_SECONDS = 0.5
-"""Long enough for the noise of a busy machine to even out within one run."""
+"""Seconds in which the noise of a busy machine evens out."""
 _SHORT_SECONDS = 0.01
-"""So little that a single interruption by another process decides what a few runs take."""
+"""Seconds so few that one interruption decides what a few runs take."""
 _MORE = 3
 
 
 def is_enough(seconds: Sequence[float], repeats: int) -> bool:
-    """Whether runs that took so long have been timed often enough.
-
-    Args:
-        seconds: Of each run so far.
-        repeats: How often to time one; less often where runs are so long that noise does not matter, and more often where they are so
-            short that little else does.
-    """
+    """True if a run was timed often enough: ``repeats`` times, less often if it is long, more often if it is short."""
     total = sum(seconds)
     return total >= _ENOUGH_SECONDS or len(seconds) >= (repeats if total >= _SHORT_SECONDS else _MORE * repeats)
 
 
 def typical(seconds: Sequence[float]) -> float:
-    """The duration of a run that was timed several times: the middle of the faster half, for interruptions never make one faster."""
+    """The middle of the faster half, for interruptions never make a run faster."""
     return max(sorted(seconds)[len(seconds) // 4], 0.0)
 
 
@@ -102,21 +96,16 @@ def typical(seconds: Sequence[float]) -> float:
 
 
 WORTH_MENTIONING_BYTES = 1024
-"""Python numbers in an expression (x * 2) become tensors of 8 bytes that stay with the graph; nobody needs to hear of them."""
-# Parameters' gradients below this part of a backward's peak may count as piling up though they do not; measuring takes time, too.
+"""More than the 8 bytes for a Python number (x * 2) that stays with the graph."""
+# Smaller shares of a backward's peak are not measured again with existing gradients, to save time.
 _NEGLIGIBLE = 1 / 256
 
 
 @dataclass(frozen=True, slots=True)
 class StageMeasurement:
-    """Costs of a stage, and what it does to gradients of skips.
+    """Costs of a stage, and what it does to gradients of skips (by place, see :class:`StageEnds`).
 
-    Attributes:
-        cost: Of the stage.
-        skip_gradients: By the place of the skip, see :class:`StageEnds`.
-        link_layouts: How it leaves the gradients of its link, if not each of them fills memory of its own.
-        passes_on: It leaves its link's gradient in memory that it was given.
-        given_bytes: Gradients of skips that it was given, as far as its peaks count them.
+    ``given_bytes`` are gradients of skips that it was given, as far as its peaks count them.
     """
 
     cost: StageCost
@@ -152,7 +141,7 @@ class _KeepRun:
 
 @dataclass(frozen=True, slots=True)
 class _SegmentRun:
-    """Bytes of a stage that is a segment of its own; the backward counts from the state right after the recomputation."""
+    """Bytes of a stage run as a segment; the backward counts from the state right after the recomputation."""
 
     discard_peak_bytes: int
     pinned_bytes: int
@@ -161,7 +150,7 @@ class _SegmentRun:
 
 @dataclass(frozen=True, slots=True)
 class StageSeconds:
-    """Durations of a forward, of its part up to the last saved tensor, and of a backward."""
+    """Seconds of a forward, of its part up to the last saved tensor, and of a backward."""
 
     forward: float
     replay: float
@@ -169,14 +158,7 @@ class StageSeconds:
 
 
 class _Saves:
-    """Notes what autograd saves in a run, and when its backward reads the first of it.
-
-    Attributes:
-        count: Tensors saved.
-        read: Tensors read in the backward.
-        addresses: How often each storage was saved.
-        in_backward: Set where the run's own backward begins; a stage may differentiate in its forward.
-    """
+    """What autograd saves in a run (a stage may differentiate in its forward), and when its own backward reads it."""
 
     def __init__(self, recording: Recording, stage: str, *, gives_up: bool) -> None:
         self.count = self.read = 0
@@ -185,14 +167,14 @@ class _Saves:
         self._recording, self._stage, self._gives_up = recording, stage, gives_up
 
     def pack(self, tensor: torch.Tensor) -> list[Any]:
-        """What stands for a saved tensor."""
+        """The saved tensor with its version and its maker."""
         self.count += 1
         self.addresses[address_of(tensor)] += 1
         self._recording.mark("save")
         return [tensor, version_of(tensor), _maker(tensor)]
 
     def unpack(self, packed: list[Any]) -> torch.Tensor:
-        """The saved tensor."""
+        """The saved tensor, if it is unchanged."""
         tensor: torch.Tensor
         tensor, version, maker = packed
         if self.in_backward and self._gives_up:  # as a checkpoint does with what it has recomputed
@@ -207,25 +189,17 @@ class _Saves:
 
 @dataclass(frozen=True, slots=True)
 class StageProfiler:
-    """Measures one stage at one boundary.
+    """Measures one stage at one boundary, whose output the caller holds during the backward if it is the last.
 
     Attributes:
-        stage: The stage.
-        boundary: Its input.
-        ends: Storages that it takes and leaves behind.
-        meter: Of the device.
-        last: The stage ends the chain, so the caller holds its output during the whole backward.
-        repeats: Timed runs, see :mod:`lightning_rotor.profiling.stage`.
         remembered: Modules whose buffers a recomputation works on copies of.
         state: What else a recomputation must leave alone.
-        generators: If the stage may draw random numbers: where every run starts, so that all runs take the same course.
-        before: What user code can reach, likewise.
-        gradients_exist: Parameters' gradients are given up as soon as they are there, as where autograd adds them to existing ones.
-        option: Which of the stage's options runs.
-        layouts: How later stages leave the gradients that it is given, if not each of them fills memory of its own.
-        interlude: Runs before everything that is timed.
-        in_lockstep: Other processes measure the same stage and may be waited for in it, so that neither times nor sizes of batches may
-            decide how often it runs.
+        generators: Where every run of a stage that may draw starts; ``before`` is what user code can reach then.
+        gradients_exist: Parameters' gradients are freed at once, as where autograd adds them to existing ones.
+        layouts: How later stages leave the gradients that it is given.
+        interlude: Called before each timed run.
+        in_lockstep: Other processes measure the same stage and wait, so neither times nor batch sizes may decide how
+            often it runs.
     """
 
     stage: Stage
@@ -245,13 +219,8 @@ class StageProfiler:
     in_lockstep: bool = False
 
     def measure(self, *, recomputable: bool, seconds: StageSeconds | None = None) -> StageMeasurement:
-        """Bytes and seconds of the stage.
-
-        Args:
-            recomputable: Whether it may be in a segment; otherwise it is never run as one.
-            seconds: What it takes, if that is known; by default it is timed.
-        """
-        # A compiler may put the backward off until it is asked for.
+        """Bytes and seconds of the stage, which runs as a segment only if it is recomputable."""
+        # A compiler may compile the backward only when it is first asked for.
         if self.meter.needs_warm_up or any(is_compiled(module) for _, module in self.stage.submodules()):
             self._keep_run(hold_input=False, hold_output=False)
         seconds = _timed(self) if seconds is None else seconds
@@ -259,7 +228,7 @@ class StageProfiler:
         return StageMeasurement(cost, run.skip_gradients, run.link_layouts, run.passes_on, run.given_bytes)
 
     def _both_costs(self, seconds: StageSeconds, *, recomputable: bool) -> tuple[StageCost, _KeepRun]:
-        """Costs where parameters have no gradients yet, with the peaks of a backward where they have."""
+        """Costs where parameters have no gradients yet, with a backward's peaks where they have."""
         cost, run = self._cost(seconds, recomputable=recomputable)
         negligible = cost.keep.parameter_gradient_bytes <= _NEGLIGIBLE * cost.keep.backward_held_peak_bytes
         if negligible and not self.in_lockstep:
@@ -271,7 +240,7 @@ class StageProfiler:
     def _cost(self, seconds: StageSeconds, *, recomputable: bool) -> tuple[StageCost, _KeepRun]:
         sizes = self._keep_run(hold_input=False, hold_output=False)
         alone = self._keep_run(hold_input=False, hold_output=True) if self.last else sizes
-        # An input that the stage does not save is no business of its backward, whoever holds it.
+        # An input that the stage does not save does not matter to its backward, whoever holds it.
         held = self._keep_run(hold_input=True, hold_output=self.last) if sizes.saved_input_bytes else alone
         segment = self._segment_run() if recomputable else _never_a_segment(sizes)
         replayed = alone
@@ -305,7 +274,7 @@ class StageProfiler:
             name=self.stage.name,
             output_bytes=self.ends.link_bytes,
             discard_peak_bytes=segment.discard_peak_bytes,
-            # The discarded forward runs the same kernels. Timed for itself it may come out faster by chance, and then a plan
+            # The discarded forward runs the same kernels. Timed by itself it may seem faster by chance, and a plan
             # would recompute for nothing.
             discard_seconds=seconds.forward,
             options=(keep,),
@@ -355,7 +324,7 @@ class StageProfiler:
         )
 
     def _sizes(self, phases: Phases, saves: _Saves, lasting_bytes: int, saved_skips: tuple[int, ...]) -> dict[str, int]:
-        """What the phases of a run say, by the names of :class:`_KeepRun`."""
+        """The sizes of a run's phases, by the field names of :class:`_KeepRun`."""
         start, level = phases.first("forward").start_bytes, phases.first("backward").start_bytes
         # The copy of the input came first.
         saved_input = max(start - lasting_bytes - phases.first("drop input").freed_bytes, 0)
@@ -378,24 +347,24 @@ class StageProfiler:
         }
 
     def _saved_state_bytes(self, saves: _Saves) -> int:
-        """Remembered buffers that autograd has saved."""
+        """Bytes of remembered buffers that autograd has saved."""
         buffers = [buffer for module in self.remembered for buffer in module._buffers.values() if buffer is not None]
         saved = (buffer for buffer in buffers if address_of(buffer) in saves.addresses)
         return bytes_in_blocks(saved, self.meter.block_bytes)
 
     def run(self, value: Any) -> Any:
-        """One forward under the option."""
+        """The output of one forward under the option."""
         return run_stage(self.stage, value, self.option)
 
     def _saved_skips(self, value: Any, output: Any, saved: Set[int]) -> tuple[int, ...]:
-        """Places of the skips among the saved storages."""
+        """The places of the skips among the saved storages."""
         leaves = (*tree_flatten(value)[0], *tree_flatten(output)[0])
         places = (*self.ends.inputs, *self.ends.outputs)
         pairs = ((leaf, place) for leaf, place in zip(leaves, places, strict=True) if place is not None)
         return tuple(sorted({place for leaf, place in pairs if address_of(leaf) in saved}))
 
     def backward(self, value: Any, output: Any, elsewhere: Memories) -> StageBackward:
-        """That of a run, with gradients as later stages leave them, some of which lie in memory that is there."""
+        """The backward of a run, given gradients as later stages leave them, some in the memory ``elsewhere``."""
         return StageBackward.of(
             self.stage,
             self.ends,
@@ -465,7 +434,7 @@ def _timed(profiler: StageProfiler) -> StageSeconds:
 
 
 def seconds_of(profiler: StageProfiler, runs: Sequence[tuple[float, float]]) -> StageSeconds:
-    """What is typical of timed runs."""
+    """The typical seconds of timed runs."""
     forward, backward = map(typical, zip(*runs, strict=True))
     return StageSeconds(forward, forward * _replayed_part(profiler), backward)
 
@@ -487,12 +456,12 @@ def timed_run(profiler: StageProfiler) -> tuple[float, float]:
 
 
 def is_timed(profiler: StageProfiler, seconds: Sequence[float]) -> bool:
-    """Whether runs that took so long are enough. Where other processes run along, only their number counts."""
+    """True if runs that took so long are enough. Where other processes run along, only their number counts."""
     return len(seconds) >= profiler.repeats if profiler.in_lockstep else is_enough(seconds, profiler.repeats)
 
 
 def _replayed_part(profiler: StageProfiler) -> float:
-    """How much of a forward is over at its last saved tensor, from 0 to 1."""
+    """The share of a forward that is over at its last saved tensor, from 0 to 1."""
     value = profiler.boundary.fresh()
     times = [profiler.meter.now()]
 
@@ -508,11 +477,11 @@ def _replayed_part(profiler: StageProfiler) -> float:
 
 
 _SMOOTH = ("ExpBackward0", "LogSoftmaxBackward0", "SigmoidBackward0", "SoftmaxBackward0", "TanhBackward0")
-"""Operations whose backward is a smooth function of the output that they save. ReLU's is not: it asks where the output is zero."""
+"""Operations whose backward is smooth in the output they save. ReLU's is not: it asks where the output is zero."""
 
 
 def _needs_exact_output(output: Any, saved: Counter[int]) -> bool:
-    """Whether rounding errors in what a stage saved of its output could change its gradients by more than rounding errors."""
+    """True if rounding errors in a saved output could change gradients by more than rounding errors."""
     return any(
         saved[address_of(tensor)] > (tensor.grad_fn is not None and tensor.grad_fn.name() in _SMOOTH)
         for tensor in tensors_in(output)
@@ -520,22 +489,22 @@ def _needs_exact_output(output: Any, saved: Counter[int]) -> bool:
 
 
 def _spoilt(stage: str, tensor: torch.Tensor, maker: str) -> ModelError:
-    """The error of a saved tensor that has changed. Autograd compares versions, but not of what a hook has packed."""
+    """The error of a changed saved tensor. Autograd does not compare versions of what a hook has packed."""
     changer = _maker(tensor)
     made, changed = f", made by {maker}" * bool(maker), f", changed by {changer}" * (changer != maker)
     return ModelError(
-        f"stage {stage!r} changes a tensor in place that its backward needs as it was (shape {tuple(tensor.shape)}"
-        f"{made}{changed}): plain training fails here, too, but a recomputation would give wrong gradients. Expected an "
-        "operation that is not in place"
+        f"stage {stage!r} changes a tensor in place that its backward needs as it was (shape "
+        f"{tuple(tensor.shape)}{made}{changed}): plain training fails here, too, but a recomputation would give wrong "
+        "gradients. Expected an operation that is not in place"
     )
 
 
 def _maker(tensor: torch.Tensor) -> str:
-    """The operation that made a tensor, or changed it last, as autograd calls it; empty for a leaf."""
+    """Autograd's name of the operation that made or last changed a tensor; empty for a leaf."""
     return "" if tensor.grad_fn is None else tensor.grad_fn.name().removesuffix("Backward0")
 
 
 def _never_a_segment(sizes: _KeepRun) -> _SegmentRun:
-    """Stands in for a run that cannot be made: the stage changes its input, and no schedule recomputes it."""
+    """The run of a stage that changes its input, which no schedule recomputes."""
     recomputed_peak = sizes.backward_peak_bytes + sizes.saved_bytes + sizes.saved_output_bytes
     return _SegmentRun(sizes.forward_peak_bytes, 0, recomputed_peak)

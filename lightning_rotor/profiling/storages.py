@@ -1,7 +1,7 @@
-"""Which storages the values of a chain have: who makes each, who reads it, and which stages cannot be cut apart because of it.
+"""Which storages the values of a chain have: who makes and reads each, and which stages they tie together.
 
-Values are followed by storage, not by name: a mask that a layer returns as it got it, or a view of an earlier activation, takes no memory
-of its own, but keeps alive what it shows.
+Values are followed by storage, not by name: a mask returned as it came, or a view of an earlier activation, takes no
+memory of its own, but keeps alive what it shows.
 """
 
 from __future__ import annotations
@@ -38,14 +38,9 @@ from lightning_rotor.units import in_blocks
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Boundary:
-    """What a stage takes, without its graph.
+    """What a stage takes, without its graph: detached tensors and other objects, in the order of the tree.
 
-    Attributes:
-        leaves: Tensors (detached) and other objects, in the order of the tree.
-        spec: How they are nested.
-        requires_grad: For each leaf, whether gradients flow through it.
-        whole_storages: For each leaf, whether a tensor that is a slice holds what it is cut from, as the output of a stage does. The chain's
-            own input is the caller's affair.
+    ``whole_storages``: a slice holds what it is cut from, as a stage's output does, unlike the chain's own input.
     """
 
     leaves: tuple[Any, ...]
@@ -63,7 +58,7 @@ class Boundary:
 
     @classmethod
     def packed(cls, values: Sequence[Boundary]) -> Boundary:
-        """One boundary as it is, several as that of a tuple."""
+        """The boundary of several values: the only one as it is, or a tuple of all."""
         if len(values) == 1:
             return values[0]
         _, spec = tree_flatten(tuple(tree_unflatten(value.leaves, value.spec) for value in values))
@@ -85,7 +80,7 @@ class Boundary:
             address, storage = address_of(leaf), leaf.untyped_storage()
             if not whole or (storage.nbytes() <= leaf.nbytes and (users[address] == 1 or not address)):
                 return source.clone()
-            # A slice keeps all that it is cut from alive, as it does in training; what is one storage there is one here.
+            # A slice keeps alive all that it is cut from, as in training; leaves that share a storage share it here.
             if address not in storages:
                 storages[address] = torch.empty(storage.nbytes(), dtype=torch.uint8, device=leaf.device)
             return _Placed.apply(source, storages[address])
@@ -95,7 +90,7 @@ class Boundary:
         return tree_unflatten(copies, self.spec)
 
     def size_bytes(self, block_bytes: int) -> int:
-        """Elements of the tensors in blocks of the allocator, counted without what they are slices of."""
+        """Bytes of the tensors' elements in blocks of the allocator, without what they are slices of."""
         return sum(in_blocks(leaf.nbytes, block_bytes) for leaf in self.leaves if isinstance(leaf, torch.Tensor))
 
     @property
@@ -105,7 +100,7 @@ class Boundary:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """What the cost of a stage depends on, besides the stage."""
+        """A key of what a stage's cost depends on, besides the stage."""
         return (
             str(self.spec),
             self.requires_grad,
@@ -123,7 +118,7 @@ class _Placed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, source: torch.Tensor, storage: torch.Tensor) -> torch.Tensor:
-        # Not a view for autograd: in training, the stage before made it in one go.
+        # No view for autograd: in training, the stage before made it in one go.
         copy = torch.empty(0, dtype=source.dtype, device=source.device)
         copy.set_(storage.untyped_storage(), source.storage_offset(), source.shape, source.stride())
         return copy.copy_(source)
@@ -138,14 +133,7 @@ class _Placed(torch.autograd.Function):
 
 @dataclass(slots=True, eq=False)
 class Storage:
-    """Memory under some tensors.
-
-    Attributes:
-        born: Number of the stage that allocates it, -1 for the chain's input.
-        size_bytes: What the allocator counts for it.
-        uses: Numbers of the stages that read it.
-        in_output: The chain returns it.
-    """
+    """Memory under some tensors, made by the stage ``born`` (-1 for the chain's input), read by the stages ``uses``."""
 
     born: int
     size_bytes: int
@@ -155,7 +143,7 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class UnmeasuredSkip:
-    """A :class:`~lightning_rotor.chain.Skip` as far as it is known before its readers' backwards have run."""
+    """A :class:`~lightning_rotor.chain.Skip` without gradients, before its readers' backwards have run."""
 
     born: int
     uses: tuple[int, ...]
@@ -163,7 +151,7 @@ class UnmeasuredSkip:
     in_output: bool
 
     def is_needed_after(self, stage: int) -> bool:
-        """Whether a later stage, or the caller, reads it."""
+        """True if a later stage, or the caller, reads it."""
         return self.in_output or self.uses[-1] > stage
 
     def measured(self, gradient_bytes: Iterable[int]) -> Skip:
@@ -173,14 +161,7 @@ class UnmeasuredSkip:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scouting:
-    """What one run of each stage showed.
-
-    Attributes:
-        storages: For each value, that of each of its leaves; None for what is no tensor.
-        draws_random: For each stage, whether it drew random numbers.
-        changes_input: Whether the chain's own input is changed in place.
-        groups: Stages that must stay together.
-    """
+    """What one run of each stage showed: each value's storages by leaf (None if no tensor), and stages to merge."""
 
     storages: dict[int, tuple[Storage | None, ...]]
     draws_random: tuple[bool, ...]
@@ -188,7 +169,7 @@ class Scouting:
     groups: tuple[range, ...]
 
     def skips(self) -> dict[Storage, UnmeasuredSkip]:
-        """What outlives a link, in terms of the groups."""
+        """Storages that outlive a link, as skips in terms of the groups."""
         group_of = {stage: number for number, group in enumerate(self.groups) for stage in group} | {-1: -1}
         found: dict[Storage, UnmeasuredSkip] = {}
         for storage in dict.fromkeys(each for leaves in self.storages.values() for each in leaves if each is not None):
@@ -203,16 +184,12 @@ class Scouting:
 def scout(
     stages: Sequence[Stage], inputs: dict[int, Boundary], device: torch.device, *, block_bytes: int = 1
 ) -> Scouting:
-    """Run every stage once and follow the storages, whose sizes count in blocks.
-
-    Raises:
-        ModelError: A stage returns no tensor.
-    """
+    """Run every stage once and follow the storages, counted in blocks; raises ModelError if one returns no tensor."""
     wiring = wiring_of(stages)
     values = dict(inputs)
     storages = {number: _storages_of(value.leaves, -1, {}, block_bytes) for number, value in inputs.items()}
     draws: list[bool] = []
-    # Where stages can be cut apart: before the stage of that number.
+    # Numbers of the stages before which the chain can be cut.
     cuts = set(range(len(stages) + 1))
     changes_input = False
     open_head = False  # nothing but views of the chain's input so far
@@ -248,7 +225,7 @@ def _run_once(
     device: torch.device,
     block_bytes: int,
 ) -> tuple[list[Storage], bool]:
-    """Run a stage and add what it makes; returns what it changes in place, and whether it drew random numbers."""
+    """Run a stage and add what it makes; the storages it changes in place, and whether it drew random numbers."""
     taken = [leaf for number in stage.reads for leaf in storages[number]]
     for storage in taken:
         if storage is not None:
@@ -279,7 +256,7 @@ def _run_once(
 
 
 def merged(stages: Sequence[Stage], groups: Sequence[range]) -> tuple[Stage, ...]:
-    """Stages with those of each group made one."""
+    """The stages, with each group made one."""
     needed = set(stages[-1].writes)
     found: list[Stage] = []
     for group in reversed(groups):

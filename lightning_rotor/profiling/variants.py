@@ -1,7 +1,7 @@
 """Measuring the variants of a stage: what each saves and costs, and whether it computes the same.
 
-A variant that gives other bits than the stage is withheld, or, where the user allows for rounding, one that is farther from it than that. One
-that is nowhere better than another is left out. A stage that draws random numbers has none (:mod:`lightning_rotor.capture.compiled` says why).
+A variant is withheld if its bits differ, or by more than rounding where the user allows for that, and if it is nowhere
+better than another. A stage that draws random numbers has none, see :mod:`lightning_rotor.capture.compiled`.
 """
 
 from __future__ import annotations
@@ -39,13 +39,7 @@ _NOISE = 1.25  # of so few runs
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VariantsMeasurement:
-    """Costs of a stage with its variants.
-
-    Attributes:
-        stage: With an option for each variant that is worth having.
-        names: Of these variants.
-        not_inverted: Why it has no option that inverts it, although its inverse is right, or a module in it has one.
-    """
+    """Costs of a stage with its worthwhile variants; and why it must not be inverted, although an inverse is right."""
 
     stage: StageMeasurement
     names: tuple[str, ...] = ()
@@ -53,21 +47,13 @@ class VariantsMeasurement:
 
 
 class KnownSeconds:
-    """What the options of stages take, by what makes stages look alike.
-
-    Equal stages that are timed one by one get unlike times by chance, and a plan mixes their options accordingly: it takes the fastest of many.
-    """
+    """Seconds of options by ``kin`` of stages: timed one by one, equal stages differ by chance, and so would plans."""
 
     def __init__(self) -> None:
         self._known: dict[Any, tuple[StageSeconds, ...]] = {}
 
     def of(self, kin: Any, profilers: Sequence[StageProfiler]) -> tuple[StageSeconds, ...]:
-        """Those of a stage that looked alike, unless a few runs tell another story, and otherwise newly timed ones.
-
-        Args:
-            kin: Equal for stages that look alike.
-            profilers: One for each option.
-        """
+        """Known seconds of a stage that looked alike unless a few runs contradict them, otherwise newly timed ones."""
         # Where other processes run along, times must not decide what is run.
         if (known := self._known.get(kin)) and len(known) == len(profilers) and not profilers[0].in_lockstep:
             now = _total(_in_turns(profilers, lambda runs: len(runs[0]) >= _CHECKS))
@@ -83,15 +69,7 @@ class KnownSeconds:
 def measure(
     profiler: StageProfiler, compiled: CompiledModules, *, recomputable: bool, kin: Any, seconds: KnownSeconds
 ) -> VariantsMeasurement:
-    """Measure a stage, and its variants if the user compiled it.
-
-    Args:
-        profiler: Of the stage.
-        compiled: Makes the variants.
-        recomputable: As for :meth:`StageProfiler.measure`.
-        kin: Equal for stages that should take the same time.
-        seconds: What is known of these.
-    """
+    """Measure a stage and, if the user compiled it, its variants; ``seconds`` are known for equal ``kin``."""
     alone, name = profiler.measure(recomputable=recomputable), profiler.stage.name
     lost = lost_inverse(profiler.stage)
     try:
@@ -164,7 +142,7 @@ def _measured(
 def _in_turns(
     profilers: Sequence[StageProfiler], enough: Callable[[list[list[tuple[float, float]]]], bool]
 ) -> tuple[StageSeconds, ...]:
-    """Times of one stage's options that can be compared."""
+    """Comparable times of one stage's options, measured by turns."""
     runs: list[list[tuple[float, float]]] = [[] for _ in profilers]
     found = []
     while not enough(runs):
@@ -206,14 +184,14 @@ class _Outcome:
     buffers: Sequence[torch.Tensor | None]
 
     def same_as(self, other: _Outcome) -> bool:
-        """To the bit."""
+        """True if all bits are equal."""
         return all(
             mine is theirs is None or (mine is not None and theirs is not None and same_bits(mine, theirs))
             for mine, theirs in zip_longest(self._all(), other._all())
         )
 
     def close_to(self, other: _Outcome) -> bool:
-        """Up to rounding."""
+        """True if they are equal up to rounding."""
         return (
             _close(self.outputs, other.outputs)
             and _close(self.gradients, other.gradients)
@@ -225,10 +203,9 @@ class _Outcome:
 
 
 def _close(some: Sequence[torch.Tensor | None], others: Sequence[torch.Tensor | None]) -> bool:
-    """Whether tensors differ by what sums of some thousand numbers in another order do.
+    """True if tensors differ by no more than sums of some thousand numbers in two orders do.
 
-    It is measured by the largest entry of all of them: gradients that are zero but for rounding, as that of a bias before a normalization, have
-    no size of their own.
+    The scale is their largest entry: a gradient that is zero but for rounding (a bias before a normalization) has none.
     """
     largest = max(
         (float(tensor.detach().abs().max()) for tensor in others if tensor is not None and tensor.numel()), default=0.0
@@ -293,10 +270,10 @@ def _joined(cost: StageCost, others: Mapping[str, StageCost]) -> StageCost:
 
 
 def _worthwhile(costs: Mapping[str, StageCost]) -> tuple[str, ...]:
-    """Names of the options, given by falling budget, that take less memory than all before them in some respect.
+    """Names of the options, given by falling budget, that take less memory in some respect than all before them.
 
-    One that a later option beats in memory and time alike is not among them, the first one always is. Time alone decides nothing: that of
-    equal code differs by chance.
+    The first stays, one that a later one beats in memory and time goes. Times alone decide nothing: they differ by
+    chance.
     """
     sizes = {name: _sizes(cost) for name, cost in costs.items()}
     seconds = {name: cost.keep.forward_seconds + cost.keep.backward_seconds for name, cost in costs.items()}
