@@ -183,7 +183,9 @@ class ModuleCalls:
         try:
             yield
         except InverseError as error:
-            raise error.located(self._paths[module]) if error.stage == type(module).__name__ else error
+            if error.stage != type(module).__name__:  # a module inside has said where it is
+                raise
+            raise error.located(self._paths[module]) from error
         except Exception:
             if self.culprit is None and module not in self.leaves:
                 self.culprit = module

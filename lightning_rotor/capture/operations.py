@@ -194,13 +194,14 @@ class DispatchCheck(TorchDispatchMode):
         random: Some operation has drawn random numbers since this was last set to False.
         reads_values: Some operation has read values that decide over sizes since this was last set to False.
         in_module: A module that is one operation runs.
+        in_unit: It holds FSDP units, which gather their parameters into memory that was there before, and let go of them.
         is_over: The recording has ended.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.inside = 0
-        self.random = self.reads_values = self.in_module = self.is_over = False
+        self.random = self.reads_values = self.in_module = self.in_unit = self.is_over = False
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._made: set[StorageWeakRef] = set()
         self._undoable: set[StorageWeakRef] = set()
@@ -255,7 +256,7 @@ class DispatchCheck(TorchDispatchMode):
                 return func(*args, **kwargs)
         self.random = self.random or torch.Tag.nondeterministic_seeded in func.tags
         self.reads_values = self.reads_values or _reads_values(func, args)
-        if schema_of(func).is_mutable:
+        if schema_of(func).is_mutable and not self.in_unit:
             self._protect(func, args, kwargs)
         result = func(*args, **kwargs)
         if from_host:

@@ -57,6 +57,7 @@ from lightning_rotor.capture.writer import GraphWriter, plain
 from lightning_rotor.execution.recomputation import repeating
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.values import tensors_in, tree_leaves
+from lightning_rotor.stages.sharding import units_in
 from lightning_rotor.stages.state import GeneratorStates
 
 _CONTAINERS = (
@@ -281,6 +282,7 @@ class Recorder:
             self._require_same_generators()
             self.check.random = self.check.reads_values = False
             self.check.in_module = kind == "call_module"
+            self.check.in_unit = self.check.in_module and bool(units_in((self._root.get_submodule(target),)))
             result = run(*plain(args), **plain(kwargs))
             if not read and kind != "call_module":
                 if not tensors_in(result):
