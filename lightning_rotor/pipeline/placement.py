@@ -24,16 +24,11 @@ from lightning_rotor.stages.state import GeneratorStates
 
 @dataclass(frozen=True, slots=True)
 class PipelineProcesses:
-    """The processes of one pipeline, in its order: stage ``s`` of ``D`` processes is on process ``s % D``.
-
-    Attributes:
-        group: Of torch; None for all processes.
-        replicas: Processes with the same place in copies of the pipeline, which see other batches; None without copies.
-    """
+    """The processes of one pipeline, in its order: stage ``s`` of ``D`` processes is on process ``s % D``."""
 
     device: torch.device
-    group: dist.ProcessGroup | None = None
-    replicas: dist.ProcessGroup | None = None
+    group: dist.ProcessGroup | None = None  # None for all
+    replicas: dist.ProcessGroup | None = None  # same place in copies of the pipeline, which see other batches
 
     @property
     def rank(self) -> int:

@@ -103,15 +103,10 @@ class Shapes:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Results of a training step, the same on every process.
+    """Results of a training step by micro-batch, the same on every process."""
 
-    Attributes:
-        outputs: By micro-batch, without a graph.
-        input_gradients: By micro-batch, one for each tensor in the chain's input; None where it asks for none.
-    """
-
-    outputs: tuple[Any, ...]
-    input_gradients: tuple[Gradients, ...]
+    outputs: tuple[Any, ...]  # without a graph
+    input_gradients: tuple[Gradients, ...]  # one for each tensor in the chain's input; None where it asks for none
 
 
 class PipelineRunner:

@@ -42,42 +42,28 @@ _MOST_TIMES = 2_000_000
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchLoad:
-    """Costs of one micro-batch in one pipeline stage.
-
-    Attributes:
-        backward_seconds: Includes ``recompute_seconds``.
-        held_bytes: Memory between forward and backward.
-        forward_peak_bytes: Peak of the forward beyond what was there before it.
-        backward_peak_bytes: Peak of the backward beyond the other micro-batches and gradients of parameters.
-        first_backward_peak_bytes: The same where gradients of parameters appear in it.
-    """
+    """Costs of one micro-batch in one pipeline stage."""
 
     forward_seconds: float
-    backward_seconds: float
+    backward_seconds: float  # recomputation included
     recompute_seconds: float = 0.0
-    held_bytes: int = 0
-    forward_peak_bytes: int = 0
-    backward_peak_bytes: int = 0
-    first_backward_peak_bytes: int = 0
+    held_bytes: int = 0  # between forward and backward
+    forward_peak_bytes: int = 0  # beyond what was there before it
+    backward_peak_bytes: int = 0  # beyond the other micro-batches and gradients of parameters
+    first_backward_peak_bytes: int = 0  # the same where gradients of parameters appear in it
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineStageLoad:
-    """Costs of one pipeline stage on its device; ``last`` is the last micro-batch if it is another than the others.
-
-    Attributes:
-        static_bytes: Memory that is always there, without the gradients of parameters.
-        send_forward_seconds: Travel time of the output to the stage behind; backward, of the gradient of the input.
-        output_bytes: Part of ``held_bytes`` that is sent, or the output of the whole.
-    """
+    """Costs of one pipeline stage on its device."""
 
     micro_batch: MicroBatchLoad
-    last: MicroBatchLoad | None = None
-    static_bytes: int = 0
-    gradient_bytes: int = 0
-    send_forward_seconds: float = 0.0
-    send_backward_seconds: float = 0.0
-    output_bytes: int = 0
+    last: MicroBatchLoad | None = None  # the last micro-batch if it is another
+    static_bytes: int = 0  # always there
+    gradient_bytes: int = 0  # of parameters
+    send_forward_seconds: float = 0.0  # travel time of the output to the stage behind
+    send_backward_seconds: float = 0.0  # travel time of the input's gradient to the stage before
+    output_bytes: int = 0  # part of held_bytes that is sent, or the output of the whole
     input_gradient_bytes: int = 0
 
     @property
@@ -91,17 +77,14 @@ Loads: TypeAlias = Sequence[PipelineStageLoad] | Mapping[int, PipelineStageLoad]
 
 @dataclass(frozen=True, slots=True)
 class PipelineEvent:
-    """One action, when it ran since the step began, and the memory of its device during and after it.
-
-    Its recomputation is at its beginning.
-    """
+    """One action, when it ran since the step began, and the memory of its device."""
 
     device: int
     action: Action
     start_seconds: float
     end_seconds: float
-    recompute_seconds: float
-    peak_bytes: int
+    recompute_seconds: float  # at its beginning
+    peak_bytes: int  # most during it
     after_bytes: int
 
 

@@ -56,14 +56,10 @@ class TensorMeta:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Nesting, sizes and tensor metadata of what crosses a cut for one micro-batch.
-
-    Attributes:
-        leaves: True for a tensor; a size, which follows from the shapes of the micro-batch, is in a tuple.
-    """
+    """Nesting, sizes and tensor metadata of what crosses a cut for one micro-batch."""
 
     spec: TreeSpec
-    leaves: tuple[Any, ...]
+    leaves: tuple[Any, ...]  # True for a tensor; a size, which follows from the micro-batch's shapes, is in a tuple
     metas: tuple[TensorMeta, ...]
 
     @classmethod

@@ -28,21 +28,14 @@ from lightning_rotor.stages.sequential import unpacked, wiring_of
 
 @dataclass(frozen=True, slots=True)
 class PipelineOptions:
-    """How to pipeline.
-
-    Attributes:
-        recompute: See :class:`lightning_rotor.pipeline.partition.Problem`.
-        balance: ``"auto"``, or how many stages of the chain each pipeline stage gets.
-        stages_per_device: More than one for ``"interleaved"`` only.
-        deferred_batch_norm: Running statistics of BatchNorm are updated once for each batch, as if it was not split.
-    """
+    """How to pipeline."""
 
     micro_batches: int = 8
     schedule: PipelineScheduleName = "1f1b"
-    recompute: RecomputeMode = "rotor"
-    balance: Literal["auto"] | Sequence[int] = "auto"
-    stages_per_device: int = 1
-    deferred_batch_norm: bool = False
+    recompute: RecomputeMode = "rotor"  # see partition.Problem
+    balance: Literal["auto"] | Sequence[int] = "auto"  # or how many stages of the chain each pipeline stage gets
+    stages_per_device: int = 1  # more than one for "interleaved" only
+    deferred_batch_norm: bool = False  # running statistics are updated once for each batch
 
     def __post_init__(self) -> None:
         check_numbers("gpipe", 1, self.micro_batches, 1)

@@ -76,28 +76,18 @@ from lightning_rotor.chain import BackwardPeaks, Chain, Option
 
 @dataclass(frozen=True, slots=True)
 class LeastWay:
-    """One option of a stage, in the least bytes and seconds that it takes.
-
-    Attributes:
-        set_bytes: Saved set without input and output.
-        output_bytes: Saved part of the output; 0 for the last stage, since the caller holds it.
-        peak_bytes: Peak of the backward, whoever holds its input.
-        held_peak_bytes: Peak of the backward if the stage before saved its input.
-        kept_seconds: Set and backward, beyond a run that gives the output.
-        last_seconds: Set and backward alone.
-        drops_input: The backward rebuilds the input, so beside the set only a held input takes memory.
-    """
+    """One option of a stage, in the least bytes and seconds that it takes."""
 
     saves: bool
-    set_bytes: int
+    set_bytes: int  # saved set without input and output
     input_bytes: int
-    output_bytes: int
-    peak_bytes: int
-    held_peak_bytes: int
-    kept_seconds: float
-    last_seconds: float
+    output_bytes: int  # saved part of the output; 0 for the last stage, since the caller holds it
+    peak_bytes: int  # of the backward, whoever holds its input
+    held_peak_bytes: int  # of the backward if the stage before saved its input
+    kept_seconds: float  # set and backward, beyond a run that gives the output
+    last_seconds: float  # set and backward alone
     backward_seconds: float
-    drops_input: bool = False
+    drops_input: bool = False  # the backward rebuilds it, so beside the set only a held input takes memory
 
     def saved_input_bytes(self, input_bytes: int, saved_before: int) -> int:
         """Bytes of the input beside the set if nobody holds it; the stage before saves ``saved_before`` of them."""
@@ -111,21 +101,14 @@ class LeastWay:
 
 @dataclass(frozen=True, slots=True)
 class LeastStage:
-    """One stage.
+    """One stage."""
 
-    Attributes:
-        input_bytes: Size of its input; 0 for the chain's.
-        first_seconds: A run that gives the output.
-        room_bytes: Budget of its backward and everything that is kept and held by then.
-        forward_room_bytes: Budget of everything that is kept and held during its first run, its own input included.
-    """
-
-    input_bytes: int
-    first_seconds: float
+    input_bytes: int  # 0 for the chain's
+    first_seconds: float  # a run that gives the output
     recomputable: bool
     ways: tuple[LeastWay, ...]
-    room_bytes: int
-    forward_room_bytes: int
+    room_bytes: int  # for its backward and everything that is kept and held by then
+    forward_room_bytes: int  # for everything that is kept and held during its first run, its own input included
 
     @property
     def kept_seconds(self) -> float:

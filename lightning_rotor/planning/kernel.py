@@ -40,68 +40,45 @@ class Requirements(NamedTuple):
     *variants*, in which somebody else holds it, then *classes*, by what the stage before saved of it, which pay for it.
 
     Attributes:
-        endings: ``(n,)``, how many ways a stage has to end a recomputation.
-        variants: ``(n,)``, how many variants count.
-        class_before: ``(n + 1,)``, classes of all stages before.
-        outermost: ``(n,)``, first stage of the longest segment that may end there.
-        base: ``(endings, n, n)``, alive whenever ``i..l`` runs forward.
-        trigger: ``(n, endings)``, taken by the backward before it starts the recomputation.
         kept: ``(n, sources, 5, ways)``: peak of the forward without ``base``, least memory, memory taken, class of the
             output, addition to the least memory of recording all that follows. Ways are the options, and perhaps once
-            more all of them with the input free. ``kept_seconds``: ``(n, ways)``.
-        ended: ``(n, endings, sources, 5, ways)``, as ``kept``, of a stage that ends a recomputation or the forward.
-        recording: ``(endings, n + 1, n)``, least memory to run ``i..l`` and keep everything; no endings if unused.
+            more all of them with the input free.
         bare: ``(n, 1 + variants, options)``, least memory of a backward that needs no recomputation: behind others, or
-            alone by variant. ``bare_seconds``: ``(n, options)``.
-        segment_variant: ``(2, n, classes)``, the variant of a segment that pays for its input; 1 in the step's forward.
-        segment_least: ``(2, n, classes)``, its least memory, its input included.
-        peak: ``(2, n, n)``, of the discarded pass over ``i..k``.
-        held: ``(n, n)``, held by a segment ``i..k`` besides its input.
-        handed_on: ``(n, n)``, additional memory that the stages behind ``i..k`` must do without.
-        discard_before: ``(n + 1,)``, seconds of the discarded passes over all stages before.
-        segment_seconds: Host time of one run of a segment.
+            alone by variant.
     """
 
-    endings: Integers
-    variants: Integers
-    class_before: Integers
-    outermost: Integers
-    base: Integers
-    trigger: Integers
+    endings: Integers  # (n,), how many ways a stage has to end a recomputation
+    variants: Integers  # (n,), how many variants count
+    class_before: Integers  # (n + 1,), classes of all stages before
+    outermost: Integers  # (n,), first stage of the longest segment that may end there
+    base: Integers  # (endings, n, n), alive whenever i..l runs forward
+    trigger: Integers  # (n, endings), taken by the backward before it starts the recomputation
     kept: Integers
-    kept_seconds: Seconds
-    ended: Integers
-    ended_seconds: Seconds
-    recording: Integers
+    kept_seconds: Seconds  # (n, ways)
+    ended: Integers  # (n, endings, sources, 5, ways), as kept, of a stage that ends a recomputation or the forward
+    ended_seconds: Seconds  # (n, ways)
+    recording: Integers  # (endings, n + 1, n), least memory to run i..l and keep everything; no endings if unused
     bare: Integers
-    bare_seconds: Seconds
-    input_slots: Integers
-    segment_variant: Integers
-    segment_least: Integers
-    peak: Integers
-    held: Integers
-    handed_on: Integers
-    discard_before: Seconds
-    segment_seconds: float
+    bare_seconds: Seconds  # (n, options)
+    input_slots: Integers  # (n,)
+    segment_variant: Integers  # (2, n, classes), of a segment that pays for its input; 1 in the step's forward
+    segment_least: Integers  # (2, n, classes), its least memory, its input included
+    peak: Integers  # (2, n, n), of the discarded pass over i..k
+    held: Integers  # (n, n), held by a segment i..k besides its input
+    handed_on: Integers  # (n, n), additional memory that the stages behind i..k must do without
+    discard_before: Seconds  # (n + 1,), of the discarded passes over all stages before
+    segment_seconds: float  # host time of one run of a segment
 
 
 class Rows(NamedTuple):
-    """The table: one row of seconds by memory for each interval and source.
+    """The table: one row of seconds by memory for each interval and source."""
 
-    Attributes:
-        size: Numbers in a full row.
-        body_rows: ``(n,)``, row of the first interval that starts at a stage.
-        rest_rows: ``(n,)``, row of the first interval that ends at a stage.
-        spans: ``(rows, 3)``: where slot 0 would be in ``values``, first and last stored slot. Row 0 is zero everywhere.
-        used: ``(areas,)``, how far each area of ``values`` is filled. Threads fill areas of their own.
-    """
-
-    size: int
-    body_rows: Integers
-    rest_rows: Integers
-    spans: Integers
+    size: int  # numbers in a full row
+    body_rows: Integers  # (n,), row of the first interval that starts at a stage
+    rest_rows: Integers  # (n,), row of the first interval that ends at a stage
+    spans: Integers  # (rows, 3), where slot 0 would be in values, first and last stored slot; row 0 is zero everywhere
     values: Seconds
-    used: Integers
+    used: Integers  # (areas,), how far each area of values is filled; threads fill areas of their own
 
 
 class Choices(NamedTuple):

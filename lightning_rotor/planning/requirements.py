@@ -115,19 +115,12 @@ def retains_from_birth(chain: Chain) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Variants:
-    """For whom the bodies that start at a stage are told apart.
+    """For whom the bodies that start at a stage are told apart."""
 
-    Attributes:
-        columns: By variant, who holds the input.
-        of: By holder, the variant.
-        need: By holder, the least memory that the bodies do not know of.
-        are_apart: True if it matters who holds the input.
-    """
-
-    columns: list[int]
-    of: list[int]
-    need: list[int]
-    are_apart: bool = False
+    columns: list[int]  # by variant, who holds the input
+    of: list[int]  # by holder, the variant
+    need: list[int]  # by holder, the least memory that the bodies do not know of
+    are_apart: bool = False  # it matters who holds the input
 
 
 class _Options:

@@ -80,16 +80,12 @@ def plain_simulation(plan: Plan) -> Simulation:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A run of stages ``first..last`` that a schedule treats alike.
-
-    Attributes:
-        held_bytes: Bytes alive because of it between the forward and the backward.
-    """
+    """A run of stages ``first..last`` that a schedule treats alike."""
 
     first: int
     last: int
     treatment: str
-    held_bytes: int
+    held_bytes: int  # alive because of it between the forward and the backward
     recompute_seconds: float
 
 

@@ -42,15 +42,10 @@ _MOST_STRETCH, _STRETCHES = 4.0, 5
 
 @dataclass(frozen=True, slots=True)
 class PipelineDevice:
-    """One device of a pipeline.
+    """One device of a pipeline."""
 
-    Attributes:
-        memory_bytes: All that training may use of it; None for no limit.
-        speed: Relative to the device on which the chain was measured.
-    """
-
-    memory_bytes: int | None = None
-    speed: float = 1.0
+    memory_bytes: int | None = None  # all that training may use of it; None for no limit
+    speed: float = 1.0  # relative to the device on which the chain was measured
 
     def __post_init__(self) -> None:
         if self.memory_bytes is not None and self.memory_bytes < 0:
@@ -92,30 +87,23 @@ def _simulator(
 class Problem:
     """A chain to be cut.
 
-    Attributes:
-        chain: Costs of ``n`` stages for one micro-batch.
-        devices: In the order of the pipeline.
-        stages_per_device: More than one with ``"interleaved"`` only.
-        recompute: ``"rotor"`` plans every pipeline stage within what is left of its device's memory. ``"always"``
-            recomputes each stage as a whole, ``"except_last"`` for all micro-batches but the last, ``"never"`` nothing.
-        state_bytes: By stage of the chain, what training keeps besides gradients: weights, buffers, optimizer state.
-        receive_buffers: Of the input of a pipeline stage and of the gradient of its output: one per micro-batch, as
-            ``torch.distributed.pipelining`` allocates them, or as many as are in flight and one.
-        gradients_exist: Gradients of parameters are there before the step.
-        outputs_linger: Torch holds on to outputs whose sending is done, as it does before 2.15.
+    ``recompute``: ``"rotor"`` plans every pipeline stage within what is left of its device's memory. ``"always"``
+    recomputes each stage as a whole, ``"except_last"`` for all micro-batches but the last, ``"never"`` nothing. Receive
+    buffers, of the input of a pipeline stage and of the gradient of its output, are one per micro-batch, as
+    ``torch.distributed.pipelining`` allocates them, or as many as are in flight and one.
     """
 
-    chain: Chain
-    devices: tuple[PipelineDevice, ...]
+    chain: Chain  # costs for one micro-batch
+    devices: tuple[PipelineDevice, ...]  # in the order of the pipeline
     micro_batches: int
     schedule: PipelineScheduleName = "1f1b"
-    stages_per_device: int = 1
+    stages_per_device: int = 1  # more than one with "interleaved" only
     recompute: RecomputeMode = "rotor"
-    state_bytes: tuple[int, ...] = ()
+    state_bytes: tuple[int, ...] = ()  # by stage of the chain, what training keeps besides gradients
     link: Link = Link()
     receive_buffers: Literal["micro_batches", "in_flight"] = "micro_batches"
-    gradients_exist: bool = False
-    outputs_linger: bool = True
+    gradients_exist: bool = False  # of parameters, before the step
+    outputs_linger: bool = True  # torch holds on to sent outputs, as it does before 2.15
 
     def __post_init__(self) -> None:
         check_numbers(self.schedule, len(self.devices), self.micro_batches, self.stages_per_device)
@@ -206,19 +194,14 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class StageChoice:
-    """A run of stages ``first..last`` as one pipeline stage, with the load at its device's speed.
-
-    Attributes:
-        last_plan: How the last micro-batch runs, if otherwise than ``plan``.
-        bytes: Most that it takes on its device, always-held memory included, if it is the only stage there.
-    """
+    """A run of stages ``first..last`` as one pipeline stage, with the load at its device's speed."""
 
     first: int
     last: int
     plan: StagePlan
-    last_plan: StagePlan | None
+    last_plan: StagePlan | None  # of the last micro-batch, if it is another
     load: PipelineStageLoad
-    bytes: int
+    bytes: int  # most on its device, always-held memory included, if it is the only stage there
 
 
 class Costs:

@@ -41,17 +41,12 @@ _MOST_ASKED = 400
 
 @dataclass(frozen=True)
 class Partition:
-    """A chain cut for a pipeline, by pipeline stage. Printed, it is a table.
-
-    Attributes:
-        bound_seconds: No other cuts are faster, each stage planned as well as the planner can.
-        solve_seconds: Time spent on finding it.
-    """
+    """A chain cut for a pipeline, by pipeline stage. Printed, it is a table."""
 
     problem: Problem
     choices: tuple[StageChoice, ...]
-    bound_seconds: float
-    solve_seconds: float
+    bound_seconds: float  # no other cuts are faster, each stage planned as well as the planner can
+    solve_seconds: float  # spent on finding it
 
     @property
     def balance(self) -> tuple[int, ...]:
