@@ -1,8 +1,7 @@
 r"""Tells every process at once that another one has failed or is gone, and why.
 
-A process that waits for a dead one waits for long: gloo notices on connections in use, NCCL after a timeout. Launchers
-end the others of a host by a signal, and say nothing. So all processes hold a line to the first, silent until one has
-something to say; the operating system hangs up for a process that is killed::
+Processes wait for a dead one for long: gloo notices on connections in use, NCCL after a timeout, and launchers end a
+host's processes without a word. So all hold a line to the first; the system hangs up for a process that is killed::
 
     process 1 ──┐           ┌── "process 2 failed: RuntimeError: this layer broke"
     process 2 ──┼── first ──┤        or the line is dead: "process 2 was killed"

@@ -55,9 +55,9 @@ def pipelined(
 ) -> PipelinedModule:
     """Cut a module into pipeline stages; every process of the pipeline does it at once, with the whole model.
 
-    ``call`` has the arguments of a micro-batch under settings as in training, ``state_bytes`` says what training keeps
-    by stage; how fast the ``devices`` are is measured. Raises on every process a PipelineError if the module cannot be
-    cut, a PartitionError with the memory that would do, a ModelError if it is no chain.
+    ``call`` is a micro-batch's, under settings as in training; how fast the ``devices`` are is measured. Raises on
+    every process a PipelineError, a PartitionError with the memory that would do, or a ModelError if the module is no
+    chain.
     """
     if not tensors_in(call):
         raise PipelineError(
@@ -108,10 +108,7 @@ def _cut(module: nn.Module, call: Call) -> SequentialCut | GraphCut:
 
 
 def cut_for_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SequentialCut | GraphCut:
-    """The module as stages, for micro-batches of any number of rows unless that number decides what the module does.
-
-    A recording must have seen two numbers, and later no process has all layers.
-    """
+    """Stages for micro-batches of any size if the module allows; now, since later no process has all layers."""
     cut = sequentialize(module, args, kwargs)
     if isinstance(cut, GraphCut):
         call = args, kwargs

@@ -137,8 +137,7 @@ class _Slot:
 class Placement:
     """Which process of a pipeline has which tensors of a model.
 
-    ``stages`` holds by pipeline stage its stages of the chain. A PipelineError says that two pipeline stages share a
-    parameter, or that one shares it with modules outside of the pipeline.
+    A PipelineError says that two pipeline stages share a parameter, or one shares it with modules outside.
     """
 
     def __init__(self, model: nn.Module, stages: Sequence[Sequence[Stage]], processes: PipelineProcesses) -> None:

@@ -132,10 +132,7 @@ def paused_call() -> PausedCall | None:
 
 
 class PausedCall:
-    """Code that calls the pipeline once and waits there, in a thread with random numbers and settings of its own.
-
-    It begins under those of the code that makes it.
-    """
+    """Code that calls the pipeline once and waits there, in a thread with random numbers and settings of its own."""
 
     def __init__(self, run: Callable[[], Any], *, seed: int, device: torch.device, what: str = "training_step") -> None:
         self._run, self._device, self._what = run, device, what

@@ -110,9 +110,9 @@ class StepResult:
 
 
 class PipelineRunner:
-    """The stages of a pipeline that belong to this process: process ``d`` of ``D`` has parts ``d``, ``d + D``, ...
+    """The pipeline stages of this process: process ``d`` of ``D`` has those numbered ``d``, ``d + D``, ...
 
-    ``batch_norms`` says how many values of a channel a row has, for layers whose statistics are those of whole batches.
+    ``batch_norms`` are the layers with deferred statistics; it says how many values of a channel a row has.
     """
 
     def __init__(
@@ -151,9 +151,9 @@ class PipelineRunner:
     ) -> StepResult:
         """Run forward and backward of all micro-batches; parameter gradients are added to existing ones.
 
-        ``inputs`` are by micro-batch. ``loss`` is called on the last stage's process, in the order of the schedule. All
-        processes give the same ``seed``, and the same ``signature`` of what shapes depend on besides inputs: which
-        parameters learn. ``context`` (autocast) holds in forwards only; by default that of this call.
+        ``loss`` is called on the last stage's process, in the order of the schedule. ``seed`` and ``signature`` (which
+        parameters learn) are the same on all processes. ``context`` holds in forwards only; by default that of this
+        call.
         """
         layouts = self._seen(inputs, signature, context)
         self._loss = loss
@@ -167,10 +167,7 @@ class PipelineRunner:
     def train_in_phases(
         self, inputs: Inputs, between: Between, *, seed: int, signature: Any = None, context: RunContext | None = None
     ) -> StepResult:
-        """:meth:`train` under ``"gpipe"`` with gradients of outputs, from ``between``, instead of losses.
-
-        Every process calls ``between`` when all forwards are done; the result has gradients of inputs alone.
-        """
+        """:meth:`train` under ``"gpipe"``; every process calls ``between`` after all forwards for output gradients."""
         layouts = self._seen(inputs, signature, context)
         asking = tuple(meta.requires_grad for meta in layouts[0][-1].metas)
 

@@ -61,10 +61,7 @@ Actions: TypeAlias = tuple[Action, ...]
 def actions(
     schedule: PipelineScheduleName, devices: int, *, micro_batches: int, stages_per_device: int = 1
 ) -> tuple[Actions, ...]:
-    """Actions of each device in order: every forward and backward of its stages once.
-
-    ``stages_per_device`` above 1 is for ``"interleaved"`` only; stage ``s`` is on device ``s % devices``. Raises as
-    :func:`check_numbers`.
+    """Actions of each device in order; stage ``s`` is on device ``s % devices``.
 
     Example:
         >>> [str(each) for each in actions("1f1b", 2, micro_batches=3)[0]]
@@ -142,11 +139,7 @@ def _interleaved(device: int, devices: int, micro_batches: int, stages: int) -> 
 
 
 def lingering(schedule: PipelineScheduleName, order: Actions, *, stages: int, outputs_linger: bool) -> tuple[int, ...]:
-    """By action of a device, the last action during which its result still exists; itself if it is freed at once.
-
-    Torch's loops hold on to what was sent, or made for all; ``outputs_linger`` is torch's, see
-    :func:`lightning_rotor.private.torch_names.sent_outputs_linger`.
-    """
+    """By action of a device, the last action during which torch's loop still holds its result, sent or for all."""
     end = len(order) - 1
     until = list(range(len(order)))
     works = [action.work for action in order]

@@ -122,11 +122,9 @@ def simulate_pipeline(
     lingering: Sequence[Sequence[int]] = (),
     results_bytes: int = 0,
 ) -> PipelineSimulation:
-    """Run a step on paper, from actions by device and loads by pipeline stage.
+    """Run a step on paper, from actions by device and loads by pipeline stage; ``results_bytes`` come behind it.
 
-    ``lingering`` is :func:`.schedule.lingering` by device. ``gradients_exist`` says that gradients of parameters are
-    there before the step. Every device is given ``results_bytes`` behind it. Raises a PipelineError if devices wait for
-    one another for ever, or an action has no stage.
+    Raises a PipelineError if devices wait for one another for ever, or an action has no stage.
     """
     starts, ends = StepSimulator(order, stages=len(loads), micro_batches=micro_batches).times(loads)
     events, peaks = [], []
@@ -161,9 +159,8 @@ class _Round:
 class StepSimulator:
     """Times of an order's actions, for many loads in turn and many partitions at once.
 
-    In each round every device that has what its next action needs does that action. Rounds depend on the order alone,
-    so they are found once: about ``2 (m + S)`` for ``S`` devices and ``m`` micro-batches. Each takes a handful of array
-    operations, and a few dozen partitions take hardly longer than one.
+    In each round every device whose next action has its input does that action. Rounds depend on the order alone: about
+    ``2 (m + S)`` for ``S`` devices and ``m`` micro-batches. A few dozen partitions take hardly longer than one.
     """
 
     def __init__(self, order: Sequence[Actions], *, stages: int, micro_batches: int) -> None:

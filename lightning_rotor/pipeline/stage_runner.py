@@ -114,10 +114,9 @@ def crossing(stages: Sequence[Stage], boundary: int) -> tuple[int, ...]:
 class Part(nn.Module):
     """One pipeline stage's part of a chain: a function of tensors, which :mod:`torch.distributed.pipelining` calls.
 
-    ``stages`` are of the whole chain, ``states`` what recomputation must leave alone, for each of them; ``run`` is the
-    part's first and last. The user's modules are no submodules of this one. ``plans`` are of a micro-batch and of the
-    last one; without any, the part runs without gradients alone. With ``chain``, stages draw random numbers each of its
-    own.
+    ``stages`` and ``states`` (what recomputation must leave alone) are the whole chain's, ``run`` the part's first and
+    last. User modules are no submodules. Without ``plans`` (of a micro-batch, of the last one) it gives no gradients;
+    with ``chain``, stages draw random numbers each of its own.
     """
 
     def __init__(

@@ -164,10 +164,9 @@ class PipelinedModule:
     ) -> list[Any]:
         """Run forward and backward of all micro-batches; returns the runs' results, adds gradients to existing ones.
 
-        Each of ``runs`` is the user's code for one micro-batch and calls the module once; ``weights`` say how much its
-        loss counts. Behind the pipeline, every process has all outputs and runs the rest of the user's code. So all
-        have the same results, and the same gradients outside of the pipeline, where ``outside_learns`` says that
-        parameters are trained. ``on_turn`` is called before the code of a micro-batch goes on.
+        Each of ``runs`` is user code that calls the module once; ``weights`` say how much its loss counts. Behind the
+        pipeline, every process has all outputs and runs the rest of that code, so results and gradients outside are the
+        same on all.
         """
         seed = self.seed(number)
         calls = [
@@ -336,10 +335,10 @@ def _shared_out(leaf: torch.Tensor, rows: Sequence[int]) -> list[torch.Tensor | 
 
 
 class GradientsApart:
-    """Context in which the parameters' gradients begin at none; behind it they have the earlier ones again.
+    """Context in which the parameters' gradients begin at none, and behind which the earlier ones are back.
 
-    Gradients are averaged over ``replicas``, which have seen other batches. ``keep=False`` frees the earlier gradients,
-    for they are about to be zeroed.
+    New gradients are averaged over ``replicas``. ``keep=False`` frees the earlier ones, for they are about to be
+    zeroed.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], *, replicas: dist.ProcessGroup | None, keep: bool) -> None:

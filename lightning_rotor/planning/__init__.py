@@ -108,10 +108,7 @@ def frontier(
 def menu(
     chain: Chain, *, slots: int = DEFAULT_SLOTS, gradients_exist: bool = False, lingering_bytes: int = 0
 ) -> tuple[Schedule, ...]:
-    """Schedules from the least memory to no recomputation, from which :func:`fastest_of` chooses when sizes change.
-
-    Arguments as for :func:`plan`; after that, with the same ones, it takes next to no time.
-    """
+    """Schedules from the least memory to no recomputation, for :func:`fastest_of`; fast once the chain is planned."""
     return menu_of(_solver(chain, slots, gradients_exist, lingering_bytes))
 
 

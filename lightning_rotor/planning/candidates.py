@@ -1,8 +1,7 @@
 """Schedules that a solved table proposes, judged by the simulator.
 
-A table is a staircase: with more memory the step gets faster at some slots and stays the same between them; each stair
-is a schedule. A table counts in slots and approximates. So a schedule from slightly above a budget may fit it in bytes
-and one from slightly below may not: only the simulator tells.
+A table is a staircase of schedules by memory. It counts in slots and approximates, so a schedule from slightly above a
+budget may fit it in bytes and one from slightly below may not: only the simulator tells.
 """
 
 from __future__ import annotations
@@ -242,11 +241,7 @@ class Candidates:
         return self._candidates[stair]
 
     def fastest(self, budget_bytes: int) -> Candidate | None:
-        """The fastest that fits of all hopeful candidates and their edits.
-
-        Candidates get slower downwards, so the search ends soon. A larger budget starts no lower, and what fitted still
-        fits: it never ends slower.
-        """
+        """The fastest that fits of all hopeful candidates and their edits; never slower for more budget."""
         best: Candidate | None = None
         for stair in range(self._hopeful_stair(budget_bytes), -1, -1):
             if best is not None and self._table.seconds[self._stairs[stair]] * _ROUNDING >= best.simulation.seconds:

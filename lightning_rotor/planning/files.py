@@ -1,7 +1,7 @@
-"""Plans as files: small JSON texts that hold a schedule, what it was made for, and nothing measured in seconds.
+"""Plans as JSON: a schedule, what it was made for, and nothing measured in seconds.
 
-A plan holds for one model with one input signature on one kind of device. So a file names every stage with the tensors
-that it reads, saves and hands on; a chain that differs in any of it is refused.
+A plan holds for one model with one input signature on one kind of device: a file names every stage with the tensors
+that it reads, saves and hands on, and a chain that differs in any of it is refused.
 """
 
 from __future__ import annotations

@@ -307,11 +307,7 @@ def keep_all_fastest(chain: Chain) -> Schedule:
 
 
 def no_schedule_is_faster(chain: Chain) -> bool:
-    """True if no schedule can be faster than :func:`keep_all_fastest`.
-
-    That is so where recomputing a stage alone saves no time: on every measured chain, for both forwards are timed as
-    one. Only an inverse, or a chain that was made up, may be faster than keeping.
-    """
+    """True if no schedule can be faster than :func:`keep_all_fastest`: so on measured chains without inverses."""
     for stage in chain:
         kept = min(each.forward_seconds + each.backward_seconds for each in stage.options if not each.inverts)
         others = [each.forward_seconds + each.backward_seconds for each in stage.options if each.inverts]

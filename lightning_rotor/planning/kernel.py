@@ -151,7 +151,7 @@ def rest_row(a: Requirements, t: Rows, first: int, last: int, ending: int, numbe
 
 
 def solve(a: Requirements, t: Rows, columns: tuple[int, int], lengths: tuple[int, int], whole: Seconds) -> None:
-    """Fill intervals whose last stage and length (less one) are in half-open ranges; ``whole`` gets the step's seconds.
+    """Fill intervals by last stage and by length less one (half-open ranges); ``whole`` gets the step's seconds.
 
     Shorter intervals of the same columns and of those before must be filled.
     """

@@ -109,10 +109,7 @@ class Plan:
         return tuple(leaf.stage for leaf in every if self.chain.stages[leaf.stage].options[leaf.option].inverts)
 
     def frontier(self) -> Frontier:
-        """The curve of memory against time for the plan's chain.
-
-        A plan does not hold the planner's tables, so this solves the chain once more, for all budgets together.
-        """
+        """The curve of memory against time for the plan's chain, which is solved once more: a plan holds no tables."""
         return Plan.solved_frontier(self)
 
     def save(self, path: Path | str) -> None:

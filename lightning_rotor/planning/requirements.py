@@ -124,19 +124,13 @@ class _Variants:
 
 
 class _Options:
-    """Needs of the options of all stages: ``(n, options)``. Options that a stage lacks are never allowed.
-
-    Attributes:
-        classes: By boundary, the parts of it that the stage before may save.
-        endings: By stage, what recomputations that end there find alive, and what the backward takes before them.
-        last_seconds: Of stages that end a recomputation.
-        bare_seconds: Of stages that save nothing and end a segment.
-    """
+    """Needs of the options of all stages, ``(n, options)``; options that a stage lacks are never allowed."""
 
     def __init__(self, chain: Chain, skips: _Skips, unit: float, *, gradients_exist: bool) -> None:
         n, most = shape = len(chain), max(len(stage.options) for stage in chain)
         self._chain, self._skips, self._ruler = chain, skips, _Ruler(chain, unit)
         self.classes = [_classes(chain, boundary) for boundary in range(n + 1)]
+        # By stage: what recomputations that end there find alive, and what the backward takes before them.
         self.endings: list[list[tuple[int, int]]] = [[] for _ in chain]
         self.input_slots = np.array([self._ruler.boundary(index, _input_bytes(chain, index)) for index in range(n)])
         self._gives_up_input = [
@@ -147,6 +141,7 @@ class _Options:
         self._ending = np.full(shape, -1)
         self._paid = np.zeros((n, max(map(len, self.classes)), most), np.int64)  # of the input, by its class
         self._backward, self._last_backward = (np.full((n, 5, most), NEVER) for _ in range(2))  # by who holds the input
+        # Of kept stages; of those that end a recomputation; of those that save nothing and end a segment.
         self.seconds, self.last_seconds, self.bare_seconds = (np.zeros(shape) for _ in range(3))
         for index, base in enumerate(_backward_bases(chain, gradients_exist)):
             for number, option in enumerate(chain.stages[index].options):
@@ -206,8 +201,8 @@ class _Options:
     def variants(self, index: int, *, refined: bool, holding: bool) -> _Variants:
         """Variants of the bodies that start at a stage.
 
-        With one option, the holder of the input matters only for a least memory, the same for every decision. So one
-        body serves all, unless segments differ in the states that they take from that memory.
+        With one option, the input's holder matters only for a least memory, the same for every decision. So one body
+        serves all, unless segments differ in the states that they take from that memory.
         """
         if index == 0:
             return _Variants([HELD], [0] * 4, [0] * 4)

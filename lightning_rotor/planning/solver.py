@@ -212,8 +212,8 @@ class Solver:
     def _finer_tops(self) -> tuple[int, ...]:
         """By falling memory, the largest budget of each finer table in bytes.
 
-        In a coarse table of a long chain some boundaries take no slot, and the program picks those. That does harm
-        where a budget has only a few dozen boundaries: schedules exceed their slots by far.
+        In a coarse table of a long chain some boundaries take no slot, and the program picks those: with a budget of
+        only a few dozen boundaries, schedules exceed their slots by far.
         """
         if not self._is_coarse:
             return ()

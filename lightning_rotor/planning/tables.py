@@ -90,10 +90,7 @@ class _Row:
 
 
 def stage_table(plan: Plan, *, most_rows: int = _MOST_ROWS) -> Table:
-    """Treatment, bytes and seconds of a plan's stages, at most ``most_rows``, for ``rich.print``.
-
-    Neighbours that are treated alike share a row; the middle of a long table is left out.
-    """
+    """Treatment, bytes and seconds of a plan's stages; alike neighbours share a row, long tables lose the middle."""
     names, rows = plan.chain.names, _rows(plan)
     shown = list(_shortened(rows, most_rows))
     table = Table(box=box.ROUNDED, title="Stages", title_justify="left")
@@ -153,10 +150,7 @@ def _treatment(chain: Chain, item: Item) -> str:
 
 
 def _held_bytes(chain: Chain, schedule: Schedule) -> list[int]:
-    """By stage, bytes alive between forward and backward because of it: what it saves, or its segment's input.
-
-    A boundary counts for the stage that reads it, a skip for the one that made it.
-    """
+    """Bytes alive after the forward, by stage: its saved set or its segment's input; skips count for their makers."""
     held = [0] * len(chain)
     saved_output, kept_skips = 0, set[int]()
     for item in schedule.items:

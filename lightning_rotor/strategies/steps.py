@@ -165,8 +165,7 @@ class _Entry:
 class MicroBatchLogs:
     """Collects what micro-batches log, and logs their mean (or sum, or extreme, as ``reduce_fx`` says) once.
 
-    A metric of torchmetrics has seen all micro-batches by then: its epoch's value is exact, its step's a mean over
-    rows.
+    A torchmetrics metric has seen all micro-batches by then: exact for the epoch, for the step a mean over rows.
     """
 
     def __init__(self, model: pl.LightningModule, sizes: Sequence[int]) -> None:
@@ -250,10 +249,7 @@ def _column(entries: Sequence[_Entry]) -> torch.Tensor:
 
 
 class MetricsInCommon:
-    """Synchronizes metrics between copies of a pipeline alone, until :meth:`release`.
-
-    A metric adds up the states of all processes, but those of one pipeline see the same batches.
-    """
+    """Synchronizes metrics among copies until :meth:`release`, since processes of one pipeline see the same batches."""
 
     def __init__(self, model: nn.Module, replicas: dist.ProcessGroup | None) -> None:
         self._before = [

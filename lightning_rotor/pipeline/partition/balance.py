@@ -26,7 +26,6 @@ def balance_by_size(chain: Chain, partitions: int, *, param_scale: float = 2.0) 
     """Stages per part so that the largest part takes the least memory: what plain training saves, and parameters.
 
     A byte of trained parameters takes ``param_scale`` in all: 2 with its gradient alone, 3 with momentum, 4 for Adam.
-    Raises a PipelineError for fewer stages than parts, or a negative ``param_scale``.
     """
     if not (math.isfinite(param_scale) and param_scale >= 0):
         raise PipelineError(
@@ -114,10 +113,9 @@ def _least_largest(values: Sequence[float], partitions: int, call: str) -> list[
 
 
 def least_bottleneck(values: Reals) -> Cuts | None:
-    """Cuts whose largest value is least, and from each cut on nearest to equal; None if all are infinite.
+    """Cuts whose largest value is least, then nearest to equal; None if all are infinite.
 
-    ``values`` is ``(stages, n, lengths)``: by pipeline stage, first stage of the chain and length less one. Takes
-    O(stages · n · lengths).
+    ``values`` is ``(stages, n, lengths)``: by pipeline stage, first stage of the chain and length less one.
     """
     stages, n, longest = values.shape
     most = np.full((stages + 1, n + longest + 1), math.inf)

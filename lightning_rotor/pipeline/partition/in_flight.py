@@ -96,10 +96,9 @@ def boundary_bytes(chain: Chain, boundary: int) -> int:
 def with_end(chain: Chain, *, received: bool = False) -> Chain:
     """A chain with a stage that does nothing at its end, so that everything before it may be a segment.
 
-    In a step of its own that is useless; in a pipeline other micro-batches come between forward and backward. The
-    output counts as the end's, which the caller holds. A copy saved by the stage before counts apart: exact if it is
-    recomputed, too much if it is kept. ``received`` says that the output's gradient lies in a buffer that is counted
-    elsewhere.
+    In a pipeline other micro-batches come between forward and backward. The output counts as the end's, which the
+    caller holds; a copy saved by the stage before counts apart: exact if recomputed, too much if kept. ``received``
+    says that the output's gradient lies in a buffer that is counted elsewhere.
     """
     last = chain.stages[-1]
     gradient_bytes = 0 if received else last.output_bytes
@@ -148,10 +147,7 @@ def _renumbered(stage: StageCost, numbers: dict[int, int]) -> StageCost:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """How one pipeline stage runs a micro-batch, with at most ``in_flight`` at once.
-
-    ``chain`` is the stage's part of the model, with an end (see :func:`with_end`) if the schedule needs it.
-    """
+    """How one pipeline stage runs a micro-batch; its chain has an end (:func:`with_end`) if the schedule needs it."""
 
     chain: Chain
     schedule: Schedule
@@ -235,8 +231,8 @@ class InFlightPlanner:
     def plan(self, in_flight: int, budget_bytes: int) -> StagePlan | None:
         """The fastest plan that fits, or None if none does.
 
-        Optimal up to the rounding to slots and what :mod:`lightning_rotor.planning.dynamic_program` lists, if the
-        search ends, which it nearly always does; else up to the bound of the nodes left.
+        Optimal up to slots and the table's approximations if the search ends, as it nearly always does; else up to the
+        bound of the nodes left.
         """
         kept = keep_all(self._chain, in_flight)
         if (kept.bytes if self._gradients_exist else kept.first_simulation.peak_bytes) <= budget_bytes:

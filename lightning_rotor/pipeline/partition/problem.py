@@ -289,8 +289,8 @@ class Costs:
     def _planned_within(self, stage: int, first: int, last: int, memory_bytes: int) -> StageChoice | None:
         """The fastest plan that fits together with what lingers.
 
-        What lingers may be gone, or not there yet, at the plan's peak. So nothing is set aside for it; any excess is
-        taken from the plan's budget, a few times.
+        What lingers may be absent at the plan's peak. So nothing is set aside; any excess is taken from the plan's
+        budget, a few times.
         """
         in_flight = self.problem.in_flight[stage]
         budget = memory_bytes - int(self.fixed_bytes(stage, first, last))
@@ -411,9 +411,8 @@ class Costs:
 class DeviceShares:
     """Plans for several pipeline stages on one device, which share its memory.
 
-    Each gets what it always holds and a share of the rest, in proportion to its memory in all micro-batches in flight
-    without recomputation. The stages' peaks never coincide, so shares are stretched as far as the device's simulated
-    peak allows.
+    Each gets what it always holds and a share of the rest, in proportion to its memory without recomputation. Their
+    peaks never coincide, so shares are stretched as far as the device's simulated peak allows.
     """
 
     def __init__(self, costs: Costs) -> None:

@@ -72,8 +72,8 @@ def impossible(problem: Problem, stage: int, first: Integers, last: Integers) ->
 class Bounds:
     """Seconds that no run of stages and no step can beat.
 
-    A run that keeps everything holds its saved tensors once for each micro-batch in flight. What does not fit is
-    recomputed, the most bytes per second first; segments' inputs, peaks and nesting are left out.
+    What does not fit of the saved tensors of micro-batches in flight is recomputed, the most bytes per second first;
+    segments' inputs, peaks and nesting are left out.
     """
 
     def __init__(self, costs: Costs, longest: int) -> None:

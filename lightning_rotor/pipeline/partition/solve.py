@@ -130,10 +130,11 @@ class Partition:
 
 
 class PartitionError(PipelineError):
-    """The devices have too little memory for every partition; ``device`` is the first of these.
+    """The devices have too little memory for every partition.
 
     Attributes:
         minimum_bytes: The least memory per device that would do; for the interleaved schedule some memory that does.
+        device: The first device that has less.
     """
 
     def __init__(self, message: str, minimum_bytes: int = 0, device: int = 0) -> None:
@@ -153,12 +154,10 @@ def partition(
 ) -> Partition:
     """Cut a chain into pipeline stages so that a step takes the least time and every device has enough memory.
 
-    Exact over all cuts where there are few, given the planner's plan of each run; else a local optimum with a bound,
-    see :attr:`Partition.gap`. Never slower than equal cuts, :func:`.balance_by_time` and :func:`.balance_by_size`,
-    where those fit. ``devices`` are equal ones with ``memory_bytes`` each (None: no limit), or one entry for each.
-    ``balance`` may say how many stages each part gets. ``options`` are attributes of :class:`.Problem`. Raises a
-    PipelineError for too many stages, a wrong balance or wrong arguments, a PartitionError that says the least memory
-    per device that would do.
+    Exact where cuts are few, given the planner's plan of each run; else a local optimum with a bound
+    (:attr:`Partition.gap`) that is never slower than equal cuts and :func:`.balance_by_time` and ``_by_size``.
+    ``memory_bytes`` is of each of a number of devices (None: no limit), ``options`` are :class:`.Problem`'s attributes.
+    Raises a PipelineError for wrong arguments, a PartitionError that says the least memory per device that would do.
 
     Example:
         >>> partition(chain, 4, micro_batches=8, memory_bytes=parse_bytes("16GiB")).balance  # doctest: +SKIP
@@ -215,11 +214,7 @@ def _refusal(costs: Costs, cuts: Cuts, what: str) -> PartitionError:
 
 
 def _least_memory_cuts(costs: Costs) -> Cuts:
-    """Cuts whose largest memory is least, or the best that were found before patience ended.
-
-    Least memory of a run is computed only where a bound matters: what it always holds, and what its largest stage
-    takes.
-    """
+    """Cuts whose largest memory is least, or the best found before patience ended; bounds save most plans of runs."""
     problem, n, stages = costs.problem, len(costs.problem.chain), costs.problem.stages
     first = np.arange(n)[:, None]
     last = first + np.arange(min(n - stages + 1, 4 * math.ceil(n / stages) + 4))
