@@ -1,14 +1,14 @@
 """What code finds around it wherever the pipeline runs it: random numbers, settings of torch, a thread to wait in.
 
-Stages run at the same time on several devices, each with a generator of its own, but must draw as in one process. So
-each stage of the chain that may draw gets numbers made of three integers::
+In one process, dropout draws from one generator in turn. The stages of a pipeline run at the same time on several
+devices, each with a generator of its own. So each stage of the chain that may draw gets numbers from three integers::
 
     the step's seed  ──┐      made of ``seed_everything``'s seed and the step's number: a resumed run goes on alike
     micro-batch k    ──┼──►  seed of the generator while stage i works on micro-batch k
     chain stage i    ──┘      -1 for what runs outside of the chain
 
 Micro-batch ``k`` begins with the generator seeded by the first two. A stage reads that seed off the generator itself,
-so recomputation, which restores the generator, finds the same.
+so recomputation, which restores the generator, finds the same. Seeds draw nothing from the user's generators.
 
 A training step runs once for each micro-batch, and 1F1B needs the loss of the first before the last has begun. So all
 run up to the call of the pipeline and wait there, each in a thread of its own, of which at any time one runs::

@@ -162,7 +162,7 @@ class _Options:
         for number_before, (saved, is_exact) in enumerate(self.classes[index]):
             kept = self._ruler.boundary(index, min(size, saved + option.saved_input_bytes))
             self._paid[index, number_before, number] = (NEVER if is_exact else 0) if option.inverts else kept
-        if not option.inverts:  # an inverted stage never pays for what it frees
+        if not option.inverts:  # what an inverted stage frees is never paid for
             self._freed[at] = self.input_slots[index] - self._paid[index, 0, number]
         self.seconds[at] = option.forward_seconds + option.backward_seconds
         self.last_seconds[at] = option.replay_seconds + option.backward_seconds

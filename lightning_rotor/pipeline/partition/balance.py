@@ -79,7 +79,7 @@ def even_balance(stages: int, parts: int) -> list[int]:
 
 
 def simple_balances(chain: Chain, parts: int) -> list[list[int]]:
-    """Balances that one would make by hand; a search must find none slower."""
+    """Balances that one would make by hand; a search must end with nothing slower."""
     return [even_balance(len(chain), parts), balance_by_time(chain, parts), balance_by_size(chain, parts)]
 
 
