@@ -265,7 +265,7 @@ def _stages_of_tensors(model: nn.Module, stages: Sequence[Sequence[Stage]]) -> d
                         "expected each parameter in one stage, since every device has its own. Choose a balance that "
                         "keeps its layers together, or untie the weights"
                     )
-    # A traced forward may read parameters of modules that it never calls; these count as outside.
+    # A traced forward may read parameters of modules that it never calls: only outside modules hold those.
     held = [set(map(id, module._parameters.values())) for module in model.modules() if id(module) in inside]
     held_inside = set[int]().union(*held)
     for name, parameter in _held_outside(model, inside):
