@@ -1,14 +1,11 @@
 r"""Tells every process at once that another one has failed or is gone, and why.
 
-Who waits for a tensor of a process that has died waits for long: gloo notices it on connections that are in use, NCCL
-after a timeout. So all processes hold a line to the first, on which nothing is said until there is something to say;
-the operating system hangs up for a process that is killed::
+Processes wait for a dead one for long: gloo notices on connections in use, NCCL after a timeout, and launchers end a
+host's processes without a word. So all hold a line to the first; the system hangs up for a process that is killed::
 
     process 1 ──┐           ┌── "process 2 failed: RuntimeError: this layer broke"
     process 2 ──┼── first ──┤        or the line is dead: "process 2 was killed"
     process 3 ──┘           └──► all others, who end with these words
-
-Launchers do less: torchrun and Lightning's end the others of a host by a signal, and say nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ _GOODBYE = b""
 
 
 class FailureWatch:
-    """Lines between the processes of a job. Made on all of them at once."""
+    """Lines between the processes of a job, made on all of them at once."""
 
     def __init__(
         self,
@@ -71,30 +68,30 @@ class FailureWatch:
         threading.Thread(target=work, args=arguments, name="lightning-rotor failure watch", daemon=True).start()
 
     def explain(self, error: BaseException, within_seconds: float = 5.0) -> None:
-        """Put another process's error in front of what this one met talking to it, if that is heard of in time."""
+        """Put another process's error in front of this one's error in talking to it, if it is heard in time."""
         if _met_in_talking(error) and self._known.wait(within_seconds) and not str(error).startswith(self._cause):
             error.args = (f"{self._cause}. Here: {error}",)
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others that this process ends with an error, unless one of them did first."""
+        """Tell the others that this process ends with an error, unless another one did first."""
         self._ended.set()
         self._learn(f"process {self._rank} failed: {type(error).__name__}: {error}", told_by=self._rank)
 
     def close(self) -> None:
-        """Say goodbye: this process ends as it should, or has said why not."""
+        """Sign off: this process ends as it should, or has told its error."""
         self._ended.set()
         with self._lock:
             for line in self._lines.values():
                 _say(line, _GOODBYE)
 
     def _welcome(self, listener: Listener, others: int) -> None:
-        """On the first process: wait for the others' lines, then watch them."""
+        """On the first process: accept the others' lines, then watch them."""
         with listener:
             while len(self._lines) < others:
                 try:
                     line: Any = listener.accept()
                     rank = int(line.recv_bytes())
-                except (AuthenticationError, EOFError, OSError):  # someone else at the door
+                except (AuthenticationError, EOFError, OSError):  # another program's connection
                     continue
                 with self._lock:
                     self._lines[rank] = line
@@ -134,17 +131,14 @@ class FailureWatch:
 
     def _end_in_time(self) -> None:
         if not self._ended.wait(self._grace_seconds):
-            # The main thread is in a call that no exception reaches, waiting for someone who will never come.
+            # The main thread waits for a dead process in a call that no exception reaches.
             _log.critical("process %d ends here, since %s", self._rank, self._cause)
             logging.shutdown()
             os._exit(1)
 
 
 def forget_frames(error: BaseException) -> None:
-    """Drop local variables of torch.distributed and of pipelines that an error holds on to, and connections with them.
-
-    Those of the user's code stay, for a debugger.
-    """
+    """Drop torch.distributed's and pipelines' local variables, and so connections, from an error; keep the user's."""
     seen: set[int] = set()
     links: list[BaseException | None] = [error]
     while links:
@@ -160,7 +154,7 @@ def forget_frames(error: BaseException) -> None:
 
 
 def _met_in_talking(error: BaseException) -> bool:
-    """True if torch.distributed raised it. Gloo's own errors are plain RuntimeErrors: where they come from tells."""
+    """True if torch.distributed raised the error. Gloo's are plain RuntimeErrors, so the traceback tells."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     if not frames or not isinstance(error, RuntimeError):
         return False
@@ -168,5 +162,5 @@ def _met_in_talking(error: BaseException) -> bool:
 
 
 def _say(line: Connection, words: bytes) -> None:
-    with suppress(OSError):  # whoever was to hear it is gone
+    with suppress(OSError):  # the receiver is gone
         line.send_bytes(words)

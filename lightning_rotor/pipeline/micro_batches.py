@@ -1,9 +1,8 @@
 """Micro-batches: a batch cut along dimension 0, results put together again, and BatchNorm's statistics of the whole.
 
-With deferred batch normalization (torchgpipe's), each micro-batch is normalized by its own mean and variance, as
-without it. But instead of one update of the running statistics for each micro-batch there is one for the batch, from
-the mean and variance of all its values. Those follow from what micro-batches leave (Chan et al., "Updating formulae and
-a pairwise algorithm for computing sample variances", 1979)::
+With deferred batch normalization (torchgpipe's), each micro-batch is normalized by its own mean and variance, but
+running statistics are updated once for each batch, from the mean and variance of all its values (Chan et al.,
+"Updating formulae and a pairwise algorithm for computing sample variances", 1979)::
 
     N = Σ n_k        mean = Σ n_k mean_k / N        (N - 1) var = Σ (n_k - 1) var_k + n_k (mean_k - mean)²
 """
@@ -26,7 +25,7 @@ from lightning_rotor.stages.sequential import Stage
 
 
 def rows_in(batch: Any) -> int:
-    """How many samples a batch holds: the size of dimension 0 of its tensors."""
+    """Number of samples in a batch: the size of dimension 0 of its tensors."""
     sizes = list(dict.fromkeys(tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim()))
     if len(sizes) != 1:
         found = f"no tensor with a dimension ({type(batch).__name__})"
@@ -51,7 +50,7 @@ def sizes_of(rows: int, micro_batches: int) -> tuple[int, ...]:
 
 
 def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
-    """A batch in micro-batches; whatever has no rows goes into each."""
+    """Micro-batches of a batch; values without rows go into each."""
     ends = list(accumulate(sizes))
 
     def parts(value: Any) -> list[Any]:
@@ -64,7 +63,7 @@ def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
 
 
 def join(parts: Sequence[Any]) -> Any:
-    """Outputs of micro-batches as that of the batch: tensors one behind the other, of everything else the first."""
+    """Output of the batch from outputs of micro-batches: tensors concatenated, everything else from the first."""
     if len(parts) == 1:
         return parts[0]
     leaves, spec = zip(*(tree_flatten(part) for part in parts), strict=True)
@@ -79,7 +78,7 @@ BatchNorm: TypeAlias = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.Syn
 
 
 def values_per_row(module: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[BatchNorm, float]:
-    """For every BatchNorm in a module, how many values of a channel a row has, by a run that leaves no trace."""
+    """By BatchNorm of a module, values of a channel in a row, found by a run that leaves no trace."""
     found: dict[BatchNorm, float] = {}
     layers = [layer for layer in module.modules() if isinstance(layer, BatchNorm) and layer.running_mean is not None]
     if not layers:
@@ -102,7 +101,7 @@ def values_per_row(module: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any
 
 @dataclass(slots=True)
 class _Layer:
-    """One BatchNorm while a batch passes."""
+    """One BatchNorm during a batch."""
 
     layer: BatchNorm
     values_per_row: float
@@ -111,7 +110,7 @@ class _Layer:
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """Mean, variance and the number of batches."""
+        """Running mean, running variance and number of batches."""
         layer = self.layer
         return [b for b in (layer.running_mean, layer.running_var, layer.num_batches_tracked) if b is not None]
 
@@ -125,7 +124,7 @@ class BatchStatistics:
 
     @contextmanager
     def micro_batch(self, rows: int, *, last: bool) -> Iterator[None]:
-        """Context of the forward of a micro-batch; behind the last one, running statistics are updated."""
+        """Context of the forward of a micro-batch; after the last one, running statistics are updated."""
         active = [each for each in self._layers if each.layer.training]
         momenta = [each.layer.momentum for each in active]
         for each in active:

@@ -37,9 +37,9 @@ _log = logging.getLogger(__name__)
 
 StateBytes: TypeAlias = Callable[[Sequence[Stage]], Sequence[int]]
 """By stage of a chain, what training keeps of it besides gradients."""
-# Two devices are as fast as each other up to this ratio of their durations.
+# Ratio of durations up to which two devices count as equally fast.
 _ALIKE = 1.15
-# A model whose stages take less in all is over before a process has been interrupted once.
+# Least seconds of all stages: shorter ones end before a process is interrupted once.
 _LEAST_SECONDS = 0.02
 
 
@@ -53,20 +53,11 @@ def pipelined(
     state_bytes: StateBytes,
     processes: PipelineProcesses,
 ) -> PipelinedModule:
-    """Cut a module into pipeline stages. Every process of the pipeline does it at once, with the whole model.
+    """Cut a module into pipeline stages; every process of the pipeline does it at once, with the whole model.
 
-    Args:
-        model: Whatever the weights belong to.
-        module: Part of it, or itself.
-        call: Arguments of a micro-batch's call, under settings as in training.
-        options: How to pipeline.
-        devices: In the order of the pipeline; how fast they are is measured.
-        state_bytes: What training keeps, by stage.
-        processes: Of the pipeline; copies of it are cut alike.
-    Raises:
-        PipelineError: It cannot be cut so; on every process.
-        PartitionError: There is too little memory; says how much would do.
-        ModelError: The module is no chain.
+    ``call`` is a micro-batch's, under settings as in training; how fast the ``devices`` are is measured. Raises on
+    every process a PipelineError, a PartitionError with the memory that would do, or a ModelError if the module is no
+    chain.
     """
     if not tensors_in(call):
         raise PipelineError(
@@ -103,7 +94,7 @@ def pipelined(
 
 
 def _run_and_plans(made: Partition, number: int) -> tuple[tuple[int, int], list[StagePlan]]:
-    """What a part runs, and how: once for all micro-batches if the last one is no other."""
+    """Stages and plans of a part; one plan for all micro-batches if the last one is no different."""
     choice = made.choices[number]
     lasts = (False,) if choice.last_plan is None else (False, True)
     return (choice.first, choice.last), [made.plan(number, last_micro_batch=last) for last in lasts]
@@ -117,10 +108,7 @@ def _cut(module: nn.Module, call: Call) -> SequentialCut | GraphCut:
 
 
 def cut_for_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SequentialCut | GraphCut:
-    """The module as stages, for micro-batches of any number of rows unless that decides what it does.
-
-    A recording must have seen two numbers, and later no process has all layers.
-    """
+    """Stages for micro-batches of any size if the module allows; now, since later no process has all layers."""
     cut = sequentialize(module, args, kwargs)
     if isinstance(cut, GraphCut):
         call = args, kwargs
@@ -171,19 +159,18 @@ def _partition(
             answer = error
     made: Partition | RotorError = first(answer, processes.group)
     if processes.replicas is not None:
-        made = first(
-            made, processes.replicas
-        )  # each has measured for itself, but gradients are averaged layer by layer
+        # Each copy has measured for itself, but gradients are averaged layer by layer.
+        made = first(made, processes.replicas)
     if isinstance(made, RotorError):
         raise made
     return made
 
 
-# -------------------------------------------------------------------- how fast devices are beside each other
+# -------------------------------------------------------------------- speeds of devices
 
 
 def _gathered_speeds(chain: Chain, processes: PipelineProcesses) -> list[float]:
-    """By process, its speed beside the first one's; of replicas, the slowest counts: all wait for it."""
+    """By process, its speed relative to the first one's; of replicas the slowest counts, since all wait for it."""
     mine = [stage.keep.forward_seconds + stage.keep.backward_seconds for stage in chain]
     if processes.replicas is not None:
         mine = [max(each) for each in zip(*gathered(mine, processes.replicas), strict=True)]
@@ -191,7 +178,7 @@ def _gathered_speeds(chain: Chain, processes: PipelineProcesses) -> list[float]:
 
 
 def speeds_beside_first(seconds: Sequence[Sequence[float]]) -> list[float]:
-    """Speeds from durations."""
+    """Speeds relative to the first process, from durations."""
     found = [1.0] * len(seconds)
     if min(map(sum, seconds)) < _LEAST_SECONDS:
         return found
@@ -207,7 +194,7 @@ def speeds_beside_first(seconds: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _middle_ratio(seconds: Sequence[float], first: Sequence[float]) -> float:
-    """The median of ``seconds / first`` over stages, each counted by how long it takes."""
+    """Median of ``seconds / first`` over stages, weighted by duration."""
     ratios = sorted((own / other, other) for own, other in zip(seconds, first, strict=True) if own > 0 and other > 0)
     half, passed = sum(weight for _, weight in ratios) / 2, 0.0
     for ratio, weight in ratios:
@@ -217,7 +204,7 @@ def _middle_ratio(seconds: Sequence[float], first: Sequence[float]) -> float:
     return 1.0
 
 
-# -------------------------------------------------------------------- in evaluation, code may go another way
+# -------------------------------------------------------------------- stages of evaluation
 
 
 def _evaluation_cut(module: nn.Module, call: Call) -> SequentialCut | GraphCut:
@@ -245,7 +232,7 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
 def _shared_out(
     stages: Sequence[Stage], profile: Profile, made: Partition, placement: Placement
 ) -> list[tuple[int, int]]:
-    """Stages where their weights are; those without weights where they are in training, or else as soon as they can."""
+    """Evaluation's runs by pipeline stage: where weights are; those without weights as in training, or else early."""
     owned = [{owner for t in tensors_of(stage) if (owner := placement.stage_of(t)) is not None} for stage in stages]
     by_name = {
         stage.name: number
@@ -275,19 +262,19 @@ def _shared_out(
     return [(firsts[number], firsts[number + 1] - 1) for number in range(parts)]
 
 
-# -------------------------------------------------------------------- balances as torchgpipe's users know them
+# -------------------------------------------------------------------- balances for torchgpipe's users
 
 
 def balance_by_time(module: nn.Module | Chain, sample: Any = None, *, partitions: int) -> list[int]:
     """Balance a module by how long its stages take; :func:`.partition` also knows of memory and recomputation.
 
     Args:
-        module: What is to be cut, in the mode and on the device of training, or a chain that has been measured.
+        module: To be cut, in the mode and on the device of training, or a chain that has been measured.
         sample: Its input, the size of a micro-batch; a tuple for several arguments. None with a chain.
         partitions: How many parts.
     Returns:
-        How many stages are in each part, so that the slowest one is as fast as can be. The stages are those of
-        :func:`lightning_rotor.sequentialize`, and of the chain that :func:`lightning_rotor.profile_chain` measures.
+        How many stages of :func:`lightning_rotor.sequentialize` are in each part, so that the slowest one is as fast as
+        can be.
     Raises:
         ModelError: The module is no chain of stages.
         PipelineError: There are fewer stages than parts.
@@ -304,14 +291,13 @@ def balance_by_size(
 ) -> list[int]:
     """Balance a module by the memory that its stages take: what plain training saves, and parameters.
 
-    Arguments, result and errors are those of :func:`balance_by_time`.
+    Other arguments, result and errors are those of :func:`balance_by_time`.
 
     Args:
-        module: What is to be cut.
+        module: To be cut.
         sample: Its input.
         partitions: How many parts.
-        param_scale: What a byte of trained parameters takes in all: 2 with its gradient (SGD), 3 with momentum, 4 for
-            Adam.
+        param_scale: Bytes for each byte of trained parameters: 2 with its gradient (SGD), 3 with momentum, 4 for Adam.
     """
     return partitioning.balance_by_size(_chain_of(module, sample), partitions, param_scale=param_scale)
 

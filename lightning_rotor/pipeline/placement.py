@@ -1,8 +1,7 @@
 """Which process has which weights, and what the processes of a pipeline give each other.
 
-Each process keeps the weights of its own stages, and of everything outside of the pipeline. In the place of the others
-stand parameters on ``meta``, so that names, shapes and the numbering of parameters in optimizers are those of the whole
-model everywhere.
+Each process keeps the weights of its own stages and of everything outside of the pipeline. Parameters on ``meta`` stand
+for the others, so names, shapes and parameter numbers in optimizers are those of the whole model everywhere.
 """
 
 from __future__ import annotations
@@ -25,31 +24,25 @@ from lightning_rotor.stages.state import GeneratorStates
 
 @dataclass(frozen=True, slots=True)
 class PipelineProcesses:
-    """The processes of one pipeline, in its order: stage ``s`` of ``D`` processes is on process ``s % D``.
-
-    Attributes:
-        device: Where this one computes.
-        group: Of torch; None are all.
-        replicas: Processes with the same place in copies of the pipeline, which see other batches; None without copies.
-    """
+    """The processes of one pipeline, in its order: stage ``s`` of ``D`` processes is on process ``s % D``."""
 
     device: torch.device
-    group: dist.ProcessGroup | None = None
-    replicas: dist.ProcessGroup | None = None
+    group: dist.ProcessGroup | None = None  # None for all
+    replicas: dist.ProcessGroup | None = None  # same place in copies of the pipeline, which see other batches
 
     @property
     def rank(self) -> int:
-        """Number of this one."""
+        """Number of this process."""
         return dist.get_rank(self.group)
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """Number of processes."""
         return dist.get_world_size(self.group)
 
 
 def processes_of(device: torch.device, stages: int) -> PipelineProcesses:
-    """Those of a job, in pipelines of so many stages."""
+    """The processes of this job's pipelines of so many stages."""
     copies = dist.get_world_size() // stages
     if copies == 1:
         return PipelineProcesses(device)
@@ -73,7 +66,7 @@ def gathered(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 
 def share(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, *, source: int = 0) -> None:
-    """Give every process the values that a tensor, in any layout of memory, has on one of them."""
+    """Copy a tensor's values, in any layout of memory, from one process to all."""
     if dist.get_world_size(group) == 1:
         return
     own = tensor.detach()
@@ -133,7 +126,7 @@ def tensors_of(stage: Stage) -> list[torch.Tensor]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Slot:
-    """A tensor of a module that belongs to a process."""
+    """A tensor of a module, and the process that owns it."""
 
     table: dict[str, Any]
     name: str
@@ -144,12 +137,7 @@ class _Slot:
 class Placement:
     """Which process of a pipeline has which tensors of a model.
 
-    Args:
-        model: The whole.
-        stages: By pipeline stage, its stages of the chain.
-        processes: Of the pipeline.
-    Raises:
-        PipelineError: Two pipeline stages share a parameter, or one shares it with what is outside of the pipeline.
+    A PipelineError says that two pipeline stages share a parameter, or one shares it with modules outside.
     """
 
     def __init__(self, model: nn.Module, stages: Sequence[Sequence[Stage]], processes: PipelineProcesses) -> None:
@@ -170,11 +158,11 @@ class Placement:
         }
 
     def stage_of(self, tensor: torch.Tensor) -> int | None:
-        """The pipeline stage that a tensor of the model belongs to; None is outside."""
+        """Pipeline stage of a tensor of the model; None is outside."""
         return self._stage_of.get(id(tensor))
 
     def give_up(self) -> None:
-        """Put parameters and buffers without memory in the place of those that others have."""
+        """Replace the parameters and buffers of other processes by ones without memory."""
         stand_ins: dict[int, torch.Tensor] = {}
         for slot in self._slots:
             original = slot.original
@@ -184,12 +172,12 @@ class Placement:
                 made: torch.Tensor = torch.empty_like(original, device="meta")
                 learns = isinstance(original, nn.Parameter)
                 stand_ins[id(original)] = nn.Parameter(made, original.requires_grad) if learns else made
-                # Whoever else holds on to it holds no memory.
+                # Other holders of the tensor then hold no memory.
                 original.data = original.new_empty(0)
             slot.table[slot.name] = stand_ins[id(original)]
 
     def restore(self, *, values: bool = True) -> None:
-        """Put everything back, in the original objects."""
+        """Put back everything, in the original objects."""
         done: set[int] = set()
         for slot in self._slots:
             original, stand_in = slot.original, slot.table[slot.name]
@@ -208,12 +196,12 @@ class Placement:
     # ---------------------------------------------------------------- checkpoints
 
     def whole_state_dict(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        """The whole model's state on the first process, in the order of its keys; elsewhere what is there."""
+        """The whole model's state on the first process, in the order of its keys; elsewhere the local state."""
         mine = {name: value for name, value in own.items() if self._owner_by_name.get(name) == self._rank}
         return {**own, **self._together(mine)}
 
     def whole_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The state of an optimizer for all parameters on the pipeline's first process."""
+        """State of an optimizer for all parameters, on the pipeline's first process."""
         state = optimizer.state_dict()
         together = self._together(state["state"]) | state["state"]
         return {**state, "state": {key: together[key] for key in sorted(together)}}
@@ -226,7 +214,7 @@ class Placement:
         return {**state, "state": {key: value for key, value in state["state"].items() if key in here}}
 
     def _together(self, part: Mapping[Any, Any]) -> dict[Any, Any]:
-        """On the first process, what all have; the earlier process's where several have it. Elsewhere nothing."""
+        """Entries of all processes on the first one, of several the earlier process's; elsewhere nothing."""
         if self._size == 1:
             return dict(part)
         parts: list[Any] | None = [None] * self._size if self._rank == 0 else None
@@ -236,7 +224,7 @@ class Placement:
     # ---------------------------------------------------------------- gradients
 
     def clip_by_norm(self, parameters: Iterable[torch.Tensor], limit: float) -> torch.Tensor:
-        """Clip gradients by the norm of all of them, wherever they are, and return the norm before."""
+        """Clip gradients by their norm over all processes, and return the norm before."""
         parameters = list(parameters)
         # By place in the list, the norm and how many have it: what is outside of the pipeline counts once.
         told = torch.zeros(2, len(parameters), dtype=torch.float64, device=self._device)
@@ -262,7 +250,7 @@ def _on_host(value: Any) -> Any:
 
 
 def _stages_of_tensors(model: nn.Module, stages: Sequence[Sequence[Stage]]) -> dict[int, int]:
-    """By id of a parameter or buffer of the chain, its pipeline stage."""
+    """Pipeline stage by id of a parameter or buffer of the chain."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found: dict[int, int] = {}
     inside: set[int] = set()
@@ -277,7 +265,7 @@ def _stages_of_tensors(model: nn.Module, stages: Sequence[Sequence[Stage]]) -> d
                         "expected each parameter in one stage, since every device has its own. Choose a balance that "
                         "keeps its layers together, or untie the weights"
                     )
-    # A traced forward may read parameters of modules that it never calls: those are held outside alone.
+    # A traced forward may read parameters of modules that it never calls: only outside modules hold those.
     held = [set(map(id, module._parameters.values())) for module in model.modules() if id(module) in inside]
     held_inside = set[int]().union(*held)
     for name, parameter in _held_outside(model, inside):
@@ -300,6 +288,6 @@ def _held_outside(model: nn.Module, inside: set[int]) -> Iterator[tuple[str, nn.
 
 
 def outside(model: nn.Module, module: nn.Module) -> list[torch.Tensor]:
-    """Parameters and buffers that are not the module's."""
+    """Parameters and buffers of the model that are not the module's."""
     inside = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     return [tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in inside]

@@ -1,21 +1,17 @@
 """What code finds around it wherever the pipeline runs it: random numbers, settings of torch, a thread to wait in.
 
-In one process, dropout draws from one generator, stage after stage and micro-batch after micro-batch. The stages of a
-pipeline run at the same time on several devices, each with a generator of its own. So each stage of the chain that may
-draw is given its own numbers, from nothing but three integers::
+In one process, dropout draws from one generator in turn. The stages of a pipeline run at the same time on several
+devices, each with a generator of its own. So each stage of the chain that may draw gets numbers from three integers::
 
-    the step's seed  ──┐
+    the step's seed  ──┐      made of ``seed_everything``'s seed and the step's number: a resumed run goes on alike
     micro-batch k    ──┼──►  seed of the generator while stage i works on micro-batch k
-    chain stage i    ──┘
+    chain stage i    ──┘      -1 for what runs outside of the chain
 
-The step's seed is made of the seed that torch was given (``seed_everything``) and the number of the step, so nothing is
-drawn that a run in one process would not draw, and a run that is resumed goes on as it would have. Micro-batch ``k``
-begins with the generator seeded by the first two. A stage reads that seed off the generator itself, so that
-recomputation, which restores the generator, finds the same. What the model runs outside of the chain has place ``-1``.
+Micro-batch ``k`` begins with the generator seeded by the first two. A stage reads that seed off the generator itself,
+so recomputation, which restores the generator, finds the same. Seeds draw nothing from the user's generators.
 
 A training step runs once for each micro-batch, and 1F1B needs the loss of the first before the last has begun. So all
-of them run up to the call of the pipeline, wait there, and go on one by one, each in a thread of its own, of which at
-any time only one runs::
+run up to the call of the pipeline and wait there, each in a thread of its own, of which at any time one runs::
 
     main thread   start ──┐        ┌─► start the next ... pipeline: forward, loss? ──┐          ┌─► backward ...
     the step's            └─► net(x)                                                 └─► loss ──┘
@@ -44,7 +40,7 @@ _KINDS = ("cpu", "cuda")
 
 
 def mixed(seed: int, place: int) -> int:
-    """A seed made of a seed and a number (the finalizer of SplitMix64, so that neighbours have nothing in common)."""
+    """Seed made of a seed and a number (the finalizer of SplitMix64, so that neighbours have nothing in common)."""
     value = (seed + (place + 2) * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
@@ -53,7 +49,7 @@ def mixed(seed: int, place: int) -> int:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Torch's generators under a seed, and as they were behind it."""
+    """Context with torch's generators under a seed; their states are restored behind it."""
     before = GeneratorStates(host=False)
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -65,7 +61,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 class _SeededStage(torch.nn.Module):
-    """A way to run a stage, with random numbers of its own."""
+    """A stage that runs with random numbers of its own."""
 
     def __init__(self, way: Any, place: int) -> None:
         super().__init__()
@@ -79,7 +75,7 @@ class _SeededStage(torch.nn.Module):
 
 
 def with_seeds(stages: Sequence[Stage], chain: Chain) -> tuple[Stage, ...]:
-    """Stages of a chain, those that may draw random numbers each with numbers of its own."""
+    """Stages of a chain; those that may draw random numbers get numbers of their own."""
     return tuple(
         replace(
             stage,
@@ -94,7 +90,7 @@ def with_seeds(stages: Sequence[Stage], chain: Chain) -> tuple[Stage, ...]:
 
 
 class RunContext:
-    """Settings of torch, and autocast, which is a thread's own, at the moment when it is made."""
+    """Settings of torch, and the thread's autocast, as they are when it is made."""
 
     __slots__ = ("_autocast", "_settings", "dtypes")
 
@@ -105,7 +101,7 @@ class RunContext:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Context in which they stand again."""
+        """Context in which the settings hold again."""
         with ExitStack() as stack:
             stack.enter_context(self._settings.restored())
             for kind, wanted in zip(_KINDS, self._autocast, strict=True):
@@ -120,7 +116,7 @@ def _autocast(kind: str) -> tuple[bool, torch.dtype, bool]:
 
 
 class _Abandoned(BaseException):
-    """Unwinds code that will never go on. No ``except Exception`` of a user's stops it."""
+    """Unwinds code that will never go on. A user's ``except Exception`` does not stop it."""
 
 
 class _Current(threading.local):
@@ -131,15 +127,12 @@ _current = _Current()
 
 
 def paused_call() -> PausedCall | None:
-    """The one whose thread this is."""
+    """The paused call that runs in this thread, or None."""
     return _current.call
 
 
 class PausedCall:
-    """Code that calls the pipeline once and waits there, in a thread of its own.
-
-    Torch's random numbers and settings in it are its own, whenever it runs. It begins under those of whoever makes it.
-    """
+    """Code that calls the pipeline once and waits there, in a thread with random numbers and settings of its own."""
 
     def __init__(self, run: Callable[[], Any], *, seed: int, device: torch.device, what: str = "training_step") -> None:
         self._run, self._device, self._what = run, device, what
@@ -168,7 +161,7 @@ class PausedCall:
         return self._arguments
 
     def finish(self, answer: Any) -> Any:
-        """Go on behind the call, which gives the answer, and return what the code returns."""
+        """Answer the call, run the rest of the code, and return its result."""
         self._answer, self._arguments = answer, None
         self._turn()
         self._answer = None
@@ -176,7 +169,7 @@ class PausedCall:
         return result
 
     def abandon(self) -> None:
-        """Never go on. Does nothing once the code has ended."""
+        """Unwind the code; does nothing once it has ended."""
         if self._thread.is_alive():
             self._abandoned = True
             with Settings().restored():
@@ -184,7 +177,7 @@ class PausedCall:
                 self._thread.join()
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """In its thread: the pipeline is called."""
+        """Call the pipeline from the code's thread: wait for the answer."""
         expected = None
         if self._answer is not None or self._arguments is not None:
             expected = "twice: expected one call of it"

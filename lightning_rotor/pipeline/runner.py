@@ -1,7 +1,6 @@
-"""Runs the pipeline stages of one process together with those of the others: training steps, and forwards alone.
+"""Runs the pipeline stages of one process together with the others: training steps, and forwards alone.
 
-The schedules are those of :mod:`torch.distributed.pipelining`; this module gives them stages, shapes, random numbers
-and a loss::
+The schedules are those of :mod:`torch.distributed.pipelining`; they get stages, shapes, random numbers and a loss::
 
     inputs ──split──► micro-batches ──► ScheduleGPipe │ Schedule1F1B │ ... ──► outputs on every process
                                         MicroBatchStage ─ Part ─ Executor
@@ -46,7 +45,7 @@ class Shapes:
         self._known: dict[Any, tuple[Layout, ...]] = {}
 
     def of(self, inputs: Inputs, signature: Any, context: RunContext) -> Layouts:
-        """What crosses cuts; equal micro-batches are looked at once, the first time that they are seen."""
+        """Layouts of what crosses cuts; equal micro-batches are looked at once, when first seen."""
         found = []
         for values in inputs:
             layout = Layout.of(values, "the model's input")
@@ -57,7 +56,7 @@ class Shapes:
         return tuple(found)
 
     def _scouted(self, values: Sequence[Any], layout: Layout, context: RunContext) -> list[Layout]:
-        """Run one micro-batch through all stages, one after the other, and leave no trace of it."""
+        """Layouts seen by running one micro-batch through all stages, without leaving a trace."""
         layouts: list[Layout] = []
         tensors = layout.flat(values)
         trained = torch.is_grad_enabled()
@@ -104,26 +103,16 @@ class Shapes:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a training step showed, the same on every process.
+    """Results of a training step by micro-batch, the same on every process."""
 
-    Attributes:
-        outputs: By micro-batch, without a graph.
-        input_gradients: By micro-batch, one for each tensor in the chain's input; None where it asks for none.
-    """
-
-    outputs: tuple[Any, ...]
-    input_gradients: tuple[Gradients, ...]
+    outputs: tuple[Any, ...]  # without a graph
+    input_gradients: tuple[Gradients, ...]  # one for each tensor in the chain's input; None where it asks for none
 
 
 class PipelineRunner:
-    """The stages of a pipeline that belong to this process.
+    """The pipeline stages of this process: process ``d`` of ``D`` has those numbered ``d``, ``d + D``, ...
 
-    Args:
-        parts: This process's, by number: process ``d`` of ``D`` has those numbered ``d``, ``d + D``, ...
-        stages: How many there are on all processes.
-        schedule: In which order devices work.
-        processes: Of the pipeline.
-        batch_norms: Layers whose running statistics are those of whole batches; how many values of a channel a row has.
+    ``batch_norms`` are the layers with deferred statistics; it says how many values of a channel a row has.
     """
 
     def __init__(
@@ -160,14 +149,11 @@ class PipelineRunner:
     def train(
         self, inputs: Inputs, loss: Loss, *, seed: int, signature: Any = None, context: RunContext | None = None
     ) -> StepResult:
-        """Run forward and backward of all micro-batches; gradients of parameters are added to those that are there.
+        """Run forward and backward of all micro-batches; parameter gradients are added to existing ones.
 
-        Args:
-            inputs: By micro-batch.
-            loss: Called where the last stage is, in the order of the schedule.
-            seed: Of the random numbers, the same on all processes.
-            signature: What shapes depend on besides the inputs, the same on all processes: which parameters learn.
-            context: Of each forward, autocast for one; by default that of this call. Backwards run outside of it.
+        ``loss`` is called on the last stage's process, in the order of the schedule. ``seed`` and ``signature`` (which
+        parameters learn) are the same on all processes. ``context`` holds in forwards only; by default that of this
+        call.
         """
         layouts = self._seen(inputs, signature, context)
         self._loss = loss
@@ -181,10 +167,7 @@ class PipelineRunner:
     def train_in_phases(
         self, inputs: Inputs, between: Between, *, seed: int, signature: Any = None, context: RunContext | None = None
     ) -> StepResult:
-        """:meth:`train` under ``"gpipe"`` with gradients of outputs instead of losses.
-
-        ``between`` is called on every process when all forwards are done; the result has gradients of inputs alone.
-        """
+        """:meth:`train` under ``"gpipe"``; every process calls ``between`` after all forwards for output gradients."""
         layouts = self._seen(inputs, signature, context)
         asking = tuple(meta.requires_grad for meta in layouts[0][-1].metas)
 
@@ -205,17 +188,17 @@ class PipelineRunner:
             return self._shared_outputs(layouts)
 
     def check(self, values: Sequence[Any], *, signature: Any = None) -> None:
-        """Refuse a micro-batch that cannot be handed from stage to stage in training, on every process."""
+        """Refuse, on every process, a micro-batch that training cannot hand from stage to stage."""
         self._seen([values], signature, None)
 
     def release(self) -> None:
-        """Give back the memory of buffers."""
+        """Free the memory of buffers."""
         self._ready = None
 
     # ---------------------------------------------------------------- a step
 
     def _seen(self, inputs: Inputs, signature: Any, context: RunContext | None) -> Layouts:
-        """What crosses cuts in training."""
+        """Layouts of what crosses cuts in training."""
         context = context or RunContext()
         for part in self._parts.values():
             part.context = context.restored
@@ -249,14 +232,14 @@ class PipelineRunner:
         return stages
 
     def _loss_of(self, output: Any, micro_batch: torch.Tensor) -> torch.Tensor:
-        """Torch calls this behind the last stage's forward."""
+        """The loss of a micro-batch; torch calls this behind the last stage's forward."""
         if self._loss is None:
             return torch.zeros(())  # gradients of the output come by themselves
         number = int(micro_batch)
         return self._loss(packed(self._parts[self._stages - 1].gives[number].values(output)), number)
 
     def _prepared(self, layouts: Layouts, *, training: bool) -> tuple[Any, list[MicroBatchStage]]:
-        """Torch's schedule and stages for what the parts take and give."""
+        """Torch's schedule and stages for these layouts."""
         key = layouts, training
         if self._ready is None or self._ready[0] != key:
             self._ready = None
@@ -294,7 +277,7 @@ class PipelineRunner:
 
 
 def _torch_schedule(name: PipelineScheduleName, stages: list[Any], micro_batches: int, loss: Any) -> Any:
-    """A schedule of torch: all forwards, then all backwards, where a small last batch or a forward alone needs it."""
+    """A schedule of torch; GPipe's for a small last batch or a forward alone."""
     options = {"n_microbatches": micro_batches, "loss_fn": loss, "scale_grads": False}
     devices = stages[0].group_size
     if name == "interleaved":

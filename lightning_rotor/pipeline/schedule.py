@@ -11,13 +11,10 @@ devices and four micro-batches, ``.`` is a device that waits::
                   device 1   .  F0 F1 .  B0 F2 B1 F3 B2 .  B3
                   device 2   .  .  F0 B0 F1 B1 F2 B2 F3 B3
 
-    interleaved   each device has several stages, device d those numbered d, d + D, d + 2D, ...: a micro-batch
-                  travels round the devices as often, so that devices start working earlier; they hold more
-                  micro-batches and send more
+    interleaved   device d has stages d, d + D, d + 2D, ...: a micro-batch travels round the devices as often;
+                  devices start working earlier, but hold more micro-batches and send more
 
-The lists are those of ``ScheduleGPipe``, ``Schedule1F1B`` and ``ScheduleInterleaved1F1B`` in
-:mod:`torch.distributed.pipelining`, which run them. What an action waits for says
-:mod:`lightning_rotor.pipeline.simulator`.
+:mod:`torch.distributed.pipelining` runs these lists; :mod:`.simulator` says what an action waits for.
 
 Sources: Huang et al., "GPipe", arXiv:1811.06965; Narayanan et al., "PipeDream", SOSP 2019 (1F1B), and "Efficient
 large-scale language model training on GPU clusters", arXiv:2104.04473 (interleaved).
@@ -47,7 +44,7 @@ class PipelineError(RotorError, ValueError):
 
 
 class Action(NamedTuple):
-    """One pipeline stage works on one micro-batch."""
+    """Work of one pipeline stage on one micro-batch."""
 
     stage: int
     work: Work
@@ -64,17 +61,8 @@ Actions: TypeAlias = tuple[Action, ...]
 def actions(
     schedule: PipelineScheduleName, devices: int, *, micro_batches: int, stages_per_device: int = 1
 ) -> tuple[Actions, ...]:
-    """What every device does, in order.
+    """Actions of each device in order; stage ``s`` is on device ``s % devices``.
 
-    Args:
-        schedule: ``"gpipe"``, ``"1f1b"`` or ``"interleaved"``.
-        devices: How many there are.
-        micro_batches: Into how many parts a batch is split.
-        stages_per_device: More than one with ``"interleaved"`` only. Stage ``s`` is on device ``s % devices``.
-    Returns:
-        The actions of each device, every forward and backward of its stages once.
-    Raises:
-        PipelineError: No such schedule, or it cannot run with these numbers.
     Example:
         >>> [str(each) for each in actions("1f1b", 2, micro_batches=3)[0]]
         ['0F0', '0F1', '0B0', '0F2', '0B1', '0B2']
@@ -121,7 +109,7 @@ def most_in_flight(order: Iterable[Action]) -> dict[int, int]:
 
 
 def _one_by_one(device: int, micro_batches: int, ahead: int) -> Actions:
-    """So many forwards, then a backward and a forward in turn, then the backwards that are left."""
+    """Actions: ``ahead`` forwards, then a backward and a forward in turn, then the remaining backwards."""
     order = [Action(device, "forward", number) for number in range(min(ahead, micro_batches))]
     for number in range(micro_batches):
         order.append(Action(device, "backward", number))
@@ -131,7 +119,7 @@ def _one_by_one(device: int, micro_batches: int, ahead: int) -> Actions:
 
 
 def _interleaved(device: int, devices: int, micro_batches: int, stages: int) -> Actions:
-    """Each device takes a round of micro-batches through one of its stages, then through the next, and so on.
+    """Actions of a device that takes a round of micro-batches through one of its stages, then through the next.
 
     The last device has seen the first round through all stages but its last when the first backward can begin; a device
     that is ``h`` hops away is ``2h`` forwards ahead of that.
@@ -151,16 +139,7 @@ def _interleaved(device: int, devices: int, micro_batches: int, stages: int) -> 
 
 
 def lingering(schedule: PipelineScheduleName, order: Actions, *, stages: int, outputs_linger: bool) -> tuple[int, ...]:
-    """By action of a device, the last action while which what it made is still there; itself if that goes at once.
-
-    Torch's loops hold on to what was sent, or made for everybody.
-
-    Args:
-        schedule: Which of torch's loops runs the actions.
-        order: Of one device.
-        stages: How many pipeline stages there are on all devices.
-        outputs_linger: As :func:`lightning_rotor.private.torch_names.sent_outputs_linger` says of this torch.
-    """
+    """By action of a device, the last action during which torch's loop still holds its result, sent or for all."""
     end = len(order) - 1
     until = list(range(len(order)))
     works = [action.work for action in order]

@@ -1,19 +1,16 @@
 r"""The judge of pipelines: who works when, how long a step takes, how much each device holds at most.
 
-An action of :mod:`lightning_rotor.pipeline.schedule` begins when its device has done all actions before it, and when
-what it needs has arrived: the activations of the stage before for a forward, the gradient from the stage behind for a
-backward::
+An action of :mod:`.schedule` begins when its device has done all actions before it and its input has arrived: the
+activations of the stage before for a forward, the gradient from the stage behind for a backward::
 
     device 0   F0 F1 F2 ..... B0───── F3 B1───── ..      F3 waits for its device, B1 for a gradient
                │└──────────────▲┘
                ▼   ┆gradient   ┆
     device 1   . F0 . B0───── F1 B1───── F2 ..
 
-What is sent leaves when its action ends, while the device goes on, and arrives after the link's seconds. Each pair of
-devices has one link for each direction, which carries one message after the other. Where sending holds up the sender,
-count the seconds as the stage's own.
-
-Memory of a device, at any moment of an action of one of its stages::
+A message leaves when its action ends, while the device goes on, and arrives after the link's seconds. Each pair of
+devices has one link per direction, for one message at a time. Where sending holds up the sender, count the seconds as
+the stage's own. Memory of a device, at any moment of an action::
 
     what is always there      weights, optimizer state, receive buffers            ``static_bytes``
     gradients of parameters   from the stage's first backward on                   ``gradient_bytes``
@@ -45,54 +42,33 @@ _MOST_TIMES = 2_000_000
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchLoad:
-    """What one micro-batch costs in one pipeline stage.
-
-    Attributes:
-        forward_seconds: Duration of the forward.
-        backward_seconds: Duration of the backward, recomputation included.
-        recompute_seconds: The part of the backward that is recomputation.
-        held_bytes: What stays between forward and backward.
-        forward_peak_bytes: Peak of the forward beyond what was there before it.
-        backward_peak_bytes: Peak of the backward beyond the other micro-batches and gradients of parameters.
-        first_backward_peak_bytes: The same where gradients of parameters appear in it.
-    """
+    """Costs of one micro-batch in one pipeline stage."""
 
     forward_seconds: float
-    backward_seconds: float
+    backward_seconds: float  # recomputation included
     recompute_seconds: float = 0.0
-    held_bytes: int = 0
-    forward_peak_bytes: int = 0
-    backward_peak_bytes: int = 0
-    first_backward_peak_bytes: int = 0
+    held_bytes: int = 0  # between forward and backward
+    forward_peak_bytes: int = 0  # beyond what was there before it
+    backward_peak_bytes: int = 0  # beyond the other micro-batches and gradients of parameters
+    first_backward_peak_bytes: int = 0  # the same where gradients of parameters appear in it
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineStageLoad:
-    """What one pipeline stage costs its device.
-
-    Attributes:
-        micro_batch: Every micro-batch, or every one but the last.
-        last: The last micro-batch if it is another.
-        static_bytes: Always there.
-        gradient_bytes: Gradients of parameters.
-        send_forward_seconds: How long what the stage makes travels to the stage behind.
-        send_backward_seconds: How long the gradient of its input travels to the stage before.
-        output_bytes: What of ``held_bytes`` is sent, or the output of the whole.
-        input_gradient_bytes: The gradient of its input.
-    """
+    """Costs of one pipeline stage on its device."""
 
     micro_batch: MicroBatchLoad
-    last: MicroBatchLoad | None = None
-    static_bytes: int = 0
-    gradient_bytes: int = 0
-    send_forward_seconds: float = 0.0
-    send_backward_seconds: float = 0.0
-    output_bytes: int = 0
+    last: MicroBatchLoad | None = None  # the last micro-batch if it is another
+    static_bytes: int = 0  # always there
+    gradient_bytes: int = 0  # of parameters
+    send_forward_seconds: float = 0.0  # travel time of the output to the stage behind
+    send_backward_seconds: float = 0.0  # travel time of the input's gradient to the stage before
+    output_bytes: int = 0  # part of held_bytes that is sent, or the output of the whole
     input_gradient_bytes: int = 0
 
     @property
     def both(self) -> tuple[MicroBatchLoad, MicroBatchLoad]:
-        """Usual micro-batches, and the last one."""
+        """Loads of usual micro-batches, and of the last one."""
         return self.micro_batch, self.last or self.micro_batch
 
 
@@ -101,24 +77,14 @@ Loads: TypeAlias = Sequence[PipelineStageLoad] | Mapping[int, PipelineStageLoad]
 
 @dataclass(frozen=True, slots=True)
 class PipelineEvent:
-    """One action, when it ran, and what its device held.
-
-    Attributes:
-        device: Number of the device.
-        action: Which stage, forward or backward, which micro-batch.
-        start_seconds: Since the step began.
-        end_seconds: The same.
-        recompute_seconds: The part of it that is recomputation, at its beginning.
-        peak_bytes: Most that the device holds meanwhile.
-        after_bytes: What it holds when the action is done.
-    """
+    """One action, when it ran since the step began, and the memory of its device."""
 
     device: int
     action: Action
     start_seconds: float
     end_seconds: float
-    recompute_seconds: float
-    peak_bytes: int
+    recompute_seconds: float  # at its beginning
+    peak_bytes: int  # most during it
     after_bytes: int
 
 
@@ -132,18 +98,18 @@ class PipelineSimulation:
 
     @cached_property
     def busy_seconds(self) -> tuple[float, ...]:
-        """By device, how long it works."""
+        """By device, seconds of work."""
         return tuple(sum(each.end_seconds - each.start_seconds for each in events) for events in self.events)
 
     @property
     def bubble(self) -> float:
-        """The part of all devices' time in which they wait: 0.25 is a quarter."""
+        """Part of all devices' time spent waiting: 0.25 is a quarter."""
         total = self.seconds * len(self.events)
         return 1 - sum(self.busy_seconds) / total if total else 0.0
 
     @property
     def recompute_seconds(self) -> float:
-        """Recomputation on all devices."""
+        """Seconds of recomputation on all devices."""
         return sum(each.recompute_seconds for events in self.events for each in events)
 
 
@@ -156,17 +122,9 @@ def simulate_pipeline(
     lingering: Sequence[Sequence[int]] = (),
     results_bytes: int = 0,
 ) -> PipelineSimulation:
-    """Run a step on paper.
+    """Run a step on paper, from actions by device and loads by pipeline stage; ``results_bytes`` come behind it.
 
-    Args:
-        order: By device, see :func:`lightning_rotor.pipeline.schedule.actions`.
-        loads: By pipeline stage.
-        micro_batches: How many there are.
-        gradients_exist: Gradients of parameters are there before the step: it accumulates, for one.
-        lingering: By device, see :func:`lightning_rotor.pipeline.schedule.lingering`.
-        results_bytes: What every device is given behind the step.
-    Raises:
-        PipelineError: The devices wait for one another for ever, or an action has no stage.
+    Raises a PipelineError if devices wait for one another for ever, or an action has no stage.
     """
     starts, ends = StepSimulator(order, stages=len(loads), micro_batches=micro_batches).times(loads)
     events, peaks = [], []
@@ -199,11 +157,10 @@ class _Round:
 
 
 class StepSimulator:
-    """When the actions of an order run, for many loads in turn and many partitions at once.
+    """Times of an order's actions, for many loads in turn and many partitions at once.
 
-    In each round every device that has what its next action needs does that action. Who that is depends on the order
-    alone, so rounds are found once; there are about ``2 (m + S)`` for ``S`` devices and ``m`` micro-batches. To
-    simulate takes a handful of array operations for each, and a few dozen partitions take hardly longer than one.
+    In each round every device whose next action has its input does that action. Rounds depend on the order alone: about
+    ``2 (m + S)`` for ``S`` devices and ``m`` micro-batches. A few dozen partitions take hardly longer than one.
     """
 
     def __init__(self, order: Sequence[Actions], *, stages: int, micro_batches: int) -> None:
@@ -224,21 +181,21 @@ class StepSimulator:
 
     @property
     def rounds(self) -> int:
-        """How many there are."""
+        """Number of rounds."""
         return len(self._rounds)
 
     def step_seconds(self, loads: Sequence[PipelineStageLoad]) -> float:
-        """How long a step takes."""
+        """Seconds of a step."""
         return self.simulated(np.array([[seconds_of(load) for load in loads]]))[0]
 
     def times(self, loads: Sequence[PipelineStageLoad]) -> tuple[Reals, Reals]:
-        """``(devices, longest order)`` each: when actions start and end."""
+        """Starts and ends of actions, ``(devices, longest order)`` each."""
         times = np.zeros((2, self._devices, self._longest))
         self._simulated(np.array([[seconds_of(load) for load in loads]]), times)
         return times[0], times[1]
 
     def simulated(self, seconds: Reals) -> list[float]:
-        """Steps of many partitions."""
+        """Seconds of a step for many partitions."""
         at_once = max(_MOST_TIMES // int(self._slots[-1]), 1)
         parts = (seconds[start : start + at_once] for start in range(0, len(seconds), at_once))
         return [float(each) for part in parts for each in self._simulated(part)]
@@ -316,19 +273,19 @@ class StepSimulator:
 
 
 def seconds_of(load: PipelineStageLoad) -> tuple[float, ...]:
-    """Forward of a usual micro-batch, of the last one, its message; the same of the backward."""
+    """Seconds of the forward of a usual micro-batch, of the last one, and of its message; then of the backward."""
     usual, last = load.both
     forward = usual.forward_seconds, last.forward_seconds, load.send_forward_seconds
     return *forward, usual.backward_seconds, last.backward_seconds, load.send_backward_seconds
 
 
-# Peaks of their own that actions have, and what there is of a stage at any moment.
+# Peaks of actions, and a stage's memory at any moment.
 _OWN = ("forward_peak_bytes", "backward_peak_bytes", "first_backward_peak_bytes")
 _OUTPUTS, _INPUT_GRADIENTS, _GRADIENTS, _LEVELS = range(2, 6)  # behind micro-batches in flight, the usual and the last
 
 
 class DeviceMemory:
-    """What one device holds during its actions, for many loads in turn. When they run does not matter."""
+    """Memory of one device during its actions, for many loads in turn; it does not depend on when they run."""
 
     def __init__(
         self, order: Actions, lingering: Sequence[int] = (), *, micro_batches: int, gradients_exist: bool = False
@@ -367,12 +324,12 @@ class DeviceMemory:
         self._own = (stage * len(_OWN) + kinds) * 2 + last
 
     def levels(self, loads: Loads) -> list[tuple[int, int]]:
-        """By action, most that the device holds meanwhile, and what it holds then."""
+        """By action, the most that the device holds during it, and what it holds afterwards."""
         peaks, after = self._levels(loads)
         return list(zip(peaks.tolist(), after.tolist(), strict=True))
 
     def peak_bytes(self, loads: Loads, results_bytes: int = 0) -> int:
-        """Most that the device holds."""
+        """Most bytes that the device holds."""
         behind = sum(loads[stage].static_bytes + loads[stage].gradient_bytes for stage in self.stages) + results_bytes
         return max(behind, int(self._levels(loads)[0].max(initial=0)))
 

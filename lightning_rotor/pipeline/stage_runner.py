@@ -1,7 +1,7 @@
 r"""One pipeline stage on its process: what it runs, which tensors go in and out, and how torch's schedules drive it.
 
-A cut may be crossed by several values: the boundary activation, and skip connections. What a stage only hands on never
-enters its schedule::
+A cut may be crossed by several values: the boundary activation, and skip connections. A value that a stage only hands
+on never enters its schedule::
 
     values 4, 2 ──► ┌─ part ───────────────┐ ──► values 7, 2
                     │ 4 ─ executor ──► 7   │
@@ -43,34 +43,28 @@ Gradients: TypeAlias = tuple[torch.Tensor | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """What a tensor at a cut looks like."""
+    """Shape, dtype and need of gradients of a tensor at a cut."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
 
     def buffer(self, device: torch.device) -> torch.Tensor:
-        """Room for its values."""
+        """Uninitialized tensor for its values."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What crosses a cut for one micro-batch.
-
-    Attributes:
-        spec: How values nest: tensors, sizes and Nones.
-        leaves: A tensor's place is True; a size, which follows from the shapes of the micro-batch, is in a tuple.
-        metas: The tensors.
-    """
+    """Nesting, sizes and tensor metadata of what crosses a cut for one micro-batch."""
 
     spec: TreeSpec
-    leaves: tuple[Any, ...]
+    leaves: tuple[Any, ...]  # True for a tensor; a size, which follows from the micro-batch's shapes, is in a tuple
     metas: tuple[TensorMeta, ...]
 
     @classmethod
     def of(cls, values: Sequence[Any], where: str, *, sizes: bool = False) -> Layout:
-        """That of some values, among which there may be sizes; refuses what is neither a tensor nor None."""
+        """Layout of tensors, Nones and, with ``sizes``, sizes; refuses other values."""
         leaves, spec = tree_flatten(list(values))
         known = (torch.Tensor, int) if sizes else torch.Tensor
         odd = [type(leaf).__name__ for leaf in leaves if not (leaf is None or isinstance(leaf, known))]
@@ -85,7 +79,7 @@ class Layout:
         return cls(spec, tuple(map(_place, leaves)), tuple(metas))
 
     def flat(self, values: Sequence[Any]) -> list[torch.Tensor]:
-        """The tensors in some values; refuses those that nest otherwise."""
+        """Tensors in some values; refuses those that nest otherwise."""
         leaves, spec = tree_flatten(list(values))
         if spec != self.spec or tuple(map(_place, leaves)) != self.leaves:
             raise PipelineError(
@@ -95,7 +89,7 @@ class Layout:
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     def values(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        """The values with some tensors in them."""
+        """Values that nest as the layout, from their tensors."""
         given = iter(tensors)
         leaves = [next(given) if leaf is True else leaf and leaf[0] for leaf in self.leaves]
         values: list[Any] = tree_unflatten(leaves, self.spec)
@@ -120,12 +114,9 @@ def crossing(stages: Sequence[Stage], boundary: int) -> tuple[int, ...]:
 class Part(nn.Module):
     """One pipeline stage's part of a chain: a function of tensors, which :mod:`torch.distributed.pipelining` calls.
 
-    Args:
-        stages: Of the whole chain. The user's modules stay where they are: none of them is a submodule of this one.
-        states: What recomputation must leave alone, for each of them.
-        run: The first and the last of them that belong to this part.
-        plans: Of a micro-batch and of the last one; without any, the part runs without gradients alone.
-        chain: Says which stages draw random numbers, each of its own. None: from the generator as it is.
+    ``stages`` and ``states`` (what recomputation must leave alone) are the whole chain's, ``run`` the part's first and
+    last. User modules are no submodules. Without ``plans`` (of a micro-batch, of the last one) it gives no gradients;
+    with ``chain``, stages draw random numbers each of its own.
     """
 
     def __init__(
@@ -145,7 +136,7 @@ class Part(nn.Module):
         self._plainly = Wiring.of((stage.wiring.wire for stage in self.stages), self._made)
         self._plain_steps = [partial(run_stage, stage) for stage in self._running]
         self._executors = [self._executor(plan) for plan in plans]
-        # Set for each step: what goes in and out by micro-batch, the seed, and where to keep what it made, if anywhere.
+        # Set for each step: layouts by micro-batch, the seed, and where to keep outputs, if anywhere.
         self.context: ForwardContext = nullcontext
         self.takes: Sequence[Layout] = ()
         self.gives: Sequence[Layout] = ()
@@ -172,7 +163,7 @@ class Part(nn.Module):
         return made
 
     def run(self, values: Sequence[Any], *, last: bool = False) -> list[Any]:
-        """What the part gives for the values that it takes, both in order; the last micro-batch may run otherwise."""
+        """The part's outputs for its inputs, both in order; the last micro-batch may run under another plan."""
         known = dict(zip(self._takes, values, strict=True))
         del values
         if not torch.is_grad_enabled():
@@ -211,7 +202,7 @@ class MicroBatchStage(PipelineStage):
     """
 
     def __init__(self, part: Part, number: int, stages: int, processes: PipelineProcesses, *, trains: bool) -> None:
-        # Torch makes buffers of what it is told here: of nothing. Not told, it would run the user's modules on garbage.
+        # No metadata, so torch makes no buffers. Without the argument it would run the user's modules on garbage.
         nothing, device = (torch.empty(0, device="meta"),), processes.device
         super().__init__(part, number, stages, device, input_args=nothing, output_args=nothing, group=processes.group)
         self._takes = tuple(part.takes)
@@ -229,7 +220,7 @@ class MicroBatchStage(PipelineStage):
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """What is received lies in these."""
+        """Receive buffers."""
         inputs = [] if self.is_first else self.inputs
         received = (*inputs, *self._output_gradients.values())
         return [buffer for each in received for buffer in each if buffer is not None]
@@ -245,7 +236,7 @@ class MicroBatchStage(PipelineStage):
     # ---------------------------------------------------------------- forward
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Operations that receive what a forward takes."""
+        """Operations that receive a forward's inputs."""
         return [] if self.is_first else self._operations(dist.irecv, self.inputs[fwd_chunk_id], self.stage_index - 1)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *_: Any, **__: Any) -> Tensors:
@@ -260,7 +251,7 @@ class MicroBatchStage(PipelineStage):
         return made
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Operations that send what a forward made."""
+        """Operations that send a forward's outputs."""
         if self.is_last:
             return []
         made = tuple(tensor.detach() for tensor in self.in_flight[fwd_chunk_id][1])
@@ -269,7 +260,7 @@ class MicroBatchStage(PipelineStage):
     # ---------------------------------------------------------------- backward
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Operations that receive the gradients of what a forward made."""
+        """Operations that receive the gradients of a forward's outputs."""
         if self.before_backwards is not None:
             turn, self.before_backwards = self.before_backwards, None
             turn(self)
@@ -278,7 +269,7 @@ class MicroBatchStage(PipelineStage):
         return self._operations(dist.irecv, self._output_gradients[bwd_chunk_id], self.stage_index + 1)
 
     def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, *_: Any, **__: Any) -> None:
-        """Run the backward of a micro-batch, in which nothing may ask for gradients: a frozen stage behind others."""
+        """Run the backward of a micro-batch; in a frozen stage behind others nothing may ask for gradients."""
         if not self.has_backward:  # torch's loops ask all the same
             return
         self._let_go()
@@ -294,13 +285,13 @@ class MicroBatchStage(PipelineStage):
             tensor.grad = None
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Operations that send the gradients of what a forward was given."""
+        """Operations that send the gradients of a forward's inputs."""
         if self.is_first or not self.has_backward:
             return []
         return self._sending(self.input_gradients(bwd_chunk_id), self.stage_index - 1)
 
     def input_gradients(self, micro_batch: int) -> Gradients:
-        """Gradients of what a forward took, once its backward is done; None for what asks for none."""
+        """Gradients of a forward's inputs, once its backward is done; None for inputs without one."""
         found = self._input_gradients.pop(micro_batch)
         metas = self._takes[micro_batch].metas
         return tuple(
@@ -311,7 +302,7 @@ class MicroBatchStage(PipelineStage):
     # ---------------------------------------------------------------- between stages
 
     def set_local_fwd_input(self, prev_stage_outputs: Tensors, mb_index: int) -> None:
-        """Take what the stage before made, on the same device."""
+        """Take the outputs of the stage before, on the same device."""
         self.inputs[mb_index] = tuple(tensor.detach() for tensor in prev_stage_outputs)
 
     def get_local_bwd_output(self, mb_index: int) -> Gradients:
@@ -319,20 +310,20 @@ class MicroBatchStage(PipelineStage):
         return self.input_gradients(mb_index)
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Gradients, mb_index: int) -> None:
-        """Take the gradients of what a forward made, from the stage behind or, for the last one, from user code."""
+        """Take the gradients of a forward's outputs, from the stage behind or, for the last one, from user code."""
         self._output_gradients[mb_index] = next_stage_bwd_outputs
 
     def release_fwd_send_outputs(self, fwd_chunk_id: int) -> None:
-        """Called from torch 2.15 on, when what a forward made has been sent: it stays for the backward."""
+        """Keep a forward's outputs for the backward; torch calls this from 2.15 on when they have been sent."""
 
     def _sending(self, tensors: Gradients, to: int) -> list[dist.P2POp]:
-        # The loop of torch's 1F1B holds on to operations that are long done, and with them to a gradient or an output.
+        # Torch's 1F1B loop holds on to finished operations, and with them to a gradient or an output.
         operations = self._operations(dist.isend, tensors, to)
         self._launched += operations
         return operations
 
     def _let_go(self) -> None:
-        """Of what was sent: an operation that runs is held by its work alone."""
+        """Drop what was sent: a running operation is held by its work alone."""
         for operation in self._launched:
             operation.tensor = torch.empty(0)
         self._launched.clear()

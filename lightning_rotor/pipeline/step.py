@@ -28,23 +28,14 @@ from lightning_rotor.stages.sequential import unpacked, wiring_of
 
 @dataclass(frozen=True, slots=True)
 class PipelineOptions:
-    """How to pipeline.
-
-    Attributes:
-        micro_batches: Into how many parts a batch is split.
-        schedule: In which order devices work.
-        recompute: See :class:`lightning_rotor.pipeline.partition.Problem`.
-        balance: ``"auto"``, or how many stages of the chain each pipeline stage gets.
-        stages_per_device: More than one for ``"interleaved"``.
-        deferred_batch_norm: Running statistics of BatchNorm are updated once for each batch, as if it was not split.
-    """
+    """How to pipeline."""
 
     micro_batches: int = 8
     schedule: PipelineScheduleName = "1f1b"
-    recompute: RecomputeMode = "rotor"
-    balance: Literal["auto"] | Sequence[int] = "auto"
-    stages_per_device: int = 1
-    deferred_batch_norm: bool = False
+    recompute: RecomputeMode = "rotor"  # see partition.Problem
+    balance: Literal["auto"] | Sequence[int] = "auto"  # or how many stages of the chain each pipeline stage gets
+    stages_per_device: int = 1  # more than one for "interleaved" only
+    deferred_batch_norm: bool = False  # running statistics are updated once for each batch
 
     def __post_init__(self) -> None:
         check_numbers("gpipe", 1, self.micro_batches, 1)
@@ -57,7 +48,7 @@ class PipelineOptions:
 
 
 class StagedModule:
-    """A module as stages in training, or in evaluation."""
+    """A module as stages, in training or in evaluation."""
 
     def __init__(self, module: nn.Module, cut: SequentialCut | GraphCut, runner: PipelineRunner) -> None:
         self._module, self._cut, self.runner = module, cut, runner
@@ -108,21 +99,21 @@ class PipelinedModule:
 
     @property
     def active(self) -> bool:
-        """It is no copy."""
+        """True; a copy has False."""
         return True
 
     @property
     def runner(self) -> PipelineRunner:
-        """Runs training steps."""
+        """The runner of training steps."""
         return self._training.runner
 
     def start(self) -> None:
-        """Run in the place of the module's forward, with this process's part of the weights."""
+        """Replace the module's forward, and keep this process's part of the weights."""
         self.placement.give_up()
         attach(self.module, self)
 
     def stop(self, *, values: bool = True) -> None:
-        """Undo :meth:`start`, with all weights as they are now or, after an error, with what is here."""
+        """Undo :meth:`start`, with all weights as they are now or, after an error, with the local ones."""
         detach(self.module)
         self.runner.release()
         self.placement.restore(values=values)
@@ -150,11 +141,11 @@ class PipelinedModule:
         return join(way.runner.forward(way.inputs(calls), seed=seed, signature=self.signature()))
 
     def seed(self, step: int) -> int:
-        """The seed of a step, from its number."""
+        """Seed of a step, from its number."""
         return mixed(self._seed, step)
 
     def inputs(self, calls: Sequence[Call]) -> list[Sequence[Any]]:
-        """By micro-batch, what the chain takes in training."""
+        """By micro-batch, the chain's inputs in training."""
         return self._training.inputs(calls)
 
     def signature(self) -> Any:
@@ -171,20 +162,11 @@ class PipelinedModule:
         outside_learns: bool,
         on_turn: Callable[[int], None] = lambda number: None,
     ) -> list[Any]:
-        """Run forward and backward of all micro-batches; gradients are added to those that are there.
+        """Run forward and backward of all micro-batches; returns the runs' results, adds gradients to existing ones.
 
-        Behind the pipeline, every process has all outputs and runs what is left of the user's code, so that all have
-        the same results, and the same gradients of what is outside of the pipeline.
-
-        Args:
-            runs: By micro-batch, the user's code, which calls the module once.
-            loss_of: The loss in what that returns.
-            weights: By micro-batch, what its loss counts in the gradients.
-            number: Of the step.
-            outside_learns: There are parameters to train outside of the pipeline.
-            on_turn: Called before the code of a micro-batch goes on.
-        Returns:
-            By micro-batch, what its run returned.
+        Each of ``runs`` is user code that calls the module once; ``weights`` say how much its loss counts. Behind the
+        pipeline, every process has all outputs and runs the rest of that code, so results and gradients outside are the
+        same on all.
         """
         seed = self.seed(number)
         calls = [
@@ -231,7 +213,7 @@ class PipelinedModule:
 
 
 class _Inactive:
-    """In the place of a pipeline in a copied module."""
+    """Stands for the pipeline in a copied module."""
 
     active = False
 
@@ -240,7 +222,7 @@ class _Inactive:
 
 
 def _backward_of_inputs(inputs: Inputs, gradients: Sequence[Sequence[torch.Tensor | None]]) -> None:
-    """Go on with the backward before the pipeline, from the gradients of the tensors that it took."""
+    """Run the backward before the pipeline, from the gradients of its input tensors."""
     pairs = [
         (tensor, gradient)
         for values, found in zip(inputs, gradients, strict=True)
@@ -252,7 +234,7 @@ def _backward_of_inputs(inputs: Inputs, gradients: Sequence[Sequence[torch.Tenso
 
 
 def _leaves(output: Any) -> Any:
-    """The same tensors, asking for gradients as an output does."""
+    """Detached tensors that ask for gradients as the output does."""
     return tree_map(
         lambda value: (
             value.detach().requires_grad_() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
@@ -273,7 +255,7 @@ class ManualStep:
         self._rows: list[list[int]] = []
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The output for a batch, on every process; its tensors are leaves."""
+        """Output for a batch, on every process; its tensors are leaves."""
         if self._waiting is not None:
             raise PipelineError(
                 "training_step called the module that is cut into pipeline stages again before manual_backward: "
@@ -331,7 +313,7 @@ class ManualStep:
         return answer
 
     def abandon(self) -> None:
-        """Give up a forward whose backward will never come."""
+        """Drop a forward whose backward will never come."""
         if self._waiting is not None:
             self._waiting.abandon()
             self._waiting = None
@@ -339,26 +321,24 @@ class ManualStep:
 
 
 def _hand_over(outputs: tuple[Any, ...], asking: tuple[bool, ...]) -> Any:
-    """In the schedule's thread: let user code go on until it has gradients."""
+    """Let user code go on until it has gradients; runs in the schedule's thread."""
     schedule = paused_call()
     assert schedule is not None
     return schedule.call((outputs, asking), {})
 
 
 def _shared_out(leaf: torch.Tensor, rows: Sequence[int]) -> list[torch.Tensor | None]:
-    """By micro-batch, the gradient of what :func:`join` made one tensor of."""
+    """By micro-batch, the gradient of the tensor that :func:`join` made."""
     if leaf.grad is None or not leaf.dim():
         return [leaf.grad, *[None] * (len(rows) - 1)]
     return list(leaf.grad.split(list(rows)))
 
 
 class GradientsApart:
-    """Context in which gradients begin at none; behind it parameters have those again that they had.
+    """Context in which the parameters' gradients begin at none, and behind which the earlier ones are back.
 
-    Args:
-        parameters: Whose.
-        replicas: Processes that have the same parameters and other batches: their gradients are averaged.
-        keep: False lets go of the gradients that were there, for they are about to be zeroed.
+    New gradients are averaged over ``replicas``. ``keep=False`` frees the earlier ones, for they are about to be
+    zeroed.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], *, replicas: dist.ProcessGroup | None, keep: bool) -> None:
@@ -381,7 +361,7 @@ class GradientsApart:
             parameter.grad = before
 
     def add(self) -> None:
-        """Add what the context made to what was there."""
+        """Add the context's gradients to the earlier ones."""
         for parameter, gradient in zip(self._parameters, self._made, strict=True):
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient

@@ -4,12 +4,10 @@ In: a chain and a budget. Out: a plan, or the least budget that works; the curve
 
     requirements      chain → what each decision needs and takes, in slots of memory
     dynamic_program   the recurrences, and the table of them for every budget, filled by kernel
-    backtracking      table → schedules
-    candidates        schedules near a budget, judged in bytes by the simulator; edits of them
+    candidates        table → schedules, judged in bytes by the simulator; edits of them
     solver            the tables of one chain → plans and frontiers
-    plan, frontier    the results; files: plans as JSON; tables: plans as text
+    plan, frontier    the results, and schedules that people write by hand; files: plans as JSON; tables: as text
     bounds            a lower bound for whatever else an execution could do
-    baselines         schedules that people write by hand
 """
 
 from __future__ import annotations
@@ -76,8 +74,7 @@ def plan(
     Returns:
         A plan whose simulated peak is at most ``budget_bytes``.
     Raises:
-        BudgetError: No schedule fits, or the budget is no positive integer; says the least budget that does and which
-            stage sets it.
+        BudgetError: No schedule fits (says the least budget and the stage that sets it), or no positive integer.
     Example:
         >>> plan(chain, parse_bytes("2 GiB"))
     Source:
@@ -93,10 +90,7 @@ def minimum_budget(
     gradients_exist: bool = False,
     lingering_bytes: int = 0,
 ) -> Plan:
-    """Plan with the least simulated peak; its ``budget_bytes`` is that peak.
-
-    Arguments as for :func:`plan`.
-    """
+    """Plan with the least simulated peak, which is its ``budget_bytes``; arguments as for :func:`plan`."""
     return _solver(chain, slots, gradients_exist, lingering_bytes).minimum()
 
 
@@ -107,25 +101,18 @@ def frontier(
     gradients_exist: bool = False,
     lingering_bytes: int = 0,
 ) -> Frontier:
-    """Every useful budget and what it costs in time, from one solve.
-
-    Arguments as for :func:`plan`.
-    """
+    """Every useful budget and what it costs in time, from one solve; arguments as for :func:`plan`."""
     return frontier_of(_solver(chain, slots, gradients_exist, lingering_bytes))
 
 
 def menu(
     chain: Chain, *, slots: int = DEFAULT_SLOTS, gradients_exist: bool = False, lingering_bytes: int = 0
 ) -> tuple[Schedule, ...]:
-    """Schedules from the least memory to no recomputation, for :func:`fastest_of` to choose from when sizes change.
-
-    Arguments as for :func:`plan`; after that, with the same ones, it takes next to no time.
-    """
+    """Schedules from the least memory to no recomputation, for :func:`fastest_of`; fast once the chain is planned."""
     return menu_of(_solver(chain, slots, gradients_exist, lingering_bytes))
 
 
-# Whoever plans a chain is likely to plan it again at once: for another budget, its curve, its minimum. Tables take tens
-# of megabytes.
+# A chain is often planned again at once: for another budget, its curve, its minimum. Tables take tens of megabytes.
 @lru_cache(maxsize=1)
 def _solver(chain: Chain, slots: int, gradients_exist: bool, lingering_bytes: int) -> Solver:
     solver = Solver(chain, slots=slots, gradients_exist=gradients_exist, lingering_bytes=lingering_bytes)

@@ -1,28 +1,23 @@
 r"""How fast any execution of a step could be: a proven lower bound on its seconds for a budget.
 
-A planner of schedule trees cannot say how much better something else would be. This bound can: it holds for *every*
-execution that fits the budget, in which any stage may run again at any time from its input, sets of saved tensors and
-boundaries may be dropped at any time, and each stage may use any of its options. Bytes and seconds are those that the
-simulator counts (:mod:`lightning_rotor.chain`).
+It holds for *every* execution that fits: any stage may run again at any time from its input, sets and boundaries may be
+dropped at any time, each stage may use any option. Bytes and seconds are the simulator's.
 
 **What is looked at.** Only moments at which backwards finish. When that of stage ``t`` does, memory holds at least
 
-* what is alive whatever was done: output, pinned tensors, gradients of the parameters behind ``t``, of skips that pass
-  ``t`` by;
+* what is alive whatever was done: output, pinned tensors, gradients of parameters behind ``t`` and of passing skips;
 * the set of stage ``t`` and the peak of its backward, which counts both gradients;
 * the *kept* sets: those of stages before ``t`` that are there and will not be made again;
-* the *held* boundaries: those that are there in whatever way and from which something will run again.
+* the *held* boundaries: those that are there and from which something will run again.
 
-The other stages before ``t`` are *absent*: each will run again, to make its set. Take a longest run ``c..l`` of absent
-stages with no held boundary inside, a *gap*::
+The other stages before ``t`` are *absent* and will run again. A longest run of them with no held boundary inside is a
+*gap* ``c..l``. Boundaries ``c+1 .. l`` are not there, so before the backward of ``l`` all of it runs again in order;
+when the backward of ``l`` finishes, the same question arises for ``c..l-1``::
 
                kept      gap c..l              kept          t
             ──────────┬───────────────────┬────────────┬─────────┄┄┄
       boundary c: held, or made again     :            :  backward
         by the kept stages before it      boundary l+1    finishes
-
-Boundaries ``c+1 .. l`` are not there, so before the backward of ``l`` every stage of the gap runs again, one after the
-other. When the backward of ``l`` finishes, the same question arises for ``c..l-1``.
 
 **What it costs.** ``gap(c, l)`` is the least that runs and backwards of the stages ``c..l`` take from the moment on::
 
@@ -35,43 +30,32 @@ other. When the backward of ``l`` finishes, the same question arises for ``c..l-
     first(i)    a run that gives the output: discarding or recording, what is faster
     both(i)     output and set: recording, or first(i) and a replay if that is faster
 
-The least over all that fits is a 0-1 knapsack along the chain, one table per ``c`` for all ``l``. The whole step is
-``gap(0, n - 1)``, whose last stage gives its output too.
+That least is a 0-1 knapsack along the chain, one table per ``c`` for all ``l``. The step is ``gap(0, n - 1)``, whose
+last stage gives its output too. ``n`` stages and ``S`` slots take O(n³ S) time and O(n² S) memory.
 
-**Why it holds.** Take any execution that fits, and a gap ``c..l`` at some moment.
+**Why it holds**, for a gap ``c..l`` of any execution that fits:
 
-1. Every stage of it will make its set, and boundaries ``c+1 .. l`` are not there. So before ``l`` makes its set, each
-   of ``c..l-1`` runs for its output: ``Σ first(i)`` and a replay of ``l``.
-2. When the backward of ``l`` finishes, each of ``c..l-1`` is kept or absent anew. One that is kept has given output and
-   set since: ``both(i)``. The absent ones form gaps, which take ``gap(c', l')`` from then on, by induction.
-3. A gap whose first boundary is not held gets it from the stage before, a kept one that must run once more for its
-   output, which takes an input that is held or comes from the stage before in turn. What ends a gap can give its output
-   as well: ``both`` instead of a replay.
-4. What fits is counted in the simulator's bytes, each boundary once: whole if it is held, else as far as the sets
-   before and behind it save it. What is left out only adds to it.
+1. Before ``l`` makes its set, each of ``c..l-1`` runs for its output: ``Σ first(i)`` and a replay of ``l``.
+2. When the backward of ``l`` finishes, each of ``c..l-1`` is kept, and has given output and set since (``both(i)``), or
+   absent. The absent ones form gaps, which take ``gap(c', l')`` from then on, by induction.
+3. A gap whose first boundary is not held gets it from the stage before: a kept one that runs once more, from an input
+   that is held or comes from the stage before in turn. What ends a gap may give its output by ``both``, not a replay.
+4. Each boundary counts once: whole if it is held, else as far as sets save it. What is left out only adds to it.
 5. Stages in different gaps are different, and the seconds of different stages add up.
 
-The same holds at the backward of any ``t`` in ``c..l`` instead of ``l``, and for the step at the first run of any
-``t``, where what lingers counts; stages from ``t`` on then take ``both`` at least. The largest of all these is taken.
-Sizes are rounded down to slots, room for them up.
+The same holds at the backward of any ``t`` in ``c..l``, and for the step at the first run of any ``t``, where what
+lingers counts and stages from ``t`` on take ``both`` at least. The largest of all is taken. Sizes are rounded down.
 
 **What it leaves out**, and so may be too low by: what one gap holds while another one runs again, peaks of reruns, host
-time of segments, states that they remember, and that a gap needs the skips which its stages read, so the bound of
-chains with many skips is loose. Saved skips count, divided among the stages that may save them.
+time of segments, states that they remember, skips that a gap must read. Saved skips are divided among their savers.
 
-**Stages that are inverted** are kept ones whose backward takes longer and beside whose set boundary ``i``, their input,
-takes nothing, though the stage before saved it. They rebuild it in their backward, and after that only the set of the
-stage before reads it: what runs from boundary ``i`` is stage ``i`` alone. So no inverse gives a boundary that a gap or
-a rerun needs, and the five points hold as they stand. Left out is that the stage before may need every bit of what it
-saved.
+**Inverted stages** are kept ones with a slower backward, beside whose set their input takes nothing: the backward
+rebuilds it for the set of the stage before alone. So no inverse gives a boundary that a gap or a rerun needs. Left out
+is that the stage before may need every bit of what it saved.
 
-``n`` stages and ``S`` slots: O(n³ S) time, O(n² S) memory. Long gaps are cut in two and the costs of the parts added,
-which is less.
-
-Knapsacks over one moment alone, and the linear relaxation of Checkmate's program (Jain et al., arXiv:1910.02653), which
-sees all moments at once but fractions of tensors, are looser: ``benchmarks/oracle.py`` compares. The recursion is that
-of rotor (Beaumont et al., hal-02352969) turned around: there gaps share what memory is left and the result is a
-schedule, here each has all of it and the result is a bound.
+Knapsacks over one moment and the linear relaxation of Checkmate's program (Jain et al., arXiv:1910.02653) are looser,
+see ``benchmarks/oracle.py``. The recursion is rotor's (Beaumont et al., hal-02352969) turned around: there gaps share
+the memory and give a schedule, here each has all of it and they give a bound.
 """
 
 from __future__ import annotations
@@ -87,78 +71,53 @@ import numpy.typing as npt
 
 from lightning_rotor.chain import BackwardPeaks, Chain, Option
 
-# ----------------------------------------------------------------------------------------------------
-# What each stage takes at least, in bytes and seconds, whatever the execution: what
-# :mod:`lightning_rotor.planning.bounds` adds up.
+# -------------------------------------------------------------------- least bytes and seconds of each stage
 
 
 @dataclass(frozen=True, slots=True)
 class LeastWay:
-    """One option of a stage.
-
-    Attributes:
-        saves: Its backward needs a set.
-        set_bytes: Set without input and output.
-        input_bytes: Part of the input that the set saves.
-        output_bytes: Part of the output that the set saves; for the last stage 0, since the caller holds it.
-        peak_bytes: Peak of the backward, whoever holds its input.
-        held_peak_bytes: The same if the stage before saved it.
-        kept_seconds: Set and backward, beyond a run that gives the output.
-        last_seconds: Set and backward alone.
-        backward_seconds: Backward alone.
-        drops_input: While the set is there, the input takes nothing, whoever saved it, unless it is held: the backward
-            rebuilds it.
-    """
+    """One option of a stage, in the least bytes and seconds that it takes."""
 
     saves: bool
-    set_bytes: int
+    set_bytes: int  # saved set without input and output
     input_bytes: int
-    output_bytes: int
-    peak_bytes: int
-    held_peak_bytes: int
-    kept_seconds: float
-    last_seconds: float
+    output_bytes: int  # saved part of the output; 0 for the last stage, since the caller holds it
+    peak_bytes: int  # of the backward, whoever holds its input
+    held_peak_bytes: int  # of the backward if the stage before saved its input
+    kept_seconds: float  # set and backward, beyond a run that gives the output
+    last_seconds: float  # set and backward alone
     backward_seconds: float
-    drops_input: bool = False
+    drops_input: bool = False  # the backward rebuilds it, so beside the set only a held input takes memory
 
     def saved_input_bytes(self, input_bytes: int, saved_before: int) -> int:
-        """What the input takes beside the set if nobody holds it, of which the stage before saves ``saved_before``."""
+        """Bytes of the input beside the set if nobody holds it; the stage before saves ``saved_before`` of them."""
         return 0 if self.drops_input else min(input_bytes, saved_before + self.input_bytes)
 
     def moment_bytes(self, input_bytes: int, saved_before: int) -> int:
-        """What the stage takes when its backward finishes, the gradients included."""
+        """Bytes of the stage when its backward finishes, gradients included."""
         peak = self.held_peak_bytes if saved_before else self.peak_bytes
         return self.set_bytes + self.output_bytes + self.saved_input_bytes(input_bytes, saved_before) + peak
 
 
 @dataclass(frozen=True, slots=True)
 class LeastStage:
-    """One stage.
+    """One stage."""
 
-    Attributes:
-        input_bytes: Its input; 0 for the chain's.
-        first_seconds: A run that gives the output.
-        recomputable: It may run more than once.
-        ways: Its options.
-        room_bytes: What its backward and everything that is kept and held by then may take.
-        forward_room_bytes: What everything that is kept and held may take during its first run, its own input included.
-    """
-
-    input_bytes: int
-    first_seconds: float
+    input_bytes: int  # 0 for the chain's
+    first_seconds: float  # a run that gives the output
     recomputable: bool
     ways: tuple[LeastWay, ...]
-    room_bytes: int
-    forward_room_bytes: int
+    room_bytes: int  # for its backward and everything that is kept and held by then
+    forward_room_bytes: int  # for everything that is kept and held during its first run, its own input included
 
     @property
     def kept_seconds(self) -> float:
-        """The least beyond a run that gives the output."""
+        """Least seconds of set and backward beyond a run that gives the output."""
         return min(way.kept_seconds for way in self.ways)
 
     @property
     def output_seconds(self) -> float:
-        """What the end of a gap takes more at least if it has to give its output, too."""
+        """Least additional seconds of the end of a gap if it must give its output, too."""
         return min(
             way.kept_seconds + self.first_seconds - way.last_seconds if way.saves else self.first_seconds
             for way in self.ways
@@ -223,7 +182,7 @@ def _way(
 
 
 def _shares_of_skips(chain: Chain) -> list[int]:
-    """Bytes of each skip that every stage which may save it pays: together no more than the skip has."""
+    """Bytes of each skip charged to every stage that may save it; together no more than the skip has."""
     savers = [0] * len(chain.skips)
     for stage in chain:
         for skip in {skip for option in stage.options for skip in option.saved_skips}:
@@ -235,7 +194,7 @@ def _shares_of_skips(chain: Chain) -> list[int]:
 
 
 def _passing_gradients(chain: Chain, index: int) -> int:
-    """Gradients of skips that are alive during the backward of a stage that neither makes nor reads them."""
+    """Bytes of skip gradients alive during the backward of a stage that neither makes nor reads them."""
     return sum(
         next(size for use, size in zip(skip.uses, skip.gradient_bytes, strict=True) if use > index)
         for skip in chain.skips
@@ -243,7 +202,7 @@ def _passing_gradients(chain: Chain, index: int) -> int:
     )
 
 
-# ----------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------- the bound
 
 
 Seconds: TypeAlias = npt.NDArray[np.float64]
@@ -253,30 +212,28 @@ _Key: TypeAlias = tuple[int, Literal["no", "kept", "gap"]]
 If it does as the end of a gap, the next gap must not begin there: the two would be one.
 """
 
-# Sums for the gaps: a matter of 0.1 s. Slots: as many as that allows; for long chains shorter gaps rather than fewer
-# slots.
+# Sums for the gaps take 0.1 s. They decide the slots; long chains get shorter gaps rather than fewer slots.
 _SUMS = 5e7
 _MOST_SLOTS = 4000
 _LEAST_SLOTS = 500
-# Sums of the same durations in another order differ by less.
+# Relative difference between sums of the same durations in another order.
 _ROUNDING = 1e-12
 
 
 def lower_bound_seconds(
     chain: Chain, budget_bytes: int, *, gradients_exist: bool = False, lingering_bytes: int = 0
 ) -> float:
-    """Seconds that every execution within a budget takes at least.
+    """Least seconds of any execution within a budget, as far as is proven.
 
     Takes about 0.2 s for 50 stages. The last results are remembered.
 
     Args:
         chain: Costs of ``n`` stages. An option without saved tensors saves no bytes.
-        budget_bytes: As for :func:`lightning_rotor.planning.plan`.
-        gradients_exist: As for :func:`lightning_rotor.simulator.simulate`.
-        lingering_bytes: As for :func:`lightning_rotor.simulator.simulate`.
+        budget_bytes: As for :func:`lightning_rotor.planning.plan`, like the other arguments.
+        gradients_exist: Parameters already have gradients.
+        lingering_bytes: Held during the forward and freed before the backward.
     Returns:
-        A bound that is never above the seconds of a schedule whose simulated peak fits; infinite if it proves that none
-        fits.
+        At most the seconds of any schedule whose simulated peak fits; infinite if it proves that none does.
     """
     return _lower_bound_seconds(chain, budget_bytes, gradients_exist, lingering_bytes)
 
@@ -296,13 +253,13 @@ def _lower_bound_seconds(chain: Chain, budget_bytes: int, gradients_exist: bool,
 
 
 class _Gaps:
-    """Least seconds of every gap; infinite for what can be none."""
+    """Least seconds of every gap; infinite for runs that cannot be one."""
 
     def __init__(self, stages: int) -> None:
         self.seconds: Seconds = np.full((stages, stages), math.inf)
 
     def extend(self, reach: int) -> None:
-        """Gaps of more than ``reach`` stages take at least what their parts take."""
+        """Bound gaps of more than ``reach`` stages by the sum of their parts."""
         n = len(self.seconds)
         for first in reversed(range(n - reach)):
             cut = first + reach
@@ -312,15 +269,8 @@ class _Gaps:
 class _Knapsacks:
     """Least seconds of the stages from ``c`` to before ``t`` by the memory kept and held, for some ``c`` and all ``t``.
 
-    A row of each array belongs to one ``c``, a column to an amount of memory in slots.
-
-    Args:
-        stages: Their costs.
-        gaps: Those that start at one of ``starts`` are filled in, the later ones must be there.
-        budget_bytes: More than that is never kept.
-        slots: Amounts of memory that are told apart.
-        starts: The first stages, consecutive.
-        reach: Stages of the longest gap.
+    A row of each array belongs to one ``c``, a column to an amount of memory in slots. Of ``gaps``, those that start at
+    one of the consecutive ``starts`` are filled in; the later ones must be there.
     """
 
     def __init__(
@@ -338,9 +288,9 @@ class _Knapsacks:
         self._unbroken = np.ones(len(starts), bool)  # every stage so far can be part of a gap
 
     def solve(self) -> float:
-        """Fill in the gaps; returns what the stages from the first start on take if their first runs are the step's."""
+        """Fill in the gaps; returns least seconds from the first start on if the first runs there are the step's."""
         states: dict[_Key, Seconds] = {}
-        forward = 0.0  # like the best of all moments, when stages run for the first time
+        forward = 0.0  # the largest bound of all first runs
         for index in range(self._starts.start, len(self._stages)):
             rows = self._rows(index)
             if index in self._starts:
@@ -351,7 +301,7 @@ class _Knapsacks:
         return float(max(forward, self._best[0]) + self._first[0])
 
     def _rows(self, index: int) -> slice:
-        """Starts that can reach a stage."""
+        """Rows of the starts that can reach a stage."""
         begin = max(index - self._reach + 1, self._starts.start)
         return slice(begin - self._starts.start, min(index + 1, self._starts.stop) - self._starts.start)
 
@@ -361,7 +311,7 @@ class _Knapsacks:
     # ---------------------------------------------------------------- moments
 
     def _moment(self, index: int, rows: slice, states: dict[_Key, Seconds]) -> None:
-        """The backward of a stage finishes: gaps that end here, and the best of all moments."""
+        """Record the backward of a stage: gaps that end here, and the best of all moments."""
         stage = self._stages[index]
         kept = self._least(stage, rows, states, lambda way: way.kept_seconds)
         first, best = self._first[rows], self._best[rows]
@@ -386,7 +336,7 @@ class _Knapsacks:
     def _least(
         self, stage: LeastStage, rows: slice, states: dict[_Key, Seconds], seconds: Callable[[LeastWay], float]
     ) -> Seconds:
-        """By row, the least for everything before the stage that fits beside its backward, and for the stage."""
+        """By row, the least seconds of the stage and of everything before it that fits beside its backward."""
         least = np.full(rows.stop - rows.start, math.inf)
         for way in stage.ways:
             for (saved, _), before in states.items():
@@ -396,7 +346,7 @@ class _Knapsacks:
         return least
 
     def _forward_moment(self, index: int, states: dict[_Key, Seconds]) -> float:
-        """The least for all from the first start on that fits beside the first run of a stage, its input held."""
+        """Least seconds from the first start on of what fits beside the first run of a stage, its input held."""
         stage = self._stages[index]
         room = stage.forward_room_bytes - stage.input_bytes
         return min(float(before[0, self._column(room)]) for before in states.values()) if room >= 0 else math.inf
@@ -407,7 +357,7 @@ class _Knapsacks:
     # ---------------------------------------------------------------- from one boundary to the next
 
     def _next(self, index: int, rows: slice, states: dict[_Key, Seconds]) -> dict[_Key, Seconds]:
-        """A stage is kept, or a gap ends with it."""
+        """States after a stage that is kept or that ends a gap."""
         stage = self._stages[index]
         held = self._nothing()
         for before in states.values():
@@ -438,7 +388,7 @@ class _Knapsacks:
         return after
 
     def _after_gaps(self, last: int) -> Seconds:
-        """Everything up to a stage with which a gap ends."""
+        """Least seconds up to a stage that ends a gap."""
         least = self._nothing()
         for first, source in self._sources.items():
             seconds = self._gaps[first, last]
@@ -448,7 +398,7 @@ class _Knapsacks:
         return least
 
     def _put(self, into: Seconds, before: Seconds, rows: slice, size_bytes: int, seconds: float) -> None:
-        """The least of what is there and of ``before`` with something more that takes memory and time."""
+        """Lower ``into`` to ``before`` with an addition of ``size_bytes`` and ``seconds``."""
         slots = int(size_bytes / self._unit)
         if slots < self._size:
             target = into[rows, slots:]

@@ -1,8 +1,7 @@
 """Schedules that a solved table proposes, judged by the simulator.
 
-A table is a staircase: with more memory the step gets faster at some slots and stays the same between them. Each stair
-is a schedule. The table counts in slots and with a few approximations, so a schedule from slightly above a budget may
-fit it in bytes, and one from slightly below may not; only the simulator tells.
+A table is a staircase of schedules by memory. It counts in slots and approximates, so a schedule from slightly above a
+budget may fit it in bytes and one from slightly below may not: only the simulator tells.
 """
 
 from __future__ import annotations
@@ -21,24 +20,20 @@ from lightning_rotor.planning.kernel import CLASS, TAKEN, Choices, Integers, Sec
 from lightning_rotor.schedule import Item, Leaf, Schedule, Segment, make_room_for
 from lightning_rotor.simulator import Simulation, first_inverted
 
-# ----------------------------------------------------------------------------------------------------
-# Reads schedules out of a solved table. Decisions are not stored, but found again, in O(n) per item.
+# -------------------------------------------------- a table → schedules: decisions found again, in O(n) per item
 
-# Calls for one more segment inside others, the construction of tuples included.
+# Calls per level of nested segments, the construction of tuples included.
 _CALLS = 4
 
 
 def schedule_at(table: Table, memory: int) -> Schedule:
     """The schedule behind ``table.seconds[memory]``, which must be finite."""
-    make_room_for(_CALLS * len(table.requirements.endings))  # how deep it will be is not known before
+    make_room_for(_CALLS * len(table.requirements.endings))  # the depth is not known before
     return Schedule(tuple(_Backtracking(table).recorded(memory, 0, len(table.requirements.endings) - 1, 0, 0)))
 
 
 class _Decision(NamedTuple):
-    """How an interval begins: with a leaf, or with a segment, whose body gets ``body_memory`` under a variant.
-
-    What follows gets ``left`` slots, and its input comes from a source.
-    """
+    """How an interval begins: with a leaf, or with a segment of ``body_memory`` slots; the rest gets ``left`` slots."""
 
     seconds: float
     leaf: Leaf | None
@@ -56,7 +51,7 @@ class _Backtracking:
         self._variants, self._options = self._a.bare.shape[1] - 1, self._a.bare.shape[2]
 
     def recorded(self, memory: int, first: int, last: int, ending: int, source: int) -> Iterator[Item]:
-        """Items behind a rest, or a body that needs a recomputation."""
+        """Items of a rest, or of a body that needs a recomputation."""
         while first <= last:
             decision = self._decide(memory, first, last, ending, source)
             assert decision.seconds < np.inf, "the table holds no schedule here"
@@ -66,7 +61,7 @@ class _Backtracking:
             memory, first, source = decision.left, decision.end + 1, decision.source
 
     def _body(self, memory: int, first: int, last: int, variant: int) -> Iterator[Item]:
-        """Items behind a body."""
+        """Items of a body."""
         bare: list[Leaf] = []
         while first <= last:
             seconds = self._seconds(kernel.bare(self._a, self._t, first, last, variant), memory)
@@ -107,7 +102,7 @@ class _Backtracking:
         return _Decision(float(seconds[best]), None, first + best, body_memory, variant, left, self._variants)
 
     def _seconds(self, choices: Choices, memory: int) -> Seconds:
-        """What each choice takes, infinite where the memory is too little for it."""
+        """Seconds of each choice; infinite where the memory is too little."""
         seconds = self._numbers(choices.row, memory - choices.shift)
         seconds = seconds + self._numbers(choices.other, memory - choices.other_shift) + choices.seconds
         return np.where(choices.low <= memory, seconds, np.inf)
@@ -119,10 +114,7 @@ class _Backtracking:
         return np.where(there, self._t.values[np.where(there, start + np.minimum(slots, last), 0)], np.inf)
 
 
-# ----------------------------------------------------------------------------------------------------
-
-# ----------------------------------------------------------------------------------------------------
-# Small changes of a schedule, for the last bytes that the dynamic program cannot see.
+# -------------------------------------------------- edits, for the last bytes that no table sees
 
 
 _LONGEST_WRAP = 3
@@ -131,7 +123,7 @@ _ROUNDING = 1 - 1e-12
 
 
 def edits(schedule: Schedule, chain: Chain) -> Iterator[Schedule]:
-    """Every schedule that is one edit away. There are O(n) of them for ``n`` stages."""
+    """Every schedule that is one edit away: O(n) for ``n`` stages."""
     found = (Schedule(items) for items in _edited(schedule.items, chain))
     if not any(option.inverts for stage in chain for option in stage.options):
         return found
@@ -164,7 +156,7 @@ def _edited(items: tuple[Item, ...], chain: Chain) -> Iterator[tuple[Item, ...]]
 
 
 def _next_options(chain: Chain, stage: int, option: int) -> list[int]:
-    """The options that save the next less and the next more."""
+    """The options that save the next less and the next more bytes."""
     options = chain.stages[stage].options
     saved = [
         (each.saved_bytes + each.saved_input_bytes + each.saved_output_bytes, number)
@@ -175,48 +167,41 @@ def _next_options(chain: Chain, stage: int, option: int) -> list[int]:
     return ranks[max(at - 1, 0) : at] + ranks[at + 1 : at + 2]
 
 
-# ----------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------- schedules near a budget
 
 
-# Stairs above the budget that are tried all the same: at least so many, and for short chains so many that their number
-# times the number of stages is the second figure.
+# Stairs tried above the budget: at least the first number, and on short chains the second number over the stages.
 _HOPEFUL = 16
 _HOPEFUL_STAGES = 512
-# With skips, so many of the smallest candidates are made smaller by edits.
+# With skips, number of smallest candidates that edits make smaller.
 _DESCENTS = 6
-# Up to this many stages a candidate that is just too large gets two edits instead of one.
+# Most stages for two edits, instead of one, of a candidate that is just too large.
 _TWICE_EDITED_STAGES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A schedule and what the simulator says of it."""
+    """A schedule and its simulation."""
 
     schedule: Schedule
     simulation: Simulation
 
     @property
     def by_seconds(self) -> tuple[float, int]:
-        """Sorts the fastest first."""
+        """Sort key: the fastest first."""
         return self.simulation.seconds, self.simulation.peak_bytes
 
     @property
     def by_peak(self) -> tuple[int, float]:
-        """Sorts the smallest first."""
+        """Sort key: the smallest first."""
         return self.simulation.peak_bytes, self.simulation.seconds
 
 
 class Candidates:
-    """What one table proposes, by rising memory and falling seconds. Judged when asked for, and then remembered.
+    """Proposals of one table, by rising memory and falling seconds; judged when asked for and remembered.
 
-    Args:
-        chain: What the table was solved for.
-        table: The solved table.
-        unit: Bytes per slot.
-        judge: Simulates a schedule.
-        uncertain_bytes: By how much the table may be wrong, in the eyes of the simulator.
-        thorough: Edit candidates that exceed a budget by no more than that until they fit, and the smallest one until it
-            gets no smaller.
+    The table may be wrong by ``uncertain_bytes``. If ``thorough``, candidates that exceed a budget by no more than that
+    are edited until they fit, and the smallest one until it gets no smaller.
     """
 
     def __init__(
@@ -256,11 +241,7 @@ class Candidates:
         return self._candidates[stair]
 
     def fastest(self, budget_bytes: int) -> Candidate | None:
-        """The fastest that fits of all hopeful candidates and their edits.
-
-        Candidates get slower downwards, so the search ends soon. A larger budget starts at the same stair or a higher
-        one, and everything that fitted before still does: it never ends at a slower one.
-        """
+        """The fastest that fits of all hopeful candidates and their edits; never slower for more budget."""
         best: Candidate | None = None
         for stair in range(self._hopeful_stair(budget_bytes), -1, -1):
             if best is not None and self._table.seconds[self._stairs[stair]] * _ROUNDING >= best.simulation.seconds:
@@ -270,7 +251,7 @@ class Candidates:
         return best
 
     def smallest(self) -> Candidate | None:
-        """The least peak: of one of the lowest schedules, as the simulator says, or of what edits make of it."""
+        """The candidate of least peak among the lowest schedules and their edits."""
         # With skips the table is further from the truth, so the least may be anywhere.
         hopeful = len(self) - 1 if self._thorough and self._chain.skips else self._hopeful_stair(0)
         lowest = [self[stair] for stair in range(hopeful + 1)]
@@ -283,7 +264,7 @@ class Candidates:
         return least
 
     def _descended(self, candidate: Candidate) -> Candidate:
-        """What edits make of it, as long as it gets smaller."""
+        """The candidate after edits, as long as they make it smaller."""
         while self._thorough:
             better = min([candidate, *self._neighbours(candidate)], key=lambda each: each.by_peak)
             if better is candidate:
@@ -297,7 +278,7 @@ class Candidates:
         return min(fitting + max(_HOPEFUL, _HOPEFUL_STAGES // len(self._chain)), len(self._stairs) - 1)
 
     def _around(self, stair: int, budget_bytes: int) -> list[Candidate]:
-        """A candidate, and if it is just too large, its edits."""
+        """A candidate and, if it is just too large, its edits."""
         candidate = self[stair]
         if not 0 < candidate.simulation.peak_bytes - budget_bytes <= self._uncertain_bytes:
             return [candidate]
@@ -306,18 +287,18 @@ class Candidates:
         return [candidate, *self._edited[stair]]
 
     def _edit(self, candidate: Candidate) -> list[Candidate]:
-        """Schedules near another that need a little less memory; none is faster, so that the stairs stay in order."""
+        """Edited candidates of slightly less memory; none is faster, so the stairs stay in order."""
         base = candidate.simulation
         return [
             each
             for each in self._neighbours(candidate)
-            # Only by so much that an edit is tried for every budget that it fits: see _around.
+            # By no more than _around allows, so that an edit is tried for every budget that it fits.
             if 0 < base.peak_bytes - each.simulation.peak_bytes <= self._uncertain_bytes
             and each.simulation.seconds >= base.seconds
         ]
 
     def _neighbours(self, candidate: Candidate) -> list[Candidate]:
-        """What is one edit away, or two if the chain is short."""
+        """Candidates one edit away, or two if the chain is short."""
         seen = {candidate.schedule}
         front, near = [candidate.schedule], []
         for _ in range(2 if len(self._chain) <= _TWICE_EDITED_STAGES else 1):

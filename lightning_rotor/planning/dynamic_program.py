@@ -1,11 +1,8 @@
 r"""The dynamic program: one table that holds a near-optimal schedule for every budget.
 
-Names: ``m`` is the memory that a schedule may retain, in slots; an *interval* ``i..l`` is a run of stages whose
-backward is due, with the gradient of boundary ``l + 1`` alive; ``a_i`` is the size of boundary ``i``, the input of
-stage ``i``.
-
-Either stage ``i`` is kept, or the stages ``i..j-1`` become a segment, of which only ``a_i`` is retained until its
-turn::
+``m`` is the memory that a schedule may retain, in slots. An *interval* ``i..l`` is a run of stages whose backward is
+due, with the gradient of boundary ``l + 1`` alive. ``a_i`` is the size of boundary ``i``, the input of stage ``i``.
+Either stage ``i`` is kept, or stages ``i..j-1`` become a segment, of which only ``a_i`` is retained until its turn::
 
                 i         j             l
     keep i      ■ ───────────────────── │   forward i, rest (i+1..l) with m less what i retains, backward i
@@ -23,11 +20,11 @@ turn::
     ======================  ====================================================================================
 
 Each decision needs a least ``m``, see :mod:`lightning_rotor.planning.requirements`. Intervals that end at ``l = n - 1``
-exist only in the step's own forward, the others only in a recomputation, which the backward of ``l`` starts while it
-holds its gradient and which stops at the last saved tensor of ``l``. A stage ``l`` that saves nothing at the end of a
+exist only in the step's own forward. The others exist only in a recomputation: the backward of ``l`` starts it while
+holding its gradient, and it stops at the last saved tensor of ``l``. A stage ``l`` that saves nothing at the end of a
 segment is not recomputed at all: body(m, i, l) = backward of ``l`` + body(m, i, l - 1).
 
-The functions of :mod:`lightning_rotor.planning.kernel` fill columns from the left, each from below::
+:mod:`lightning_rotor.planning.kernel` fills columns from the left, each from below::
 
             l   0  1  2  3
     i   0       1  3  6 10      Row (i, l) needs the rows to its left (bodies that start at i)
@@ -36,30 +33,26 @@ The functions of :mod:`lightning_rotor.planning.kernel` fill columns from the le
         3                7
 
 Where Numba is installed it compiles them for long chains, and threads fill blocks of columns and lengths. A block needs
-the one to its left and the one below it, so all blocks of a wave are filled at once::
+the ones to its left and below, so all blocks of a wave are filled at once::
 
     columns      0-15  16-31  32-47
     length 33-                  4
     length 17-           2      3        the wave of each block
     length  1-     0     1      2
 
-For ``n`` stages and ``S`` slots: time O(n³ S), memory O(n² S) for ``body`` and each ``rest_c``. Decisions are not
-stored; see :mod:`lightning_rotor.planning.candidates`.
+Time O(n³ S) for ``n`` stages and ``S`` slots, memory O(n² S) for ``body`` and each ``rest_c``. Decisions are not
+stored: :mod:`lightning_rotor.planning.candidates` finds them again.
 
-Optimal among all schedule trees when the unit divides every size, up to approximations which the simulator judges
-afterwards:
+Optimal among all schedule trees when the unit divides every size, up to approximations that the simulator judges:
 
 * States that nested segments remember (of generators, of buffers) count only from when their parent is recomputed.
 * Copies of buffers that a recomputation saves count only in the backward that started it.
-* A discarded pass over nested segments holds their inputs, which can matter only where a later gradient is larger than
-  an earlier one.
+* The inputs of nested segments that a discarded pass holds do not count; they matter only where gradients grow.
 * Segments nested more than twice cost more host time than counted.
-* In a table that is not refined, the input of a segment counts until its first stage is done, although what that stage
-  does not save of it is free once the segment is recomputed.
+* Unless refined, a table counts a segment's input until its first stage is done, even parts which that stage frees.
 
 Source: Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing for heterogeneous chains",
-hal-02352969, whose recurrence this refines: gradients and temporaries count only when they are alive, shared boundaries
-count once.
+hal-02352969, refined: gradients and temporaries count only while they are alive, shared boundaries count once.
 """
 
 from __future__ import annotations
@@ -85,24 +78,18 @@ _log = logging.getLogger(__name__)
 
 # Columns and lengths of a block.
 _BLOCK = 16
-# More threads wait for one another.
+# Most threads: more wait for one another.
 _MOST_THREADS = 4
-# From so many stages on plain Python takes longer than it takes to load Numba and compiled code.
+# Least stages for compiled code: below, plain Python is faster than loading it.
 _COMPILED_STAGES = 80
 
 
 class Table:
-    """Least seconds for every interval and every memory.
+    """Least seconds for every interval and every memory of ``0 .. slots``.
 
-    Args:
-        requirements: The chain, in slots.
-        slots: The table holds memories ``0 .. slots``.
-        compiled: Whether compiled code fills it. By default it does for long chains where Numba is there. The numbers
-            are the same.
+    By default compiled code fills it for long chains where Numba is installed; the numbers are the same.
 
     Attributes:
-        requirements: The chain, in slots.
-        rows: What is behind the seconds.
         seconds: Least seconds of the whole step by memory; infinite where nothing fits. Never increases.
     """
 
@@ -135,30 +122,26 @@ class Table:
         self.solve_last_column()
 
     def solve_last_column(self, *, floor: int | None = None) -> None:
-        """Fill what ends with the last stage, perhaps again.
-
-        Args:
-            floor: So many slots must be left when that stage is kept.
-        """
+        """Fill, perhaps again, what ends with the last stage; keeping that stage must leave ``floor`` slots."""
         if floor is not None:
             self.requirements = with_floor(self._without_floor, floor)
         self.rows.used[-1] = self._last_column_begins
         self._fill(range(self._stages - 1, self._stages), range(self._stages))
 
     def _fill(self, columns: range, lengths: range) -> None:
-        """All intervals that end in some columns and have one of some lengths (less one)."""
+        """Fill all intervals that end in some columns and have one of some lengths (less one)."""
         solve = self._compiled or kernel.solve
         solve(self.requirements, self.rows, (columns.start, columns.stop), (lengths.start, lengths.stop), self.seconds)
 
 
 def _room_for(a: Requirements, size: int) -> Rows:
-    """Rows for a table of which none is there yet. Memory that no row needs is never touched, and so never taken."""
+    """Empty rows for a table. Memory that no row needs is never touched, and so never taken."""
     n = len(a.endings)
     counts = np.array([*(a.variants * (n - np.arange(n))), *(a.endings * a.class_before[1:])])
     rows, starts = np.cumsum([1, *counts]), np.cumsum([1, *(counts * size)])
     spans = np.zeros((int(rows[-1]), 3), np.int64)
     spans[1:, FIRST] = NEVER
-    # Not from NumPy, which asks for huge pages: those are taken as a whole.
+    # Not from NumPy, whose huge pages would be taken as a whole.
     values = np.frombuffer(mmap(-1, 8 * int(starts[-1]), MAP_PRIVATE | MAP_ANONYMOUS))
     values[0] = 0.0
     return Rows(size, rows[:n], rows[n:-1], spans, values, starts[:-1].copy())
@@ -166,7 +149,7 @@ def _room_for(a: Requirements, size: int) -> Rows:
 
 @cache
 def compiled_solve() -> Callable[..., None] | None:
-    """:func:`.kernel.solve` in machine code; None where that cannot be had: then planning takes longer."""
+    """:func:`.kernel.solve` in machine code; None where it cannot be compiled, and planning takes longer."""
     try:
         import numba
     except ImportError as error:  # Numba raises it, too, if it is too old for NumPy
@@ -179,8 +162,7 @@ def compiled_solve() -> Callable[..., None] | None:
     functions |= {name: functions[f"{name}_by_slot"] for name in ("lower_to_sums", "lower_to_row")}
     try:
         for name, function in functions.items():
-            # A copy that finds compiled copies under the names of the others. Only the first one is called from Python
-            # and kept on disk.
+            # Copies find each other's compiled ones by name. Only the first is called from Python and kept on disk.
             options: dict[str, Any] = {"cache": True} if name == "solve" else {"no_cpython_wrapper": True}
             copy = FunctionType(function.__code__, names, name)
             names[name] = numba.njit(nogil=True, **options)(copy)
@@ -194,5 +176,5 @@ def compiled_solve() -> Callable[..., None] | None:
 
 
 def _cores() -> int:
-    """Cores that this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,7 +1,7 @@
-"""Plans as files: small JSON texts that hold a schedule, what it was made for, and nothing measured in seconds.
+"""Plans as JSON: a schedule, what it was made for, and nothing measured in seconds.
 
-A plan holds for one model with one input signature on one kind of device. So a file names every stage with the tensors
-that it reads, what it saves and what it hands on, and a chain that differs in any of it is refused.
+A plan holds for one model with one input signature on one kind of device: a file names every stage with the tensors
+that it reads, saves and hands on, and a chain that differs in any of it is refused.
 """
 
 from __future__ import annotations
@@ -25,10 +25,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class PlanRecord:
-    """What files and checkpoints say of a plan: what was decided and for what, without the chain that it was made for.
-
-    Attributes are those of :class:`~lightning_rotor.planning.Plan`.
-    """
+    """The entries of a :class:`~lightning_rotor.planning.Plan` that files and checkpoints hold: all but its chain."""
 
     schedule: Schedule
     budget_bytes: int
@@ -38,14 +35,7 @@ class PlanRecord:
 
     @classmethod
     def from_plain(cls, record: Mapping[str, Any]) -> Self:
-        """Read what :meth:`to_plain` wrote; other entries are left alone.
-
-        Raises:
-            ScheduleError: The text of the schedule is none.
-            KeyError: An entry is missing.
-            TypeError: An entry is of another type.
-            ValueError: Likewise.
-        """
+        """Record from what :meth:`to_plain` wrote; else a ScheduleError, KeyError, TypeError or ValueError."""
         return cls(
             Schedule.parse(record["schedule"]),
             int(record["budget_bytes"]),
@@ -55,22 +45,18 @@ class PlanRecord:
         )
 
     def to_plain(self) -> dict[str, Any]:
-        """Strings, numbers and flags by name."""
+        """The record as strings, numbers and flags by name."""
         return {field: getattr(self, field) for field in self.__slots__} | {"schedule": str(self.schedule)}
 
     def simulate(self, chain: Chain) -> Simulation:
-        """What it costs on a chain.
-
-        Raises:
-            ScheduleError: It does not belong to the chain.
-        """
+        """Simulation on a chain; a ScheduleError if the schedule does not belong to it."""
         return simulate(
             chain, self.schedule, gradients_exist=self.gradients_exist, lingering_bytes=self.lingering_bytes
         )
 
 
 def save_record(record: PlanRecord, chain: Chain, path: Path | str) -> None:
-    """Write to a file what was planned for a chain; a file that is there is replaced."""
+    """Write a record of a chain's plan to a file, which is replaced if it exists."""
     content = {
         "format": _FORMAT,
         "fingerprint": chain.fingerprint,
@@ -82,12 +68,7 @@ def save_record(record: PlanRecord, chain: Chain, path: Path | str) -> None:
 
 
 def load_record(path: Path | str, chain: Chain) -> PlanRecord:
-    """Read from a file what was planned for a chain.
-
-    Raises:
-        PlanError: The file holds no plan; or the plan was made for another model, shape, dtype or device, and the
-            message says what differs first.
-    """
+    """Read a record for a chain; a PlanError says what differs first if it was made for another model or device."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
         if content["format"] != _FORMAT:
@@ -106,7 +87,7 @@ def load_record(path: Path | str, chain: Chain) -> PlanRecord:
 
 
 def made_for_another(what: object, saved: Sequence[StageIdentity], device: str, chain: Chain) -> PlanError:
-    """The error for a plan that was made for other stages than a chain's, or for another device."""
+    """PlanError for a plan that was made for other stages, or another device, than a chain's."""
     difference = _difference(saved, device, chain)
     return PlanError(f"{what} was made for something else: {difference}. Plan for this model and input anew")
 
@@ -132,7 +113,7 @@ def _from_json(stage: dict[str, Any]) -> StageIdentity:
 
 
 def _difference(saved: Sequence[StageIdentity], device: str, chain: Chain) -> str:
-    """The first thing in which a chain is not what a plan was made for: what the plan says, and what there is."""
+    """The first difference between a chain and what a plan was made for: what the plan says, and what there is."""
     if device != chain.device:
         return f"device {device!r}, and this chain was measured on {chain.device!r}"
     alike = [(stage.name, stage.takes) for stage in (saved[0], chain.identity[0])]

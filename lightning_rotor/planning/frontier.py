@@ -1,7 +1,7 @@
 """The curve of memory against time: what every budget buys, from one solve.
 
-A table of the dynamic program holds a schedule for every memory. Judged by the simulator, with those that are beaten in
-both memory and time left out, they are the curve::
+A table of the dynamic program holds a schedule for every memory. The simulator judges them, and those that others beat
+in both memory and time are left out::
 
     overhead
        │ ●                    first point: the least budget for which there is a schedule
@@ -29,7 +29,7 @@ from lightning_rotor.schedule import Item, Leaf, Schedule, Segment
 from lightning_rotor.simulator import Simulation
 from lightning_rotor.units import format_bytes, format_seconds, parse_bytes, rendered
 
-# Sums of the same durations in another order differ by less than this part of themselves.
+# Relative difference between sums of the same durations in another order.
 SAME = 1e-9
 _BAR = 24
 
@@ -52,19 +52,19 @@ class FrontierPoint:
 
     @classmethod
     def of(cls, schedule: Schedule, simulation: Simulation) -> FrontierPoint:
-        """A schedule as the simulator judges it."""
+        """The point of a schedule and its simulation."""
         return cls(simulation.peak_bytes, simulation.seconds, simulation.overhead, schedule)
 
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """What some memory more buys.
+    """What additional memory buys.
 
     Attributes:
         budget_bytes: The budget without it.
-        extra_bytes: How much more.
+        extra_bytes: Additional memory.
         before: The best schedule for the budget.
-        after: The best schedule for the budget and what comes on top.
+        after: The best schedule for the budget and the additional memory.
     """
 
     budget_bytes: int
@@ -74,16 +74,16 @@ class Gain:
 
     @property
     def seconds(self) -> float:
-        """Time that each step saves; never negative."""
+        """Seconds saved per step; never negative."""
         return self.before.seconds - self.after.seconds
 
     @property
     def speedup(self) -> float:
-        """Steps per second with it, over those without; 1 if it buys nothing."""
+        """Steps per second with it over those without; 1 if it buys nothing."""
         return self.before.seconds / self.after.seconds if self.after.seconds else 1.0
 
     def describe(self, *, reserved_bytes: int = 0) -> str:
-        """One sentence; ``reserved_bytes`` are added to the budget, so that it speaks of the whole process."""
+        """The gain in one sentence; ``reserved_bytes`` are added to the budget, so that it is the whole process's."""
         budget, more = format_bytes(reserved_bytes + self.budget_bytes), format_bytes(self.extra_bytes)
         if self.seconds <= 0:
             return f"{more} more than {budget} buys nothing: the overhead stays at {self.before.overhead:.1%}"
@@ -141,7 +141,7 @@ class Frontier:
             budget_bytes: Bytes, or a size such as ``"4GiB"``.
         Raises:
             BudgetError: The budget is below the first point.
-            UnitError: It cannot be read as a size.
+            UnitError: The size cannot be read.
         """
         budget = parse_bytes(budget_bytes)
         index = bisect_right(self.points, budget, key=lambda point: point.peak_bytes)
@@ -157,12 +157,11 @@ class Frontier:
         return self.points[index - 1]
 
     def gain(self, extra_bytes: int | str, *, budget_bytes: int | str | None = None) -> Gain:
-        """What more memory would buy.
+        """What additional memory would buy.
 
         Args:
-            extra_bytes: How much more: bytes, or a size such as ``"1GiB"``.
-            budget_bytes: From where. By default the budget of the plan that the frontier was asked of, or the least
-                one.
+            extra_bytes: Additional memory: bytes, or a size such as ``"1GiB"``.
+            budget_bytes: Memory before. By default the budget of the plan that the frontier is of, or the least one.
         Raises:
             BudgetError: The budget is below the first point.
             UnitError: A size cannot be read.
@@ -176,11 +175,8 @@ class Frontier:
     def knee(self) -> FrontierPoint:
         """Where the curve bends most: up to there memory buys much, behind it little.
 
-        The point that is farthest below the straight line between the ends, with both axes scaled to 1; the first one
-        of a line.
-
-        Source:
-            Satopää et al., "Finding a kneedle in a haystack", ICDCS Workshops 2011, without its smoothing.
+        The (first) point farthest below the line between the ends, with both axes scaled to 1, as in Satopää et al.,
+        "Finding a kneedle in a haystack", ICDCS Workshops 2011, without its smoothing.
         """
         first, last = self.points[0], self.points[-1]
         width, height = last.peak_bytes - first.peak_bytes, first.seconds - last.seconds
@@ -193,11 +189,7 @@ class Frontier:
         return max(self.points, key=below)
 
     def thinned(self, most: int) -> Frontier:
-        """The same with at most so many points, spread evenly; the ends, the knee and the plan's point stay.
-
-        Args:
-            most: At least 4.
-        """
+        """The frontier with at most ``most`` points (4 or more), spread evenly; ends, knee and plan's point stay."""
         if len(self.points) <= most:
             return self
         first, last = self.points[0], self.points[-1]
@@ -215,15 +207,7 @@ class Frontier:
 
 
 def frontier_table(frontier: Frontier, *, reserved_bytes: int = 0, most_rows: int = 14) -> Table:
-    """Budgets against what they cost in time.
-
-    Args:
-        frontier: The curve.
-        reserved_bytes: What the process holds besides activations; added to the budgets.
-        most_rows: Points to show, spread over the budgets.
-    Returns:
-        A table to print with ``rich.print``.
-    """
+    """Table of budgets against their time, ``reserved_bytes`` of the process added, for ``rich.print``."""
     shown = frontier.thinned(most_rows)
     worst = shown[0].overhead
     table = Table(title="Budget against overhead", box=box.ROUNDED, title_justify="left")
@@ -254,7 +238,7 @@ def frontier_table(frontier: Frontier, *, reserved_bytes: int = 0, most_rows: in
 
 
 def pareto(points: Iterable[FrontierPoint]) -> tuple[FrontierPoint, ...]:
-    """Those that no other one beats in both memory and time, by rising memory."""
+    """Points that no other one beats in both memory and time, by rising memory."""
     best: list[FrontierPoint] = []
     for point in sorted(points, key=lambda point: (point.peak_bytes, point.seconds)):
         if not best or point.seconds < best[-1].seconds * (1 - SAME):
@@ -262,8 +246,7 @@ def pareto(points: Iterable[FrontierPoint]) -> tuple[FrontierPoint, ...]:
     return tuple(best)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Schedules that people write by hand, to compare a plan with.
+# -------------------------------------------------------------------- schedules that people write by hand
 
 
 def baselines(chain: Chain) -> dict[str, Schedule]:
@@ -305,7 +288,7 @@ def halving(chain: Chain) -> Schedule:
 
 
 def _cut(chain: Chain, starts: list[int]) -> Schedule:
-    """Segments from each start to the next; what follows the last start is kept."""
+    """Segments from each start to the next; the stages behind the last start are kept."""
     items: list[Item] = []
     for start, following in pairwise(starts):
         items += segments_around(chain, start, following - 1)
@@ -313,7 +296,7 @@ def _cut(chain: Chain, starts: list[int]) -> Schedule:
 
 
 def keep_all_fastest(chain: Chain) -> Schedule:
-    """Nothing is recomputed, not even an input from its output; every stage runs under its fastest option."""
+    """Schedule without any recomputation, not even of inputs from outputs; every stage runs its fastest option."""
     fastest = []
     for stage in chain:
         seconds = [
@@ -324,11 +307,8 @@ def keep_all_fastest(chain: Chain) -> Schedule:
 
 
 def no_schedule_is_faster(chain: Chain) -> bool:
-    """Whether :func:`keep_all_fastest` is beyond doubt the fastest of all schedules.
-
-    So it is where dropping and recomputing a stage alone saves no time: that holds for every measured chain, for both
-    forwards are timed as one. Only an inverse may come out as faster than keeping, and chains that were made up.
-    """
+    """True if no schedule can be faster than :func:`keep_all_fastest`: so on measured chains without inverses."""
+    # Both forwards of a measured stage are timed as one, so dropping and recomputing it alone saves no time.
     for stage in chain:
         kept = min(each.forward_seconds + each.backward_seconds for each in stage.options if not each.inverts)
         others = [each.forward_seconds + each.backward_seconds for each in stage.options if each.inverts]
@@ -340,7 +320,7 @@ def no_schedule_is_faster(chain: Chain) -> bool:
 
 
 def _again(option: Option) -> float:
-    """Least time that the backward spends on a forward in a segment."""
+    """Least seconds that the backward spends on a forward in a segment."""
     return min(option.replay_seconds, option.forward_seconds) if option.saved_tensors else 0.0
 
 

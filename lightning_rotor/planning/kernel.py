@@ -1,10 +1,10 @@
 """The recurrences of :mod:`.dynamic_program`: plain loops over intervals and decisions, NumPy over memory.
 
-The functions run as they stand, or compiled by Numba, see :mod:`.dynamic_program`. Each decision is said once, as
-:class:`Choices`, from which the loops fill the table and :mod:`.backtracking` reads schedules.
+The functions run as they stand, or compiled by Numba. Each decision is said once, as :class:`Choices`: the loops fill
+the table from it and :mod:`.candidates` reads schedules from it.
 
-Of each row of the table only what changes is stored: it is infinite before its first slot, never increases, and stays
-the same from its last slot on. That is about a quarter of all numbers, and of all work::
+A row is infinite before its first slot, never increases, and is constant from its last slot on. Only the slots between
+are stored: about a quarter of all numbers, and of all work::
 
     slots        first       last
     row      ∞ ∞ ∞ ▔▔▔╲_____▁ ▁ ▁ ▁
@@ -36,81 +36,49 @@ _FINITE = float(np.finfo(np.float64).max)
 class Requirements(NamedTuple):
     """What the decisions for a chain of ``n`` stages need and take: slots, and seconds. See :mod:`.requirements`.
 
-    Arrays are indexed by stages (``n``), by ``endings`` of a recomputation, and by *sources*: where the input of a
-    stage comes from. The first sources are *variants*, in which somebody else holds it; the others are *classes*, by
-    what the stage before saved of it, and pay for it.
+    Arrays are indexed by stages (``n``), by ``endings`` of a recomputation, and by *sources* of a stage's input: first
+    *variants*, in which somebody else holds it, then *classes*, by what the stage before saved of it, which pay for it.
 
     Attributes:
-        endings: ``(n,)``, how many ways a stage has to end a recomputation.
-        variants: ``(n,)``, how many variants count.
-        class_before: ``(n + 1,)``, classes of all stages before.
-        outermost: ``(n,)``, first stage of the longest segment that may end there.
-        base: ``(endings, n, n)``, alive whenever ``i..l`` runs forward.
-        trigger: ``(n, endings)``, taken by the backward before it starts the recomputation.
-        kept: ``(n, sources, 5, ways)``: peak of the forward without ``base``, least memory, what is taken, the class of
-            the output, and what is added to the least memory of recording all that follows. The ways are the options,
-            and perhaps once more all of them with the input free.
-        kept_seconds: ``(n, ways)``.
-        ended: ``(n, endings, sources, 5, ways)``, the same of a stage that ends a recomputation, or the step's forward.
-        ended_seconds: ``(n, ways)``.
-        recording: ``(endings, n + 1, n)``, least memory to run ``i..l`` and keep everything; no endings if no way asks
-            for it.
+        kept: ``(n, sources, 5, ways)``: peak of the forward without ``base``, least memory, memory taken, class of the
+            output, addition to the least memory of recording all that follows. Ways are the options, and perhaps once
+            more all of them with the input free.
         bare: ``(n, 1 + variants, options)``, least memory of a backward that needs no recomputation: behind others, or
             alone by variant.
-        bare_seconds: ``(n, options)``.
-        input_slots: ``(n,)``.
-        segment_variant: ``(2, n, classes)``, the variant of a segment that pays for its input; 1 in the step's own
-            forward.
-        segment_least: ``(2, n, classes)``, the least memory for it, its input included.
-        peak: ``(2, n, n)``, of the discarded pass over ``i..k``.
-        held: ``(n, n)``, what a segment ``i..k`` holds besides its input.
-        handed_on: ``(n, n)``, what else the stages behind ``i..k`` must do without.
-        discard_before: ``(n + 1,)`` seconds of the discarded passes over all stages before.
-        segment_seconds: Host time of one run of a segment.
     """
 
-    endings: Integers
-    variants: Integers
-    class_before: Integers
-    outermost: Integers
-    base: Integers
-    trigger: Integers
+    endings: Integers  # (n,), how many ways a stage has to end a recomputation
+    variants: Integers  # (n,), how many variants count
+    class_before: Integers  # (n + 1,), classes of all stages before
+    outermost: Integers  # (n,), first stage of the longest segment that may end there
+    base: Integers  # (endings, n, n), alive whenever i..l runs forward
+    trigger: Integers  # (n, endings), taken by the backward before it starts the recomputation
     kept: Integers
-    kept_seconds: Seconds
-    ended: Integers
-    ended_seconds: Seconds
-    recording: Integers
+    kept_seconds: Seconds  # (n, ways)
+    ended: Integers  # (n, endings, sources, 5, ways), as kept, of a stage that ends a recomputation or the forward
+    ended_seconds: Seconds  # (n, ways)
+    recording: Integers  # (endings, n + 1, n), least memory to run i..l and keep everything; no endings if unused
     bare: Integers
-    bare_seconds: Seconds
-    input_slots: Integers
-    segment_variant: Integers
-    segment_least: Integers
-    peak: Integers
-    held: Integers
-    handed_on: Integers
-    discard_before: Seconds
-    segment_seconds: float
+    bare_seconds: Seconds  # (n, options)
+    input_slots: Integers  # (n,)
+    segment_variant: Integers  # (2, n, classes), of a segment that pays for its input; 1 in the step's forward
+    segment_least: Integers  # (2, n, classes), its least memory, its input included
+    peak: Integers  # (2, n, n), of the discarded pass over i..k
+    held: Integers  # (n, n), held by a segment i..k besides its input
+    handed_on: Integers  # (n, n), additional memory that the stages behind i..k must do without
+    discard_before: Seconds  # (n + 1,), of the discarded passes over all stages before
+    segment_seconds: float  # host time of one run of a segment
 
 
 class Rows(NamedTuple):
-    """The table: one row of seconds by memory for each interval and source.
+    """The table: one row of seconds by memory for each interval and source."""
 
-    Attributes:
-        size: Numbers per row, were all of them stored.
-        body_rows: ``(n,)``, row of the first interval that starts at a stage.
-        rest_rows: ``(n,)``, row of the first interval that ends at a stage.
-        spans: ``(rows, 3)``: slot 0 in ``values``, if it were there; the first and the last slot that are. Row 0 is
-            zero everywhere.
-        values: Seconds of all rows.
-        used: ``(areas,)``, how far each area of ``values`` is filled. Threads fill areas of their own.
-    """
-
-    size: int
-    body_rows: Integers
-    rest_rows: Integers
-    spans: Integers
+    size: int  # numbers in a full row
+    body_rows: Integers  # (n,), row of the first interval that starts at a stage
+    rest_rows: Integers  # (n,), row of the first interval that ends at a stage
+    spans: Integers  # (rows, 3), where slot 0 would be in values, first and last stored slot; row 0 is zero everywhere
     values: Seconds
-    used: Integers
+    used: Integers  # (areas,), how far each area of values is filled; threads fill areas of their own
 
 
 class Choices(NamedTuple):
@@ -128,7 +96,7 @@ class Choices(NamedTuple):
 
 
 def kept(a: Requirements, t: Rows, first: int, last: int, ending: int, source: int) -> Choices:
-    """Keep ``first``, by way."""
+    """Choices that keep ``first``, by way."""
     none = np.zeros(a.kept.shape[3], np.int64)
     if first == last:
         ways = a.ended[last, ending, source]
@@ -143,7 +111,7 @@ def kept(a: Requirements, t: Rows, first: int, last: int, ending: int, source: i
 
 
 def segments(a: Requirements, t: Rows, first: int, last: int, ending: int, variant: int) -> Choices:
-    """Begin with a segment, by its last stage: a body, and what follows it."""
+    """Choices that begin with a segment, by its last stage: a body, and what follows it."""
     n = len(a.endings)
     is_top = last == n - 1
     base = 0 if is_top else a.base[ending, first, last]
@@ -159,7 +127,7 @@ def segments(a: Requirements, t: Rows, first: int, last: int, ending: int, varia
 
 
 def bare(a: Requirements, t: Rows, first: int, last: int, variant: int) -> Choices:
-    """End with options under which ``last`` saves nothing: its backward runs first, without a recomputation."""
+    """Choices of options under which ``last`` saves nothing: its backward runs first, without a recomputation."""
     none = np.zeros(a.bare.shape[2], np.int64)
     if first == last:
         return Choices(a.bare[last, 1 + variant], a.bare_seconds[last] + a.segment_seconds, none, none, none, none)
@@ -168,13 +136,13 @@ def bare(a: Requirements, t: Rows, first: int, last: int, variant: int) -> Choic
 
 
 def body_row(a: Requirements, t: Rows, first: int, last: int, variant: int) -> int:
-    """The row of a body."""
+    """Row number of a body."""
     row: int = t.body_rows[first] + variant * (len(a.endings) - first) + last - first
     return row
 
 
 def rest_row(a: Requirements, t: Rows, first: int, last: int, ending: int, number: int) -> int:
-    """The row of a rest; ``number`` is the class of its input."""
+    """Row number of a rest whose input has class ``number``."""
     row: int = t.rest_rows[last] + ending * a.class_before[last + 1] + a.class_before[first] + number
     return row
 
@@ -183,10 +151,9 @@ def rest_row(a: Requirements, t: Rows, first: int, last: int, ending: int, numbe
 
 
 def solve(a: Requirements, t: Rows, columns: tuple[int, int], lengths: tuple[int, int], whole: Seconds) -> None:
-    """Fill all intervals of some lengths (less one) that end in some columns; both ranges exclude their ends.
+    """Fill intervals by last stage and by length less one (half-open ranges); ``whole`` gets the step's seconds.
 
-    What they need of others must be there: shorter ones in the same columns and in those before. ``whole`` gets the
-    step's seconds.
+    Shorter intervals of the same columns and of those before must be filled.
     """
     splits = np.empty((a.bare.shape[1] - 1, t.size))
     bodies = np.empty((a.bare.shape[1] - 1, t.size))
@@ -202,7 +169,7 @@ def solve(a: Requirements, t: Rows, columns: tuple[int, int], lengths: tuple[int
 def solve_interval(
     a: Requirements, t: Rows, first: int, last: int, splits: Seconds, bodies: Seconds, target: Seconds
 ) -> None:
-    """Fill one interval: its rests and bodies, by ending. The other arguments are room to work in."""
+    """Fill the rests and bodies of one interval, by ending; the last three arguments are scratch memory."""
     variants, is_top = a.bare.shape[1] - 1, last == len(a.endings) - 1
     bodies[:] = np.inf
     for ending in range(a.endings[last]):
@@ -228,7 +195,7 @@ def solve_interval(
 
 
 def put_row(t: Rows, area: int, row: int, seconds: Seconds) -> None:
-    """Store a row without what is infinite before it and the same behind it."""
+    """Store a row without its infinite and constant ends."""
     first = first_at_most(seconds, 0, _FINITE)
     if first == t.size:
         t.spans[row, FIRST] = NEVER
@@ -258,7 +225,7 @@ def lower_from(
     """Lower ``target`` from ``low`` on to the sum of two shifted rows and ``seconds``."""
     start, last = t.spans[row, START] - shift, t.spans[row, LAST] + shift
     other_start, other_last = t.spans[other, START] - other_shift, t.spans[other, LAST] + other_shift
-    if last > other_last:  # the other one is the one that changes for longer
+    if last > other_last:  # the other one changes for longer
         start, last, other_start, other_last = other_start, other_last, start, last
     both, change = min(max(low, last), t.size), min(max(low, other_last), t.size)
     lower_to_sums(
@@ -276,7 +243,7 @@ def lower_from(
 
 
 def first_at_most(seconds: Seconds, begin: int, most: float) -> int:
-    """The first slot from ``begin`` on with at most so many seconds, which never increase; else the length."""
+    """The first slot from ``begin`` on with at most ``most`` of the never increasing ``seconds``; else the length."""
     end = len(seconds)
     while begin < end:
         middle = (begin + end) // 2
@@ -298,7 +265,7 @@ def lower_to_row(target: Seconds, row: Seconds, more: float) -> None:
 
 
 def lower_to_sums_by_slot(target: Seconds, row: Seconds, other: Seconds, more: float) -> None:
-    """What is compiled in place of :func:`lower_to_sums`: loops take no room for the sums."""
+    """:func:`lower_to_sums` as it is compiled: loops need no memory for the sums."""
     for m in range(len(target)):
         seconds = row[m] + other[m] + more
         if seconds < target[m]:
@@ -306,7 +273,7 @@ def lower_to_sums_by_slot(target: Seconds, row: Seconds, other: Seconds, more: f
 
 
 def lower_to_row_by_slot(target: Seconds, row: Seconds, more: float) -> None:
-    """What is compiled in place of :func:`lower_to_row`."""
+    """:func:`lower_to_row` as it is compiled."""
     for m in range(len(target)):
         seconds = row[m] + more
         if seconds < target[m]:

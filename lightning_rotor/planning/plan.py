@@ -27,13 +27,11 @@ class Plan:
     """A schedule for one chain and one budget. Printed, it is a table.
 
     Attributes:
-        chain: What it was made for.
-        schedule: What to keep and what to recompute.
-        budget_bytes: What was allowed.
+        budget_bytes: Memory that was allowed.
         simulation: Peak and duration, step by step.
         solve_seconds: Time spent on finding it. Plans from one solver share the table; the first one pays for it.
-        gradients_exist: For what it was made, see :func:`lightning_rotor.planning.plan`.
-        lingering_bytes: For what it was made, see :func:`lightning_rotor.planning.plan`.
+        gradients_exist: See :func:`lightning_rotor.planning.plan`.
+        lingering_bytes: See :func:`lightning_rotor.planning.plan`.
         slots: Memory levels that the program told apart.
     """
 
@@ -46,21 +44,13 @@ class Plan:
     lingering_bytes: int = 0
     slots: int = DEFAULT_SLOTS
 
-    # Set by the modules that solve and that print, which are about plans and so stand above this one.
+    # Set by the modules that solve and print plans, since they import this one.
     solved_frontier: ClassVar[Callable[[Plan], Frontier]]
     tables: ClassVar[Callable[[Plan], tuple[Table, ...]]]
 
     @classmethod
     def of(cls, record: PlanRecord, chain: Chain, *, solve_seconds: float = 0.0) -> Plan:
-        """What was planned before, simulated anew.
-
-        Args:
-            record: What was decided.
-            chain: What it was made for, as measured now.
-            solve_seconds: What finding it took.
-        Raises:
-            ScheduleError: It does not belong to the chain.
-        """
+        """A recorded plan, simulated anew on its chain as measured now; a ScheduleError if it does not belong to it."""
         return cls(
             chain,
             record.schedule,
@@ -104,7 +94,7 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """The part of the duration that some other execution might save: at 0.01 none is more than 1 % faster."""
+        """Part of the duration that another execution might save: at 0.01 none is more than 1 % faster."""
         return 1 - self.lower_bound_seconds / self.seconds if self.seconds > 0 else 0.0
 
     @property
@@ -119,23 +109,16 @@ class Plan:
         return tuple(leaf.stage for leaf in every if self.chain.stages[leaf.stage].options[leaf.option].inverts)
 
     def frontier(self) -> Frontier:
-        """What every other budget would cost: the curve of memory against time for the same chain.
-
-        A plan does not hold the planner's tables, so this solves the chain once more, for all budgets together.
-        """
+        """The curve of memory against time for the plan's chain, which is solved once more: a plan holds no tables."""
         return Plan.solved_frontier(self)
 
     def save(self, path: Path | str) -> None:
-        """Write it to a file, for the same model and input; see :func:`lightning_rotor.planning.save_plan`."""
+        """Write the plan to a file, for the same model and input; see :func:`lightning_rotor.planning.save_plan`."""
         save_plan(self, path)
 
     @classmethod
     def load(cls, path: Path | str, chain: Chain) -> Plan:
-        """Read one for a chain as measured now; see :func:`lightning_rotor.planning.load_plan`.
-
-        Raises:
-            PlanError: The file holds no plan, or one for another model, shape, dtype or device.
-        """
+        """Read a plan for a chain as measured now; raises as :func:`lightning_rotor.planning.load_plan`."""
         return load_plan(path, chain)
 
     def summary(self) -> str:
@@ -154,12 +137,7 @@ class Plan:
 
 
 def save_plan(plan: Plan, path: Path | str) -> None:
-    """Write a plan to a file.
-
-    Args:
-        plan: What was planned.
-        path: Where; a file that is there is replaced.
-    """
+    """Write a plan to a file, which is replaced if it exists."""
     save_record(plan.record, plan.chain, path)
 
 
@@ -168,21 +146,21 @@ def load_plan(path: Path | str, chain: Chain) -> Plan:
 
     Args:
         path: What :func:`save_plan` has written.
-        chain: Of the model that is to run under the plan, as measured now. It says what the plan costs on this machine.
+        chain: Of the model that is to run under the plan, as measured now: it gives the plan's costs on this machine.
     Returns:
         The plan, simulated anew.
     Raises:
-        PlanError: The file holds no plan; or the plan was made for another model, shape, dtype or device, and the
-            message says what differs first; or it takes more than its budget on this machine.
+        PlanError: The file holds no plan; the plan was made for another model, shape, dtype or device (says what
+            differs first); or it takes more than its budget on this machine.
     """
     return _fitting(path, Plan.of(load_record(path, chain), chain))
 
 
 def plan_for(plan: Plan, chain: Chain) -> Plan:
-    """A plan with the costs of a chain that differs from its own in timings at most, and in what kernels take.
+    """The plan with the costs of a chain that differs only in timings and in what kernels take.
 
     Args:
-        plan: What was planned, for the same model and input.
+        plan: For the same model and input.
         chain: Of the model that is to run under it, as measured now.
     Raises:
         PlanError: As for :func:`load_plan`.
@@ -211,12 +189,9 @@ def scheduled(
     lingering_bytes: int = 0,
     slots: int = DEFAULT_SLOTS,
 ) -> Plan:
-    """A schedule that was found elsewhere as a plan, whose budget is what it takes.
+    """A schedule from elsewhere as a plan whose budget is its peak; a ScheduleError if it does not belong to the chain.
 
     Arguments as for :func:`lightning_rotor.planning.plan`.
-
-    Raises:
-        ScheduleError: It does not belong to the chain.
     """
     plan = Plan.of(PlanRecord(schedule, 0, gradients_exist, lingering_bytes, slots), chain)
     return replace(plan, budget_bytes=plan.peak_bytes)

@@ -1,7 +1,7 @@
 """What each decision of the dynamic program needs and takes, in slots of memory and seconds.
 
-A simulator follows one schedule; the dynamic program must know, without following any, what is alive at each moment.
-Only three kinds of moments exist, and at each of them most of what is alive depends on one number alone:
+The program must know what is alive at each moment without following a schedule. Only three kinds of moments exist, and
+at each most of what is alive depends on one number alone:
 
     ==========================  ==============================================================================
     moment                      alive besides what the schedule itself retains
@@ -12,16 +12,15 @@ Only three kinds of moments exist, and at each of them most of what is alive dep
     the backward of stage l     tensor (``Option.unpack_bytes``)
     ==========================  ==============================================================================
 
-So these amounts are added to the requirements here, and the program's ``m`` counts only what the schedule retains.
+These amounts are added to the requirements here; the program's ``m`` counts only what the schedule retains.
 
-A skip (:class:`lightning_rotor.chain.Skip`) is retained under one of two rules. If several stages read it, or the stage
-that makes it saves it, then from the item of the schedule that makes it on, until that item's own backward. Else, a
-single reader far away, by the item that holds the reader: a segment, or a leaf that saves it; before, the running
-forward holds it. Gradients of skips depend on the place in the step alone, so they count like those of parameters.
+A skip (:class:`lightning_rotor.chain.Skip`) is retained under one of two rules. If several stages read it, or its maker
+saves it: from the item that makes it on, until that item's own backward. Else by the item that holds its only reader: a
+segment, or a leaf that saves it; before, the running forward holds it. Gradients of skips depend on the place in the
+step alone, so they count like those of parameters.
 
-Sizes become slots by rounding cumulative sums, not each size: the errors of neighbours cancel, and a run of kept stages
-is off by one slot at most. Least memories are rounded to the nearest slot. Neither is safe, and neither needs to be:
-the simulator judges every schedule in bytes.
+Cumulative sums are rounded to slots, not each size: errors of neighbours cancel, and a run of kept stages is off by one
+slot at most. Least memories are rounded to the nearest slot. Neither needs to be safe: the simulator judges in bytes.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ from lightning_rotor.simulator import Skips
 
 # Who holds the input of a stage during its backward.
 #   PLAIN    nobody but the stage itself
-#   NESTED   the segment that starts with it has given it up: it is paid for, and what the stage does not save of it is
-# free   SEGMENT  that segment holds it: it is not recomputed, or cannot tell that nobody else asks for it
+#   NESTED   the segment that starts with it gave it up: it is paid for, and free but for what the stage saves of it
+#   SEGMENT  that segment holds it: it is not recomputed, or cannot tell that nobody else asks for it
 #   HELD     the stage before saved it, or the caller holds it, and it is paid for
 #   SAVED    the stage before saved it, which is counted here
 PLAIN, NESTED, SEGMENT, HELD, SAVED = range(5)
@@ -57,15 +56,9 @@ def requirements_of(
 ) -> Requirements:
     """Translate a chain into slots of ``unit`` bytes. Takes O(n²) for ``n`` stages.
 
-    Args:
-        chain: Costs of the stages.
-        unit: Bytes per slot.
-        refined: Tell apart who holds a segment's input even where that seldom matters. The table may take three times
-            as long.
-        gradients_exist: See :func:`lightning_rotor.planning.plan`.
-        lingering_bytes: See :func:`lightning_rotor.planning.plan`.
-        readers_pay: Retain every skip by its first reader: less than some schedules take, where the other rule is more
-            than some do.
+    ``refined`` tells apart who holds a segment's input even where that seldom matters: up to three times as slow.
+    ``readers_pay`` charges every skip to its first reader: less than some schedules take, where the other rule charges
+    more than some do.
     """
     n = len(chain)
     skips = _Skips(chain, readers_pay=readers_pay)
@@ -105,7 +98,7 @@ def requirements_of(
 
 
 def with_floor(requirements: Requirements, floor: int) -> Requirements:
-    """The same where ``floor`` slots must be left when the last stage is kept. Only intervals that end there differ."""
+    """Requirements that leave ``floor`` slots when the last stage is kept; only intervals that end there differ."""
     ended = requirements.ended.copy()
     least, taken = ended[-1, ..., LEAST, :], ended[-1, ..., TAKEN, :]
     np.maximum(least, taken + floor, out=least)
@@ -117,43 +110,27 @@ def retains_from_birth(chain: Chain) -> bool:
     return bool(_Skips(chain, readers_pay=False).from_birth)
 
 
-# ----------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------- from bytes to slots
 
 
 @dataclass(frozen=True, slots=True)
 class _Variants:
-    """For whom the bodies that start at a stage are told apart.
+    """For whom the bodies that start at a stage are told apart."""
 
-    Attributes:
-        columns: By variant, who holds the input.
-        of: For whoever may hold it, the variant.
-        need: For whoever may hold it, the least memory that the bodies do not know of.
-        are_apart: It makes a difference who holds it.
-    """
-
-    columns: list[int]
-    of: list[int]
-    need: list[int]
-    are_apart: bool = False
+    columns: list[int]  # by variant, who holds the input
+    of: list[int]  # by holder, the variant
+    need: list[int]  # by holder, the least memory that the bodies do not know of
+    are_apart: bool = False  # it matters who holds the input
 
 
 class _Options:
-    """What the options of all stages need: ``(n, options)``. Options that a stage lacks are never allowed.
-
-    Attributes:
-        classes: By boundary, the parts of it that the stage before may save.
-        endings: By stage, what recomputations that end there find alive, and what the backward takes before it starts
-            them.
-        input_slots: ``(n,)``, sizes of the inputs.
-        seconds: Of kept stages.
-        last_seconds: Of stages that end a recomputation.
-        bare_seconds: Of stages that save nothing and end a segment.
-    """
+    """Needs of the options of all stages, ``(n, options)``; options that a stage lacks are never allowed."""
 
     def __init__(self, chain: Chain, skips: _Skips, unit: float, *, gradients_exist: bool) -> None:
         n, most = shape = len(chain), max(len(stage.options) for stage in chain)
         self._chain, self._skips, self._ruler = chain, skips, _Ruler(chain, unit)
         self.classes = [_classes(chain, boundary) for boundary in range(n + 1)]
+        # By stage: what recomputations that end there find alive, and what the backward takes before them.
         self.endings: list[list[tuple[int, int]]] = [[] for _ in chain]
         self.input_slots = np.array([self._ruler.boundary(index, _input_bytes(chain, index)) for index in range(n)])
         self._gives_up_input = [
@@ -164,19 +141,19 @@ class _Options:
         self._ending = np.full(shape, -1)
         self._paid = np.zeros((n, max(map(len, self.classes)), most), np.int64)  # of the input, by its class
         self._backward, self._last_backward = (np.full((n, 5, most), NEVER) for _ in range(2))  # by who holds the input
+        # Of kept stages; of those that end a recomputation; of those that save nothing and end a segment.
         self.seconds, self.last_seconds, self.bare_seconds = (np.zeros(shape) for _ in range(3))
         for index, base in enumerate(_backward_bases(chain, gradients_exist)):
             for number, option in enumerate(chain.stages[index].options):
                 self._read(index, number, option)
                 self._read_backward(index, number, option, base, gradients_exist)
-        # The last stage ends the step's forward, under any of its options; what is alive then is not a matter of
-        # endings.
+        # The last stage ends the step's forward, under any of its options, so endings do not matter.
         self.endings[-1], self._ending[-1] = [(0, 0)], 0
         self._replay[-1], self._last_backward[-1] = self._forward[-1], self._backward[-1]
         self.last_seconds[-1] = self.seconds[-1]
 
     def _read(self, index: int, number: int, option: Option) -> None:
-        """Sizes and durations of an option but those of its backward."""
+        """Read sizes and durations of an option except those of its backward."""
         at, slots, size = (index, number), self._ruler.slots, _input_bytes(self._chain, index)
         self._forward[at], self._replay[at] = slots(option.forward_peak_bytes), slots(option.replay_peak_bytes)
         skip_bytes = self._skips.retained(index, option, self._chain)
@@ -192,7 +169,7 @@ class _Options:
         self.bare_seconds[at] = option.backward_seconds + self._chain.stages[index].discard_seconds
 
     def _read_backward(self, index: int, number: int, option: Option, base: int, gradients_exist: bool) -> None:
-        """What the backward of an option needs; ``base`` is alive whatever the schedule."""
+        """Read the needs of an option's backward; ``base`` is alive whatever the schedule."""
         slots, peaks = self._ruler.slots, option.backward_peaks(gradients_exist=gradients_exist)
         own = base + option.saved_bytes + self._skips.retained(index, option, self._chain)
         if index < len(self._chain) - 1:  # else the output is the caller's, and part of the base already
@@ -222,10 +199,10 @@ class _Options:
     # ---------------------------------------------------------------- who holds an input
 
     def variants(self, index: int, *, refined: bool, holding: bool) -> _Variants:
-        """For whom the bodies that start at a stage are told apart.
+        """Variants of the bodies that start at a stage.
 
-        With one option it matters only for a least memory who holds the input, the same for every decision, so one body
-        serves all. Unless segments differ in the states that they take from that memory.
+        With one option, the input's holder matters only for a least memory, the same for every decision. So one body
+        serves all, unless segments differ in the states that they take from that memory.
         """
         if index == 0:
             return _Variants([HELD], [0] * 4, [0] * 4)
@@ -251,7 +228,7 @@ class _Options:
     # ---------------------------------------------------------------- arrays, see Requirements
 
     def segments(self, variants: list[_Variants]) -> tuple[Integers, Integers]:
-        """Which variant a segment that pays for its input is, and the least memory for it."""
+        """Variant of a segment that pays for its input, and its least memory."""
         shape = 2, len(variants), self._paid.shape[1]
         variant, least = np.zeros(shape, np.int64), np.full(shape, NEVER)
         for index, each in enumerate(variants[1:], start=1):
@@ -264,7 +241,7 @@ class _Options:
         return variant, least
 
     def ways(self, variants: list[_Variants]) -> tuple[Integers, Integers]:
-        """What it needs and takes to keep stages, and to end recomputations with them."""
+        """Needs of stages that are kept, and of those that end recomputations."""
         n, options = self._forward.shape
         bodies, frees = max(len(each.columns) for each in variants), self._frees(variants)
         kept = np.zeros((n, bodies + self._paid.shape[1], 5, options * (1 + bool(frees.any()))), np.int64)
@@ -283,9 +260,8 @@ class _Options:
                     replay = np.where(self._ending[index] == ending, self._replay[index], NEVER)
                     ended[index, ending, source, :RECORDED, :options] = input_slots + replay, last_least, taken, output
         for index in np.flatnonzero(frees).tolist():
-            # A nested segment gives its input up when it has been recomputed; what the first stage does not save of it
-            # serves the backwards. The recomputation itself must do without it, which is known to work if it could keep
-            # everything.
+            # A recomputed nested segment gives up its input; what the first stage does not save serves the backwards.
+            # The recomputation must do without it, which surely works if it could keep everything.
             retained, freed = self._retained[index], self._freed[index]
             least = np.where(freed > 0, self._backward[index, NESTED], NEVER)
             free = self._forward[index], least, retained - freed, self._output_class[index], retained
@@ -293,7 +269,7 @@ class _Options:
         return kept, ended
 
     def _frees(self, variants: list[_Variants]) -> npt.NDArray[np.bool_]:
-        """By stage, whether a segment that starts there may count its input as free."""
+        """By stage, True if a segment that starts there may count its input as free."""
         return self._freed.any(axis=1) & np.array([each.are_apart for each in variants])
 
     def bare(self, variants: list[_Variants]) -> Integers:
@@ -307,7 +283,7 @@ class _Options:
         return bare
 
     def bases(self, remembered: Integers, forward: Integers) -> Integers:
-        """What is alive whenever stages run forward: by the ending of their recomputation, or in the step's forward."""
+        """Memory alive whenever stages run forward: by the ending of their recomputation, or in the step's forward."""
         n = len(self.endings)
         found = [np.full((n, n), NEVER) for _ in range(max(map(len, self.endings)))]
         for last, endings in enumerate(self.endings):
@@ -317,7 +293,7 @@ class _Options:
         return np.stack(found)
 
     def triggers(self) -> Integers:
-        """What backwards take before they start a recomputation."""
+        """Memory that backwards take before they start a recomputation."""
         triggers = np.full((len(self.endings), max(map(len, self.endings))), NEVER)
         for last, endings in enumerate(self.endings):
             triggers[last, : len(endings)] = [trigger for _, trigger in endings]
@@ -339,7 +315,7 @@ class _Options:
 
 
 class _Skips:
-    """Skips by the rule under which they are retained, see above."""
+    """Skips by the rule under which they are retained (see the module's docstring)."""
 
     def __init__(self, chain: Chain, *, readers_pay: bool) -> None:
         n = len(chain)
@@ -367,7 +343,7 @@ class _Skips:
                 self.held[born + 1 : first + 1, first:] += size
 
     def retained(self, index: int, option: Option, chain: Chain) -> int:
-        """What a kept stage takes: the skips that it makes, and those that it alone reads and saves."""
+        """Bytes of skips retained by a kept stage: those it makes, and those that it alone reads and saves."""
         saved = [
             number
             for number in option.saved_skips
@@ -378,7 +354,7 @@ class _Skips:
         return int(self._births[index]) + sum(chain.skips[number].size_bytes for number in saved)
 
     def carried(self, first: int) -> npt.NDArray[np.int64]:
-        """By stage from ``first`` on: what a discarded pass that starts there has made before and holds on to."""
+        """By stage from ``first`` on, bytes that a discarded pass which starts there has made and still holds."""
         carried = np.zeros(len(self.in_forward), np.int64)
         for born, last, size in self._spans:
             if born >= first:
@@ -387,7 +363,7 @@ class _Skips:
 
 
 class _Ruler:
-    """Rounds bytes to slots; sizes that are retained by the place in the chain where they start."""
+    """Rounds bytes to slots; retained sizes by the place in the chain where they start."""
 
     def __init__(self, chain: Chain, unit: float) -> None:
         self._unit = unit
@@ -417,7 +393,7 @@ _Class: TypeAlias = tuple[int, bool]
 
 
 def _classes(chain: Chain, boundary: int) -> tuple[_Class, ...]:
-    """Parts of a boundary that the stage before it may save. Nothing is always among them: it may be in a segment."""
+    """Parts of a boundary that the stage before may save; always among them is nothing, for it may be in a segment."""
     if boundary == 0:
         return ((0, False),)
     inverted = boundary < len(chain) and any(option.inverts for option in chain.stages[boundary].options)
@@ -429,18 +405,18 @@ def _classes(chain: Chain, boundary: int) -> tuple[_Class, ...]:
 
 
 def _class_number(option: Option, classes: tuple[_Class, ...]) -> int:
-    """Which class of its output an option leaves behind."""
+    """Class of the output under an option."""
     exact = option.saved_output_bytes, option.needs_exact_output
     return classes.index(exact if exact in classes else (option.saved_output_bytes, False))
 
 
 def _first_of_longest_segment(chain: Chain, last: int) -> int:
-    """The first stage of the longest segment that may end at a stage; one more than that stage if there is none."""
+    """First stage of the longest segment that may end at a stage; one more than that stage if there is none."""
     return max((index + 1 for index in range(last + 1) if not chain.stages[index].recomputable), default=0)
 
 
 def _backward_bases(chain: Chain, gradients_exist: bool) -> list[int]:
-    """By stage, what is alive at its backward whatever the schedule."""
+    """By stage, bytes alive at its backward whatever the schedule."""
     always = chain.stages[-1].output_bytes + sum(stage.pinned_bytes for stage in chain)
     always += sum(skip.size_bytes for skip in chain.skips if skip.in_output)
     gradients = 0
@@ -455,7 +431,7 @@ def _backward_bases(chain: Chain, gradients_exist: bool) -> list[int]:
 
 
 def _excess_gradient(chain: Chain, index: int) -> int:
-    """What the stage behind leaves at most beyond what the stage's own peaks count."""
+    """Bytes that the stage behind leaves at most beyond what the stage's own peaks count."""
     expected = chain.stages[index].output_gradient_bytes
     if expected is None or index + 1 == len(chain):
         return 0
@@ -463,7 +439,7 @@ def _excess_gradient(chain: Chain, index: int) -> int:
 
 
 def _bypassing_gradients(chain: Chain, index: int) -> int:
-    """Gradients of skips that are alive during the backward of a stage which neither makes nor reads them."""
+    """Bytes of skip gradients alive during the backward of a stage that neither makes nor reads them."""
     return sum(
         next(size for use, size in zip(skip.uses, skip.gradient_bytes, strict=True) if use > index)
         for skip in chain.skips

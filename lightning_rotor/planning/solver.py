@@ -29,29 +29,28 @@ from lightning_rotor.simulator import simulate
 from lightning_rotor.units import format_bytes
 
 _MOST_SLOTS = 20_000
-# What a table for a short chain may take: sums of two numbers, and numbers. Either is a matter of 0.1 s.
+# Sums and numbers in the table of a short chain; either takes about 0.1 s.
 _CHEAP_SUMS = 1e8
 _CHEAP_NUMBERS = 8e6
-# Up to so many stages a chain gets a refined table.
+# Most stages for a refined table.
 _REFINED_STAGES = 40
-# Up to so many ways to keep a stage, over all stages, schedules are edited: there are as many edits of each.
+# Most options of all stages together for edits: each schedule has as many of them.
 _EDITED_OPTIONS = 80
-# A table with fewer slots than this is coarse, and gets finer ones for small budgets. Each goes up to so much of the
-# one before, and the last one up to so many times the least memory: there is no other if that is at most so many times
-# less.
+# A table with fewer slots is coarse and gets finer ones for small budgets: each up to _FINER of the one before, the
+# last up to _SMALL times the least memory, and none if that is within _NEAR.
 _FINE_SLOTS = 2000
 _FINER = 1 / 8
 _SMALL = 2.0
 _NEAR = 1.5
-# A finer table is asked somewhat further than it reaches, so that a larger budget is not worse off with a coarser one.
+# Finer tables are asked beyond their reach, so that a larger budget is not worse off with a coarser one.
 _BEYOND = 1.5
-# So close to the least memory the schedule with the least peak is worth a look.
+# Relative distance to the least memory within which the schedule of least peak is tried.
 _CLOSE = 0.05
-# How often the solver is asked for a curve, times the number of stages: a matter of a second or two.
+# Questions for a curve, times the number of stages: a second or two.
 _QUESTIONS = 1500
-# So many stages of candidates are judged for a curve, at least, if there are that many.
+# Least number of stages, over all candidates, that are judged for a curve.
 _JUDGED = 50_000
-# Schedules of a menu are the best ones for so many budgets.
+# Budgets of a menu.
 _BUDGETS = 24
 
 
@@ -64,9 +63,8 @@ def fine_slots(stages: int, slots: int = DEFAULT_SLOTS) -> int:
 class Solver:
     """Plans one chain for any number of budgets. The table is made when the first of them is asked for.
 
-    A chain of more than about 60 stages gets fewer slots than it has boundaries of memory to tell apart. The least
-    budget that is found for it may then be about one percent above the true one; plans at larger budgets are hardly
-    slower (0.1 percent of a step).
+    A chain of more than about 60 stages gets fewer slots than it has boundaries. Its least budget may then be one
+    percent too high; plans at larger budgets are hardly slower (0.1 percent of a step).
 
     Args:
         chain: Costs of ``n`` stages.
@@ -94,11 +92,11 @@ class Solver:
 
     @property
     def simulations(self) -> int:
-        """Schedules that have been judged so far."""
+        """Number of schedules that have been judged so far."""
         return len(self._judge)
 
     def refined(self) -> Solver:
-        """The same with as many slots as cost next to nothing, see :func:`fine_slots`."""
+        """A solver with as many slots as cost next to nothing, see :func:`fine_slots`."""
         return Solver(
             self.chain,
             slots=fine_slots(len(self.chain), self._slots),
@@ -107,16 +105,12 @@ class Solver:
         )
 
     def plan(self, budget_bytes: int) -> Plan:
-        """The fastest plan that fits.
-
-        Raises:
-            BudgetError: No schedule fits, or the budget is no positive integer.
-        """
+        """The fastest plan that fits; a BudgetError if none does, or the budget is no positive integer."""
         start = time.perf_counter()
         found = None
         if _is_positive_integer(budget_bytes):
             fits = self._keep_all.simulation.peak_bytes <= budget_bytes
-            # Then no table is needed, which for a long chain takes seconds.
+            # Saves the table, which takes seconds for a long chain.
             found = self._keep_all if fits and no_schedule_is_faster(self.chain) else self._fastest(budget_bytes)
         if found is None:
             raise self._refusal(budget_bytes)
@@ -141,10 +135,7 @@ class Solver:
         )
 
     def candidates(self) -> tuple[Candidate, ...]:
-        """Every schedule of the tables, by rising peak: the curve of memory against time, and some points above it.
-
-        Of long chains, whose schedules take long to judge, not every one but evenly spread ones.
-        """
+        """Every schedule of the tables, by rising peak; of long chains, whose judging is slow, evenly spread ones."""
         tables = [self._all]
         tables += [self._all_by_readers] if self._retains_from_birth else []
         tables += [self._finer(top) for top in self._finer_tops]
@@ -195,7 +186,7 @@ class Solver:
 
     @cached_property
     def _keep_all(self) -> Candidate:
-        """Nothing recomputed, every stage under the fastest of its options."""
+        """Candidate without recomputation, every stage under the fastest of its options."""
         return self._judge(keep_all_fastest(self.chain))
 
     @property
@@ -204,26 +195,25 @@ class Solver:
 
     @cached_property
     def _all(self) -> Candidates:
-        """For every budget."""
+        """Candidates for every budget."""
         return self._solve(self._most_bytes)
 
     @cached_property
     def _retains_from_birth(self) -> bool:
-        """The two rules for skips are not the same."""
+        """True if the two rules for skips differ."""
         return retains_from_birth(self.chain)
 
     @cached_property
     def _all_by_readers(self) -> Candidates:
-        """The same under another rule for skips; the simulator tells which of the two was right."""
+        """Candidates under the other rule for skips; the simulator tells which of the two was right."""
         return self._solve(self._most_bytes, readers_pay=True)
 
     @cached_property
     def _finer_tops(self) -> tuple[int, ...]:
-        """By falling memory, how many bytes each of the finer tables goes up to.
+        """By falling memory, the largest budget of each finer table in bytes.
 
-        In a coarse table of a long chain some boundaries take no slot at all, and the program picks those. As long as
-        they are many times smaller than a budget, that does little harm. With a budget of a few dozen of them its
-        schedules exceed their slots by far.
+        In a coarse table of a long chain some boundaries take no slot, and the program picks those: with a budget of
+        only a few dozen boundaries, schedules exceed their slots by far.
         """
         if not self._is_coarse:
             return ()
@@ -236,7 +226,7 @@ class Solver:
         return (*tops, math.ceil(small))
 
     def _finer(self, top_bytes: int) -> Candidates:
-        """For budgets of which a coarse table has only a few slots. Made when the first of them is asked for."""
+        """Candidates for budgets of which a coarse table has only a few slots; made when first asked for."""
         if top_bytes not in self._finer_tables:
             self._finer_tables[top_bytes] = self._solve(top_bytes)
         return self._finer_tables[top_bytes]
@@ -246,7 +236,7 @@ class Solver:
         return self._slots < _FINE_SLOTS and not self._is_exact(self._most_bytes)
 
     def _solve(self, most_bytes: int, *, readers_pay: bool = False) -> Candidates:
-        """One table for budgets up to ``most_bytes``."""
+        """Candidates of one table for budgets up to ``most_bytes``."""
         exact, refined = self._is_exact(most_bytes), len(self.chain) <= _REFINED_STAGES
         unit = float(self._divisor) if exact else most_bytes / self._slots
         requirements = requirements_of(
@@ -272,7 +262,7 @@ class Solver:
         )
 
     def _is_exact(self, most_bytes: int) -> bool:
-        """Slots can be whole divisors of every size."""
+        """True if slots can be whole divisors of every size."""
         return self._divisor * self._slots >= most_bytes
 
     @cached_property
@@ -281,7 +271,7 @@ class Solver:
 
 
 class _Judge:
-    """Simulates schedules, each of them once. Shared by a solver and its tables, none of which knows the solver."""
+    """Simulates schedules, each of them once. A solver and its tables share it, and none of these knows the solver."""
 
     def __init__(self, chain: Chain, gradients_exist: bool, lingering_bytes: int) -> None:
         self._chain = chain
@@ -318,18 +308,14 @@ def sizes_in(chain: Chain) -> list[int]:
 
 
 def frontier_of(solver: Solver, *, budget_bytes: int | None = None) -> Frontier:
-    """The frontier of a chain.
+    """The frontier of a chain, as fast as ``solver.plan`` at any budget but for gaps between points close together.
 
-    Solves the table if the solver has not done so. Judging what it proposes takes about as long as that again for long
-    chains. For one budget the planner also tries what the table does not hold; so where two points are far apart, it is
-    asked for what is between.
+    Judging the table's schedules takes about as long again as solving it, for long chains. The planner also tries what
+    the table does not hold; so where two points are far apart, it is asked for budgets between.
 
     Args:
-        solver: Of the chain.
+        solver: Of the chain; solves its table if it has not.
         budget_bytes: Where :meth:`Frontier.gain` starts.
-    Returns:
-        A curve that is as fast as ``solver.plan`` at any budget, up to what is left between points that are close
-        together.
     """
     points = pareto(FrontierPoint.of(each.schedule, each.simulation) for each in solver.candidates())
     asked: set[int] = set()
@@ -361,15 +347,11 @@ def _frontier_of_plan(plan: Plan) -> Frontier:
 Plan.solved_frontier = _frontier_of_plan
 
 
-# ----------------------------------------------------------------------------------------------------
-# Schedules to choose from without solving anything: for chains that differ from a solved one in sizes alone.
+# -------------------------------------------------------------------- menus: schedules to choose from without solving
 
 
 def menu_of(solver: Solver) -> tuple[Schedule, ...]:
-    """Schedules from the least memory to no recomputation, the best ones for budgets that are spread evenly.
-
-    Hardly any work once the solver has its tables.
-    """
+    """The best schedules for budgets from the least memory to no recomputation; takes no time once tables exist."""
     least, most = solver.minimum(), solver.plan(sys.maxsize)  # the latter recomputes nothing
     low, high = least.peak_bytes, most.peak_bytes
     budgets = [low + (high - low) * number // _BUDGETS for number in range(1, _BUDGETS)]
@@ -390,9 +372,9 @@ def fastest_of(
     Args:
         schedules: Made for chains with the same stages.
         chain: What they are to run.
-        budget_bytes: As in :func:`lightning_rotor.planning.plan`.
-        gradients_exist: Likewise.
-        lingering_bytes: Likewise.
+        budget_bytes: As in :func:`lightning_rotor.planning.plan`, like the flags.
+        gradients_exist: Parameters already have gradients.
+        lingering_bytes: Held during the forward and freed before the backward.
         slots: How finely the schedules were planned.
     """
     start = time.perf_counter()

@@ -33,18 +33,10 @@ def plan_table(
     plain_peak_bytes: int | None = None,
     extra_rows: Iterable[tuple[str, str]] = (),
 ) -> Table:
-    """Summarise a plan in a few rows.
+    """Summarise a plan in a few rows, for ``rich.print``.
 
-    Args:
-        plan: What was planned.
-        reserved_bytes: What the process holds besides activations; added to the plan's budget and peaks, so that the
-            table shows the process as a whole.
-        measured_peak_bytes: The allocator's peak in a step with the plan, ``reserved_bytes`` included.
-        plain_peak_bytes: Peak of a step without recomputation, ``reserved_bytes`` included. By default what the
-            simulator says.
-        extra_rows: Names and values to add at the end.
-    Returns:
-        A table to print with ``rich.print``.
+    ``reserved_bytes``, what the process holds besides activations, are added to the plan's budget and peaks, and are
+    included in the measured and the plain peak. The plain peak is the simulator's unless it is given.
     """
     if plain_peak_bytes is None:
         plain_peak_bytes = reserved_bytes + plain_simulation(plan).peak_bytes
@@ -74,7 +66,7 @@ def plan_table(
 
 
 def plain_simulation(plan: Plan) -> Simulation:
-    """The step of a plan's chain without recomputation, under the same circumstances."""
+    """Simulation of a plan's chain without recomputation, under the same conditions."""
     return simulate(
         plan.chain,
         Schedule.keep_all(len(plan.chain)),
@@ -88,34 +80,17 @@ def plain_simulation(plan: Plan) -> Simulation:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A run of stages that a schedule treats alike.
-
-    Attributes:
-        first: Number of its first stage.
-        last: Number of its last stage.
-        treatment: What is done.
-        held_bytes: What is alive because of it between the forward and the backward.
-        recompute_seconds: Time that its recomputation takes.
-    """
+    """A run of stages ``first..last`` that a schedule treats alike."""
 
     first: int
     last: int
     treatment: str
-    held_bytes: int
+    held_bytes: int  # alive because of it between the forward and the backward
     recompute_seconds: float
 
 
 def stage_table(plan: Plan, *, most_rows: int = _MOST_ROWS) -> Table:
-    """What a plan does with which stages, and what that holds and costs.
-
-    Neighbours that are treated alike share a row, and the rows in the middle of a long table are left out.
-
-    Args:
-        plan: What was planned.
-        most_rows: Length of the table at most.
-    Returns:
-        A table to print with ``rich.print``.
-    """
+    """Treatment, bytes and seconds of a plan's stages; alike neighbours share a row, long tables lose the middle."""
     names, rows = plan.chain.names, _rows(plan)
     shown = list(_shortened(rows, most_rows))
     table = Table(box=box.ROUNDED, title="Stages", title_justify="left")
@@ -158,7 +133,7 @@ def _rows(plan: Plan) -> list[_Row]:
     rows: list[_Row] = []
     for treatment, group in groupby(plan.schedule.items, key=partial(_treatment, plan.chain)):
         items = list(group)
-        # Segments hold their inputs one by one, so each of them is worth a row.
+        # Each segment holds an input of its own, so each gets a row.
         for run in [items] if isinstance(items[0], Leaf) else [[item] for item in items]:
             first, last = run[0].first, run[-1].last
             span = slice(first, last + 1)
@@ -175,10 +150,7 @@ def _treatment(chain: Chain, item: Item) -> str:
 
 
 def _held_bytes(chain: Chain, schedule: Schedule) -> list[int]:
-    """By stage, bytes alive between forward and backward because of it: what it saves, or its segment's input.
-
-    A boundary counts for the stage that reads it, a skip for the one that made it.
-    """
+    """Bytes alive after the forward, by stage: its saved set or its segment's input; skips count for their makers."""
     held = [0] * len(chain)
     saved_output, kept_skips = 0, set[int]()
     for item in schedule.items:
@@ -232,7 +204,7 @@ def _from_to(first: str, last: str) -> str:
 
 
 def relative_name(start: str, end: str) -> str:
-    """The name of a module without those that another one is in, too: ``d`` for ``a.b.d`` beside ``a.b.c``."""
+    """Name of a module without the modules that another one is in, too: ``d`` for ``a.b.d`` beside ``a.b.c``."""
     inside = end.split(".")
     for module in start.split(".")[:-1]:
         if len(inside) == 1 or inside[0] != module:
@@ -242,7 +214,7 @@ def relative_name(start: str, end: str) -> str:
 
 
 def _short(name: str) -> str:
-    """A name without its inside, if it is long: the end tells most, and the beginning where it is."""
+    """A name without its middle if it is long: the end tells most, the beginning tells where it is."""
     head = _MOST_NAME // 3
     return name if len(name) <= _MOST_NAME else f"{name[:head]}…{name[1 + head - _MOST_NAME :]}"
 
@@ -251,16 +223,11 @@ def _short(name: str) -> str:
 
 
 def schedule_line(schedule: Schedule, *, most_characters: int = _MOST_CHARACTERS) -> str:
-    """The text of a schedule, shortened from the inside if it is long.
+    """The text of a schedule on one line of ``most_characters``, shortened from the inside.
 
-    Stages are consecutive, so what ``…`` stands for is what is missing between its neighbours. The most deeply nested
-    segments go first, then all segments, then the middle.
+    Stages are consecutive, so neighbours of ``…`` tell what is missing. The most deeply nested segments go first, then
+    all segments, then the middle.
 
-    Args:
-        schedule: Any schedule.
-        most_characters: Length of the result at most.
-    Returns:
-        One line.
     Example:
         >>> schedule_line(Schedule.parse("0 ((1 2) 3 4) 5"), most_characters=12)
         '0 (… 3-4) 5'
@@ -287,7 +254,7 @@ def _without_deeper(text: str, depth: int) -> str:
 
 
 def _with_one_gap(text: str) -> str:
-    """Neighbouring gaps become one."""
+    """Merge neighbouring gaps into one."""
     return re.sub(r"…( …)+", "…", text)
 
 

@@ -11,10 +11,9 @@
     net = nn.Sequential(Down(), Middle(), Up())
     verify_skippables(net)
 
-A decorated class is a subclass of the user's: keys of state dictionaries, ``isinstance`` and pickling stay as they are.
-Called plainly, an ``nn.Sequential`` hands tensors on by itself. Cut into a chain, every skip is a value of its own
-between the stage that stashes it and the one that pops it: planners know what it takes
-(:class:`lightning_rotor.chain.Skip`), and recomputation hands it out again.
+A decorated class is a subclass of the user's: state dictionaries, ``isinstance`` and pickling stay as they are. Called
+plainly, an ``nn.Sequential`` hands tensors on by itself. Cut into a chain, every skip is a value of its own between two
+stages: planners know its size (:class:`lightning_rotor.chain.Skip`), and recomputation hands it out again.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ class SkipError(RotorError, RuntimeError):
 class Namespace:
     """Isolates the skip connections of layers that share it: ``layer.isolate(Namespace())``.
 
-    Layers of one class use the same names over and over; each pair gets a namespace of its own. A namespace is equal to
-    itself and to its copies, those in other processes included, and sorted in an order that means nothing.
+    Layers of one class use the same names over and over; each pair gets a namespace of its own. A namespace equals its
+    copies, those in other processes included; its sort order means nothing.
     """
 
     _id: uuid.UUID = field(default_factory=uuid.uuid4, init=False)
@@ -76,13 +75,13 @@ class stash:  # noqa: N801 - used like a statement: ``yield stash("skip", x)``
 
 @dataclass(frozen=True, slots=True, eq=False)
 class pop:  # noqa: N801 - used like a statement: ``skip = yield pop("skip")``
-    """Command of a skippable layer: ask for what was stashed under a name."""
+    """Command of a skippable layer: get what was stashed under a name."""
 
     name: str
 
 
 class _Plainly(threading.local):
-    """What plain calls have stashed and not popped yet. Each thread has its own, as each has its own forward."""
+    """Tensors that plain calls have stashed and not popped yet, by thread, as each has its own forward."""
 
     def __init__(self) -> None:
         self.tensors: dict[Key, torch.Tensor | None] = {}
@@ -92,19 +91,17 @@ _plainly = _Plainly()
 
 
 class Skippable(nn.Module):
-    """What :func:`skippable` makes of a class. Not for direct use."""
+    """Base of the classes that :func:`skippable` makes. Not for direct use."""
 
     stashable_names: ClassVar[frozenset[str]] = frozenset()
     poppable_names: ClassVar[frozenset[str]] = frozenset()
 
     def isolate(self: _Module, namespace: Namespace, *, only: Iterable[str] | None = None) -> _Module:
-        """Give skip connections of this layer a namespace.
+        """Give skip connections of this layer a namespace, and return the layer.
 
         Args:
             namespace: Shared by the layers at both ends.
             only: Names that it is for; by default all.
-        Returns:
-            The layer itself.
         Raises:
             SkipDeclarationError: A name is not one of this layer.
         """
@@ -121,11 +118,11 @@ class Skippable(nn.Module):
         return self
 
     def stashable(self) -> tuple[Key, ...]:
-        """What the layer stashes, in a fixed order."""
+        """Keys that the layer stashes, in a fixed order."""
         return tuple((self._namespaces().get(name), name) for name in sorted(self.stashable_names))
 
     def poppable(self) -> tuple[Key, ...]:
-        """What the layer pops, in a fixed order."""
+        """Keys that the layer pops, in a fixed order."""
         return tuple((self._namespaces().get(name), name) for name in sorted(self.poppable_names))
 
     def forward(self, input: Any) -> Any:
@@ -142,14 +139,10 @@ class Skippable(nn.Module):
         return output
 
     def threaded(self, input: Any, popped: dict[Key, Any]) -> tuple[Any, dict[Key, Any]]:
-        """Run the user's forward with all that it pops; returns the output, and all that it stashes.
-
-        Raises:
-            SkipError: The layer does not do what it declared.
-        """
+        """Output of the user's forward and all that it stashes; a SkipError if the layer breaks its declaration."""
         waiting = {name: tensor for (_, name), tensor in popped.items()}
         stashed: dict[str, Any] = {}
-        # The class behind this one is the user's.
+        # The next class in the order of resolution is the user's.
         running = super().forward(input)
         output = self._follow(running, waiting, stashed) if isinstance(running, Generator) else running
         del running
@@ -159,7 +152,7 @@ class Skippable(nn.Module):
         return output, {(self._namespaces().get(name), name): tensor for name, tensor in stashed.items()}
 
     def _follow(self, running: Generator[Any, Any, Any], waiting: dict[str, Any], stashed: dict[str, Any]) -> Any:
-        """Do what the forward asks for, until it returns."""
+        """Carry out the forward's commands until it returns; returns its result."""
         answer: Any = None
         while True:
             try:
@@ -187,15 +180,14 @@ class Skippable(nn.Module):
 
 
 def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[type[_Module]], type[_Module]]:
-    """Declare which skip connections a class of layers stashes and pops.
+    """Declare which skip connections a class of layers stashes and pops, as a decorator.
 
-    Its ``forward`` is a generator that yields :class:`.stash` and :class:`.pop` commands and returns the output.
+    Its ``forward`` is a generator that yields :class:`.stash` and :class:`.pop` commands and returns the output. The
+    decorator makes a subclass under the same name.
 
     Args:
-        stash: Names of what it stashes, each in every forward.
-        pop: Names of what it pops, likewise.
-    Returns:
-        A decorator. The class that it makes is a subclass under the same name.
+        stash: Names that each forward stashes.
+        pop: Names that each forward pops.
     Raises:
         SkipDeclarationError: A string is given for a list of names, or the class is no ``nn.Module``.
     """

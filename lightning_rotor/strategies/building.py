@@ -2,7 +2,7 @@
 
 First batch ──► checked ──► what the module is called with ──► memory that is left ──► ``pipelined``
 
-What cannot be trained in a pipeline is found here, on every process, before training starts: each ``check_…`` raises a
+What a pipeline cannot train is refused before training, on every process: each ``check_…`` raises a
 :class:`PipelineError` that says what would work.
 """
 
@@ -75,14 +75,14 @@ class PipelineSettings(PipelineOptions):
         return self.sample if isinstance(self.sample, tuple) else (self.sample,), {}
 
     def options(self, devices: int) -> PipelineOptions:
-        """Those of a pipeline over some devices."""
+        """Options of a pipeline over some devices."""
         if self.schedule != "interleaved":
             return self
         by_hand = not isinstance(self.balance, str)
         return replace(self, stages_per_device=max(len(self.balance) // devices, 1) if by_hand else 2)
 
     def check_devices(self, world: int, stages: int) -> None:
-        """So many devices, in pipelines of so many stages."""
+        """Refuse numbers of devices that make no pipelines of so many stages."""
         if world % stages:
             raise PipelineError(
                 f"pipeline_stages is {stages}, but there are {world} devices: expected a number of devices that is a "
@@ -96,7 +96,7 @@ class PipelineSettings(PipelineOptions):
             )
 
     def check_fit(self, model: pl.LightningModule, precision: Precision, callbacks: Sequence[pl.Callback]) -> None:
-        """A loss that is not scaled by what gradients allow, backwards when they can be, weights where they are."""
+        """Refuse scaled losses, manual optimization except under GPipe, and callbacks that average weights."""
         if isinstance(precision, MixedPrecision) and precision.scaler is not None:
             raise PipelineError(
                 'precision "16-mixed" scales the loss by what the gradients of all stages allow, which a pipeline '
@@ -115,7 +115,7 @@ class PipelineSettings(PipelineOptions):
                 )
 
     def check_rows(self, rows: int, what: str) -> None:
-        """A row for each micro-batch."""
+        """Refuse fewer rows than micro-batches."""
         if not rows:
             raise PipelineError(
                 f"{what} is empty: expected at least one row for each of {self.micro_batches} micro-batches"
@@ -128,7 +128,7 @@ class PipelineSettings(PipelineOptions):
 
 
 def check_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Each step of an optimizer is one backward."""
+    """Refuse optimizers that take several backwards for a step."""
     if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
         raise PipelineError(
             "LBFGS evaluates the loss several times in a step and needs all parameters in one place: expected an "
@@ -137,7 +137,7 @@ def check_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> None:
 
 
 def check_calls(trainer: pl.Trainer, name: str, part: Any) -> None:
-    """In a dry run, ``training_step`` calls a module once."""
+    """Refuse a ``training_step`` that calls the module more than once, or without gradients, in a dry run."""
     calls: list[bool] = []
 
     def watch(copy: pl.LightningModule) -> None:
@@ -157,13 +157,13 @@ def check_calls(trainer: pl.Trainer, name: str, part: Any) -> None:
 
 
 def outside_bytes(model: nn.Module, module: nn.Module, factor: float) -> int:
-    """Of what is not in a module, with gradients, and ``factor`` bytes of optimizer state for each trained byte."""
+    """Bytes outside of a module, gradients included, with ``factor`` bytes of optimizer state per trained byte."""
     tensors = outside(model, module)
     return storage_bytes(tensors) + round((1 + factor) * _trained_bytes(tensors))
 
 
 def state_bytes(stages: Sequence[Stage], factor: float, device: torch.device) -> list[int]:
-    """By stage of a chain, weights, buffers and optimizer state."""
+    """By stage of a chain, bytes of weights, buffers and optimizer state."""
     found = []
     for tensors in map(tensors_of, stages):
         weights = sum(block_bytes(tensor.numel() * tensor.element_size(), device) for tensor in tensors)
@@ -261,7 +261,7 @@ class PipelineBuilder:
         return found
 
     def _trial_optimizers(self) -> list[torch.optim.Optimizer]:
-        """To ask them what they keep."""
+        """Optimizers made to ask them what they keep."""
         states = GeneratorStates()
         made = optimizers_of(self._model)
         states.restore()
@@ -283,24 +283,24 @@ class PipelineBuilder:
         return first_call(self._trainer, target.module, part, optimizers=optimizers, device=self._device)
 
     def _limit_bytes(self) -> int:
-        """Of this process's device."""
+        """Memory limit of this process's device."""
         limit_bytes = process_limit_bytes(self._settings.limit, self._model, (), (), self._device)
         shared = self._settings.limit is None and self._device.type == "cpu"
         return limit_bytes // self._neighbours if shared else limit_bytes
 
     def _devices(self, memory_bytes: int | None) -> list[PipelineDevice]:
-        """In the order of the pipeline; of replicas, the one with least memory."""
+        """Devices in the order of the pipeline; of replicas, the one with least memory."""
         if memory_bytes is not None and self._processes.replicas is not None:
             memory_bytes = min(gathered(memory_bytes, self._processes.replicas))
         found = gathered(None if memory_bytes is None else max(memory_bytes, 0), self._processes.group)
         return [PipelineDevice(each) for each in found]
 
 
-# -------------------------------------------------------------------- with what user code calls the module
+# -------------------------------------------------------------------- how user code calls the module
 
 
 def first_batch(trainer: pl.Trainer) -> Any:
-    """The first batch of what the Trainer was asked to do, as its loader gives it; None if there is none."""
+    """The first batch of the Trainer's task, as its loader gives it; None if there is none."""
     loops: dict[Any, Any] = {
         TrainerFn.FITTING: trainer.fit_loop,
         TrainerFn.VALIDATING: trainer.validate_loop,
@@ -321,7 +321,7 @@ def first_batch(trainer: pl.Trainer) -> Any:
 def first_call(
     trainer: pl.Trainer, module: nn.Module, part: Any, *, optimizers: int, device: torch.device
 ) -> tuple[Call, RunContext]:
-    """Arguments with which the user's step calls a module, and the settings around that call."""
+    """Arguments of the user's step's first call of a module, and the settings around that call."""
     model = trainer.lightning_module
     steps: dict[Any, str] = {
         TrainerFn.FITTING: "training_step",
@@ -346,7 +346,7 @@ def first_call(
 
 @contextmanager
 def _untouched(model: pl.LightningModule, optimizers: int) -> Iterator[None]:
-    """Attributes, buffers and what learns are put back; optimizers do not exist yet, and take everything in silence."""
+    """Context that restores attributes, buffers and what learns; optimizers do not exist yet, and accept everything."""
     learning = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     silence: Callable[..., Any] = Silence()
     names = ("lr_schedulers", "manual_backward", "toggle_optimizer", "untoggle_optimizer", "clip_gradients")
@@ -362,7 +362,7 @@ def _untouched(model: pl.LightningModule, optimizers: int) -> Iterator[None]:
 
 
 class _Stop:
-    """In the place of a module: whoever calls it waits, and never goes on."""
+    """Stands for a module: its first caller waits, and never goes on."""
 
     active = True
 

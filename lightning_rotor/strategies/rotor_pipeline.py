@@ -41,8 +41,8 @@ class RotorPipelineStrategy(DDPStrategy):
     """Pipeline parallelism: one module is cut into stages, one or more on each device, each under its own plan.
 
     The user's ``training_step`` is unchanged. It runs once for each micro-batch, on every process, and its loss counts
-    as many times as the micro-batch has rows, so a loss that is a mean over samples gives the gradients of the whole
-    batch. What is outside of the cut module runs on every process. ``self.log`` logs the batch's value, once.
+    as many times as the micro-batch has rows, so a mean over samples gives the gradients of the whole batch. What is
+    outside of the cut module runs on every process. ``self.log`` logs the batch's value, once.
 
     Args:
         module: Dotted name of the submodule to cut. By default the one with most of the compute, as for
@@ -50,8 +50,7 @@ class RotorPipelineStrategy(DDPStrategy):
         balance: ``"auto"`` for the fastest cuts that fit, or how many stages of the model each pipeline stage gets.
         micro_batches: Into how many parts a batch is split.
         schedule: ``"1f1b"``, ``"gpipe"`` or ``"interleaved"``: two stages on each device, or as ``balance`` says.
-        recompute: ``"rotor"`` for the plan that is best within the memory, ``"always"``, ``"except_last"``,
-            ``"never"``.
+        recompute: ``"rotor"`` for the best plan within the memory, ``"always"``, ``"except_last"``, ``"never"``.
         mem_limit: What the process may use of each device, as for :class:`~lightning_rotor.RotorCallback`.
         pipeline_stages: Over how many devices one copy of the model is spread; by default all.
         deferred_batch_norm: Update running statistics of BatchNorm once for each batch, with those of all its rows.
@@ -62,7 +61,7 @@ class RotorPipelineStrategy(DDPStrategy):
     Attributes:
         partition: How the model is cut, or was by the last run; None before it has been set up.
     Raises:
-        PipelineError: Arguments without sense; in ``setup``, on every process, whatever speaks against a pipeline.
+        PipelineError: Wrong arguments; in ``setup``, on every process, whatever speaks against a pipeline.
         PartitionError: In ``setup``: no partition fits; says the least memory per device that would.
     Example:
         >>> trainer = L.Trainer(strategy=RotorPipelineStrategy(micro_batches=8), devices=4)  # doctest: +SKIP
@@ -127,7 +126,7 @@ class RotorPipelineStrategy(DDPStrategy):
         self.accelerator.setup(trainer)
         self._failed = False
         self._optimizer_states = {}
-        # Else the group's threads outlive the interpreter, and the process aborts at its very end.
+        # Else the group's threads outlive the interpreter, and the process aborts at exit.
         atexit.register(_end_group)
         model, stages = trainer.lightning_module, self._devices_per_pipeline
         fits = trainer.state.fn == TrainerFn.FITTING
@@ -185,7 +184,7 @@ class RotorPipelineStrategy(DDPStrategy):
         super().on_validation_start()
 
     def _share_buffers(self) -> None:
-        """Copies of the pipeline have seen other batches."""
+        """Give copies of the pipeline the same buffers: they have seen other batches."""
         if self.lightning_module is not None and self._processes is not None:
             share_buffers(self.lightning_module, self._processes.replicas)
 
@@ -200,7 +199,7 @@ class RotorPipelineStrategy(DDPStrategy):
     def reduce(
         self, tensor: torch.Tensor, group: Any = None, reduce_op: dist.ReduceOp | str | None = "mean"
     ) -> torch.Tensor:
-        """Processes of one pipeline hold the same, which counts once in a sum that ``self.log`` asks for by name."""
+        """Reduce a tensor; processes of one pipeline hold the same, which counts once in a sum for ``self.log``."""
         reduced = super().reduce(tensor, group, reduce_op)
         if group is None and isinstance(reduce_op, str) and reduce_op.lower() == "sum":
             return reduced / self._devices_per_pipeline
@@ -213,7 +212,7 @@ class RotorPipelineStrategy(DDPStrategy):
 
     @property
     def _placement(self) -> Placement | None:
-        """Of a model that is cut, as long as the other processes can be asked."""
+        """Placement of a model that is cut, as long as the other processes can be asked."""
         return None if self._steps is None or self._failing else self._steps.pipelined.placement
 
     # ---------------------------------------------------------------- checkpoints
@@ -283,7 +282,7 @@ class RotorPipelineStrategy(DDPStrategy):
             self._watch.close()
             self._watch = None
         if self._failing and dist.is_initialized() and dist.get_backend() == "gloo":
-            # Who waits for this process wakes up, even if it lives on. NCCL would wait for what is pending.
+            # Processes that wait for this one wake up, even if it lives on. NCCL would wait for pending work.
             self._processes = None
             _end_group()
 

@@ -31,14 +31,14 @@ class PipelineSteps:
         self._replicas = pipelined.processes.replicas
 
     def run(self, *args: Any) -> Any:
-        """What ``training_step`` returns for a batch."""
+        """Result of ``training_step`` for a batch."""
         if self._model.automatic_optimization:
             return self._automatic(*args)
         number = self._model.trainer.fit_loop.epoch_loop.total_batch_idx
         return self.pipelined.train_by_hand(lambda: self._user_step(*args), number)
 
     def backward(self, backward: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """A backward that user code asks for, whose gradients go on into the pipeline."""
+        """Run a backward of user code and hand its gradients to the pipeline."""
         if self._model.automatic_optimization:
             return backward()  # hands over what is there
         step = self.pipelined.manual_step
@@ -59,7 +59,7 @@ class PipelineSteps:
             return self._model.training_step(*args)
 
     def _automatic(self, batch: Any, *rest: Any) -> Any:
-        """Once for each micro-batch."""
+        """Run ``training_step`` once for each micro-batch."""
         trainer = self._model.trainer
         epoch = trainer.fit_loop.epoch_loop
         rows, scale = rows_in(batch), 1 / trainer.accumulate_grad_batches
@@ -103,7 +103,7 @@ class PipelineSteps:
 
 
 class _DeferredGradients(torch.autograd.Function):
-    """A loss whose backward was done before it was asked for, and hands over the gradients then."""
+    """A loss whose backward is already done; it hands over the gradients when asked for it."""
 
     @staticmethod
     def forward(ctx: Any, loss: Any, anchor: Any, apart: GradientsApart | None, scale: float) -> Any:
@@ -125,7 +125,7 @@ class _DeferredGradients(torch.autograd.Function):
 
 
 def loss_of(result: Any) -> torch.Tensor:
-    """The loss in what training_step returned; a :class:`PipelineError` if there is none."""
+    """The loss in a result of training_step; a :class:`PipelineError` if there is none."""
     loss = result.get("loss") if isinstance(result, Mapping) else result
     if not isinstance(loss, torch.Tensor):
         raise PipelineError(
@@ -136,7 +136,7 @@ def loss_of(result: Any) -> torch.Tensor:
 
 
 def _together(results: Sequence[Any], sizes: Sequence[int], loss: torch.Tensor) -> Any:
-    """What training_step would have returned for the batch: rows one behind the other, numbers as means."""
+    """Result of training_step for the batch: rows concatenated, numbers as means."""
     if not isinstance(results[0], Mapping):
         return loss
     rest = [tree_flatten({key: value for key, value in result.items() if key != "loss"}) for result in results]
@@ -165,8 +165,7 @@ class _Entry:
 class MicroBatchLogs:
     """Collects what micro-batches log, and logs their mean (or sum, or extreme, as ``reduce_fx`` says) once.
 
-    A metric of torchmetrics has seen all micro-batches by then, so its value for an epoch is that of whole batches. Its
-    value for a step is the mean over the rows.
+    A torchmetrics metric has seen all micro-batches by then: exact for the epoch, for the step a mean over rows.
     """
 
     def __init__(self, model: pl.LightningModule, sizes: Sequence[int]) -> None:
@@ -175,12 +174,12 @@ class MicroBatchLogs:
         self._number = 0
 
     def begin(self, number: int) -> None:
-        """What is logged from here on belongs to this micro-batch."""
+        """Begin the logs of a micro-batch."""
         self._number = number
 
     @contextmanager
     def caught(self) -> Iterator[None]:
-        """Context in which nothing is logged yet."""
+        """Context that collects logs."""
         before = self._model.__dict__.get("log")
         self._model.__dict__["log"] = self._note
         try:
@@ -229,7 +228,7 @@ class MicroBatchLogs:
         return how(_column(entries))
 
     def _mean(self, entries: Sequence[_Entry]) -> torch.Tensor:
-        """Over rows; of one micro-batch, it to the bit."""
+        """Mean over rows; of one micro-batch, its value to the bit."""
         column = _column(entries)
         if len(column) == 1:
             return column[0]
@@ -239,7 +238,7 @@ class MicroBatchLogs:
 
 
 def _column(entries: Sequence[_Entry]) -> torch.Tensor:
-    """As many numbers, of the type that one process would log."""
+    """The numbers as a column, in the type that one process would log."""
     tensors = [torch.as_tensor(entry.value) for entry in entries]
     return torch.stack(
         [(each if each.is_floating_point() else each.to(torch.get_default_dtype())).mean() for each in tensors]
@@ -250,11 +249,7 @@ def _column(entries: Sequence[_Entry]) -> torch.Tensor:
 
 
 class MetricsInCommon:
-    """Synchronizes metrics between copies of a pipeline alone, until :meth:`release`.
-
-    By default a metric adds up the states of all processes. Those of one pipeline see the same batches, which would
-    count as many times.
-    """
+    """Synchronizes metrics among copies until :meth:`release`, since processes of one pipeline see the same batches."""
 
     def __init__(self, model: nn.Module, replicas: dist.ProcessGroup | None) -> None:
         self._before = [
@@ -267,7 +262,7 @@ class MetricsInCommon:
                 metric.process_group = replicas
 
     def release(self) -> None:
-        """Leave the metrics as they were."""
+        """Restore the metrics' synchronization."""
         for metric, available, group in self._before:
             metric.distributed_available_fn, metric.process_group = available, group
         self._before = []
@@ -275,7 +270,7 @@ class MetricsInCommon:
 
 @contextmanager
 def kept_metrics(model: nn.Module) -> Iterator[None]:
-    """Context after which the metrics know as much as before; most add to their state in place."""
+    """Context that restores the metrics' states behind it; most metrics add to their state in place."""
     before = [
         (
             metric,

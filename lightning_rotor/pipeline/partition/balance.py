@@ -17,25 +17,15 @@ Cuts: TypeAlias = tuple[int, ...]
 
 
 def balance_by_time(chain: Chain, partitions: int) -> list[int]:
-    """Cut a chain so that the slowest part is as fast as can be; recomputation and memory do not count."""
+    """Stages per part so that the slowest part is as fast as can be; recomputation and memory do not count."""
     seconds = [stage.keep.forward_seconds + stage.keep.backward_seconds for stage in chain]
     return _least_largest(seconds, partitions, "balance_by_time(chain, {})")
 
 
 def balance_by_size(chain: Chain, partitions: int, *, param_scale: float = 2.0) -> list[int]:
-    """Cut a chain so that the part that takes most memory takes as little as can be.
+    """Stages per part so that the largest part takes the least memory: what plain training saves, and parameters.
 
-    What plain training saves counts, and the parameters with what training needs for them.
-
-    Args:
-        chain: Costs of ``n`` stages.
-        partitions: How many parts, at most ``n``.
-        param_scale: What a byte of trained parameters takes in all: 2 with its gradient alone, 3 with momentum, 4 for
-            Adam.
-    Returns:
-        How many stages are in each part.
-    Raises:
-        PipelineError: There are fewer stages than parts, or ``param_scale`` is negative.
+    A byte of trained parameters takes ``param_scale`` in all: 2 with its gradient alone, 3 with momentum, 4 for Adam.
     """
     if not (math.isfinite(param_scale) and param_scale >= 0):
         raise PipelineError(
@@ -50,7 +40,7 @@ def balance_by_size(chain: Chain, partitions: int, *, param_scale: float = 2.0) 
 
 
 def check_balance(balance: Sequence[int], stages: int, parts: int) -> tuple[int, ...]:
-    """A balance given by hand, for so many stages and parts."""
+    """A balance given by hand, checked for so many stages and parts."""
     given = list(balance)
     entries: list[object] = [*balance]
     even = even_balance(stages, parts)
@@ -89,12 +79,12 @@ def even_balance(stages: int, parts: int) -> list[int]:
 
 
 def simple_balances(chain: Chain, parts: int) -> list[list[int]]:
-    """What one would cut by hand; whoever searches must not end with less."""
+    """Balances that one would make by hand; a search must end with nothing slower."""
     return [even_balance(len(chain), parts), balance_by_time(chain, parts), balance_by_size(chain, parts)]
 
 
 def _corrected(given: list[int], stages: int) -> list[int]:
-    """About the same proportions with the right sum."""
+    """A balance of about the same proportions with the right sum."""
     if stages < len(given):
         return [1] * stages
     ends = [max(round(sum(given[: place + 1]) / sum(given) * stages), place + 1) for place in range(len(given))]
@@ -112,7 +102,7 @@ def _least_largest(values: Sequence[float], partitions: int, call: str) -> list[
             f"such as {call.format(n)}"
         )
     before = np.concatenate(([0.0], np.cumsum(np.asarray(values, float))))
-    # No part needs to be larger than all in equal parts and one more, which bounds its length.
+    # No part needs more than an equal share and one stage, which bounds its length.
     most = (before[-1] / parts + max(values)) * (1 + 1e-9)
     longest = int((np.searchsorted(before, before + most, "right") - np.arange(n + 1)).max()) - 1
     ends = np.arange(n)[:, None] + np.arange(1, longest + 1)
@@ -123,12 +113,9 @@ def _least_largest(values: Sequence[float], partitions: int, call: str) -> list[
 
 
 def least_bottleneck(values: Reals) -> Cuts | None:
-    """Cuts whose largest value is least, and from each cut on nearest to equal; None if all are infinite.
+    """Cuts whose largest value is least, then nearest to equal; None if all are infinite.
 
-    Takes O(stages · n · lengths).
-
-    Args:
-        values: ``(stages, n, lengths)``, by pipeline stage, first stage of the chain and length less one.
+    ``values`` is ``(stages, n, lengths)``: by pipeline stage, first stage of the chain and length less one.
     """
     stages, n, longest = values.shape
     most = np.full((stages + 1, n + longest + 1), math.inf)

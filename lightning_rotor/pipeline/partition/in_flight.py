@@ -6,25 +6,23 @@ micro-batch alone we want the fastest with
 
     (k - 1) · H + P  ≤  budget
 
-Charging the dynamic program k times for whatever it keeps would be wrong. When the backward of item ``t`` runs, this
-micro-batch has given up what is behind ``t``, and the others have not::
+The dynamic program must not charge ``k`` times for what it keeps. When the backward of item ``t`` runs, this
+micro-batch has given up what is behind ``t``, and the others have not; so the segments at the front would get memory
+that is not there::
 
                 item        0       t              T
     k - 1 others            ████████████████████████     all of H, throughout
     the one that runs       ████████░░░░░░░░░░░░░░░░     what is before t, and what t takes meanwhile
 
-A k-fold charge sees ``k`` times what is before ``t``: the segments at the front, the largest ones, would get memory
-that is not there. But if ``H`` were known, all that changes is the budget, ``budget - (k - 1) · H``, and a floor:
-whatever is left when the last stage is kept must be that budget less ``H``, or more has been held. So a *node* ``lo ≤ H
-≤ hi`` is solved with the budget of ``lo`` and the floor of ``hi``::
+But if ``H`` were known, only the budget would change, to ``budget - (k - 1) · H``, and a floor: what is left when the
+last stage is kept must be that budget less ``H``. So a *node* ``lo ≤ H ≤ hi`` is solved::
 
     node [lo, hi]     m = budget - (k - 1) · lo  at the start,  at least  m - hi  left at the end
 
-Its seconds bound those of every schedule with such an ``H`` from below. If the schedule that comes out fits with the
-``H`` that it has, it is the best of the node; if not, the node is split there, ``[lo, H - 1]`` and ``[H, hi]``, and the
-node with the least bound comes next. Slots are whole numbers, so this ends, with the optimum of the table. Only the
-last column of the table depends on the node: O(n² · slots) each. ``k = 1`` is left to
-:func:`lightning_rotor.planning.plan`.
+Its seconds bound those of every schedule with such an ``H``. If its schedule fits with the ``H`` that it has, it is the
+best of the node; if not, the node is split into ``[lo, H - 1]`` and ``[H, hi]``. The node with the least bound comes
+next. Slots are whole numbers, so this ends, with the optimum of the table. Only the table's last column depends on the
+node: O(n² · slots) each. ``k = 1`` is left to :func:`lightning_rotor.planning.plan`.
 """
 
 from __future__ import annotations
@@ -51,15 +49,15 @@ from lightning_rotor.simulator import Simulation, simulate
 
 END = "hand over"
 """Name of the stage that :func:`with_end` adds."""
-# What one table may take: sums of two numbers, a matter of 0.1 s.
+# Sums of two numbers in one table: 0.1 s.
 _SUMS = 2e7
 _LEAST_SLOTS, _MOST_SLOTS = 400, 4000
 # Nodes before the search takes what it has, and how much slower than its bound that may be when it stops before.
 _NODES = 48
 _CLOSE_ENOUGH = 5e-4
-# How far tables reach beyond the peak of the plainest schedules.
+# Reach of tables beyond the peak of the plainest schedules.
 _ROOM = 1.25
-# How many schedules with less memory are tried where one exceeds its slots.
+# Schedules with less memory that are tried where one exceeds its slots.
 _TRIES = 16
 
 
@@ -88,7 +86,7 @@ def sub_chain(chain: Chain, first: int, last: int) -> Chain:
 
 
 def boundary_bytes(chain: Chain, boundary: int) -> int:
-    """What crosses a cut before a stage: its input and every skip that is needed behind it; nothing at the ends."""
+    """Bytes that cross a cut before a stage: its input and every skip that is needed behind it; nothing at the ends."""
     if not 0 < boundary < len(chain):
         return 0
     crossing = [skip for skip in chain.skips if skip.born < boundary and (skip.in_output or skip.last_use >= boundary)]
@@ -98,13 +96,9 @@ def boundary_bytes(chain: Chain, boundary: int) -> int:
 def with_end(chain: Chain, *, received: bool = False) -> Chain:
     """A chain with a stage that does nothing at its end, so that everything before it may be a segment.
 
-    In a step of its own that would be for nothing, since the backward begins where the forward has ended. In a pipeline
-    other micro-batches come between the two. The output is counted as the end's, which the caller holds; a copy that
-    the stage before saves is counted apart, which is exact if it is recomputed, and too much by itself if it is kept.
-
-    Args:
-        chain: What comes before.
-        received: The gradient of the output lies in a buffer that is counted elsewhere.
+    In a pipeline other micro-batches come between forward and backward. The output counts as the end's, which the
+    caller holds; a copy saved by the stage before counts apart: exact if recomputed, too much if kept. ``received``
+    says that the output's gradient lies in a buffer that is counted elsewhere.
     """
     last = chain.stages[-1]
     gradient_bytes = 0 if received else last.output_bytes
@@ -124,7 +118,7 @@ def without_end(schedule: Schedule) -> Schedule | None:
 
 
 def _inside(skip: Skip, first: int, last: int) -> Skip | None:
-    """The part of a skip within ``first..last``, if it is read or made there before ``last``."""
+    """Part of a skip within ``first..last``, if it is read or made there before ``last``."""
     read = [number for number, use in enumerate(skip.uses) if first <= use <= last]
     uses = tuple(skip.uses[number] - first for number in read)
     gradients = tuple(skip.gradient_bytes[number] for number in read)
@@ -153,20 +147,14 @@ def _renumbered(stage: StageCost, numbers: dict[int, int]) -> StageCost:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """How one pipeline stage runs a micro-batch.
-
-    Attributes:
-        chain: The stage's part of the model; with an end, see :func:`with_end`, if the schedule needs it.
-        schedule: What to keep and what to recompute.
-        in_flight: Most micro-batches at once.
-    """
+    """How one pipeline stage runs a micro-batch; its chain has an end (:func:`with_end`) if the schedule needs it."""
 
     chain: Chain
     schedule: Schedule
     in_flight: int
 
     def with_in_flight(self, in_flight: int) -> StagePlan:
-        """The same for another number of micro-batches; what has been simulated need not be again."""
+        """The plan for another number of micro-batches, with the simulations it has."""
         if in_flight == self.in_flight:
             return self
         made = replace(self, in_flight=in_flight)
@@ -175,32 +163,32 @@ class StagePlan:
 
     @cached_property
     def simulation(self) -> Simulation:
-        """One micro-batch where gradients of parameters exist: every one but the first."""
+        """Simulation of one micro-batch where gradients of parameters exist: every one but the first."""
         return simulate(self.chain, self.schedule, gradients_exist=True)
 
     @cached_property
     def first_simulation(self) -> Simulation:
-        """The first micro-batch, whose backward makes the gradients of parameters."""
+        """Simulation of the first micro-batch, whose backward makes the gradients of parameters."""
         return simulate(self.chain, self.schedule)
 
     @property
     def seconds(self) -> float:
-        """Forward and backward of a micro-batch, recomputation included."""
+        """Seconds of forward and backward of a micro-batch, recomputation included."""
         return self.simulation.seconds
 
     @property
     def held_bytes(self) -> int:
-        """What a micro-batch holds between forward and backward."""
+        """Bytes of a micro-batch between forward and backward."""
         return self.simulation.held_bytes
 
     @property
     def bytes(self) -> int:
-        """Most memory of all micro-batches together, the gradients of parameters not counted."""
+        """Most bytes of all micro-batches together, without the gradients of parameters."""
         return (self.in_flight - 1) * self.held_bytes + self.simulation.peak_bytes
 
     @cached_property
     def load(self) -> MicroBatchLoad:
-        """What the pipeline's simulator needs to know."""
+        """Costs for the pipeline's simulator."""
         events, first = self.simulation.events, self.first_simulation.events
         forward = [each for each in events if each.phase == "forward"]
         forward_seconds = sum(each.seconds for each in forward)
@@ -217,12 +205,12 @@ class StagePlan:
 
 
 def keep_all(chain: Chain, in_flight: int = 1) -> StagePlan:
-    """Nothing recomputed, every stage under the fastest of its options."""
+    """Plan without recomputation, every stage under the fastest of its options."""
     return StagePlan(chain, keep_all_fastest(chain), in_flight)
 
 
 def checkpoint_all(chain: Chain, in_flight: int = 1, *, received: bool = False) -> StagePlan:
-    """The whole stage in one segment, as torchgpipe checkpoints its partitions; what must be kept, is."""
+    """Plan with the whole stage in one segment, as torchgpipe's partitions; what must be kept, is."""
     items = segments_around(chain, 0, len(chain) - 1)
     if isinstance(items[-1], Segment):
         chain = with_end(chain, received=received)
@@ -241,11 +229,10 @@ class InFlightPlanner:
         self._columns: dict[bool, _Columns] = {}
 
     def plan(self, in_flight: int, budget_bytes: int) -> StagePlan | None:
-        """The fastest that fits, or None if nothing does.
+        """The fastest plan that fits, or None if none does.
 
-        Optimal among all schedules, up to the rounding to slots and what
-        :mod:`lightning_rotor.planning.dynamic_program` lists, where the search comes to its end, which it nearly always
-        does; else up to the bound of the nodes left.
+        Optimal up to slots and the table's approximations if the search ends, as it nearly always does; else up to the
+        bound of the nodes left.
         """
         kept = keep_all(self._chain, in_flight)
         if (kept.bytes if self._gradients_exist else kept.first_simulation.peak_bytes) <= budget_bytes:
@@ -264,7 +251,7 @@ class InFlightPlanner:
         return best
 
     def least(self, in_flight: int) -> StagePlan:
-        """The plan that takes the least memory, up to one part in a thousand."""
+        """The plan of least memory, up to one part in a thousand."""
         if in_flight == 1:
             return StagePlan(self._chain, self._solver.minimum().schedule, 1)
         best = min((keep_all(self._chain, in_flight), self._checkpointed(in_flight)), key=lambda plan: plan.bytes)
@@ -278,7 +265,7 @@ class InFlightPlanner:
         return best
 
     def _columns_for(self, ended: bool, budget_bytes: int) -> _Columns:
-        """A table for budgets up to that, of the chain with an end or without."""
+        """A table for budgets up to this one, of the chain with an end or without."""
         chain = with_end(self._chain, received=self._received) if ended else self._chain
         # A schedule that holds less may have a larger peak than one that keeps everything.
         most = min(math.ceil(_ROOM * max(keep_all(chain).bytes, self._checkpointed(1).bytes)), budget_bytes)
@@ -291,7 +278,7 @@ class InFlightPlanner:
 
 
 class _Columns:
-    """A solved table, and what becomes of its last column under a floor."""
+    """A solved table, and its last column under a floor."""
 
     def __init__(self, chain: Chain, most_bytes: int, slots: int) -> None:
         self.chain, self.most_bytes = chain, most_bytes
@@ -307,41 +294,41 @@ class _Columns:
 
     @property
     def top(self) -> int:
-        """Most slots."""
+        """Number of slots."""
         return len(self._table.seconds) - 1
 
     def seconds(self, floor: int) -> Seconds:
-        """Least seconds by memory if so many slots must be left when the last stage is kept."""
+        """Least seconds by memory if ``floor`` slots must be left when the last stage is kept."""
         if floor not in self._known:
             self._set_floor(floor)
             self._known[floor] = self._table.seconds.copy()
         return self._known[floor]
 
     def schedule(self, memory: int, floor: int) -> Schedule:
-        """What is behind ``seconds(floor)[memory]``, which must be finite."""
+        """Schedule of ``seconds(floor)[memory]``, which must be finite."""
         if floor != self._floor:
             self._set_floor(floor)
         return schedule_at(self._table, memory)
 
     def _set_floor(self, floor: int) -> None:
-        """Raise what the last stage needs, and solve the intervals that end there again."""
+        """Raise the needs of the last stage, and solve the intervals that end there again."""
         self._floor = floor
         self._table.solve_last_column(floor=floor)
 
 
 class _Search:
-    """Best first over what a micro-batch may hold."""
+    """Best-first search over the memory that a micro-batch may hold."""
 
     def __init__(self, columns: _Columns, in_flight: int, budget_bytes: int, best: StagePlan | None) -> None:
         self._columns, self._others, self._budget_bytes = columns, in_flight - 1, budget_bytes
         chain = columns.chain
-        # Held by every schedule, and no part of what the table retains.
+        # Every schedule holds it, but the table does not count it.
         self._always_bytes = chain.stages[-1].output_bytes + sum(stage.pinned_bytes for stage in chain)
         self._always_bytes += sum(skip.size_bytes for skip in chain.skips if skip.in_output)
         self._best = best
 
     def run(self) -> StagePlan | None:
-        """The fastest plan that fits, if there is one."""
+        """The fastest plan that fits, or None."""
         unit = self._columns.unit
         most = int((self._budget_bytes / (self._others + 1) - self._always_bytes) / unit) + 1
         nodes: list[tuple[float, int, int]] = []
@@ -369,7 +356,7 @@ class _Search:
         return self._best
 
     def _memory(self, held: int) -> int:
-        """Slots for one micro-batch if each of the others holds so many."""
+        """Slots for one micro-batch if each of the others holds ``held`` slots."""
         others = self._others * (self._always_bytes + held * self._columns.unit)
         slots = math.floor((self._budget_bytes - others) / self._columns.unit) + (0 if self._columns.exact else 1)
         return min(slots, self._columns.top)
@@ -396,7 +383,7 @@ class _Search:
         return StagePlan(chain, schedule, self._others + 1)
 
     def _take_below(self, memory: int, floor: int) -> None:
-        """The first of the schedules with less memory that fits in bytes."""
+        """Take the first of the schedules with less memory that fits in bytes."""
         if memory < 0:
             return
         seconds = self._columns.seconds(floor)[: memory + 1]

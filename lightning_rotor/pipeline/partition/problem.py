@@ -1,4 +1,4 @@
-"""What there is to cut: the chain, the devices, how the pipeline runs; and what runs of stages cost on a device."""
+"""The problem of cutting: the chain, the devices, how the pipeline runs; and costs of runs of stages on a device."""
 
 from __future__ import annotations
 
@@ -32,25 +32,20 @@ from lightning_rotor.pipeline.simulator import DeviceMemory, MicroBatchLoad, Pip
 
 RecomputeMode: TypeAlias = Literal["rotor", "always", "except_last", "never"]
 RECOMPUTE_MODES: tuple[RecomputeMode, ...] = get_args(RecomputeMode)
-# How often a plan is made with less memory because of what lingers.
+# Most tries to plan with less memory because of what lingers.
 _TRIES = 4
-# How many plans it takes about to find the one with the least memory.
+# Plans made to find the one with the least memory.
 _PLANS_FOR_LEAST = 10
-# How far the shares of stages on one device are stretched, at most, and in how many steps.
+# Largest stretch of the shares of stages on one device, and its steps.
 _MOST_STRETCH, _STRETCHES = 4.0, 5
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineDevice:
-    """One device of a pipeline.
+    """One device of a pipeline."""
 
-    Attributes:
-        memory_bytes: What training may use of it, everything included; None if that is no concern.
-        speed: How fast it is, compared with the device on which the chain was measured.
-    """
-
-    memory_bytes: int | None = None
-    speed: float = 1.0
+    memory_bytes: int | None = None  # all that training may use of it; None for no limit
+    speed: float = 1.0  # relative to the device on which the chain was measured
 
     def __post_init__(self) -> None:
         if self.memory_bytes is not None and self.memory_bytes < 0:
@@ -60,18 +55,13 @@ class PipelineDevice:
 
 
 def devices_of(devices: int | Sequence[PipelineDevice], memory_bytes: int | None = None) -> tuple[PipelineDevice, ...]:
-    """So many equal devices, or those that are given."""
+    """A number of equal devices, or the given ones."""
     return (PipelineDevice(memory_bytes),) * devices if isinstance(devices, int) else tuple(devices)
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What connects neighbouring devices, in either direction.
-
-    Attributes:
-        bytes_per_second: Bandwidth.
-        latency_seconds: What every message takes besides.
-    """
+    """Bandwidth and latency of every message between neighbouring devices, in either direction."""
 
     bytes_per_second: float = math.inf
     latency_seconds: float = 0.0
@@ -81,7 +71,7 @@ class Link:
             raise PipelineError(f"{self}: expected a positive bandwidth and a latency that is not negative")
 
     def seconds(self, size_bytes: int) -> float:
-        """How long a message travels."""
+        """Travel time of a message."""
         return self.latency_seconds + size_bytes / self.bytes_per_second
 
 
@@ -97,33 +87,23 @@ def _simulator(
 class Problem:
     """A chain to be cut.
 
-    Attributes:
-        chain: Costs of ``n`` stages for one micro-batch.
-        devices: In the order of the pipeline.
-        micro_batches: Into how many parts a batch is split.
-        schedule: In which order devices work.
-        stages_per_device: More than one with ``"interleaved"`` only.
-        recompute: ``"rotor"`` plans every pipeline stage within what is left of its device's memory. ``"always"``
-            recomputes each stage as a whole, ``"except_last"`` for all micro-batches but the last, ``"never"`` nothing.
-        state_bytes: By stage of the chain, what training keeps besides gradients: weights, buffers, optimizer state.
-        link: Between neighbours; by default it takes no time.
-        receive_buffers: How many there are for the input of a pipeline stage and for the gradient of its output: one
-            per micro-batch, as ``torch.distributed.pipelining`` allocates them, or as many as are in flight and one.
-        gradients_exist: Gradients of parameters are there before the step.
-        outputs_linger: Torch holds on to outputs whose sending is done, as it does before 2.15.
+    ``recompute``: ``"rotor"`` plans every pipeline stage within what is left of its device's memory. ``"always"``
+    recomputes each stage as a whole, ``"except_last"`` for all micro-batches but the last, ``"never"`` nothing. Receive
+    buffers, of the input of a pipeline stage and of the gradient of its output, are one per micro-batch, as
+    ``torch.distributed.pipelining`` allocates them, or as many as are in flight and one.
     """
 
-    chain: Chain
-    devices: tuple[PipelineDevice, ...]
+    chain: Chain  # costs for one micro-batch
+    devices: tuple[PipelineDevice, ...]  # in the order of the pipeline
     micro_batches: int
     schedule: PipelineScheduleName = "1f1b"
-    stages_per_device: int = 1
+    stages_per_device: int = 1  # more than one with "interleaved" only
     recompute: RecomputeMode = "rotor"
-    state_bytes: tuple[int, ...] = ()
+    state_bytes: tuple[int, ...] = ()  # by stage of the chain, what training keeps besides gradients
     link: Link = Link()
     receive_buffers: Literal["micro_batches", "in_flight"] = "micro_batches"
-    gradients_exist: bool = False
-    outputs_linger: bool = True
+    gradients_exist: bool = False  # of parameters, before the step
+    outputs_linger: bool = True  # torch holds on to sent outputs, as it does before 2.15
 
     def __post_init__(self) -> None:
         check_numbers(self.schedule, len(self.devices), self.micro_batches, self.stages_per_device)
@@ -144,16 +124,16 @@ class Problem:
 
     @property
     def stages(self) -> int:
-        """How many pipeline stages there are."""
+        """Number of pipeline stages."""
         return len(self.devices) * self.stages_per_device
 
     def device_of(self, stage: int) -> PipelineDevice:
-        """Where a pipeline stage runs."""
+        """Device of a pipeline stage."""
         return self.devices[stage % len(self.devices)]
 
     @property
     def order(self) -> tuple[Actions, ...]:
-        """What every device does; equal problems share it."""
+        """Actions of every device; equal problems share them."""
         return actions(
             self.schedule,
             len(self.devices),
@@ -163,7 +143,7 @@ class Problem:
 
     @property
     def simulator(self) -> StepSimulator:
-        """Tells how long steps take."""
+        """Simulator of step durations."""
         return _simulator(self.schedule, len(self.devices), self.micro_batches, self.stages_per_device)
 
     @cached_property
@@ -174,7 +154,7 @@ class Problem:
 
     @cached_property
     def lingering(self) -> tuple[tuple[int, ...], ...]:
-        """By device, how long what its actions make stays; empty where each goes as soon as it can."""
+        """By device, how long the results of its actions stay; empty where each is freed as soon as it can."""
         if self.receive_buffers == "in_flight":
             return ()
         linger = partial(lingering, self.schedule, stages=self.stages, outputs_linger=self.outputs_linger)
@@ -182,27 +162,27 @@ class Problem:
 
     @cached_property
     def results_bytes(self) -> int:
-        """What every device is given behind the step: all outputs, and the gradients of all inputs."""
+        """Bytes that every device is given behind the step: all outputs, and the gradients of all inputs."""
         if self.receive_buffers == "in_flight":
             return 0
         return self.micro_batches * (self.chain.stages[-1].output_bytes + self.input_gradient_bytes)
 
     @property
     def input_gradient_bytes(self) -> int:
-        """The gradient of the chain's input, for one micro-batch."""
+        """Bytes of the gradient of the chain's input, for one micro-batch."""
         return self.chain.stages[0].keep.input_gradient_bytes
 
     @property
     def gradients_are_apart(self) -> bool:
-        """Gradients of parameters are held beside micro-batches: from the second one on, or before the step."""
+        """True if parameter gradients are held beside micro-batches: from the second one on, or before the step."""
         return self.gradients_exist or self.micro_batches > 1
 
     def memory(self, device: int) -> DeviceMemory:
-        """Tells what a device holds."""
+        """Memory model of a device."""
         return self._memory(self.order[device], self.lingering[device] if self.lingering else ())
 
     def memory_alone(self, stage: int) -> DeviceMemory:
-        """Tells what a device holds for one of its stages; with several, as if nothing lingered."""
+        """Memory model of a device for one of its stages; with several, as if nothing lingered."""
         device = stage % len(self.devices)
         if self.stages_per_device == 1:
             return self.memory(device)
@@ -214,27 +194,18 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class StageChoice:
-    """A run of stages as one pipeline stage.
-
-    Attributes:
-        first: Number of the chain's first stage in it.
-        last: Number of the last one.
-        plan: How a micro-batch runs.
-        last_plan: How the last micro-batch runs, if otherwise.
-        load: What the pipeline's simulator needs to know, at the speed of the device.
-        bytes: Most that it takes on its device, with everything that is always there, if it is the only stage there.
-    """
+    """A run of stages ``first..last`` as one pipeline stage, with the load at its device's speed."""
 
     first: int
     last: int
     plan: StagePlan
-    last_plan: StagePlan | None
+    last_plan: StagePlan | None  # of the last micro-batch, if it is another
     load: PipelineStageLoad
-    bytes: int
+    bytes: int  # most on its device, always-held memory included, if it is the only stage there
 
 
 class Costs:
-    """What runs of stages cost as pipeline stages. Each is planned when it is first asked for, alike ones only once."""
+    """Costs of runs of stages as pipeline stages. Each is planned when first asked for, alike ones only once."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -264,7 +235,7 @@ class Costs:
         return self.problem.recompute in ("always", "except_last") or (self.problem.recompute == "rotor" and limited)
 
     def static_bytes(self, stage: int, first: Any, last: Any) -> Any:
-        """What a pipeline stage always holds, without gradients, if it is ``first..last``; of one run or an array."""
+        """Bytes that pipeline stage ``first..last`` always holds, without gradients; of one run or an array."""
         problem = self.problem
         inputs = outputs = problem.micro_batches
         if problem.receive_buffers == "in_flight":
@@ -273,11 +244,11 @@ class Costs:
         return state + inputs * self._boundary_bytes[first] + outputs * self._boundary_bytes[last + 1]
 
     def gradient_bytes(self, first: Any, last: Any) -> Any:
-        """Gradients of parameters that are held beside micro-batches; of one run or an array."""
+        """Bytes of parameter gradients that are held beside micro-batches; of one run or an array."""
         return (self._gradients_before[last + 1] - self._gradients_before[first]) * self.problem.gradients_are_apart
 
     def fixed_bytes(self, stage: int, first: Any, last: Any) -> Any:
-        """Both together."""
+        """Static and gradient bytes together."""
         return self.static_bytes(stage, first, last) + self.gradient_bytes(first, last)
 
     def choice(
@@ -300,7 +271,7 @@ class Costs:
         return found.bytes
 
     def segment_bytes(self, stage: int, first: int, last: int) -> int:
-        """What it takes if all that may be recomputed is one segment."""
+        """Bytes of a pipeline stage that recomputes all it may in one segment."""
         plan = self._plain(first, last, checkpointed=True).with_in_flight(self.problem.in_flight[stage])
         return self._with(stage, first, last, plan).bytes
 
@@ -318,8 +289,8 @@ class Costs:
     def _planned_within(self, stage: int, first: int, last: int, memory_bytes: int) -> StageChoice | None:
         """The fastest plan that fits together with what lingers.
 
-        That may be gone, or not there yet, when the plan is at its worst. So nothing is set aside for it, and what
-        turns out to be too much is taken from the plan's budget, a few times.
+        What lingers may be absent at the plan's peak. So nothing is set aside; any excess is taken from the plan's
+        budget, a few times.
         """
         in_flight = self.problem.in_flight[stage]
         budget = memory_bytes - int(self.fixed_bytes(stage, first, last))
@@ -354,7 +325,7 @@ class Costs:
         return StageChoice(first, last, plan, last_plan, load, self._memories[stage].peak_bytes({stage: load}))
 
     def _on_device(self, load: MicroBatchLoad, stage: int) -> MicroBatchLoad:
-        """At the speed of the device, and beside the generators' state that every forward puts back behind it."""
+        """A load at the speed of the device, with the generators' state that every forward restores."""
         speed = self.problem.device_of(stage).speed
         generators = self.problem.chain.rng_state_bytes if self.problem.lingering else 0
         if speed == 1.0 and not generators:
@@ -368,7 +339,7 @@ class Costs:
         )
 
     def _sent_bytes(self, first: int, last: int) -> int:
-        """What a run makes and hands over. A skip that passes by stays in the buffer where it was received."""
+        """Bytes that a run makes and sends. A skip that passes by stays in its receive buffer."""
         chain = self.problem.chain
         if last == len(chain) - 1:
             return chain.stages[-1].output_bytes
@@ -378,7 +349,7 @@ class Costs:
     # ---------------------------------------------------------------- plans
 
     def _planned(self, first: int, last: int, in_flight: int, budget: int) -> StagePlan | None:
-        """The fastest plan of a run, perhaps a known one: what is best with more room is best wherever it fits."""
+        """The fastest plan of a run, perhaps a known one: the best plan for more memory is best wherever it fits."""
         known = self._plans.setdefault(self._key(first, last), [])
         for fewer, more, plan in known:
             if fewer <= in_flight and more >= budget:
@@ -395,7 +366,7 @@ class Costs:
         return found
 
     def _plain(self, first: int, last: int, *, checkpointed: bool = False) -> StagePlan:
-        """Everything kept, or recomputed as one segment."""
+        """Plan with everything kept, or recomputed as one segment."""
         key = self._key(first, last), checkpointed
         if key not in self._other_plans:
             self.work += (last + 1 - first) ** 2
@@ -422,7 +393,7 @@ class Costs:
         return self._planners[key]
 
     def _key(self, first: int, last: int) -> object:
-        """What makes runs alike: their stages' costs, and the skips in them, wherever in the chain they are."""
+        """Key of alike runs: their stages' costs, and the skips in them, wherever in the chain they are."""
         if (first, last) not in self._keys:
             kinds, skips = tuple(self._kinds[first : last + 1]), tuple[object, ...]()
             if any(skip.born <= last and skip.last_use >= first for skip in self.problem.chain.skips):
@@ -440,9 +411,8 @@ class Costs:
 class DeviceShares:
     """Plans for several pipeline stages on one device, which share its memory.
 
-    How fast one of them is depends on what the others leave. Each gets what it always holds and a share of the rest, in
-    proportion to what it would hold in all its micro-batches in flight if nothing were recomputed. The stages are never
-    all at their worst at once, so shares are stretched as far as the device's simulated peak allows.
+    Each gets what it always holds and a share of the rest, in proportion to its memory without recomputation. Their
+    peaks never coincide, so shares are stretched as far as the device's simulated peak allows.
     """
 
     def __init__(self, costs: Costs) -> None:
@@ -468,8 +438,8 @@ class DeviceShares:
             return self._within(stages, [None] * len(stages))
         chain, in_flight = self._problem.chain, self._problem.in_flight
         wants = [keep_all(sub_chain(chain, *run), in_flight[stage]).bytes for stage, *run in stages]
-        # Somebody may need more than in proportion, or what lingers needs room as well: then what plain segments take,
-        # or the least, is set aside.
+        # A stage may need more than its proportion, or what lingers needs room: then the bytes of plain segments, or
+        # the least, are set aside.
         starts = ((1.0, costs.fixed_bytes), (0.0, costs.segment_bytes), (0.0, costs.least_bytes))
         best, high = None, _MOST_STRETCH
         for low, always in starts if thorough else starts[:2]:
@@ -505,12 +475,12 @@ class DeviceShares:
 
 
 def _shares(memory: int, least: list[int], wants: list[int], stretch: float) -> list[int]:
-    """What each stage of a device may use: its least, and its part of the rest."""
+    """Bytes that each stage of a device may use: its least, and its part of the rest."""
     free = max(memory - sum(least), 0)
     return [own + int(stretch * free * want / max(sum(wants), 1)) for own, want in zip(least, wants, strict=True)]
 
 
 def _anonymous(stage: StageCost) -> StageCost:
-    """Its costs alone; which skips it saves is a matter of where it is."""
+    """The stage's costs alone; which skips it saves depends on its place."""
     options = tuple(replace(option, saved_skips=()) for option in stage.options)
     return replace(stage, name="", options=options)

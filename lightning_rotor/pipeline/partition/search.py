@@ -1,26 +1,23 @@
 r"""Where to cut: candidates from a dynamic program, judged by the simulator, and a local search from the best of them.
 
-``t_s`` is forward and backward of a micro-batch in pipeline stage ``s``, ``f_s`` and ``b_s`` its parts, ``c_s`` how
-long a message travels from ``s`` to ``s + 1`` and back together, ``m`` the number of micro-batches, ``K_s`` how many
-are in flight. A step takes about ``(m - 1) · max t + Σ (t + c)``. Each stage bounds it from below: before its first
-forward a micro-batch comes through all stages before; after its last backward a gradient goes back through them;
-between, the stage works on ``m`` micro-batches, and waits::
+``t_s`` is forward and backward of a micro-batch in pipeline stage ``s``, ``f_s`` and ``b_s`` its parts, ``c_s`` the
+travel time of a message from ``s`` to ``s + 1`` and back, ``m`` the number of micro-batches, ``K_s`` how many are in
+flight. A step takes about ``(m - 1) · max t + Σ (t + c)``. Each stage bounds it: before its first forward a micro-batch
+comes through all stages before; after its last backward a gradient goes back; between, it works on ``m``, and waits::
 
     first        K - 1 forwards   ┊ waits ┊  backward  ...  last forward ┊ K - 1 backwards ┊ waits ┊ backward
     of stage s   └──── R_s: through all stages behind ──┘                └──────── R_s ─────────────┘
 
     bound_s = Σ_{u<s} (t_u + c_u) + m · t_s + max(0, R_s - (K_s - 1) · f_s) + max(0, R_s - (K_s - 1) · b_s)
 
-with ``R_s = c_s + Σ_{u>s} (t_u + c_u)``; where ``m ≤ K_s`` the two times of waiting may be one, and only the longer
-counts. A stage takes in a new micro-batch when the one that came ``K_s`` before has returned, and a link carries one
-message after the other::
+with ``R_s = c_s + Σ_{u>s} (t_u + c_u)``; where ``m ≤ K_s`` only the longer of the two waits counts. A stage takes in a
+micro-batch when the one ``K_s`` before has returned, and a link carries one message after the other::
 
     Σ_{u<s} (t_u + c_u) + ⌈m / K_s⌉ · (t_s + R_s)                    Σ_{u<s} (t_u + c_u) + t_s + R_s + (m - 1) · c_s / 2
 
-A dynamic program finds the cuts whose largest bound is least, where the stages before and behind take the least they
-can (:meth:`Bounds.through`). Few cuts are bounded one by one instead, by a simulated step of the least their stages can
-take, and judged in this order until no other one can be better. Runs are planned when they occur in a candidate; until
-then a fractional knapsack says what recomputation they need at least.
+A dynamic program finds the cuts whose largest bound is least, other stages at their least (:meth:`Bounds.through`). If
+cuts are few, each is bounded by a simulated step of its least loads, and judged in this order until none can be better.
+Runs are planned when a candidate has them; until then a fractional knapsack bounds their recomputation.
 """
 
 from __future__ import annotations
@@ -38,17 +35,17 @@ from lightning_rotor.pipeline.partition.balance import Cuts, cuts_of, least_bott
 from lightning_rotor.pipeline.partition.problem import Costs, DeviceShares, Problem, StageChoice
 from lightning_rotor.pipeline.simulator import Integers, Reals
 
-# So many cuts are bounded one by one.
+# Most cuts that are bounded one by one.
 _FEW = 20_000
-# Candidates of the dynamic program, and how many actions cost as much as it takes for each number that it looks at.
+# Candidates of the dynamic program, and its cost per number, in actions.
 _CANDIDATES, _NUMBER = 50, 5
 # Actions that are simulated, of 10 ns each, and work of plans (see `Costs.work`), for the candidates and for the local
 # search each. They count work, not seconds: the answer is the same on every machine.
 _MOST_ACTIONS, _MOST_WORK = 200_000_000, 8_000
-# Partitions that are simulated at once, and how many actions cost as much as a round does however few they are.
+# Partitions simulated at once, and the fixed cost of a round, in actions.
 _AT_ONCE = 32
 _ROUND = 2000
-# Runs of stages that have bounds, if usual ones are fewer, and numbers in one array of the knapsack.
+# Least number of runs with bounds, and numbers in one array of the knapsack.
 _MOST_RUNS = 4_000_000
 _MOST_AT_ONCE = 4_000_000
 _SAME = 1e-9
@@ -75,9 +72,8 @@ def impossible(problem: Problem, stage: int, first: Integers, last: Integers) ->
 class Bounds:
     """Seconds that no run of stages and no step can beat.
 
-    A run that keeps everything holds its saved tensors once for each micro-batch in flight. What does not fit is
-    recomputed, those stages first that free most bytes per second. Segments' inputs, peaks and nesting are left out, so
-    this is a lower bound.
+    What does not fit of the saved tensors of micro-batches in flight is recomputed, the most bytes per second first;
+    segments' inputs, peaks and nesting are left out.
     """
 
     def __init__(self, costs: Costs, longest: int) -> None:
@@ -103,7 +99,7 @@ class Bounds:
         self.extra = np.stack([self._least_extra(stage) for stage in range(self._stages)])
 
     def learn(self, stage: int, first: int, last: int, choice: StageChoice | None) -> None:
-        """Take the seconds of a run that has been planned."""
+        """Take the seconds of a planned run."""
         if last - first < self.longest:
             extra = math.inf
             if choice is not None:
@@ -115,11 +111,11 @@ class Bounds:
     # ---------------------------------------------------------------- runs
 
     def _read_recomputation(self) -> None:
-        """By stage of the chain, bytes held if it is kept, least seconds per byte less, seconds of a forward more."""
+        """By stage of the chain, bytes held if kept, least seconds per byte saved, seconds of one forward."""
         chain = self._problem.chain
         self._kept, self._price, self._again = (np.zeros(self._n) for _ in range(3))
         for number, stage in enumerate(chain):
-            # Of a boundary that both sides save, neither side frees anything alone.
+            # A boundary that both sides save is freed by neither alone.
             shared = number == 0 or any(option.saved_output_bytes for option in chain.stages[number - 1].options)
             ways = [
                 (
@@ -141,7 +137,7 @@ class Bounds:
             self._kept[number], self._price[number] = most, min(prices, default=math.inf)
 
     def _least_extra(self, stage: int) -> Reals:
-        """``(n, longest)``: recomputation of every run that this pipeline stage may be."""
+        """``(n, longest)``, least recomputation of every run that this pipeline stage may be."""
         problem = self._problem
         memory = problem.device_of(stage).memory_bytes
         extra = np.zeros((self._n, self.longest))
@@ -154,12 +150,12 @@ class Bounds:
         return extra
 
     def _sums(self, before: Reals) -> Reals:
-        """``(n, longest)``: over every run."""
+        """``(n, longest)``, sums over every run."""
         sums: Reals = before[np.minimum(self._ends, self._n)] - before[:-1, None]
         return sums
 
     def _checkpointed(self) -> Reals:
-        """A whole run in one segment: all forwards once more, the last one up to its last saved tensor."""
+        """Seconds of a run in one segment: all forwards again, the last one up to its last saved tensor."""
         chain = self._problem.chain
         saved = np.array([max(each.forward_seconds - each.replay_seconds for each in stage.options) for stage in chain])
         saved = np.maximum(saved, 0)[np.minimum(self._ends, self._n) - 1]
@@ -167,7 +163,7 @@ class Bounds:
         return total
 
     def _recomputed(self, stage: int, memory_bytes: int) -> Reals:
-        """``(n, longest)``: seconds at least for what does not fit into so much memory, by stages of rising price."""
+        """``(n, longest)``, least seconds for what does not fit into the memory, by stages of rising price."""
         n, in_flight = self._n, self._problem.in_flight[stage]
         last = np.minimum(self._ends, n) - 1
         output = np.array([each.output_bytes for each in self._problem.chain])[last]
@@ -185,14 +181,14 @@ class Bounds:
             given = np.diff(np.minimum(freed, np.clip(needed[some], 0, None)[:, None]), axis=1, prepend=0.0)
             with np.errstate(invalid="ignore"):
                 spent = np.where(given > 0, given * self._price[places][:, :, None], 0.0).sum(axis=1)
-            # What cannot be freed at all is somebody else's to refuse: bounds of bytes are rough.
+            # Bounds of bytes are rough, so they refuse no run that needs more than can be freed.
             extra[some] = np.where(np.isfinite(spent), spent, 0.0)
         return extra
 
     # ---------------------------------------------------------------- steps
 
     def through(self) -> Reals:
-        """By run, what no partition that has it can beat: other stages take the least they can."""
+        """By run, the least seconds of partitions that have it: other stages at their least."""
         n, stages, ends = self._n, self._stages, self._ends
         travel = np.concatenate((self._travel, np.zeros(self.longest)))[ends]
         plain = self._sums(self._plain)
@@ -216,7 +212,7 @@ class Bounds:
         return through
 
     def _stay(self, stage: int, plain: Reals, least: Reals, behind: Reals, travel: Reals) -> Reals:
-        """``(n, longest)``: seconds at least from the first forward of a pipeline stage to its last backward."""
+        """``(n, longest)``, least seconds from the first forward of a pipeline stage to its last backward."""
         problem, speed, extra = self._problem, self._speeds[stage], self.extra[stage]
         m, in_flight = problem.micro_batches, problem.in_flight[stage]
         forward = self._sums(self._forward) / speed
@@ -233,7 +229,7 @@ class Bounds:
         return stay
 
     def step_seconds(self, cuts: Integers) -> Reals:
-        """What no step with such cuts beats, by row of ``(ways, stages)``: simulated with the least of each stage."""
+        """By row of ``(ways, stages)``, least seconds of a step with these cuts: simulated with each stage's least."""
         ends = np.column_stack((cuts[:, 1:], np.full(len(cuts), self._n)))
         lengths = ends - cuts
         extra = self.extra[np.arange(self._stages), cuts, np.minimum(lengths, self.longest) - 1]
@@ -252,7 +248,7 @@ class Bounds:
         return np.where(possible, self._problem.simulator.simulated(table), math.inf)
 
     def work_seconds(self) -> float:
-        """What no cuts beat, since each device does its part of the work."""
+        """Least seconds of any cuts, since each device does its part of the work."""
         speeds = sum(device.speed for device in self._problem.devices)
         return float(self._problem.micro_batches * self._plain[-1] / speeds)
 
@@ -291,12 +287,12 @@ class Search:
         return found and Found(found.choices, min(bound, self._seconds))
 
     def only(self, cuts: Cuts) -> Found | None:
-        """These cuts, whatever others would take."""
+        """These cuts, without a search."""
         found = tuple(choice for choice in self._choices(cuts) if choice is not None)
         return Found(found, 0.0) if len(found) == self._stages else None
 
     def _longer_seconds(self, longest: int) -> float:
-        """What no partition with a longer run beats."""
+        """Least seconds of partitions with a longer run."""
         if longest >= self._n - self._stages + 1:
             return math.inf
         before = _before(
@@ -338,14 +334,14 @@ class Search:
         return self._simulated >= self._most_actions or self._costs.work >= self._most_work
 
     def _promising(self, bounds: Bounds, cuts: Integers, below: float) -> list[Cuts]:
-        """Those whose bounds are less, the least first."""
+        """Cuts whose bounds are below a value, the least first."""
         self._simulated += len(cuts) * self._actions + self._overhead
         return [tuple(cuts[place].tolist()) for place in _rising(bounds.step_seconds(cuts), below)]
 
     # ---------------------------------------------------------------- candidates
 
     def _candidates(self, bounds: Bounds) -> float:
-        """Judge what may be best; returns what no partition can beat."""
+        """Judge promising cuts; returns the least seconds of any partition."""
         count = math.comb(self._n - 1, self._stages - 1)
         if count <= _FEW and count * self._actions <= _MOST_ACTIONS:
             return self._all(bounds)
@@ -369,7 +365,7 @@ class Search:
         cuts = np.array([(0, *middle) for middle in combinations(range(1, self._n), self._stages - 1)])
         seconds = bounds.step_seconds(cuts)
         order = _rising(seconds, math.inf)
-        # Shares of a device's memory may be shared out better than they are found.
+        # Better shares of a device's memory may exist than those found.
         shares = self._problem.stages_per_device > 1 and self._costs.recomputes
         least = float(seconds[order[0]]) if shares and len(order) else math.inf
         for start in range(0, len(order), _AT_ONCE):
@@ -385,7 +381,7 @@ class Search:
     # ---------------------------------------------------------------- local search
 
     def _climb_from(self, bounds: Bounds, starts: Iterable[Cuts]) -> None:
-        """From the best cuts as far as it goes, then from others, as long as there is work left."""
+        """Improve the best cuts as far as it goes, then others, as long as there is work left."""
         starts = list(dict.fromkeys([self._best[1], *sorted(starts, key=self._judged.__getitem__)]))
         actions, work = self._simulated + _MOST_ACTIONS, self._costs.work + _MOST_WORK
         through = bounds.through()
@@ -397,7 +393,7 @@ class Search:
             self._climb(bounds, through, cuts)
 
     def _climb(self, bounds: Bounds, through: Reals, cuts: Cuts) -> None:
-        """One kind of moves after the other, until none of them gets anywhere."""
+        """Try one kind of moves after the other, until none of them helps."""
         kinds = self._kinds()
         kind = in_vain = 0
         while in_vain < len(kinds) and not self._is_spent():
@@ -408,7 +404,7 @@ class Search:
                 cuts, in_vain = better, 0
 
     def _better(self, bounds: Bounds, through: Reals, cuts: Cuts, moved: Integers) -> Cuts | None:
-        """The first that is better, of which the bounds promise most."""
+        """The first better cuts among moves, the most promising bounds first."""
         misfits, seconds = self._judged[cuts]
         below = seconds * (1 - _SAME)
         lengths = np.column_stack((moved[:, 1:], np.full(len(moved), self._n))) - moved
@@ -427,7 +423,7 @@ class Search:
         return None
 
     def _kinds(self) -> list[tuple[int, int]]:
-        """How many neighbouring cuts move, and by how many stages of the chain: long ways first."""
+        """Kinds of moves: number of neighbouring cuts and of stages of the chain, long ways first."""
         steps, counts = [max(self._n // self._stages // 2, 1)], [1]
         while steps[-1] > 1:
             steps.append(steps[-1] // 2)
@@ -451,7 +447,7 @@ def _before(values: Iterable[float]) -> Reals:
 
 
 def _rising(values: Reals, below: float) -> Integers:
-    """Places of those that are less, the least first."""
+    """Places of values below a limit, the least first."""
     order = np.argsort(values, kind="stable")
     found: Integers = order[values[order] < below]
     return found

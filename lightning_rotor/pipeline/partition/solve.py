@@ -35,34 +35,27 @@ from lightning_rotor.pipeline.schedule import PipelineError
 from lightning_rotor.pipeline.simulator import PipelineSimulation, simulate_pipeline
 from lightning_rotor.units import format_bytes, format_seconds, rendered
 
-# Runs of stages whose least memory is asked for, for an error.
+# Most runs of stages whose least memory is computed for an error.
 _MOST_ASKED = 400
 
 
 @dataclass(frozen=True)
 class Partition:
-    """A chain cut for a pipeline. Printed, it is a table.
-
-    Attributes:
-        problem: What was to be cut, for which devices and schedule.
-        choices: By pipeline stage, what it runs and how.
-        bound_seconds: No other cuts are faster, each stage planned as well as the planner can.
-        solve_seconds: Time spent on finding it.
-    """
+    """A chain cut for a pipeline, by pipeline stage. Printed, it is a table."""
 
     problem: Problem
     choices: tuple[StageChoice, ...]
-    bound_seconds: float
-    solve_seconds: float
+    bound_seconds: float  # no other cuts are faster, each stage planned as well as the planner can
+    solve_seconds: float  # spent on finding it
 
     @property
     def balance(self) -> tuple[int, ...]:
-        """How many stages of the chain are in each pipeline stage."""
+        """Number of chain stages in each pipeline stage."""
         return tuple(choice.last + 1 - choice.first for choice in self.choices)
 
     @cached_property
     def simulation(self) -> PipelineSimulation:
-        """One step: who works when, and what each device holds."""
+        """Simulated step: who works when, and what each device holds."""
         return simulate_pipeline(
             self.problem.order,
             [choice.load for choice in self.choices],
@@ -74,28 +67,28 @@ class Partition:
 
     @cached_property
     def seconds(self) -> float:
-        """Duration of a step."""
+        """Seconds of a step."""
         return self.problem.simulator.step_seconds([choice.load for choice in self.choices])
 
     @property
     def gap(self) -> float:
-        """The part of the step that other cuts might save; 0 if these are optimal."""
+        """Part of the step that other cuts might save; 0 if these are optimal."""
         return max(1 - self.bound_seconds / self.seconds, 0.0) if self.seconds else 0.0
 
     @property
     def is_optimal(self) -> bool:
-        """No other cuts are faster."""
+        """True if no other cuts are faster."""
         return self.gap < 1e-9
 
     def chain(self, stage: int) -> Chain:
-        """What a pipeline stage runs, as a chain of its own."""
+        """Chain of a pipeline stage."""
         return sub_chain(self.problem.chain, self.choices[stage].first, self.choices[stage].last)
 
     def plan(self, stage: int, *, last_micro_batch: bool = False) -> StagePlan:
         """How a pipeline stage runs a micro-batch; ``recompute="except_last"`` runs the last one otherwise."""
         choice = self.choices[stage]
         plan = choice.last_plan if last_micro_batch and choice.last_plan is not None else choice.plan
-        # Runs of stages that are alike share a plan, but not their names.
+        # Alike runs share a plan, but not their stages' names.
         names = [*self.chain(stage).names, END]
         stages = tuple(replace(each, name=name) for each, name in zip(plan.chain, names, strict=False))
         return replace(plan, chain=replace(plan.chain, stages=stages))
@@ -141,7 +134,7 @@ class PartitionError(PipelineError):
 
     Attributes:
         minimum_bytes: The least memory per device that would do; for the interleaved schedule some memory that does.
-        device: Number of the first device that has less.
+        device: The first device that has less.
     """
 
     def __init__(self, message: str, minimum_bytes: int = 0, device: int = 0) -> None:
@@ -161,25 +154,11 @@ def partition(
 ) -> Partition:
     """Cut a chain into pipeline stages so that a step takes the least time and every device has enough memory.
 
-    Exact over all cuts where there are few, given the planner's plan of each run of stages; else a local optimum with a
-    bound, see :attr:`Partition.gap`. Never slower than equal cuts, :func:`.balance_by_time` and
-    :func:`.balance_by_size`, where those fit.
+    Exact where cuts are few, given the planner's plan of each run; else a local optimum with a bound
+    (:attr:`Partition.gap`) that is never slower than equal cuts and :func:`.balance_by_time` and ``_by_size``.
+    ``memory_bytes`` is of each of a number of devices (None: no limit), ``options`` are :class:`.Problem`'s attributes.
+    Raises a PipelineError for wrong arguments, a PartitionError that says the least memory per device that would do.
 
-    Args:
-        chain: Costs of ``n`` stages, measured with one micro-batch.
-        devices: How many equal devices, or one entry for each in the order of the pipeline.
-        micro_batches: Into how many parts a batch is split.
-        memory_bytes: Of each device, if only their number is given, for everything. None: no concern.
-        balance: ``"auto"``, or how many stages of the chain each pipeline stage gets.
-        state_bytes: By stage of the chain, weights, buffers and optimizer state; the chain knows of gradients.
-        options: ``schedule``, ``stages_per_device``, ``recompute``, ``link``, ``receive_buffers``, ``gradients_exist``,
-            ``outputs_linger``: see :class:`.Problem`.
-    Returns:
-        Cuts, a plan for each pipeline stage, and the simulated step.
-    Raises:
-        PipelineError: More pipeline stages than stages of the chain, a balance that does not add up, or arguments
-            without sense.
-        PartitionError: No partition fits; says the least memory per device that would do.
     Example:
         >>> partition(chain, 4, micro_batches=8, memory_bytes=parse_bytes("16GiB")).balance  # doctest: +SKIP
         (12, 9, 8, 8)
@@ -210,7 +189,7 @@ def partition(
 
 
 def _refusal(costs: Costs, cuts: Cuts, what: str) -> PartitionError:
-    """Says the least memory per device, and who has less, as if its stages were at their worst at once."""
+    """Error with the least memory per device, and who has less, as if its stages' peaks coincided."""
     problem, runs = costs.problem, runs_of(cuts, len(costs.problem.chain))
     stages = [costs.least_bytes(stage, *run) for stage, run in enumerate(runs)]
     needs = [sum(stages[device :: len(problem.devices)]) for device in range(len(problem.devices))]
@@ -235,11 +214,7 @@ def _refusal(costs: Costs, cuts: Cuts, what: str) -> PartitionError:
 
 
 def _least_memory_cuts(costs: Costs) -> Cuts:
-    """Cuts whose largest need of memory is least, or the best that were found before patience ended.
-
-    What a run needs is asked for only where a bound of it matters: what it always holds, and what any of its stages
-    takes by itself.
-    """
+    """Cuts whose largest memory is least, or the best found before patience ended; bounds save most plans of runs."""
     problem, n, stages = costs.problem, len(costs.problem.chain), costs.problem.stages
     first = np.arange(n)[:, None]
     last = first + np.arange(min(n - stages + 1, 4 * math.ceil(n / stages) + 4))
@@ -265,7 +240,7 @@ def _least_memory_cuts(costs: Costs) -> Cuts:
 
 
 def _least_alone(chain: Chain) -> list[int]:
-    """By stage, what its backward takes whatever the schedule."""
+    """By stage, bytes that its backward takes whatever the schedule."""
     return [
         min(option.saved_bytes + min(astuple(option.backward_peaks(gradients_exist=True))) for option in stage.options)
         for stage in chain
