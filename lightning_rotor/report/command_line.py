@@ -41,13 +41,9 @@ _WIDTH = 100  # where there is no terminal
 
 
 def main(arguments: Sequence[str] | None = None, *, program: str = "lightning-rotor") -> int:
-    """Run the command line.
+    """Run the command line; returns the exit status, 0, or 2 if there is no plan. Messages go to the error stream.
 
-    Args:
-        arguments: Without the program's name; by default those of the process.
-        program: How it was called, for its usage and examples.
-    Returns:
-        Exit status: 0, or 2 if there is no plan, whatever the reason. Messages go to the error stream.
+    ``program`` is how it was called, for its usage and examples.
     """
     try:
         options = _parse(arguments, program)
