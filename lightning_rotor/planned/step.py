@@ -37,10 +37,10 @@ _log = logging.getLogger(__name__)
 
 
 class State(enum.Enum):
-    """How far a training has come."""
+    """State of a training."""
 
     LOOKING = enum.auto()
-    """What has most of the compute shows in the first batch; until then there is a guess."""
+    """The module is a guess; the first batch shows which has most of the compute."""
     MEASURING = enum.auto()
     """The module is chosen, and has no plan yet."""
     SETTLING = enum.auto()
@@ -86,7 +86,7 @@ class SavedPlans:
 
     @classmethod
     def from_plain(cls, state: Mapping[str, Any]) -> SavedPlans | None:
-        """From :meth:`to_plain`, or None if that was of another version of this package."""
+        """Plans from :meth:`to_plain`, or None if that was of another version of this package."""
         try:
             return cls(**state)
         except TypeError:
@@ -110,16 +110,11 @@ class SavedPlans:
 
 
 class PlannedModule:
-    """The module of a model that is planned, and its forward under plans.
+    """The planned module of a model, by default the one with most of the compute, and its forward under plans.
 
-    Args:
-        loop: Trains the model.
-        source: Says what plans may use.
-        settings: How they are made.
-        name: Dotted name of the module, or None for the one with most of the compute.
     Attributes:
         warnings: What to tell the user once there is a plan.
-        is_guess: What has most of the compute shows in the first batch; until then it is the one with most parameters.
+        is_guess: Until the first batch shows the compute, it is the module with most parameters.
     """
 
     def __init__(self, loop: TrainingLoop, source: BudgetSource, settings: PlanSettings, name: str | None) -> None:
@@ -138,11 +133,11 @@ class PlannedModule:
 
     @property
     def plans(self) -> Plans | None:
-        """Of its forward; None before and after training."""
+        """Plans of its forward; None before and after training."""
         return None if self._planned is None else self._planned.plans
 
     def begin(self, saved: SavedPlans | None) -> bool:
-        """Plan the module that the user named, the one that plans were saved for, or a guess. True if the plans are for it."""
+        """Plan the module that the user named, that of the saved plans, or a guess. True if the plans are for it."""
         if self._search is None:
             assert self._name is not None
             self._take(named_target(self._loop.model, self._name))
@@ -220,22 +215,18 @@ class PlannedModule:
 
 
 class StepPlanner(BudgetSource):
-    """Keeps the steps of a training inside a limit.
+    """Keeps the steps of a training inside a limit; ``ModelError`` if the module of this name cannot be planned.
 
     Args:
-        loop: Trains.
         limit: For the whole process, as the user gave it.
         name: Dotted name of the module to plan, or None for the one with most of the compute.
         beyond: Where no plan fits, train with the one that takes least, and say so.
-        settings: How plans are made.
         saved: What an earlier training has left.
     Attributes:
         plan: What training runs, or ran last; None before the first.
-        planned_module: The module that it was made for, for people.
+        planned_module: Name for people of the module that it was made for.
         limit_bytes: The limit, known once there is a plan.
         watch: The peaks of the steps.
-    Raises:
-        ModelError: No such module, or none that can be planned.
     """
 
     def __init__(
@@ -268,7 +259,7 @@ class StepPlanner(BudgetSource):
 
     @property
     def state(self) -> State:
-        """How far the training has come."""
+        """State of the training."""
         if self._module.is_guess:
             return State.LOOKING
         if self.plan is None:
@@ -304,10 +295,7 @@ class StepPlanner(BudgetSource):
         self.watch.lap()
 
     def end_step(self) -> bool:
-        """Read the meter, and plan again if the limit was exceeded, or missed by far.
-
-        True if plans have settled now.
-        """
+        """Read the meter, and plan again if the limit was exceeded or missed by far. True if plans have settled now."""
         step = self._step
         if self.plan is not None and step is not None:
             step.is_over = True
@@ -461,7 +449,7 @@ class StepPlanner(BudgetSource):
 
 
 def _check_apart(model: nn.Module, target: Target) -> None:
-    """No module is planned inside of another one."""
+    """Check that no module is planned inside of another one."""
     inside = set(target.module.modules())
     for name, module in model.named_modules():
         if module is target.module or not is_attached(module):
