@@ -115,11 +115,7 @@ class InverseError(RotorError, RuntimeError):
         self.tolerance = tolerance
 
     def located(self, stage: str) -> InverseError:
-        """The same error of a module that knows its type, but not where it is.
-
-        Args:
-            stage: Name of the module.
-        """
+        """The same error, with the name of the module that only knows its type."""
         return InverseError(f"{stage!r}: {self.args[0]}", stage=stage, error=self.error, tolerance=self.tolerance)
 
 
