@@ -350,14 +350,7 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class StageIdentity:
-    """A stage as far as plans depend on the model and its input.
-
-    Attributes:
-        takes: Tensors that it reads.
-        output_bytes: Size of its link.
-        options: Name and saved bytes of each way to keep it.
-        skips: Readers and size of each skip that it makes.
-    """
+    """A stage as far as plans depend on the model and its input; options and skips with their bytes."""
 
     name: str
     takes: tuple[str, ...]

@@ -43,10 +43,7 @@ class BudgetError(RotorError, ValueError):
 
 
 class TrialError(BudgetError, RuntimeError):
-    """No schedule fits the budget, in a trial of Lightning's batch size finder, which goes on with a smaller batch.
-
-    The finder recognizes a lack of memory by its text alone.
-    """
+    """No schedule fits in a trial of Lightning's batch size finder, which recognizes a lack of memory by text alone."""
 
     def __init__(self, message: str, *, budget_bytes: int, minimum_bytes: int, stage: str) -> None:
         super().__init__(

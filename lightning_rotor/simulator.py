@@ -172,13 +172,7 @@ Phase: TypeAlias = Literal["forward", "recompute", "backward"]
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One stage doing one thing.
-
-    Attributes:
-        peak_bytes: Most that is allocated meanwhile.
-        after_bytes: What is allocated when it is done.
-        inverts: It is a backward that rebuilds the stage's input as well.
-    """
+    """One stage doing one thing; ``inverts`` means a backward that rebuilds the stage's input as well."""
 
     phase: Phase
     stage: int
@@ -315,10 +309,7 @@ class _Simulator:
     # ---------------------------------------------------------------- forward
 
     def _record(self, items: tuple[Item, ...], phase: Phase) -> None:
-        """Run items so that their backward can follow.
-
-        In a recomputation a leaf stops at its last saved tensor; a segment's input is its only one.
-        """
+        """Run items so that their backward can follow. In a recomputation a leaf stops at its last saved tensor."""
         start = items[0].first
         end = _last_saving(self._chain, items) if phase == "recompute" else len(items) - 1
         running: set[int] = set()  # skips that this forward holds

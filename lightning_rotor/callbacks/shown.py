@@ -22,13 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlan:
-    """A plan and what the process holds besides, in bytes of the whole process.
-
-    Attributes:
-        measured_peak_bytes: None if no step was measured.
-        measured_reserved_bytes: Most that a GPU's caching allocator had reserved in that step, or None.
-        target: Name of the planned module for people.
-    """
+    """A plan and what the process holds besides. Bytes are of the whole process, measured ones None without a step."""
 
     plan: Plan
     limit_bytes: int

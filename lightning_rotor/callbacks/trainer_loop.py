@@ -43,10 +43,7 @@ def compute_of_training_step(
     *,
     prepare: Callable[[pl.LightningModule], object] = lambda copy: None,
 ) -> StepCompute:
-    """FLOPs of the next training step, from a dry run on a copy that ``prepare`` sees first.
-
-    Raises ``ProfilingError`` if the step cannot be run dry.
-    """
+    """FLOPs of the next step, from a dry run on a copy that ``prepare`` sees first, or ``ProfilingError``."""
     if is_param_in_hook_signature(model.training_step, "dataloader_iter", explicit=True):
         raise ProfilingError("its training_step takes batches from dataloader_iter by itself")
     arguments = (
@@ -133,10 +130,7 @@ def _harmless(value: Any) -> Any:
 
 
 class TrainerLoop(TrainingLoop):
-    """What a plan must know of a Trainer, its strategy and its other processes.
-
-    ``is_trial`` is True while a tuner of the batch size has taken the callbacks away.
-    """
+    """The loop of a Trainer. ``is_trial`` is True while a tuner of the batch size has taken the callbacks away."""
 
     model: pl.LightningModule
 

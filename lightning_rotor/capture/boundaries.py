@@ -38,15 +38,14 @@ from lightning_rotor.stages.sequential import Stage, Wire, Wiring, packed
 
 @dataclass(frozen=True, slots=True)
 class OpMemory:
-    """Memory that one operation takes.
+    """Memory of one operation.
 
     Attributes:
         made_bytes: New storages in what it returns.
-        saved_bytes: Storages that autograd saves for its backward, without parameters and buffers.
-        storages: Sizes of the storages under what it returns, new or not, by storage number.
+        saved_bytes: Storages that autograd saves, without parameters and buffers.
+        storages: Sizes of the storages under what it returns, by storage number.
         pieces: Numbers of the storages of which it returns only a part.
         saved: Numbers of the saved storages that are under values of the graph.
-        of_parameters: True if what it returns shows parameters.
     """
 
     made_bytes: int
@@ -338,7 +337,7 @@ class _Lives:
 
 
 def thinned(cuts: Sequence[int], weights: Sequence[int], alone: Set[int] = frozenset()) -> list[int]:
-    """The cuts left after the lightest stages, while weightless or too many, have joined their lighter neighbours.
+    """Cuts left once the lightest stages, while weightless or too many, joined their lighter neighbours.
 
     Operations in ``alone`` join nothing, unless there are too many stages.
     """

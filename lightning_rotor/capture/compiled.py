@@ -72,9 +72,7 @@ def check_variants(choice: Variants) -> Variants:
 class CompiledModules:
     """Compiles the modules of one model under other budgets, equal ones once.
 
-    Args:
-        variants: ``"exact"``: those that compute the bits of the user's code; ``"close"``: also those that differ by
-            rounding, as compiled code differs from eager code; ``"off"``: none.
+    ``"exact"`` variants compute the bits of the user's code, ``"close"`` ones may differ by rounding.
     """
 
     def __init__(self, variants: Variants = "exact") -> None:

@@ -43,10 +43,7 @@ _OPAQUE_INSTANCES = 2  # modules of one type that fail before the type counts as
 class GraphCut:
     """A module as stages, for calls like the recorded one. The last stage returns what the module returns.
 
-    Attributes:
-        opaque: Modules that had to become one operation, by name, and why.
-        inputs: Names of the call's tensors in messages.
-        reasons: For each other way that was tried, why it was not taken.
+    ``opaque`` says which modules became one operation, ``reasons`` why other ways were not taken.
     """
 
     stages: tuple[Stage, ...]
@@ -66,8 +63,8 @@ class GraphCut:
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The chain's input for a call, or None if the recording does not hold for it.
 
-        It does not hold if another plain argument differs, if the module has changed in a way its code could notice, or
-        if the forward would read other values out of tensors. Sizes may differ where it was recorded with two sizes.
+        It does not if another plain argument differs, the module has noticeably changed, or the forward would read
+        other values out of tensors. Sizes may differ in dimensions recorded with two sizes.
         """
         call = Call.of(self.module, args, kwargs)
         if not self.is_like(call) or not self.recording.guards.hold(call.signature, call.tensors):
@@ -219,10 +216,7 @@ class _Attempt:
 
 
 class _Attempts:
-    """Recordings of one call, until one holds: what cannot be recorded becomes opaque, from the inside out.
-
-    Modules in ``not_whole`` are recorded inside although they have an inverse.
-    """
+    """Recordings of one call, until one holds: what cannot be recorded becomes opaque, from the inside out."""
 
     def __init__(
         self, module: nn.Module, call: Call, not_whole: frozenset[nn.Module], known: Sequence[GraphCut]
@@ -378,13 +372,7 @@ WAYS = {"sequential": "as an nn.Sequential", "graph": "as a graph"}
 
 
 class SequentialCut:
-    """The members of an ``nn.Sequential`` as stages, nested ones flattened. ``ModelError`` if it is none or empty.
-
-    Attributes:
-        way: Name of this way to a chain in messages.
-        inputs: Names of the values that the chain takes, by number.
-        reasons: For each other way that was tried, why it was not taken.
-    """
+    """The members of an ``nn.Sequential`` as stages, nested ones flattened. ``ModelError`` if it is none or empty."""
 
     way: ClassVar[str] = "sequential"
     inputs: ClassVar[tuple[str, ...]] = ()
@@ -464,11 +452,7 @@ def _has_layers(stage: Stage) -> bool:
 
 
 def check_module(module: nn.Module) -> None:
-    """Raise ``ModelError`` if a module can be no chain, whatever its input.
-
-    So are a single layer of torch, a container without a forward, an empty ``nn.Sequential``, and what
-    ``torch.compile`` or FSDP has wrapped as a whole.
-    """
+    """Raise ``ModelError`` if a module can be no chain, whatever its input: a single layer, or wrapped as a whole."""
     name = type(module).__name__
     wrapped = wrapped_by_fsdp1(module)
     if wrapped:

@@ -128,10 +128,7 @@ class Notes:
             self._noted[place.key] = _Noted(place), module_path
 
     def changed(self) -> tuple[str, str] | None:
-        """Path of a module and the name of a variable that has changed since the module's code read it, or None.
-
-        Another object in the place of a logger or a cache does not count.
-        """
+        """Path of a module and a variable that has changed since it was read, but for loggers and caches; or None."""
         for noted, path in self._noted.values():
             if not noted.holds() and not noted.is_of_objects:
                 return path, noted.place.name
@@ -179,11 +176,7 @@ _COSTLY_TO_PAUSE = sys.version_info >= (3, 12)  # code that is profiled is rewri
 
 
 class Surroundings:
-    """Watches what code could read outside of modules.
-
-    ``module_path`` says which module's code runs now, None for code that no recording holds; ``notes`` hold what was
-    there when the code read it.
-    """
+    """Watches what code reads outside of modules; ``module_path`` is None for code that no recording holds."""
 
     def __init__(self, module_path: Callable[[], str | None], closures: Closures) -> None:
         self._module_path = module_path

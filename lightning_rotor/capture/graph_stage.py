@@ -116,8 +116,8 @@ def encoded(value: Any, places: Mapping[fx.Node, int]) -> Any:
 def function_of(inputs: int, steps: Sequence[Step], output: Any) -> Callable[[Any], Any]:
     """A function that runs operations: inputs have the first places, each step makes the next one.
 
-    It holds no value longer than :attr:`Step.frees` says, as the user's code would. What it calls and reads is bound by
-    name, so equal operations on other modules share their code.
+    It lets go of values as the user's code would. It binds by name what it calls and reads, so equal operations on
+    other modules share their code.
     """
     writer = _Writer()
     lines = [f"{', '.join(_value(place) for place in range(inputs))} = value"] if inputs else []
@@ -191,15 +191,10 @@ class _Writer:
 
 
 class GraphSlice(nn.Module):
-    """Runs consecutive operations of a graph.
+    """Runs consecutive operations of a graph; a single input or output is itself, several are a tuple.
 
     It reads the user's modules and parameters where they are at that moment, so it sees a replaced parameter. A value
     is let go after the last operation that reads it, as in the user's code.
-
-    Args:
-        inputs: A single one is the stage's input itself, several are a tuple.
-        outputs: Nodes in any nesting for the last slice; a single node or a tuple otherwise.
-        constants: Tensors that the forward made out of nothing.
     """
 
     def __init__(
@@ -314,10 +309,7 @@ class GraphSlice(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """The user's modules that it calls or whose buffers it reads.
-
-        It names itself only if it calls functions of unknown effect.
-        """
+        """The user's modules that it calls or reads buffers of, and itself if it calls functions of unknown effect."""
         memo = set() if memo is None else memo
         if not self.known_functions:
             yield prefix, self

@@ -33,11 +33,7 @@ Signature: TypeAlias = tuple[tuple[tuple[int, ...], Any], ...]
 
 
 class Guards:
-    """What the code of one recording saw of sizes and of values.
-
-    ``slice_of`` makes what runs some nodes, from inputs, nodes and outputs. ``asks_values`` is True if values of inputs
-    or buffers count.
-    """
+    """What one recording saw of sizes and of values; ``asks_values`` is True if values of inputs or buffers count."""
 
     def __init__(
         self,
@@ -216,10 +212,7 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def frozen(value: Any, depth: int = 4, *, objects: bool = True) -> Any:
-    """A copy that compares equal as long as the value stays what it is.
-
-    It follows lists and dicts ``depth`` levels deep, and plain attributes of other objects if ``objects``.
-    """
+    """A copy that compares equal while the value stays the same; follows lists and dicts ``depth`` levels deep."""
     kind = type(value)
     if kind in PLAIN:
         return kind, repr(value) if kind is float else value
@@ -252,12 +245,9 @@ _compiled_call_of = attrgetter(COMPILED_CALL)
 
 
 class Watch:
-    """What modules look like at one moment.
+    """What modules look like at one moment. Hooks and ``forward`` of ``root`` run outside of the recording.
 
-    Args:
-        root: Its own hooks and ``forward`` run outside of the recording and do not matter.
-        tensors: Also watch which tensors the parameters and buffers are. Stages read them anew at each call.
-        outside: Says whether all that their code read outside of modules is as it was.
+    With ``tensors``, also which tensors the parameters and buffers are. Stages read them anew at each call.
     """
 
     def __init__(

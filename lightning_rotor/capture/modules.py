@@ -113,13 +113,7 @@ def replaced(owner: Any, name: str, replacement: Callable[[Any], Any]) -> Iterat
 
 
 class ModuleCalls:
-    """Follows the calls of submodules while a module is recorded.
-
-    Attributes:
-        modules: The submodules by path, the root included.
-        leaves: Modules that became one operation.
-        culprit: The innermost module whose forward could not be recorded.
-    """
+    """Follows the calls of submodules while a module is recorded; ``culprit`` is the innermost that could not be."""
 
     def __init__(
         self, root: nn.Module, opaque: set[nn.Module], opaque_types: set[type], not_whole: Set[nn.Module]
@@ -239,9 +233,7 @@ PLAIN = (
 class Call:
     """The arguments of a call, flattened. A recording speaks of the tensors; every other leaf is baked into it.
 
-    Attributes:
-        key: Equal for calls that the same recording could serve: the structure and all leaves that are no tensor.
-        leaves: All leaves, with None where a tensor was.
+    ``key`` is equal for calls that one recording could serve: the structure, and leaves with None for tensors.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -252,10 +244,7 @@ class Call:
 
     @classmethod
     def of(cls, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-        """Bind arguments to the module's forward, defaults included.
-
-        Raises ``ModelError`` if an argument may hide tensors, ``TypeError`` if the arguments do not fit.
-        """
+        """Bind arguments to the forward, with defaults; ``ModelError`` if one may hide tensors, or ``TypeError``."""
         signature = inspect.signature(type(module).forward)
         bound = signature.bind(module, *args, **kwargs)
         bound.apply_defaults()

@@ -146,10 +146,7 @@ _GATES = ("has_torch_function", "has_torch_function_unary", "has_torch_function_
 
 
 def is_attention(module: nn.Module) -> bool:
-    """True if a module is torch's attention and runs its own code.
-
-    In evaluation a kernel in C++ may run instead, if nothing asks for gradients.
-    """
+    """True if a module is torch's attention and runs its own code, and not a kernel in C++ as in evaluation."""
     return (
         type(module) is nn.MultiheadAttention
         and module.training
@@ -181,12 +178,11 @@ CHANGES = (
 
 
 class DispatchCheck(TorchDispatchMode):
-    """Sees every operation that torch computes.
+    """Sees every operation that torch computes. Flags say what was seen since they were last set to False.
 
     Attributes:
         inside: How many recorded operations, or modules that are one, are running.
-        random: True if an operation has drawn random numbers since this was last set to False.
-        reads_values: True if an operation has read values that decide over sizes since this was last set to False.
+        reads_values: An operation has read values that decide over sizes.
     """
 
     def __init__(self) -> None:

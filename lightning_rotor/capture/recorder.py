@@ -72,9 +72,6 @@ class Recording:
     Attributes:
         owners: For each name of a ``get_attr`` node, the module that has the tensor and its name there.
         constants: Tensors that the forward made out of nothing, in the order of their ``get_attr`` nodes.
-        calls: Which modules became one operation.
-        guards: For which tensors it holds.
-        notes: What the code read outside of modules.
     """
 
     graph: fx.Graph
@@ -104,11 +101,7 @@ class Recording:
 
 
 class Recorder:
-    """Records one call of a module.
-
-    ``calls`` then says which modules became one operation and which one's forward could not be recorded, ``check`` what
-    torch has computed, ``surroundings`` what the code read outside of modules.
-    """
+    """Records one call of a module, and knows what torch has computed and what the code read outside of modules."""
 
     def __init__(
         self,

@@ -173,13 +173,7 @@ def _storage(tensor: torch.Tensor) -> int | None:
 
 
 class GraphWriter:
-    """Writes a graph.
-
-    Attributes:
-        constants: Tensors that the forward made out of nothing, in the order of their ``get_attr`` nodes.
-        owners: For each name of a ``get_attr`` node, the module that has the tensor and its name there.
-        asked: What code has asked of sizes, and the answers.
-    """
+    """Writes a graph. ``asked`` is what code has asked of sizes, with the answers. See also :class:`.Recording`."""
 
     def __init__(self, calls: ModuleCalls, check: DispatchCheck) -> None:
         self.graph = fx.Graph()
@@ -284,10 +278,7 @@ class GraphWriter:
     # ---------------------------------------------------------------- what operations take and give
 
     def encode(self, value: Any, *, exact: bool = False) -> Any:
-        """Arguments with nodes in the place of tensors.
-
-        With ``exact``, a ``torch.Size`` stays one, which fx takes for a tuple. torch's own operations take both.
-        """
+        """Arguments with nodes for tensors. With ``exact``, a ``torch.Size`` stays one, which fx takes for a tuple."""
         kind = type(value)
         if kind is Size:
             return value.node if value.notebook is self else plain(value)
@@ -329,10 +320,7 @@ class GraphWriter:
         return self.encode(output, exact=True)
 
     def unpack(self, value: Any, node: fx.Node, read: Sequence[torch.Tensor], *, fresh_objects: bool = False) -> Any:
-        """Give every tensor in an operation's result a node.
-
-        With ``fresh_objects``, a tensor that was handed in comes out as another object: at another call it may be new.
-        """
+        """Give every tensor in an operation's result a node, with ``fresh_objects`` as an object of its own."""
         if isinstance(value, torch.Tensor):
             is_named = self._named.get(id(value), (None,))[0] is value
             if fresh_objects and (is_named or any(value is tensor for tensor in read)):

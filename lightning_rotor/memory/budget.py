@@ -50,12 +50,8 @@ class Budget:
 
     Attributes:
         available_bytes: Most that the chain may allocate in one step, beyond what is allocated when its forward begins.
-        gradients_exist: As in :func:`~lightning_rotor.simulator.simulate`.
-        lingering_bytes: As in :func:`~lightning_rotor.simulator.simulate`.
         reserved_bytes: The part of the user's limit that is not for the chain; only error messages need it.
-        reserved_for: What that part is for.
         guessed_bytes: What of it is a guess, and not worth an error.
-        error: What to raise where the limit is too low.
     """
 
     available_bytes: int
@@ -131,15 +127,11 @@ class ResidentMemory:
     """What a training process holds on a device while a chain runs, in bytes.
 
     Attributes:
-        optimizer_bytes: State of all optimizers, as large as it will be after their first step.
+        optimizer_bytes: As large as it will be after the first step of all optimizers.
         outside_gradient_bytes: Gradients of all parameters outside of the planned module.
-        chain_gradient_bytes: Gradients of those inside.
-        communication_bytes: What a strategy keeps for messages between processes.
-        other_bytes: What else a GPU's allocator has given out when the chain's forward begins: workspaces of libraries,
-            what the step holds already.
+        other_bytes: What else a GPU's allocator has given out when the chain's forward begins: workspaces, for one.
         gradients_linger: The loop frees the gradients of one step between the forward and the backward of the next, as
-            Lightning's automatic optimization does. Otherwise they may be there throughout (accumulation, manual
-            optimization).
+            Lightning's automatic optimization does. Otherwise they may be there throughout (accumulation).
     """
 
     parameter_bytes: int
@@ -231,10 +223,7 @@ def process_limit_bytes(
     *,
     sharing: int = 1,
 ) -> int:
-    """A user's limit for the whole process, on a GPU also if it is more than there is.
-
-    None is what is usable and what training has, divided by the number of processes ``sharing`` what is free.
-    """
+    """A user's limit, on a GPU no more than for None: what training has, and a share of what is usable."""
     limit_bytes = None if limit is None else resolve_limit(limit, device)
     if limit_bytes is not None and device.type != "cuda":
         return limit_bytes

@@ -72,10 +72,7 @@ def usable_bytes(device: torch.device | str, *, system_root: Path = _ROOT) -> in
 
 
 def resolve_limit(limit: MemoryLimit | None, device: torch.device | str, *, system_root: Path = _ROOT) -> int:
-    """A user's limit in bytes on a device; None means :func:`usable_bytes`, a fraction counts from :func:`total_bytes`.
-
-    Warns if the limit is larger than the device.
-    """
+    """A user's limit in bytes; None is :func:`usable_bytes`, fractions are of the total. Warns above the device."""
     if limit is None:
         return usable_bytes(device, system_root=system_root)
     if limit.fraction is not None:
@@ -163,10 +160,7 @@ def _machine_from_sysconf() -> _Memory:
 
 
 def _read_sizes(path: Path) -> dict[str, int]:
-    """Lines such as ``MemTotal:  16318 kB`` or ``inactive_file 4096`` as a mapping.
-
-    Empty if the file cannot be read.
-    """
+    """Lines such as ``MemTotal:  16318 kB`` or ``inactive_file 4096`` as a mapping; empty without the file."""
     sizes = {}
     for line in _read(path).splitlines():
         name, _, rest = line.replace(":", " ").partition(" ")
@@ -206,8 +200,7 @@ class _Files:
     reclaimable: str
 
 
-# Version 2 slows a group down, to a standstill if need be, once it is over memory.high: for training that is a limit
-# too.
+# Version 2 slows a group down, to a standstill if need be, over memory.high: for training that is a limit, too.
 _FILES = {
     "cgroup": _Files(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
     "cgroup2": _Files(("memory.max", "memory.high"), "memory.current", "inactive_file"),

@@ -149,8 +149,7 @@ def _initialized(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[torch.Te
 
 def _future_gradient_bytes(parameter: torch.Tensor) -> int:
     """Bytes of a parameter's gradient, which is dense whatever the parameter's strides are."""
-    # Newer versions of torch let a parameter choose the type of its gradient; FSDP1's parameters are views between its
-    # steps, which may not.
+    # In newer torch a parameter may choose its gradient's type, but not FSDP1's, which are views between steps.
     dtype = (getattr(parameter, "grad_dtype", None) if parameter.is_leaf else None) or parameter.dtype
     local = parameter.to_local() if hasattr(parameter, "to_local") else parameter  # a DTensor's shard
     return block_bytes(local.numel() * dtype.itemsize, parameter.device)
@@ -202,8 +201,7 @@ def _full_history_bytes(optimizer: torch.optim.LBFGS, device: torch.device | str
     parameters = _trained(optimizer, device)
     if not parameters:
         return 0
-    # Two vectors per entry, the direction and the last gradient; scalars: two per entry, the scale of the Hessian, the
-    # step size.
+    # Vectors: two per entry, direction, last gradient. Scalars: two per entry, scale of the Hessian, step size.
     entries: int = 2 * optimizer.param_groups[0]["history_size"] + 2
     vector = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
     return entries * sum(block_bytes(each, parameters[0].device) for each in (vector, parameters[0].element_size()))
@@ -259,8 +257,7 @@ def _copy(
 
 def _use_plain_kernels(group: dict[str, Any]) -> None:
     """Switch off what has no shape rule; where the step counters lie stays as it is."""
-    # Fused kernels of an accelerator want them there, as capturable ones do, which torch refuses on the CPU and on
-    # meta.
+    # An accelerator's fused kernels want them there, as do capturable ones, refused on the CPU and on meta.
     accelerated = any(parameter.device.type not in ("cpu", "meta") for parameter in group["params"])
     on_device = accelerated and bool(group.get("fused") or group.get("capturable"))
     plain = {"fused": False, "differentiable": False, "capturable": on_device}

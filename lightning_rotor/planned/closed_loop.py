@@ -16,8 +16,7 @@ from lightning_rotor.planned.plans import Plans
 from lightning_rotor.planning import Plan
 from lightning_rotor.profiling import StepMeter
 
-# A peak this close to the limit is close enough; what is left of a gap that is smaller than the second figure is not
-# worth a step.
+# A peak this close to the limit is close enough; a gap smaller than the second figure is not worth a step.
 _CLOSE = 0.9
 _NARROW = 0.01
 _MOST_OVERSHOOTS = 5
@@ -247,8 +246,7 @@ class StepWatch:
             loop.warn(f"RotorCallback cannot measure the peak of this step: {error}")
             return
         self._meter = meter
-        # The CPU's allocator knows only gradients that were made under its eyes; without that, their release goes
-        # unseen.
+        # On the CPU only the release of gradients that were made under its eyes is seen.
         self._exact = self._consecutive or not on_cpu or not existing_gradient_bytes(loop.model)
         self._base_bytes = loop.allocated_bytes(batch)
         self._is_uneven = on_cpu and loop.may_take_new_buckets()
@@ -265,8 +263,7 @@ class StepWatch:
             return False
         trace, self._meter = self._meter.stop(), None
         if self._is_uneven and self._patience > 0:
-            # New buckets were seen to come, but the old ones, which nobody measured, not to go: another step shows the
-            # peak.
+            # New buckets came, but the old ones, never measured, did not show as freed: measure another step.
             self._consecutive = True
             self._patience -= 1
             return False

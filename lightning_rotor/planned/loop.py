@@ -23,14 +23,7 @@ from lightning_rotor.units import MemoryLimit
 
 
 class TrainingLoop:
-    """Trains a model: a plain loop in one process. Adapters of frameworks override what is different.
-
-    Attributes:
-        may_be_whole: The model's own forward can be planned.
-        is_compiled: ``torch.compile`` was called on the model as a whole.
-        is_lead: This process speaks for all.
-        profiler_is_taken: The user has torch's one profiler record the training.
-    """
+    """Trains a model: a plain loop in one process. Adapters of frameworks override what is different."""
 
     may_be_whole = True
     is_compiled = False
@@ -109,10 +102,7 @@ class TrainingLoop:
         return name
 
     def meet(self, *, beyond: bool) -> Agreement:
-        """How the processes will agree on plans. Each waits for all others.
-
-        With ``beyond``, the plan that takes least runs where none fits.
-        """
+        """How processes will agree on plans. Each waits for all. ``beyond`` runs the least plan where none fits."""
         return Agreement()
 
     # ---------------------------------------------------------------- memory
@@ -143,11 +133,7 @@ class TrainingLoop:
         return base_bytes if self.device.type == "cuda" else base_bytes + self._unnamed_bytes()
 
     def communication_bytes(self) -> int:
-        """Bytes that a strategy takes for messages: DDP's buckets, as large as all gradients.
-
-        Under FSDP gradients on their way, and the shards that parameters are gathered from, which the model does not
-        show in its forward.
-        """
+        """Bytes for messages: DDP's buckets; FSDP's gradients on their way and shards that the model hides."""
         wrapped = self.wrapped
         if isinstance(wrapped, DistributedDataParallel):
             ignored: set[str] = wrapped.parameters_to_ignore

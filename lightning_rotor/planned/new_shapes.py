@@ -33,8 +33,7 @@ _MOST = 32
 _TOLERANCE = 1e-9
 _DEGREE = 3
 _MOST_GROWTH = 1.5
-# Bounds from measurements this near are not much too high: 1.33 times what would be measured, or 1.04 times between
-# two.
+# Bounds from measurements this near are not much too high: at most 1.33 times the truth, 1.04 times between two.
 _NEAR_GROWTH = 1.1
 _NEAR_SPAN = 1.5
 
@@ -102,10 +101,7 @@ class _Source:
 
 
 def chain_at(wanted: Shapes, known: Sequence[tuple[Shapes, Chain]]) -> tuple[Chain, _Source] | None:
-    """The least bound on the costs of a chain for the wanted shapes of its inputs, and where it comes from.
-
-    None if all that was measured is much smaller.
-    """
+    """The least bound on costs for the wanted shapes, and its source; None if all measurements are much smaller."""
     bounds: list[tuple[Chain, _Source]] = []
     for number, (shapes, chain) in enumerate(known):
         growth = _growth(shapes, wanted)

@@ -71,14 +71,7 @@ class BudgetSource:
 
 @dataclass(frozen=True, slots=True)
 class PlanSettings:
-    """How plans are made; ``UnitError`` unless ``slots`` and ``max_plans`` are positive integers.
-
-    Attributes:
-        slots: Resolution of the dynamic program.
-        max_plans: Plans that are kept, those used last; one that was dropped is made again when its signature returns.
-        compiled_variants: Which variants of compiled blocks may run, see :class:`.CompiledModules`.
-        show_progress: Show a progress bar when measuring takes longer than two seconds.
-    """
+    """How plans are made; ``UnitError`` unless ``slots`` and ``max_plans`` are positive integers."""
 
     slots: int = DEFAULT_SLOTS
     max_plans: int = MAX_PLANS
@@ -95,7 +88,7 @@ class PlanSettings:
 
 
 class Plans:
-    """The plans of one module; ``ModelError`` if it can be no chain, whatever its input.
+    """The plans of one module, or ``ModelError`` if it can be no chain.
 
     ``ceiling_bytes`` is the most that any plan may take since the device ran out of memory, or None if it never did.
     """

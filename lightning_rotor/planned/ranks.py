@@ -29,25 +29,16 @@ _PREFIX = "lightning_rotor/plan"
 
 
 class Agreement:
-    """What a planned forward asks of the other processes; of one process alone, nothing.
-
-    With ``together``, the processes can only measure and plan together.
-    """
+    """What a planned forward asks of other processes; of one alone, nothing. Some can only measure ``together``."""
 
     together = False
 
     def must_start_afresh(self, *, ready: bool) -> bool:
-        """True if what is known is to be dropped for the sake of others. Asked at each planned forward.
-
-        ``ready`` says that this process has a plan for the coming call.
-        """
+        """True if what is known must be dropped for others; ``ready`` says that this process has a plan for the call."""
         return False
 
     def settle(self, call: str, outcome: Plan | BudgetError) -> Plan:
-        """The plan to run instead of one's own; ``BudgetError`` if there is none.
-
-        ``call`` is its fingerprint, ``outcome`` this process' plan, or why it has none.
-        """
+        """The plan to run instead of one's own ``outcome``, or ``BudgetError``; ``call`` is the call's fingerprint."""
         if isinstance(outcome, BudgetError):
             raise outcome
         return outcome
@@ -72,8 +63,8 @@ class PublishedPlans(Agreement):
 class JointPlans(Agreement):
     """One plan for processes that run a module in lockstep.
 
-    The ``group`` holds all of them, over a backend with tensors on the CPU, so that no device is waited for. With
-    ``beyond``, the plan that exceeds any budget by least runs where none fits.
+    Their ``group`` takes tensors on the CPU, so that no device is waited for. With ``beyond``, the plan that exceeds
+    any budget by least runs where none fits.
     """
 
     together = True

@@ -51,14 +51,7 @@ class State(enum.Enum):
 
 @dataclass(slots=True)
 class _Step:
-    """The step that is running.
-
-    Attributes:
-        batch: Its tensors.
-        is_first: No optimizer has taken a step before.
-        runs: The plan of each planned call so far.
-        is_over: Its optimizer has stepped, and only what was measured is looked at.
-    """
+    """The running step, with the plan of each planned call so far; ``is_over`` once its optimizer has stepped."""
 
     batch: list[torch.Tensor]
     is_first: bool
@@ -68,15 +61,7 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class SavedPlans:
-    """What a fit leaves for the next one, in plain types alone, so that checkpoints load with ``weights_only=True``.
-
-    Attributes:
-        module: Dotted name of the module in its model.
-        model: Its fingerprint.
-        corrections: What the closed loop had found out, from :meth:`.Corrections.to_plain`.
-        ceiling_bytes: The most that a plan may take since the device ran out of memory, or None.
-        records: From :meth:`.Plans.records`.
-    """
+    """What a fit leaves for the next one, in plain types alone, so that checkpoints load with ``weights_only=True``."""
 
     module: str
     model: str
@@ -110,12 +95,7 @@ class SavedPlans:
 
 
 class PlannedModule:
-    """The planned module of a model, by default the one with most of the compute, and its forward under plans.
-
-    Attributes:
-        warnings: What to tell the user once there is a plan.
-        is_guess: Until the first batch shows the compute, it is the module with most parameters.
-    """
+    """The planned module of a model, and its forward under plans; a guess until the first batch shows the compute."""
 
     def __init__(self, loop: TrainingLoop, source: BudgetSource, settings: PlanSettings, name: str | None) -> None:
         self._loop, self._source, self._settings, self._name = loop, source, settings, name
@@ -221,12 +201,6 @@ class StepPlanner(BudgetSource):
         limit: For the whole process, as the user gave it.
         name: Dotted name of the module to plan, or None for the one with most of the compute.
         beyond: Where no plan fits, train with the one that takes least, and say so.
-        saved: What an earlier training has left.
-    Attributes:
-        plan: What training runs, or ran last; None before the first.
-        planned_module: Name for people of the module that it was made for.
-        limit_bytes: The limit, known once there is a plan.
-        watch: The peaks of the steps.
     """
 
     def __init__(
@@ -354,10 +328,7 @@ class StepPlanner(BudgetSource):
     # ---------------------------------------------------------------- what the planned forward asks and tells
 
     def budget(self, profile: Profile) -> Budget:
-        """What a plan may use now.
-
-        What else there is shows when a forward begins; between steps the first is remembered.
-        """
+        """What a plan may use now. What else there is shows when a forward begins; between steps the first counts."""
         chain = profile.chain
         batch = [] if self._step is None else self._step.batch
         resident = self.loop.resident(self._module.target.module, batch, torch.device(chain.device))

@@ -30,12 +30,9 @@ _LONGEST_REASON = 300
 
 @dataclass(frozen=True, slots=True)
 class StepCompute:
-    """FLOPs of the forwards in one training step.
+    """FLOPs of the forwards in one training step; ``assumed_values`` counts values that a dry run could not know.
 
-    Attributes:
-        plannable: By dotted name of a submodule (``""`` is the model itself), those inside its forwards that a plan
-            could run: the module is in training mode, gradients are enabled, and they flow through its output.
-        assumed_values: How often the step asked for a value, so that another course may be taken in truth.
+    ``plannable`` are those inside a submodule's training forwards with gradients, by dotted name.
     """
 
     total: int

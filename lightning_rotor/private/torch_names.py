@@ -49,10 +49,7 @@ __all__ = [
 
 
 def backward_number() -> int | None:
-    """Number of the backward that runs in this thread, None outside of one.
-
-    torch's ``register_multi_grad_hook`` tells backwards apart by it; there is no public question.
-    """
+    """Number of the backward in this thread, or None; ``register_multi_grad_hook`` tells backwards apart by it."""
     number: int = torch._C._current_graph_task_id()
     return None if number == -1 else number
 
@@ -317,12 +314,7 @@ COMPILER_ATTRIBUTES = frozenset(
 
 
 class CompilerSettings(NamedTuple):
-    """What a module was compiled with.
-
-    Attributes:
-        backend: As the user gave it, without what the compiler wraps around it.
-        has_more: True if it was compiled with guard_filter_fn or dynamic_shapes.
-    """
+    """What a module was compiled with; ``has_more`` stands for guard_filter_fn or dynamic_shapes."""
 
     backend: Any
     fullgraph: bool
@@ -430,10 +422,7 @@ def fsdp_shard_elements(parameter: Any) -> int:
 
 @cache
 def sent_outputs_linger() -> bool:
-    """True if torch's schedules hold on to outputs that have been sent: up to torch 2.14.
-
-    From 2.15 on they tell the stage, by a public method of this name, and drop what they hold.
-    """
+    """True if torch's schedules hold on to sent outputs: up to torch 2.14. From 2.15 on they tell the stage."""
     if not torch.distributed.is_available():
         return True
     from torch.distributed.pipelining import PipelineStage

@@ -44,10 +44,7 @@ __all__ = [
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors in a nesting that torch's pytree knows, in order.
-
-    :func:`~lightning_rotor.memory.held.walk_tensors` looks into any mapping and into sets as well.
-    """
+    """The tensors in a nesting that torch's pytree knows. ``walk_tensors`` also looks into other mappings and sets."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
@@ -70,10 +67,7 @@ def address_of(tensor: torch.Tensor) -> int:
 
 
 def bytes_in_blocks(tensors: Iterable[torch.Tensor], block_bytes: int) -> int:
-    """Bytes of the distinct storages under dense tensors, as an allocator with blocks of that size counts them.
-
-    :func:`~lightning_rotor.memory.held.storage_bytes` knows sparse tensors and several devices, too.
-    """
+    """Bytes of the distinct storages under dense tensors, as an allocator with blocks of that size counts them."""
     return sum(in_blocks(size, block_bytes) for size in sizes_by_address(tensors).values())
 
 

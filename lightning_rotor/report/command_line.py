@@ -41,10 +41,7 @@ _WIDTH = 100  # where there is no terminal
 
 
 def main(arguments: Sequence[str] | None = None, *, program: str = "lightning-rotor") -> int:
-    """Run the command line; returns the exit status, 0, or 2 if there is no plan. Messages go to the error stream.
-
-    ``program`` is how it was called, for its usage and examples.
-    """
+    """Run the command line of ``program``; returns 0, or 2 if there is no plan. Messages go to the error stream."""
     try:
         options = _parse(arguments, program)
     except SystemExit as end:  # argparse has said what is wrong, or helped

@@ -38,10 +38,7 @@ _EXPECTED = "expected a class or function that makes a module"
 
 
 def model_maker(path: str, arguments: dict[str, Any]) -> Callable[[], nn.Module]:
-    """A function that makes a model, found at ``package.module.name`` or ``file.py:name``.
-
-    Raises ``ModelError`` if there is nothing of that name, as does the function if it makes no module.
-    """
+    """A function that makes a model, found at ``package.module.name`` or ``file.py:name``, or ``ModelError``."""
     found = _in_file(path) if ".py:" in path else _in_package(path)
     if not callable(found):
         raise ModelError(f"{path} is {type(found).__name__}: {_EXPECTED}")
@@ -158,13 +155,7 @@ _HALF = {"bf16": torch.bfloat16, "16": torch.float16}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Found:
-    """The answer.
-
-    Attributes:
-        budget_bytes: The whole budget, of which the plan has what is left for the chain.
-        resident: What training holds besides the chain, by name; empty if the budget is for activations alone.
-        accelerator: Device that it was estimated for, if it was.
-    """
+    """The answer; its ``budget_bytes`` are those of the chain and of what training holds besides, ``resident``."""
 
     model: str
     profile: Profile

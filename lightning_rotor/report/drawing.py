@@ -127,10 +127,7 @@ class Run(NamedTuple):
 
 
 def stage_keys(chain: Chain, details: Sequence[Hashable]) -> list[Hashable]:
-    """By stage, a value that is equal for stages of the same operators, sizes and skips, whatever they take in time.
-
-    ``details`` hold what else tells stages apart, one entry a stage.
-    """
+    """By stage, a value that is equal for stages of the same operators, sizes, skips and ``details``."""
     skips: list[list[Hashable]] = [[] for _ in chain]
     for number, skip in enumerate(chain.skips):
         near = skip.born >= 0 and skip.last_use - skip.born <= _NEAR
@@ -151,10 +148,7 @@ def _sizes(option: Option) -> tuple[int, ...]:
 
 
 def folded(keys: Sequence[Hashable], *, longest: int = 64) -> list[Run]:
-    """Repetitions, found greedily from the left: the one that leaves out most, and the shortest of those.
-
-    At most ``longest`` stages repeat together.
-    """
+    """Repetitions, greedily from the left: the one that leaves out most, the shortest of those, up to ``longest``."""
     runs: list[Run] = []
     start = 0
     while start < len(keys):

@@ -199,10 +199,7 @@ def _short(name: str) -> str:
 
 
 def name_groups(names: Sequence[str], *, most: int) -> tuple[list[_Part], list[int]]:
-    """Names for the axis of stages that do not overlap: parts of the user's model, ``layer3`` or ``layers.0``.
-
-    Returns first and last stage and name of each part that gets one, and where parts begin.
-    """
+    """First and last stage and name (``layers.0``) of parts that do not overlap on the axis, and where parts begin."""
     paths = [name.partition(" … ")[0].split(".") for name in names]
     best: tuple[list[_Part], list[int]] = ([], [])
     for depth in range(1, max(map(len, paths)) + 1):

@@ -32,11 +32,7 @@ class Wire:
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
-    """Steps in a row. ``wire`` is what they take and make together.
-
-    Attributes:
-        dead: For each step, the values that nobody needs once it is done. What they take together is the caller's.
-    """
+    """Steps in a row, and for each the values that are ``dead`` after it. The caller owns what they take together."""
 
     wire: Wire
     steps: tuple[Wire, ...]
@@ -406,10 +402,7 @@ def shares_memory(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor
 def require_own_output(
     inputs: Sequence[torch.Tensor], versions: Sequence[int], output: Any, *, name: str
 ) -> list[torch.Tensor]:
-    """The tensors of an output for which the input can be dropped.
-
-    Raises ``InverseError`` if the module changed its input in place, or returned no tensors, or less than it took.
-    """
+    """The tensors of an output for which the input can be dropped, or ``InverseError``."""
     made = require_tensors(output, name=name, what="output")
     require_untouched(inputs, versions, name=name)
     taken_bytes, made_bytes = (sum(tensor.nbytes for tensor in tensors) for tensors in (inputs, made))

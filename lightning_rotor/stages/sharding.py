@@ -54,14 +54,7 @@ def units_in(modules: Iterable[nn.Module]) -> tuple[Unit, ...]:
 
 @dataclass(frozen=True, slots=True)
 class UnitSizes:
-    """Bytes that go through the messages of units.
-
-    Attributes:
-        gathered_bytes: Parameters in one piece, which is also the size of the message that brings them.
-        gradient_bytes: Gradients of these, before they are sent.
-        reduced_bytes: The message with these gradients.
-        shard_bytes: What this process keeps of them.
-    """
+    """Bytes of units: gathered parameters (or their message), their gradients, the message with these, own shards."""
 
     gathered_bytes: int = 0
     gradient_bytes: int = 0

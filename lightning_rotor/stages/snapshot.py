@@ -60,12 +60,8 @@ class Snapshot:
 
     Args:
         roots: Modules, without those inside of them; or functions, containers and other objects.
-        hooks: Hooks of modules count.
         objects: Tensors, functions, modules and other objects count as well, not only containers and generators.
         small_bytes: Tensors and arrays up to this size are copied.
-
-    Attributes:
-        objects: By ``id``, the namespaces of objects that are neither modules nor containers: configurations, meters.
     """
 
     __slots__ = ("_generators", "_kept", "_options", "_roots", "_seen", "_tensors", "objects")
@@ -304,13 +300,7 @@ _CELL = _by_name(
 
 
 class _Look:
-    """Follows what can be reached, and notes what is there.
-
-    Attributes:
-        kept: How each thing is put back, the thing, and what was in it.
-        tensors: With their versions, and copies of small ones.
-        seen: All that was looked at, by ``id``.
-    """
+    """Follows what can be reached, and notes by ``id`` what is there and how it is put back."""
 
     def __init__(self, hooks: bool, objects: bool, small_bytes: int) -> None:
         self.kept: list[tuple[_Kind, Any, Any]] = []

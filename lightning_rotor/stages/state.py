@@ -138,10 +138,7 @@ class Settings:
 
 
 class LayerSettings:
-    """What torch's own layers have in attributes when it is made: a mode, a dropout's ``p``, an ``eps``.
-
-    No hooks run around the forwards of ``layers``.
-    """
+    """What torch's own layers have in attributes when it is made: a mode, a dropout's ``p``, an ``eps``."""
 
     __slots__ = ("_all_hooked", "_now", "_then")
 
@@ -192,10 +189,7 @@ def settings() -> tuple[Any, ...]:
 
 
 def _change(values: tuple[Any, ...], older: list[Any] | None = None) -> list[Any]:
-    """Set all settings, also older ones. Returns what these were, None where torch does not tell.
-
-    ``older`` is what an earlier change returned; by default, what ``values`` amount to.
-    """
+    """Set all settings, and the ``older`` ones, by default as the new ones imply. Returns what the older ones were."""
     told = [_told(read) for read, _, _ in _OLDER]
     _write(values)
     for (_, write, implied), value in zip(_OLDER, told if older is None else older, strict=True):
