@@ -402,9 +402,10 @@ class _Simulator:
                     self._live_bytes += -self._state_bytes(item)
 
     def _gives_up_input(self, segment: Segment) -> bool:
-        """True if a segment needs its input once. A recomputation hands tensors out once, so nested segments do.
+        """True if a segment lets go of its input once it has read it.
 
-        The others can tell that their input is not needed again only if the backward goes on to where it comes from.
+        A nested segment does, as a recomputation hands tensors out once. Others can tell that their input is not needed
+        again only if the backward goes on to where it comes from.
         """
         first, last = segment.first, segment.last
         return (

@@ -34,7 +34,7 @@ class Agreement:
     together = False
 
     def must_start_afresh(self, *, ready: bool) -> bool:
-        """True if what is known must be dropped for others; ``ready`` says that this process has a plan for the call."""
+        """True if what is known must be dropped for others; ``ready`` says that this process has a plan to run."""
         return False
 
     def settle(self, call: str, outcome: Plan | BudgetError) -> Plan:

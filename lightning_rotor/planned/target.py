@@ -30,9 +30,12 @@ _LONGEST_REASON = 300
 
 @dataclass(frozen=True, slots=True)
 class StepCompute:
-    """FLOPs of the forwards in one training step; ``assumed_values`` counts values that a dry run could not know.
+    """FLOPs of the forwards in one training step.
 
-    ``plannable`` are those inside a submodule's training forwards with gradients, by dotted name.
+    Attributes:
+        plannable: By dotted name of a submodule, those inside its forwards that a plan could run: in training mode, with
+            gradients enabled and flowing through its output.
+        assumed_values: How often the step asked for a value that a dry run cannot know.
     """
 
     total: int

@@ -300,7 +300,7 @@ _CELL = _by_name(
 
 
 class _Look:
-    """Follows what can be reached, and notes by ``id`` what is there and how it is put back."""
+    """Follows what can be reached; ``kept`` has how each thing is put back, the thing, and what was in it."""
 
     def __init__(self, hooks: bool, objects: bool, small_bytes: int) -> None:
         self.kept: list[tuple[_Kind, Any, Any]] = []

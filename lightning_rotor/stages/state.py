@@ -273,7 +273,7 @@ _requires_grad = attrgetter("requires_grad")
 
 
 def first_changed(before: Sequence[int], tensors: Sequence[torch.Tensor], *, or_copies: bool = False) -> int | None:
-    """Number of the first tensor that differs from its stamp, or None. Fewer stamps compare the first tensors only."""
+    """Number of the first tensor that has changed, or None. ``before`` are its stamps or the first of these."""
     now = stamps(tensors)[: len(before)]
     if now == before:
         return None
