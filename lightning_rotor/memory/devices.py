@@ -72,7 +72,12 @@ def usable_bytes(device: torch.device | str, *, system_root: Path = _ROOT) -> in
 
 
 def resolve_limit(limit: MemoryLimit | None, device: torch.device | str, *, system_root: Path = _ROOT) -> int:
-    """A user's limit in bytes; None is :func:`usable_bytes`, fractions are of the total. Warns above the device."""
+    """A user's limit in bytes; None is :func:`usable_bytes`, fractions are of the total. Warns above the device.
+
+    Example:
+        >>> resolve_limit(MemoryLimit(size_bytes=2**20), "cpu")
+        1048576
+    """
     if limit is None:
         return usable_bytes(device, system_root=system_root)
     if limit.fraction is not None:

@@ -33,8 +33,8 @@ class StepCompute:
     """FLOPs of the forwards in one training step.
 
     Attributes:
-        plannable: By dotted name of a submodule, those inside its forwards that a plan could run: in training mode, with
-            gradients enabled and flowing through its output.
+        plannable: By dotted name of a submodule, those inside its forwards that a plan could run: in training mode,
+            with gradients enabled and flowing through its output.
         assumed_values: How often the step asked for a value that a dry run cannot know.
     """
 
