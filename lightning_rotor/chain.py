@@ -1,4 +1,4 @@
-r"""What a model costs, stage by stage: the frozen measurements that every planner reads.
+"""What a model costs, stage by stage: the frozen measurements that every planner reads.
 
 A chain is ``n`` stages, stage ``i`` mapping boundary ``i`` to boundary ``i + 1``::
 
@@ -19,9 +19,8 @@ Symbols of the papers (Beaumont et al., hal-02352969; their stage numbers start 
 rotor has one number for the memory of a forward and one for a backward. Autograd has more cases, and the difference is
 2-11 % of the peak, so they are measured apart:
 
-* A stage runs *recorded* (its saved tensors stay), *discarded* (the first pass of a segment: the graph is built and
-  every saved tensor is dropped at once) or *replayed* (the last stage of a segment during recomputation, which stops at
-  its last saved tensor).
+* A stage runs *recorded* (its saved tensors stay), *discarded* (first pass of a segment: every saved tensor is dropped
+  at once) or *replayed* (last stage of a segment in recomputation, which stops at its last saved tensor).
 * A backward first runs operators that need no saved tensor, then unpacks the first one. If the stage ends a segment,
   recomputation happens at exactly that moment.
 * The stage's input may die during its backward, or someone else holds it.
@@ -29,8 +28,7 @@ rotor has one number for the memory of a forward and one for a backward. Autogra
 Every ``*_peak_bytes`` counts from what is allocated just before the operation starts, so a simulator only adds.
 
 What a stage makes for the next one alone is the boundary between the two, its *link*. Whatever lives longer is a
-:class:`Skip`: a shortcut connection, features that are concatenated later, a mask that every block reads. A skip is
-never part of a link::
+:class:`Skip` and never part of a link: a shortcut, features that are concatenated later, a mask for every block::
 
     stage 0 ──link──► stage 1 ──link──► stage 2 ──link──► stage 3
         └──────────── skip, read by 1 and 3 ──────────────┘
@@ -73,25 +71,22 @@ class BackwardPeaks:
 class Option:
     """One way to run a stage so that it can be differentiated: what it holds until its backward, and what that costs.
 
-    All sizes are integers of bytes, all durations seconds.
-
     Attributes:
         name: ``"keep"`` saves what autograd saves; ``"budget 0.3"`` is a compiled stage under another activation memory
             budget; ``"invert"`` and ``"invert, fused"`` save the output alone.
-        saved_bytes: Storages that stay alive for the backward: not the stage's input or output, not parameters or
-            buffers. For an option that inverts, what its first pass remembers (generators, buffers), be it in a segment
-            or not.
+        saved_bytes: Storages alive for the backward: not the stage's input or output, parameters or buffers. For an
+            option that inverts, what its first pass remembers (generators, buffers), in a segment or not.
         saved_input_bytes: The part of the input boundary that autograd saves (0 for Dropout, all of it for Linear).
         saved_output_bytes: The part of the output boundary that autograd saves (all of it for Tanh).
         saved_tensors: Number of tensors saved; 0 means that the backward needs no forward at all.
         forward_peak_bytes: Peak of the recorded forward, output included.
-        replay_peak_bytes: The same up to the last saved tensor, where the last stage of a segment stops.
-        unpack_peak_bytes: Peak of the backward before it reads a saved tensor. The gradient of the output counts.
-        unpack_bytes: What the backward holds when it reads the first saved tensor; the gradient of the output counts.
+        replay_peak_bytes: Peak up to the last saved tensor, where the last stage of a segment stops.
+        unpack_peak_bytes: Peak of the backward before it reads a saved tensor, gradient of the output included.
+        unpack_bytes: What the backward holds when it reads the first saved tensor, gradient of the output included.
         backward_peak_bytes: Peak of the backward from there on, if nobody but this stage holds its input.
-        backward_segment_peak_bytes: The same when the enclosing segment holds the input, until the stage's last saved
+        backward_segment_peak_bytes: That peak if the enclosing segment holds the input, until the stage's last saved
             tensor is gone.
-        backward_held_peak_bytes: The same when somebody holds the input throughout.
+        backward_held_peak_bytes: That peak if somebody holds the input throughout.
         input_gradient_bytes: Gradient of the stage's input, left when the backward is done.
         parameter_gradient_bytes: Gradients of parameters, which appear during the backward and stay.
         forward_seconds: Recorded forward.
@@ -99,10 +94,10 @@ class Option:
         backward_seconds: Backward, without any recomputation.
         saved_skips: Skips that autograd saves for this stage: numbers in :attr:`Chain.skips`.
         saved_state_bytes: Buffers among ``StageCost.state_bytes`` that autograd saves (the index of a lookup, say). A
-            plain forward saves the module's own, at no cost; a recomputation works on copies, which stay until the
+            plain forward saves the module's own at no cost; a recomputation works on copies, which stay until the
             backward.
-        accumulating: Peaks of the backward where parameters already have gradients, so that each new one is added to
-            its own and freed at once. None if they are those of a backward whose gradients pile up.
+        accumulating: Peaks of the backward where each new gradient is added to an existing one and freed at once. None
+            if they are those of a backward whose gradients pile up.
         discard_peak_bytes: Peak of the forward whose saved tensors are dropped, output included. None if it is the
             stage's.
         inverts: The stage drops its input when it has run, whoever saved it, and rebuilds it from the output in the
@@ -110,10 +105,9 @@ class Option:
             where the stage before has saved it.
         fused: The backward is the module's own ``reversible_backward``, which rebuilds the input at once.
         backward_replayed_peak_bytes: ``backward_peak_bytes`` where the saved tensors come from a recomputation, which
-            holds none of them longer than until it is read. None if that makes no difference.
-        needs_exact_output: Of the output that it saves the backward asks what a rounding error changes, such as where
-            ReLU's is zero. So the next stage must not be inverted, which would give back an output with rounding
-            errors.
+            gives each up once it is read. None if that makes no difference.
+        needs_exact_output: The backward asks of the saved output what a rounding error changes, such as where ReLU's is
+            zero. So the next stage must not be inverted.
     """
 
     name: str
@@ -171,13 +165,11 @@ class Skip:
     """A storage that outlives the stage behind the one that made it.
 
     Attributes:
-        born: Number of the stage that makes it; -1 for a part of the chain's input, which costs nothing since the
-            caller holds it.
+        born: Number of the stage that makes it; -1 for a part of the chain's input, which the caller holds.
         uses: Numbers of the stages that read it, rising; all of them are larger than ``born``.
         size_bytes: Its size; 0 for a part of the chain's input.
         gradient_bytes: For each reader, what holds the gradient once the reader's backward is done, until that of
-            ``born``. Readers that concatenate leave slices of a larger gradient, all of which stays alive. 0 if there
-            is none.
+            ``born``; 0 if there is none. Readers that concatenate leave slices of a larger gradient, which stays alive.
         in_output: It is also a part of the chain's output, so the caller holds it to the end of the step.
     """
 
@@ -227,13 +219,13 @@ class StageCost:
         takes: Tensors that it reads, such as ``"float32[4, 64, 8, 8]"``; empty for stages that were not measured.
         not_inverted: Why no option inverts it although its module has an inverse; empty if there is nothing to say.
         waiting_gradient_bytes: Gradients of parameters that it or a later stage shares with an earlier one. Once its
-            backward is done they wait in autograd's engine for those of the earlier stage, even where parameters have
-            gradients that all are added to.
-        output_gradient_bytes: Gradient of the link that the peaks of the backward count; the stage behind may leave
+            backward is done they wait in autograd's engine for those of the earlier stage, even where all are added to
+            existing gradients.
+        output_gradient_bytes: Gradient of the link that the peaks of the backward count. The stage behind may leave
             more, which is alive beside them, and on in the gradient that the stage leaves if this is known of the stage
             before as well. None if it leaves just that.
-        skip_gradient_bytes: Gradients of skips that the peaks of the backward count, of those that later readers leave.
-            None if they are as large as the skips.
+        skip_gradient_bytes: Gradients of skips, left by later readers, that the peaks of the backward count. None if
+            they are as large as the skips.
     """
 
     name: str
@@ -358,15 +350,7 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class StageIdentity:
-    """A stage as far as plans depend on the model and its input.
-
-    Attributes:
-        name: Where it is in the user's model.
-        takes: Tensors that it reads.
-        output_bytes: Size of its link.
-        options: Name and saved bytes of each way to keep it.
-        skips: Readers and size of each skip that it makes.
-    """
+    """A stage as far as plans depend on the model and its input; options and skips with their bytes."""
 
     name: str
     takes: tuple[str, ...]
@@ -376,7 +360,7 @@ class StageIdentity:
 
 
 def _check_costs(costs: Option | StageCost) -> None:
-    """Sizes are whole, non-negative bytes; durations are finite and not negative."""
+    """Check that sizes are whole, non-negative bytes, and durations finite and not negative."""
     for field in fields(costs):
         value = getattr(costs, field.name)
         if value is None and field.default is None:
@@ -404,14 +388,9 @@ class UnlikeChainsError(Exception):
 def combined(
     chains: Sequence[Chain], *, of_bytes: Callable[[Sequence[int]], int], of_seconds: Callable[[Sequence[float]], float]
 ) -> Chain:
-    """A chain whose sizes and durations follow from those of several chains; all else must be equal. It says no shapes.
+    """A chain whose sizes (``of_bytes``) and durations (``of_seconds``) follow from several chains. It says no shapes.
 
-    Args:
-        chains: At least one.
-        of_bytes: The size that takes the place of these, in bytes.
-        of_seconds: The duration that takes the place of these.
-    Raises:
-        UnlikeChainsError: They have other stages, options or skips.
+    Raises ``UnlikeChainsError`` if stages, options or skips differ.
     """
     found = _Combination(of_bytes, of_seconds).of(chains, "")
     assert isinstance(found, Chain)
@@ -452,7 +431,7 @@ class _Combination:
 
 
 def _alike(stages: Sequence[StageCost]) -> Sequence[StageCost]:
-    """The same costs with peaks written out that only some of the measurements have of their own."""
+    """These costs, with peaks written out that only some of the measurements have of their own."""
     options = [option for stage in stages for option in stage.options]
     apart = [
         tuple(option.accumulating is None for option in options),

@@ -33,11 +33,11 @@ class Checkpointable(nn.Module):
     Call it like the module. Measuring and planning happen by themselves at the first training call, or earlier on
     request. Parameters, ``state_dict`` keys and gradients are those of the module, and so are outputs in evaluation.
 
-    Under autocast, a weight that is used more than once in a step (shared by stages, or in two calls) is cast once for
-    each use, where plain training casts it once; its gradient then differs in the last bits.
+    Under autocast, a weight that is used more than once in a step (shared by stages, or in two calls) is cast for each
+    use, where plain training casts it once; its gradient then differs in the last bits.
 
     Args:
-        module: An ``nn.Sequential``, nested ones are flattened; or any module whose forward ``torch.fx`` can trace.
+        module: An ``nn.Sequential``, nested ones are flattened; or any module whose forward can be recorded.
             What ``torch.compile(net)`` returns stays compiled as one stage, which takes one argument and chooses among
             activation memory budgets.
         sample: An input as in training. If given, the module is measured at once. An ``nn.Sequential`` takes one input,
@@ -103,8 +103,7 @@ class Checkpointable(nn.Module):
         """Measure bytes and seconds of every stage; nothing of the module changes.
 
         Args:
-            sample: An input as in training, as in the constructor: shape, dtype, device, and whether it requires a
-                gradient matter.
+            sample: As in the constructor; its shape, dtype, device, and whether it requires a gradient matter.
         Returns:
             The measured chain.
         Raises:
@@ -138,9 +137,7 @@ class Checkpointable(nn.Module):
             raise
 
     def use(self, plan: Plan | Schedule) -> Plan:
-        """Run a plan that was made before, for the input signature used last.
-
-        Inputs of other signatures are planned for the limit, as before.
+        """Run a plan that was made before, for the input signature used last; others are planned for the limit.
 
         Args:
             plan: Made for this module and input, perhaps in another process; or a schedule, whatever it takes.
@@ -219,13 +216,13 @@ class Checkpointable(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of the module itself: no prefix for the wrapper."""
+        """The module's own parameters, without a prefix for the wrapper."""
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """As of the module itself: no prefix for the wrapper."""
+        """The module's own buffers, without a prefix for the wrapper."""
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
     def __getstate__(self) -> dict[str, Any]:

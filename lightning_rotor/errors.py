@@ -43,10 +43,7 @@ class BudgetError(RotorError, ValueError):
 
 
 class TrialError(BudgetError, RuntimeError):
-    """No schedule fits the budget, in a trial of Lightning's batch size finder, which goes on with a smaller batch.
-
-    The finder recognizes a lack of memory by its text alone.
-    """
+    """No schedule fits in a trial of Lightning's batch size finder, which recognizes a lack of memory by text alone."""
 
     def __init__(self, message: str, *, budget_bytes: int, minimum_bytes: int, stage: str) -> None:
         super().__init__(
@@ -115,11 +112,7 @@ class InverseError(RotorError, RuntimeError):
         self.tolerance = tolerance
 
     def located(self, stage: str) -> InverseError:
-        """The same error of a module that knows its type, but not where it is.
-
-        Args:
-            stage: Name of the module.
-        """
+        """The same error, with the name of the module that only knows its type."""
         return InverseError(f"{stage!r}: {self.args[0]}", stage=stage, error=self.error, tolerance=self.tolerance)
 
 

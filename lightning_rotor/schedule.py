@@ -1,8 +1,7 @@
 """A schedule is data: a tree that says which stages are kept and which are recomputed, and from where.
 
 A :class:`Leaf` runs one stage and keeps what its backward needs. A :class:`Segment` runs its stages, holds nothing but
-its input, and runs them again when the backward arrives, this time under the segment's own items, which may hold
-further segments::
+its input, and runs them again when the backward arrives, under its own items, which may hold further segments::
 
     0 1 (2-4) 5          forward    0 1 2 3 4 5
                          backward   5, recompute 2 3 4, backward 4 3 2, backward 1 0
@@ -14,10 +13,9 @@ A stage under an option that inverts it is a leaf, too: it keeps its output, fro
 
 The text form is one line: stage numbers, ``a-b`` for a run of kept stages, ``3:1`` for stage 3 under its option 1,
 ``3-7:1`` for a run of such stages, and parentheses around a segment. ``Schedule.parse(str(schedule)) == schedule``.
-Pickles and copies hold the text.
 
-Segments may be nested as deeply as the chain is long. So nothing here calls itself for what is inside: a segment knows
-its ends, its depth and its hash from when it was made, and whatever must visit all of it keeps a stack.
+Segments may be nested as deeply as the chain is long, so nothing here calls itself for what is inside: a segment knows
+its ends, depth and hash from when it was made, what must visit all of it keeps a stack, and pickles hold the text.
 """
 
 from __future__ import annotations
@@ -326,8 +324,7 @@ def _parse(text: str) -> tuple[Item, ...]:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Room for functions that follow segments into one another: Python allows a thousand calls inside one another, whoever
-# makes them.
+# Room for functions that follow segments into one another: Python allows a thousand nested calls.
 
 
 # What programs have left of their limit, about.
@@ -335,6 +332,6 @@ _USUAL = 1000
 
 
 def make_room_for(calls: int) -> None:
-    """Let so many calls more than usual be inside one another: in all threads, and for good, as others may need it."""
+    """Allow so many more nested calls: in all threads, and for good, as others may need it."""
     if sys.getrecursionlimit() < _USUAL + calls:
         sys.setrecursionlimit(_USUAL + calls)

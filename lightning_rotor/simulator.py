@@ -45,27 +45,27 @@ class Boundaries:
         self._dropped = [False] * (len(chain) + 1)
 
     def is_held(self, boundary: int) -> bool:
-        """Whether somebody holds it besides saved tensors."""
+        """True if somebody holds it besides saved tensors."""
         return self._holders[boundary] > 0
 
     def is_saved_by_producer(self, boundary: int) -> bool:
-        """Whether the stage that made it has saved some of it."""
+        """True if the stage that made it has saved some of it."""
         return self._saved_by_producer[boundary] > 0
 
     def hold(self, boundary: int) -> int:
-        """One holder more; returns the bytes that this brings to life."""
+        """Add a holder; returns the bytes that this brings to life."""
         before = self._live_bytes(boundary)
         self._holders[boundary] += 1
         return self._live_bytes(boundary) - before
 
     def release(self, boundary: int) -> int:
-        """One holder less; returns the bytes that this frees."""
+        """Remove a holder; returns the bytes that this frees."""
         before = self._live_bytes(boundary)
         self._holders[boundary] -= 1
         return before - self._live_bytes(boundary)
 
     def save(self, boundary: int, *, producer: int | None = None, consumer: int | None = None) -> int:
-        """From now on the stages on either side save so many bytes of it; returns by how much this makes it grow."""
+        """Save so many bytes of it from now on, by the stages on either side; returns by how much it grows."""
         before = self._live_bytes(boundary)
         if producer is not None:
             self._saved_by_producer[boundary] = producer
@@ -74,13 +74,13 @@ class Boundaries:
         return self._live_bytes(boundary) - before
 
     def drop(self, boundary: int) -> int:
-        """The stage behind it will rebuild it, so what saved it goes without it. Returns the bytes that this frees."""
+        """Drop it, as the stage behind it will rebuild it. Returns the bytes that this frees."""
         before = self._live_bytes(boundary)
         self._dropped[boundary] = True
         return before - self._live_bytes(boundary)
 
     def rebuild(self, boundary: int) -> int:
-        """It is there again for what saved it; returns the bytes that this brings to life."""
+        """Rebuild it for what saved it; returns the bytes that this brings to life."""
         self._dropped[boundary] = False
         return self._live_bytes(boundary)
 
@@ -113,17 +113,17 @@ class Skips:
                 self._read[stage].append(number)
 
     def hold(self, skip: int) -> int:
-        """One holder more; returns the bytes that this brings to life."""
+        """Add a holder; returns the bytes that this brings to life."""
         self._holders[skip] += 1
         return self._all[skip].size_bytes if self._holders[skip] == 1 else 0
 
     def release(self, skip: int) -> int:
-        """One holder less; returns the bytes that this frees."""
+        """Remove a holder; returns the bytes that this frees."""
         self._holders[skip] -= 1
         return self._all[skip].size_bytes if self._holders[skip] == 0 else 0
 
     def read_by(self, segment: Segment) -> set[int]:
-        """What a segment reads of what was made before it."""
+        """Skips made before a segment that it reads."""
         if not self._all:
             return set()
         stages = range(segment.first, segment.last + 1)
@@ -172,16 +172,7 @@ Phase: TypeAlias = Literal["forward", "recompute", "backward"]
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One stage doing one thing.
-
-    Attributes:
-        phase: Which part of the step.
-        stage: Number of the stage.
-        seconds: Duration.
-        peak_bytes: Most that is allocated meanwhile.
-        after_bytes: What is allocated when it is done.
-        inverts: It is a backward that rebuilds the stage's input as well.
-    """
+    """One stage doing one thing; ``inverts`` means a backward that rebuilds the stage's input as well."""
 
     phase: Phase
     stage: int
@@ -231,8 +222,7 @@ def simulate(
         lingering_bytes: Held during the forward and freed before the backward, such as the gradients of the step before
             in a loop that calls ``zero_grad`` between the two.
     Returns:
-        Peak and duration. The peak is exact for the executor of this package on the device where the chain was
-        measured.
+        Peak and duration. The peak is exact for the executor of this package on the device of the measurement.
     Raises:
         ScheduleError: See :func:`check_schedule`.
     """
@@ -240,12 +230,10 @@ def simulate(
 
 
 def check_schedule(chain: Chain, schedule: Schedule) -> None:
-    """Check that a schedule belongs to a chain.
+    """Raise ``ScheduleError`` unless a schedule belongs to a chain.
 
-    Raises:
-        ScheduleError: It has another number of stages or unknown options, or recomputes a stage that must be kept. Or
-            it inverts a stage whose input must not be dropped: the first one of a chain or of a segment, or one after a
-            stage that needs its exact output.
+    Reasons: another number of stages, unknown options, a recomputed stage that must be kept, or an inverted stage whose
+    input must not be dropped: the first of a chain or segment, or one after a stage that needs its exact output.
     """
     if len(schedule) != len(chain):
         raise ScheduleError(f"schedule {schedule} covers {len(schedule)} stages, but the chain has {len(chain)}")
@@ -266,14 +254,15 @@ def check_schedule(chain: Chain, schedule: Schedule) -> None:
         raise ScheduleError(
             f"schedule {schedule} inverts stage {chain.stages[first].name!r} where nothing comes before it in "
             "the chain or its segment, or a kept stage that needs every bit of its output (ReLU does), so its input "
-            "must not be dropped: expected it after a segment, an inverted stage or a stage that can do with a rebuilt output"
+            "must not be dropped: expected it after a segment, an inverted stage or a stage that can do with "
+            "a rebuilt output"
         )
 
 
 def first_inverted(chain: Chain, schedule: Schedule) -> int | None:
     """A stage that is inverted though its input must not be dropped; None if there is none.
 
-    That of the first stage of the chain or of a segment is somebody else's, and a stage before may need its exact bits.
+    The first stage's input is somebody else's, in a chain or segment; a stage before may need its exact bits.
     """
     for items in (schedule.items, *(segment.items for segment in segments_in(schedule.items))):
         needed = True
@@ -320,11 +309,7 @@ class _Simulator:
     # ---------------------------------------------------------------- forward
 
     def _record(self, items: tuple[Item, ...], phase: Phase) -> None:
-        """Run items so that their backward can follow.
-
-        In a recomputation nothing after the last saved tensor runs: a leaf stops there, and a segment's input is its
-        only one.
-        """
+        """Run items so that their backward can follow. In a recomputation a leaf stops at its last saved tensor."""
         start = items[0].first
         end = _last_saving(self._chain, items) if phase == "recompute" else len(items) - 1
         running: set[int] = set()  # skips that this forward holds
@@ -369,10 +354,7 @@ class _Simulator:
         return made
 
     def _discard(self, segment: Segment, phase: Phase) -> set[int]:
-        """First pass of a segment, whose input the caller holds until it returns, for nested segments too.
-
-        Returns the skips that it hands to whoever runs it, who holds them from now on.
-        """
+        """First pass of a segment, whose input the caller holds. Returns the skips that the caller then holds."""
         self._remember(self._state_bytes(segment), phase)
         self._segment_seconds += self._chain.segment_seconds
         running: set[int] = set()
@@ -397,7 +379,7 @@ class _Simulator:
         return running
 
     def _remember(self, size_bytes: int, phase: Phase) -> None:
-        """States are remembered; in a recomputation for one that never comes."""
+        """Remember states; in a recomputation for one that never comes."""
         self._live_bytes += size_bytes
         if phase == "recompute":
             self._unused_state_bytes += size_bytes
@@ -420,9 +402,10 @@ class _Simulator:
                     self._live_bytes += -self._state_bytes(item)
 
     def _gives_up_input(self, segment: Segment) -> bool:
-        """True if it needs its input once. A nested segment has it from a recomputation, which hands tensors out once.
+        """True if a segment lets go of its input once it has read it.
 
-        The others can tell that their input is not needed again only if the backward goes on to where it comes from.
+        A nested segment does, as a recomputation hands tensors out once. Others can tell that their input is not needed
+        again only if the backward goes on to where it comes from.
         """
         first, last = segment.first, segment.last
         return (
@@ -529,7 +512,7 @@ class _Simulator:
         self._live_bytes -= sum(self._skips.release(skip) for skip in self._skips.read_by(segment))
 
     def _touch(self, stage: int, extra_bytes: int) -> int:
-        """Note that ``extra_bytes`` were allocated for a moment; returns the level that this made."""
+        """Count ``extra_bytes`` that are allocated for a moment; returns the level that this makes."""
         level = self._live_bytes + extra_bytes
         if level > self._peak_bytes:
             self._peak_bytes, self._peak_stage = level, stage

@@ -31,10 +31,7 @@ _FORMS = (
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """A limit as the user wrote it: a number of bytes, or a fraction of a device whose size is not known yet.
-
-    Exactly one of the two fields is set.
-    """
+    """A limit as the user wrote it: a number of bytes, or a fraction of a device of unknown size. One field is set."""
 
     size_bytes: int | None = None
     fraction: float | None = None
@@ -55,16 +52,12 @@ class MemoryLimit:
 
 
 def parse_limit(value: int | float | str | None) -> MemoryLimit | None:
-    """Read a memory limit.
+    """Read a memory limit, or None for what is free on the device; ``UnitError`` if the value is none of these.
 
-    Args:
-        value: An integer counts bytes (so does a whole float above 1). A float in (0, 1] and a percentage are
-            fractions of the device. A string takes the suffixes B, kB/MB/GB/TB (powers of 1000) and KiB/MiB/GiB/TiB
-            (powers of 1024), in any case.
-    Returns:
-        The limit, or None for None, which means: what is free on the device.
-    Raises:
-        UnitError: The value is not positive, not finite, or not one of these forms.
+    An integer counts bytes (so does a whole float above 1). A float in (0, 1] and a percentage are fractions of the
+    device. A string takes the suffixes B, kB/MB/GB/TB (powers of 1000) and KiB/MiB/GiB/TiB (powers of 1024), in any
+    case.
+
     Example:
         >>> parse_limit("1.5 GiB").size_bytes
         1610612736

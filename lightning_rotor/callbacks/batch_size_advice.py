@@ -37,15 +37,14 @@ class RotorBatchSizeAdvice(pl.Callback):
 
     Lightning's ``BatchSizeFinder`` trains with one size after another until memory runs out, and takes the largest.
     This measures the planned module with one batch and with half of it, predicts all other sizes with their plans, and
-    takes the fastest. Nothing about the training changes but, with ``set_batch_size``, the attribute and the
-    dataloaders that it makes.
+    takes the fastest. Training stays as it is but, with ``set_batch_size``, for the attribute and its dataloaders.
 
-    Of several processes each measures its own batch, and all take the smallest size that any of them finds best, within
-    the least of their limits. Parameters must be in one piece on each, as under DDP.
+    Of several processes each measures its own batch; all take the smallest size that any finds best, within the least
+    of their limits. Parameters must be in one piece on each, as under DDP.
 
     Args:
         mem_limit: As for :class:`RotorCallback`, which is to train with the same limit.
-        module: Likewise.
+        module: As for :class:`RotorCallback`.
         set_batch_size: Set the attribute, reload the dataloaders, and train with the best size. By default it is only
             reported.
         batch_arg_name: The attribute of the LightningModule, its ``hparams`` or the LightningDataModule, as for
@@ -135,7 +134,7 @@ class RotorBatchSizeAdvice(pl.Callback):
         return advice_from(costs, budget, limit_bytes=limit_bytes, batch_sizes=self._batch_sizes)
 
     def _target(self, loop: TrainerLoop, batch: Any) -> nn.Module:
-        """The one that :class:`RotorCallback` would plan."""
+        """The module that :class:`RotorCallback` would plan."""
         if self._module_name is not None:
             return named_target(loop.model, self._module_name).module
         search = TargetSearch(loop.model, may_be_whole=is_overridden("forward", loop.model))
@@ -148,11 +147,7 @@ class RotorBatchSizeAdvice(pl.Callback):
 
 
 def _least(trainer: pl.Trainer, outcome: BatchSizeAdvice | RotorError) -> BatchSizeAdvice:
-    """The advice of the process that advises the smallest batch; of several, that of the lowest rank.
-
-    Raises:
-        RotorError: The same on all processes, if one of them has no advice.
-    """
+    """The advice of the lowest rank that advises the smallest batch; a ``RotorError`` on all if a process has none."""
     outcomes = [outcome] * trainer.world_size
     if trainer.world_size > 1:
         dist.all_gather_object(outcomes, outcome)

@@ -24,28 +24,26 @@ from lightning_rotor.units import MemoryLimit, parse_limit
 class RotorCallback(pl.Callback):
     """Keeps training inside a memory limit by recomputing activations, as few as possible, with bit-equal results.
 
-    At the first training batch the callback measures one module and plans it, and runs the plan from that very forward on.
-    After the first steps it compares the allocator's peak with the limit, and plans again if something outside the module
-    (the loss, say) needed more than was left for it, or much less. A new input shape gets a plan within the step.
-
-    If the device runs out of memory in the module's forward all the same, that forward runs again under a smaller plan,
+    At the first training batch the callback measures one module, plans it and runs the plan from that very forward on.
+    After the first steps it compares the allocator's peak with the limit, and plans again if something outside the
+    module (the loss, say) needed more than was left for it, or much less. A new input shape gets a plan within the
+    step. If the device still runs out of memory in the module's forward, that forward runs again under a smaller plan,
     to the same bits.
 
     Args:
         mem_limit: What the whole training process may use on the device: parameters, gradients, optimizer state, the
             batch and activations. Bytes, ``"20GiB"``, ``"10GB"``, a fraction of the device such as ``0.8`` or
             ``"80%"``, or None for what is free. On a GPU it bounds what PyTorch allocates
-            (``torch.cuda.max_memory_allocated``). What its caching allocator reserves beyond that comes on top, as does
-            the CUDA context; whatever the limit, a plan leaves room for both, on the device and inside of
+            (``torch.cuda.max_memory_allocated``). What its caching allocator reserves beyond that and the CUDA context
+            come on top; a plan always leaves room for both, on the device and inside of
             ``torch.cuda.set_per_process_memory_fraction``.
         module: Dotted name of the submodule to plan, such as ``"model.layers"``; ``""`` is the LightningModule itself.
-            By default the one with most of the compute of a training step that can be a chain, as a dry run of the
-            first step counts it, or with most parameters if that fails.
+            By default the possible chain with most of the compute of a training step, as a dry run of the first step
+            counts it, or with most parameters if that fails.
         on_infeasible: Where no plan fits ``mem_limit``: ``"raise"`` ends training with the least limit that would do;
             ``"warn"`` says so once, and trains with the plan that takes least.
         slots: Resolution of the planner: more finds better schedules in long chains, and takes longer.
-        max_plans: Plans that are kept, one for each input shape, those used last. One that was dropped is made again
-            when its shape returns.
+        max_plans: Plans that are kept, one for each input shape, those used last.
         compiled_variants: Under which other activation memory budgets blocks that you compiled may run: ``"exact"``,
             those that compute the bits of your compiled block; ``"close"``, also those that differ from it by rounding;
             ``"off"``, none, and nothing is compiled again.
@@ -126,10 +124,7 @@ class RotorCallback(pl.Callback):
 
     @property
     def measured_reserved_bytes(self) -> int | None:
-        """What a GPU's caching allocator had reserved at most in that step, with what it keeps for reuse.
-
-        None on the CPU.
-        """
+        """Most bytes that a GPU's caching allocator had reserved in that step, reusable ones too; None on the CPU."""
         return None if self._planner is None else self._planner.watch.reserved_bytes
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -22,15 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlan:
-    """A plan and what the process holds besides.
-
-    Attributes:
-        plan: For the activations of one module.
-        limit_bytes: For the whole process.
-        measured_peak_bytes: Of the whole process, or None if no step was measured.
-        measured_reserved_bytes: What a GPU's caching allocator had reserved at most in that step, or None.
-        target: The planned module, for people.
-    """
+    """A plan and what the process holds besides. Bytes are of the whole process, measured ones None without a step."""
 
     plan: Plan
     limit_bytes: int
@@ -45,7 +37,7 @@ class ProcessPlan:
 
     @property
     def predicted_peak_bytes(self) -> int:
-        """Of the whole process."""
+        """Predicted peak of the whole process."""
         return self.reserved_bytes + self.plan.peak_bytes
 
     def metrics(self) -> dict[str, float]:
@@ -82,11 +74,7 @@ class ProcessPlan:
         return rendered(self.table(), stage_table(self.plan))
 
     def timeline(self) -> Figure:
-        """Memory over one step, and which stage runs when.
-
-        Raises:
-            PlotError: matplotlib is not installed.
-        """
+        """Memory over one step, and which stage runs when; ``PlotError`` without matplotlib."""
         return plot_timeline(self.plan, reserved_bytes=self.reserved_bytes)
 
 
@@ -99,7 +87,7 @@ _WITH_PICTURES = (TensorBoardLogger, WandbLogger, MLFlowLogger)
 
 
 def is_logging_step(trainer: pl.Trainer) -> bool:
-    """Whether the Trainer logs after this step, and somebody listens."""
+    """True if the Trainer logs after this step, and somebody listens."""
     return bool(trainer.loggers) and private.logs_this_step(trainer)
 
 
@@ -121,7 +109,7 @@ def log_hyperparameters(trainer: pl.Trainer, prefix: str, values: Mapping[str, A
 
 
 def _hyperparameters_of_the_model(trainer: pl.Trainer) -> dict[str, Any]:
-    """Those that the Trainer is about to log."""
+    """Hyperparameters that the Trainer is about to log."""
     owners = (trainer.lightning_module, getattr(trainer, "datamodule", None))
     return {
         name: value

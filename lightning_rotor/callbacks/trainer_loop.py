@@ -43,17 +43,7 @@ def compute_of_training_step(
     *,
     prepare: Callable[[pl.LightningModule], object] = lambda copy: None,
 ) -> StepCompute:
-    """Where the next training step will compute.
-
-    Args:
-        trainer: Stays as it is.
-        model: Stays as it is.
-        batch: As ``training_step`` will get it.
-        batch_idx: Likewise.
-        prepare: Called with the copy that runs dry, before it does.
-    Raises:
-        ProfilingError: The step cannot be run dry.
-    """
+    """FLOPs of the next step, from a dry run on a copy that ``prepare`` sees first, or ``ProfilingError``."""
     if is_param_in_hook_signature(model.training_step, "dataloader_iter", explicit=True):
         raise ProfilingError("its training_step takes batches from dataloader_iter by itself")
     arguments = (
@@ -140,13 +130,7 @@ def _harmless(value: Any) -> Any:
 
 
 class TrainerLoop(TrainingLoop):
-    """What a plan must know of a Trainer, its strategy and its other processes.
-
-    Args:
-        trainer: Trains.
-        model: What it trains.
-        is_trial: True while a tuner of the batch size has taken the callbacks away.
-    """
+    """The loop of a Trainer. ``is_trial`` is True while a tuner of the batch size has taken the callbacks away."""
 
     model: pl.LightningModule
 
@@ -190,7 +174,7 @@ class TrainerLoop(TrainingLoop):
     @property
     @override
     def gradients_linger(self) -> bool:
-        """As zero_grad runs between forward and backward; not so if several backwards add up, or the user decides."""
+        """True as zero_grad runs between forward and backward, unless several backwards add up or the user decides."""
         return self.model.automatic_optimization and self.trainer.accumulate_grad_batches == 1
 
     @property
@@ -205,12 +189,12 @@ class TrainerLoop(TrainingLoop):
 
     @override
     def sharing(self, device: torch.device) -> int:
-        """All processes of one machine on the CPU; a GPU is for one."""
+        """Number of processes that share the device: all of the machine on the CPU, one on a GPU."""
         return int(self.trainer.num_devices) if device.type == "cpu" else 1
 
     @override
     def compute(self, batch: Any, batch_idx: int) -> StepCompute:
-        """In a dry run of ``training_step``."""
+        """FLOPs of the next step, from a dry run of ``training_step``."""
         return compute_of_training_step(self.trainer, self.model, batch, batch_idx)
 
     @override
@@ -220,7 +204,7 @@ class TrainerLoop(TrainingLoop):
     @override
     @contextmanager
     def untoggled(self) -> Iterator[None]:
-        """As it will be once ``toggle_optimizer`` is undone: the others train later in the same step."""
+        """Context in which ``toggle_optimizer`` is undone: the other parameters train later in the same step."""
         toggled = private.toggled_parameters(self.model)
         now = {parameter: parameter.requires_grad for parameter in toggled}
         try:
@@ -258,17 +242,14 @@ class TrainerLoop(TrainingLoop):
 
 
 def log(self: LightningModule, *args: Any, **kwargs: Any) -> None:
-    """Stands in for ``type(self).log``.
-
-    Bound, and named like it, so that copies and pickles of the module get their own.
-    """
+    """Stands in for ``type(self).log``. Bound and named like it: copies and pickles of modules then get their own."""
     require_untraced("it logs (self.log), which no trace would do again")
     if not is_recomputing():
         type(self).log(self, *args, **kwargs)
 
 
 def hush(model: pl.LightningModule) -> None:
-    """Let a model, and those inside of it, log nothing while their code runs again."""
+    """Let a model and all modules in it log nothing while their code runs again."""
     for module in model.modules():
         if isinstance(module, LightningModule) and "log" not in module.__dict__:
             module.__dict__["log"] = MethodType(log, module)

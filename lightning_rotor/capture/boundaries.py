@@ -38,15 +38,14 @@ from lightning_rotor.stages.sequential import Stage, Wire, Wiring, packed
 
 @dataclass(frozen=True, slots=True)
 class OpMemory:
-    """Memory that one operation takes.
+    """Memory of one operation.
 
     Attributes:
         made_bytes: New storages in what it returns.
-        saved_bytes: Storages that autograd saves for its backward, parameters and buffers not among them.
-        storages: Sizes of the storages under what it returns, new or not, by a number for each.
-        pieces: Numbers of storages of which what it returns shows a part only.
-        saved: Numbers of the storages that autograd saves, as far as they are under values of the graph.
-        of_parameters: What it returns shows parameters.
+        saved_bytes: Storages that autograd saves, without parameters and buffers.
+        storages: Sizes of the storages under what it returns, by storage number.
+        pieces: Numbers of the storages of which it returns only a part.
+        saved: Numbers of the saved storages that are under values of the graph.
     """
 
     made_bytes: int
@@ -58,14 +57,7 @@ class OpMemory:
 
 
 def op_memory_of(recording: Recording, tensors: Sequence[torch.Tensor]) -> dict[fx.Node, OpMemory]:
-    """Run a recording, one operation after the other, and see what each of them makes and saves.
-
-    The run updates buffers and generators. What is saved is let go at once.
-
-    Args:
-        recording: Of one call.
-        tensors: Of the call.
-    """
+    """Run a recording and measure what each operation makes and saves. Updates buffers and generators."""
     root = recording.root
     parameters = {address_of(parameter) for parameter in root.parameters()} - {0}
     held = (*root.parameters(), *root.buffers(), *recording.constants, *tensors)
@@ -133,7 +125,8 @@ _PIECES = (*_SPLITS, torch.chunk, torch.split, torch.unbind, torch.tensor_split)
 _VIEWS = {*_SPLITS} | {
     name
     for line in (
-        "contiguous expand flatten getitem narrow permute reshape select squeeze swapaxes t transpose unflatten unsqueeze",
+        "contiguous expand flatten getitem narrow permute reshape select squeeze swapaxes t transpose "
+        "unflatten unsqueeze",
         "view",
     )
     for name in line.split()
@@ -150,7 +143,7 @@ class Names:
         self._taken: Counter[str] = Counter()
 
     def of(self, nodes: Sequence[fx.Node]) -> str:
-        """The module that all of it is, or from where to where it goes."""
+        """Name of the module that all of it is, or of the first and the last."""
         name = self._describe(nodes)
         self._taken[name] += 1
         return name if self._taken[name] == 1 else f"{name} ({self._taken[name]})"
@@ -199,14 +192,7 @@ _NOTHING = 4096
 
 
 def stages_of(recording: Recording, memory: Mapping[fx.Node, OpMemory] | None = None) -> list[Stage]:
-    """Cut a recording into stages.
-
-    Args:
-        recording: Of one call.
-        memory: What each operation takes; without them only places where one value is alive are cut.
-    Raises:
-        ModelError: There are no operations.
-    """
+    """Cut a recording into stages, without ``memory`` only where one value is alive; ``ModelError`` if it is empty."""
     inputs, body = parts_of(recording.graph)
     (result,) = [node for node in recording.graph.nodes if node.op == "output"]
     if not body:
@@ -255,7 +241,7 @@ class _Lives:
         self._alive.append(list(alive))
 
     def single_cuts(self) -> list[int]:
-        """After how many operations one value alone is alive, a new one each time."""
+        """Places where a single value is alive, a new one each time, as numbers of operations before them."""
         before: fx.Node | None = None
         cuts: list[int] = []
         for place in range(1, len(self._body)):
@@ -266,7 +252,7 @@ class _Lives:
         return cuts
 
     def cuts(self, memory: Mapping[fx.Node, OpMemory]) -> list[int]:
-        """After how many operations to cut: once between any two that save something, where the least is alive."""
+        """Numbers of operations before each cut: one between any two that save something, where the least is alive."""
         saving = [index for index, node in enumerate(self._body) if memory[node].saved_bytes]
         held = [self._held_bytes(place, memory) for place in range(len(self._body))]
         cuts = set(self.single_cuts())
@@ -297,7 +283,7 @@ class _Lives:
         return node.op == "call_module" and self._calls.inverts_as_a_whole(self._module.get_submodule(str(node.target)))
 
     def behind_results(self, cuts: Sequence[int]) -> list[int]:
-        """The cuts before which something is made that is read behind them."""
+        """Cuts before which something is made that is read behind them."""
         # torch's attention, for one, may prepare a mask that it does not need.
         kept, start = [], 0
         for place in cuts:
@@ -308,12 +294,11 @@ class _Lives:
         return kept
 
     def _misleads(self, place: int, saved: Set[int], memory: Mapping[fx.Node, OpMemory]) -> bool:
-        """True if the stages around a cut would look larger, each by itself, than they are together.
+        """True if the stages around a cut look larger, each by itself, than they are together.
 
-        That is so where a part of something is carried along, the value in attention written by hand for instance: for
-        its sake query and key are held, too, which may have been saved before. And where a parameter is that was
-        divided for a few operations: a copy of it is a tensor like others. Code that carries a part past other
-        modules means it.
+        A carried part of something does that: in attention written by hand, the value holds query and key too, which
+        may have been saved before. So does a part of a parameter that was divided for a few operations, as its copy is
+        a tensor like others. Code that carries a part past other modules means it.
         """
         around = {str(self._body[index].meta["module"]) for index in (place - 1, place)}
         return any(
@@ -352,12 +337,9 @@ class _Lives:
 
 
 def thinned(cuts: Sequence[int], weights: Sequence[int], alone: Set[int] = frozenset()) -> list[int]:
-    """The cuts that matter: the lightest stage joins its lighter neighbour while it weighs nothing, or too many are left.
+    """Cuts left once the lightest stages, while weightless or too many, joined their lighter neighbours.
 
-    Args:
-        cuts: Rising places.
-        weights: Bytes that each operation makes and saves.
-        alone: Operations to which nothing is joined, unless there are too many stages.
+    Operations in ``alone`` join nothing, unless there are too many stages.
     """
     sums = [0, *accumulate(weights)]
     left = {end: start for start, end in pairwise((0, *cuts, len(weights)))}

@@ -1,16 +1,15 @@
 """Modules that the user compiled, and the same code compiled under other activation memory budgets.
 
-``torch.compile`` decides by itself what a graph saves for its backward and what it computes again there. How much it
-may save is ``torch._functorch.config.activation_memory_budget``, a share between 0 (the inputs alone) and 1 (whatever
-is fastest), which its partitioner
-reads once, when it compiles. So each budget gets compiled code of its own::
+``torch.compile`` decides what a graph saves for its backward and what it recomputes there. The limit is
+``torch._functorch.config.activation_memory_budget``, from 0 (the inputs alone) to 1 (whatever is fastest). Its
+partitioner reads it once, when it compiles, so each budget gets compiled code of its own::
 
     block ──► compiled by the user                     option 0, keep
           ├─► compiled with the budget set to 0.7      option 1
           └─► ...
 
-Modules that run the same code share what is compiled, as they do when the user compiles them: what is compiled is a
-function that takes the module as an argument.
+Modules that run the same code share it, as under the user's compiler: a compiled function takes the module as an
+argument.
 """
 
 from __future__ import annotations
@@ -51,12 +50,12 @@ class _Settings:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether the user compiled this very module, by ``module.compile()`` or ``torch.compile(module)``."""
+    """True if the user compiled this very module, by ``module.compile()`` or ``torch.compile(module)``."""
     return private.is_compiler_wrapper(module) or private.is_compiled_in_place(module)
 
 
 def taken_apart(name: str) -> str:
-    """A warning about a module of this name that was compiled as a whole, and is to run under plans that take it apart."""
+    """A warning about a module of this name, compiled as a whole, that is to run under plans that take it apart."""
     return (
         f"{name} was compiled as a whole, but a plan takes it apart, so it runs uncompiled from now on: expected its "
         "blocks to be compiled (for block in net.blocks: block.compile()), which stay compiled under every plan"
@@ -64,11 +63,7 @@ def taken_apart(name: str) -> str:
 
 
 def check_variants(choice: Variants) -> Variants:
-    """The choice, if it is one.
-
-    Raises:
-        UnitError: It is none.
-    """
+    """The choice of variants; ``UnitError`` if it is none."""
     if choice not in get_args(Variants):
         raise UnitError(f"compiled_variants is {choice!r}: expected {', '.join(map(repr, get_args(Variants)))}")
     return choice
@@ -77,11 +72,7 @@ def check_variants(choice: Variants) -> Variants:
 class CompiledModules:
     """Compiles the modules of one model under other budgets, equal ones once.
 
-    Args:
-        variants: Which may be used: ``"exact"``, those that compute the bits of the user's code; ``"close"``, also
-            those that differ from it by rounding, as it differs from eager code; ``"off"``, none.
-    Raises:
-        UnitError: It is none of these.
+    ``"exact"`` variants compute the bits of the user's code, ``"close"`` ones may differ by rounding.
     """
 
     def __init__(self, variants: Variants = "exact") -> None:
@@ -90,18 +81,16 @@ class CompiledModules:
         self._functions: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]] = {}  # with their backends
 
     def variants(self, stage: Stage) -> dict[str, Callable[[Any], Any]]:
-        """By name, the stage with each of its compiled modules under each of the budgets; nothing if it calls none.
+        """By name, the stage with each of its compiled modules under each budget; empty if it calls none.
 
         Nothing is compiled before a variant is called. Code that is not a single graph is an error then: its pieces
-        would be kept with the user's own compiled code, of which torch allows a few.
-
-        Raises:
-            CannotRepeatError: A compiled module cannot be compiled in the same way again.
+        would count among the user's compiled code, of which torch allows a few. Raises ``CannotRepeatError`` if a
+        compiled module cannot be compiled in the same way again.
         """
         return self._variants(stage, one_graph=True)
 
     def with_variants(self, stage: Stage, names: Sequence[str]) -> Stage:
-        """The stage with the variants of these names, to train with: the compiler gives up where it would for the user."""
+        """The stage with these variants, to train with: the compiler gives up where it would for the user."""
         variants = self._variants(stage, one_graph=False) if names else {}
         return replace(stage, variants=tuple(variants[name] for name in names))
 
@@ -117,7 +106,7 @@ class CompiledModules:
         }
 
     def identity(self, module: nn.Module) -> tuple[Any, frozenset[str]]:
-        """What can be told of how a module is compiled, equal for equal settings; and the attributes that say nothing more."""
+        """A module's compilation settings, equal for equal ones; and the attributes that say nothing more."""
         if not is_compiled(module):
             return None, frozenset()
         try:
@@ -129,7 +118,7 @@ class CompiledModules:
         )
 
     def _number(self, settings: _Settings) -> int:
-        """Backends can be compared, but not hashed."""
+        """A number for a backend, equal for equal ones. Backends can be compared, but not hashed."""
         if settings not in self._settings:
             self._settings.append(settings)
         return self._settings.index(settings)
@@ -151,11 +140,10 @@ class CompiledModules:
 def _compile_under(
     backend: Callable[..., Any], budget: float, graph: fx.GraphModule, inputs: Sequence[Any], **options: Any
 ) -> Any:
-    """A backend that compiles with the user's under a budget, for as long as the graph draws no random numbers.
+    """A backend that compiles with the user's under a budget, as long as the graph draws no random numbers.
 
-    Where torch recomputes an operation that draws, it draws other numbers and the gradients are wrong without a word
-    (https://github.com/pytorch/pytorch/issues/190758). A dropout that is switched on later makes a new graph, which
-    comes by here.
+    torch recomputes an operation that draws with other numbers, so gradients are wrong in silence
+    (https://github.com/pytorch/pytorch/issues/190758). A dropout switched on later makes a new graph, which comes here.
     """
     if _may_draw(graph):
         return backend(graph, inputs, **options)
@@ -187,7 +175,7 @@ def _argument(function: Any, name: str, args: Sequence[Any], kwargs: dict[str, A
 
 
 def _may_draw(graph: fx.GraphModule) -> bool:
-    """Whether a graph draws random numbers, as far as a run without values can tell."""
+    """True if a graph draws random numbers, as far as a run without values can tell."""
     values = [node.meta.get("example_value") for node in graph.graph.nodes if node.op == "placeholder"]
     fake = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
     if fake is None:

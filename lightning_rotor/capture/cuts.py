@@ -41,15 +41,9 @@ _OPAQUE_INSTANCES = 2  # modules of one type that fail before the type counts as
 
 @dataclass(slots=True, eq=False)
 class GraphCut:
-    """A module as stages, for calls like the one that was recorded.
+    """A module as stages, for calls like the recorded one. The last stage returns what the module returns.
 
-    Attributes:
-        stages: The first values of the chain are the call's tensors, the last stage returns what the module returns.
-        opaque: Modules that had to become one operation, by name, and why.
-        module: What was cut.
-        inputs: How messages call the call's tensors.
-        recording: What was recorded.
-        reasons: For each other way that was tried, why it was not taken.
+    ``opaque`` says which modules became one operation, ``reasons`` why other ways were not taken.
     """
 
     stages: tuple[Stage, ...]
@@ -69,9 +63,8 @@ class GraphCut:
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The chain's input for a call, or None if the recording does not hold for it.
 
-        It does not if another argument that is no tensor differs, if the module has changed in a way that its code
-        could notice, or if the forward would read other values out of tensors. It holds for other sizes in dimensions
-        in which it was recorded with two sizes.
+        It does not if another plain argument differs, the module has noticeably changed, or the forward would read
+        other values out of tensors. Sizes may differ in dimensions recorded with two sizes.
         """
         call = Call.of(self.module, args, kwargs)
         if not self.is_like(call) or not self.recording.guards.hold(call.signature, call.tensors):
@@ -102,12 +95,12 @@ class GraphCut:
         return self.recording.runs_the_same(recording)
 
     def lives_in(self, modules: set[nn.Module]) -> bool:
-        """True if everything that it runs is still among these modules."""
+        """True if all modules that it runs are still among these."""
         return all(called in modules for piece in self.slices for called in piece.called_modules)
 
     @property
     def slices(self) -> tuple[GraphSlice, ...]:
-        """What the stages run."""
+        """The slices that the stages run."""
         return tuple(module for stage in self.stages for module in stage.modules if isinstance(module, GraphSlice))
 
 
@@ -118,20 +111,12 @@ def cut_graph(
     *,
     known: Sequence[GraphCut] = (),
 ) -> GraphCut:
-    """Record one call of a module, and cut it between any two operations that save something.
+    """Record one call of a module and cut it between any two operations that save something.
 
-    The forward runs for real, on copies of the call's tensors and buffers, and more than once if submodules have to
-    become one operation. Saved tensors are dropped, so this takes no more memory than a forward without gradients.
-
-    Args:
-        module: Nothing about it changes, whether or not this succeeds.
-        args: Positional arguments of the call.
-        kwargs: Keyword arguments.
-        known: Earlier cuts of the module.
-    Returns:
-        The stages; an earlier cut if the same was recorded once more, which then holds for this call as well.
-    Raises:
-        ModelError: The module's own forward cannot be recorded; says where.
+    The forward runs for real, on copies of the call's tensors and buffers, and again for each submodule that has to
+    become one operation. Saved tensors are dropped, so it takes no more memory than a forward without gradients.
+    Returns the earlier cut of ``known`` if the same was recorded again: it then holds for this call as well. Raises
+    ``ModelError`` if the module's own forward cannot be recorded.
     """
     call = Call.of(module, args, kwargs or {})
     not_whole: frozenset[nn.Module] = frozenset()
@@ -163,12 +148,12 @@ def _watch(recording: Recording) -> Watch:
 
 
 def _op_memory(recording: Recording, call: Call) -> dict[fx.Node, OpMemory] | None:
-    """What the operations make and save; None if the graph does not run, which its checks will find, too."""
+    """Memory of the operations; None if the graph does not run, which its checks will find, too."""
     return _tried(recording.root, call, lambda tensors: op_memory_of(recording, tensors))
 
 
 def _tried(module: nn.Module, call: Call, run: Callable[[list[torch.Tensor]], _Seen]) -> _Seen | None:
-    """What comes of a run on copies of the call's tensors, after which everything is as before; None if it fails."""
+    """Result of a run on copies of the call's tensors, after which everything is as before; None if it fails."""
     states = GeneratorStates()
     tensors = [tensor.detach().clone().requires_grad_(tensor.requires_grad).view_as(tensor) for tensor in call.tensors]
     try:
@@ -187,13 +172,7 @@ def _tried(module: nn.Module, call: Call, run: Callable[[list[torch.Tensor]], _S
 
 
 def unusable_inverses(module: nn.Module, call: Call, tensors: Sequence[torch.Tensor]) -> frozenset[nn.Module]:
-    """Find the submodules whose inverse cannot be used, by running the module and trying each on its own input.
-
-    Args:
-        module: Is called without gradients.
-        call: How.
-        tensors: In the place of those of the call. If they are fake, nobody knows, and none is found.
-    """
+    """Submodules whose inverse cannot be used, found by trying each on its own input; none if ``tensors`` are fake."""
     if any(map(is_fake, tensors)):
         return frozenset()
     names = {each: name for name, each in module.named_modules() if name and is_invertible_as_a_whole(each)}
@@ -237,14 +216,7 @@ class _Attempt:
 
 
 class _Attempts:
-    """Recordings of one call, until one holds: what cannot be recorded becomes opaque, from the inside out.
-
-    Args:
-        module: The module.
-        call: The call.
-        not_whole: Modules that are recorded inside although they have an inverse.
-        known: Cuts for such calls of other sizes.
-    """
+    """Recordings of one call, until one holds: what cannot be recorded becomes opaque, from the inside out."""
 
     def __init__(
         self, module: nn.Module, call: Call, not_whole: frozenset[nn.Module], known: Sequence[GraphCut]
@@ -277,12 +249,12 @@ class _Attempts:
                 before.restore()
                 raise ModelError(
                     f"the forward of {type(self._module).__name__} cannot be recorded: {attempt.reason}. Expected code "
-                    "whose course depends on the input's values in submodules only; move that part into a submodule, or "
-                    "name a submodule that can be planned"
+                    "whose course depends on the input's values in submodules only; move that part into a "
+                    "submodule, or name a submodule that can be planned"
                 )
 
     def _gives_up(self, attempt: _Attempt, recorder: Recorder) -> bool:
-        """Make a module opaque, if one can be."""
+        """Make the failed module, or one around it, opaque. True if none can be."""
         culprit = attempt.culprit
         while culprit is not self._module and (culprit in self._opaque or culprit in recorder.calls.leaves):
             culprit = self._module.get_submodule(self._paths[culprit].rpartition(".")[0])
@@ -392,8 +364,8 @@ def _reason(error: Exception) -> str:
 
 
 NO_CHECKPOINTS = (
-    "It calls torch.utils.checkpoint by itself: expected no other recomputation than the plan's, which is faster within "
-    "the same memory. Switch it off: model.gradient_checkpointing_disable() for Hugging Face's models, "
+    "It calls torch.utils.checkpoint by itself: expected no other recomputation than the plan's, which is "
+    "faster within the same memory. Switch it off: model.gradient_checkpointing_disable() for Hugging Face's models, "
     "model.set_grad_checkpointing(False) for timm's, or call the layers directly"
 )
 """Why not, and the remedy."""
@@ -403,17 +375,7 @@ WAYS = {"sequential": "as an nn.Sequential", "graph": "as a graph"}
 
 
 class SequentialCut:
-    """The members of an ``nn.Sequential`` as stages, nested ones flattened.
-
-    Attributes:
-        way: How messages call this way to a chain.
-        inputs: How messages call the values that the chain takes, by number.
-        reasons: For each other way that was tried, why it was not taken.
-        stages: One for each member.
-
-    Raises:
-        ModelError: It is none, or an empty one.
-    """
+    """The members of an ``nn.Sequential`` as stages, nested ones flattened. ``ModelError`` if it is none or empty."""
 
     way: ClassVar[str] = "sequential"
     inputs: ClassVar[tuple[str, ...]] = ()
@@ -439,13 +401,13 @@ def sequentialize(
     *,
     known: Sequence[SequentialCut | GraphCut] = (),
 ) -> SequentialCut | GraphCut:
-    """Turn a module into a chain of stages.
+    """Turn a module into a chain of stages. The module stays as it is.
 
     Args:
-        module: Nothing about it changes.
+        module: Any module with a forward.
         args: Positional arguments of a call as in training. An ``nn.Sequential`` takes one, which may be a tuple.
         kwargs: Keyword arguments of that call.
-        known: Earlier cuts of the module, of which one is returned if it turns out to hold for this call.
+        known: Earlier cuts of the module; one is returned if it holds for this call.
     Returns:
         The stages, what they take as input for a given call, and in ``way`` how they were found.
     Raises:
@@ -493,12 +455,7 @@ def _has_layers(stage: Stage) -> bool:
 
 
 def check_module(module: nn.Module) -> None:
-    """Find out without any input that a module can be no chain.
-
-    Raises:
-        ModelError: It is a single layer of torch, a container without a forward, an empty ``nn.Sequential``, what
-            ``torch.compile`` returns, or holds modules that FSDP has wrapped, or taken together.
-    """
+    """Raise ``ModelError`` if a module can be no chain, whatever its input: a single layer, or wrapped as a whole."""
     name = type(module).__name__
     wrapped = wrapped_by_fsdp1(module)
     if wrapped:
@@ -518,18 +475,18 @@ def check_module(module: nn.Module) -> None:
         sequential_stages(module)
     if is_compiler_wrapper(module):
         raise ModelError(
-            f"{type(module_inside(module)).__name__} was compiled as a whole, which leaves nothing to cut: expected its "
-            "blocks to be compiled instead (for block in net.blocks: block.compile()), "
-            "Checkpointable(torch.compile(net)), which chooses among compiled code for the whole, or the module inside, "
-            "._orig_mod, which runs uncompiled under a plan"
+            f"{type(module_inside(module)).__name__} was compiled as a whole, which leaves nothing to cut: "
+            "expected its blocks to be compiled instead (for block in net.blocks: block.compile()), "
+            "Checkpointable(torch.compile(net)), which chooses among compiled code for the whole, or the module "
+            "inside, ._orig_mod, which runs uncompiled under a plan"
         )
     if type(module).forward is nn.Module.forward:
         raise ModelError(
-            f"{name} has no forward, so it is no chain of layers: expected an nn.Sequential, or a module that calls its "
-            "layers"
+            f"{name} has no forward, so it is no chain of layers: expected an nn.Sequential, or a module "
+            "that calls its layers"
         )
     if type(module).__module__.startswith("torch.nn.modules.") and not module._modules:
         raise ModelError(
-            f"{name} is a single layer, so there is nothing to cut: expected an nn.Sequential, or a module with several "
-            "layers"
+            f"{name} is a single layer, so there is nothing to cut: expected an nn.Sequential, or a module "
+            "with several layers"
         )

@@ -27,12 +27,7 @@ _ABSENT = object()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Place:
-    """An entry of a namespace or of a class, or the cell of a closure.
-
-    Attributes:
-        owner: Where the value is.
-        name: What code calls it.
-    """
+    """An entry of a namespace or of a class, or the cell of a closure."""
 
     owner: dict[str, Any] | CellType | type
     name: str
@@ -44,13 +39,13 @@ class Place:
 
     @property
     def namespace(self) -> Mapping[str, Any] | None:
-        """Where the value is an entry, if it is not in a cell."""
+        """The namespace of an entry, None for a cell."""
         if isinstance(self.owner, CellType):
             return None
         return vars(self.owner) if isinstance(self.owner, type) else self.owner
 
     def read(self) -> Any:
-        """The value, or something that is no other value."""
+        """The value, or a mark if there is none."""
         if self.namespace is not None:
             return self.namespace.get(self.name, _ABSENT)
         try:
@@ -94,7 +89,7 @@ class _Noted:
 
     @property
     def is_of_objects(self) -> bool:
-        """True if nothing but which object it is counted about the value, and counts now."""
+        """True if only the value's identity counted, and still does."""
         return _is_object(self._value) and _is_object(self.place.read())
 
     def restore(self) -> None:
@@ -106,14 +101,14 @@ class _Noted:
 
 
 def _is_object(value: Any) -> bool:
-    """True if all that counts about a value is which object it is."""
+    """True if only the identity of a value counts."""
     if type(value) in PLAIN or issubclass(type(value), (*_CONTAINERS, tuple, torch.Tensor)):
         return False
     return generator_state(value) is None
 
 
 def _entries(value: Any) -> tuple[Any, ...] | None:
-    """What is in a list, tuple, or dict, if it can only be replaced and not changed."""
+    """Entries of a short list, tuple or dict, if each can only be replaced and not changed; else None."""
     kind = type(value)
     if kind not in (list, tuple, dict):
         return None
@@ -133,17 +128,14 @@ class Notes:
             self._noted[place.key] = _Noted(place), module_path
 
     def changed(self) -> tuple[str, str] | None:
-        """Path of a module and the name of a variable that is another since the module's code read it, or None.
-
-        It is nobody's business that code has put another object in the place of a logger or a cache.
-        """
+        """Path of a module and a variable that has changed since it was read, but for loggers and caches; or None."""
         for noted, path in self._noted.values():
             if not noted.holds() and not noted.is_of_objects:
                 return path, noted.place.name
         return None
 
     def settle(self) -> None:
-        """Take for granted what is there now."""
+        """Take the present values as the noted ones."""
         self._noted = {
             key: (noted if noted.holds() else _Noted(noted.place), path) for key, (noted, path) in self._noted.items()
         }
@@ -160,7 +152,7 @@ class Notes:
 
 
 class Closures:
-    """The variables of enclosing functions that users' functions use. Looks for all functions when it is first asked."""
+    """Variables of enclosing functions in users' functions, found by looking at all functions when first asked."""
 
     def __init__(self) -> None:
         self._found: dict[CodeType, list[tuple[Place, ...]]] | None = None
@@ -184,15 +176,7 @@ _COSTLY_TO_PAUSE = sys.version_info >= (3, 12)  # code that is profiled is rewri
 
 
 class Surroundings:
-    """Watches what code could read outside of modules.
-
-    Args:
-        module_path: Says at any moment which module's code runs; None if it is code that no recording holds.
-        closures: Where variables of enclosing functions are.
-
-    Attributes:
-        notes: What was there when the code came to read it.
-    """
+    """Watches what code reads outside of modules; ``module_path`` is None for code that no recording holds."""
 
     def __init__(self, module_path: Callable[[], str | None], closures: Closures) -> None:
         self._module_path = module_path
@@ -206,7 +190,7 @@ class Surroundings:
     def listening(self) -> Iterator[None]:
         """Context of a recording. A profiler that follows Python's calls by the same means pauses for its time."""
         profiler: Any = sys.getprofile()
-        # First and last, so that what others do whenever garbage is collected, and finalizers, is no code of the module's.
+        # First and last, so that finalizers and others' callbacks of garbage collection are no code of the module's.
         gc.callbacks.insert(0, self._pause)
         gc.callbacks.append(self._go_on)
         if hasattr(profiler, "disable"):  # cProfile before Python 3.12, which Lightning's AdvancedProfiler uses
@@ -272,7 +256,7 @@ class Surroundings:
 
 
 def _named(frame: FrameType, kind: type) -> Iterator[Place]:
-    """What the names in code may mean: globals, and entries of those and of the class of the first argument."""
+    """Possible meanings of the names in code: globals, their entries, and entries of the first argument's class."""
     code, outside = frame.f_code, frame.f_globals
     # ``getattr(args, "scale", 1)`` names it, too.
     names = tuple(dict.fromkeys((*code.co_names, *(entry for entry in code.co_consts if type(entry) is str))))

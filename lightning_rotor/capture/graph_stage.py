@@ -47,22 +47,14 @@ IN_PLACE = tuple(
 
 
 def spell_value(value: Any) -> Any:
-    """Something that compares equal for values that Python code cannot tell apart; NaN equals itself."""
+    """A value that compares equal for values that Python code cannot tell apart; NaN equals itself."""
     if isinstance(value, (tuple, list)):
         return type(value).__name__, tuple(map(spell_value, value))
     return type(value).__name__, repr(value)
 
 
 def require_as_recorded(output: Any, appearance: Any, sizes: bool) -> None:
-    """Check that code which a recording runs as it is returns what the code after it was recorded for.
-
-    Args:
-        output: What it returned.
-        appearance: What it returned in the recording.
-        sizes: The sizes of tensors count, too.
-    Raises:
-        ExecutionError: Another shape, type or number.
-    """
+    """Raise ``ExecutionError`` if code that runs as it is returns another shape, type or number than recorded."""
     received = appearance_of(output, sizes=sizes)
     if received != appearance:
         raise ExecutionError(
@@ -122,15 +114,10 @@ def encoded(value: Any, places: Mapping[fx.Node, int]) -> Any:
 
 
 def function_of(inputs: int, steps: Sequence[Step], output: Any) -> Callable[[Any], Any]:
-    """A function that runs operations.
+    """A function that runs operations: inputs have the first places, each step makes the next one.
 
-    It holds no value longer than :attr:`Step.frees` says, as the user's code would. What it calls and reads is bound by
-    name, so that equal operations on other modules share their code.
-
-    Args:
-        inputs: How many values it takes: one as it is, several as a tuple. They have the first places.
-        steps: Each makes the value of the next place.
-        output: What it returns, with references to values.
+    It lets go of values as the user's code would. It binds by name what it calls and reads, so equal operations on
+    other modules share their code.
     """
     writer = _Writer()
     lines = [f"{', '.join(_value(place) for place in range(inputs))} = value"] if inputs else []
@@ -204,17 +191,10 @@ class _Writer:
 
 
 class GraphSlice(nn.Module):
-    """Runs consecutive operations of a graph.
+    """Runs consecutive operations of a graph; a single input or output is itself, several are a tuple.
 
-    It calls the user's modules and reads the user's parameters from where they are at that moment, so a replaced
-    parameter is seen. A value is let go after the last operation that reads it, as it would be in the user's code.
-
-    Args:
-        inputs: Values that it takes; a single one is the stage's input itself, several are a tuple.
-        nodes: Operations in order.
-        outputs: What becomes of them: nodes in any nesting, for the last slice; a single node or a tuple otherwise.
-        owners: Where parameters and buffers are.
-        constants: Tensors that the forward made out of nothing.
+    It reads the user's modules and parameters where they are at that moment, so it sees a replaced parameter. A value
+    is let go after the last operation that reads it, as in the user's code.
     """
 
     def __init__(
@@ -251,7 +231,7 @@ class GraphSlice(nn.Module):
 
     @staticmethod
     def _with_reads(nodes: Sequence[fx.Node], kept: Iterable[fx.Node]) -> dict[fx.Node, None]:
-        """The operations, and before each the parameters and the like that it is the first one to read."""
+        """The operations, each after the parameters and attributes that it is the first to read."""
         found: dict[fx.Node, None] = {}
         for node in nodes:
             found.update((used, None) for used in node.all_input_nodes if used.op == "get_attr")
@@ -291,7 +271,7 @@ class GraphSlice(nn.Module):
 
     @property
     def only_module(self) -> nn.Module | None:
-        """The module that it calls, if calling it is all that is done."""
+        """The module that it calls, if it does nothing else."""
         match [step for step in self._steps if step.target is not require_as_recorded]:
             case [Step(kind="call_module", target=module, args=(Ref(0),), kwargs={}) as step] if (
                 self._inputs == 1 and not step.kwargs and self._output == Ref(1)
@@ -329,10 +309,7 @@ class GraphSlice(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """The user's modules that it calls, and those whose buffers it reads by itself.
-
-        It is not among them itself, unless it calls functions of which nobody knows what they do.
-        """
+        """The user's modules that it calls or reads buffers of, and itself if it calls functions of unknown effect."""
         memo = set() if memo is None else memo
         if not self.known_functions:
             yield prefix, self
@@ -372,7 +349,7 @@ class GraphSlice(nn.Module):
 
     @property
     def operations(self) -> tuple[Any, ...]:
-        """Equal for slices that do the same with modules and tensors of their own; what those look like is not in it."""
+        """Equal for slices that do the same with modules and tensors of their own, whatever those look like."""
         places = {id(module): place for place, module in enumerate(self._targets.values())}
 
         def spell(value: Any) -> Any:
@@ -404,12 +381,7 @@ def _nodes_in(*values: Any) -> list[fx.Node]:
 
 
 def spelled(value: Any, place_of: Callable[[Any], int]) -> Any:
-    """Something hashable that is equal for equal arguments and targets.
-
-    Args:
-        value: In which there may be :class:`Ref` or nodes.
-        place_of: What stands for one of these.
-    """
+    """A hashable that is equal for equal arguments and targets; ``place_of`` stands for each :class:`Ref` or node."""
     match value:
         case Ref() | fx.Node():
             return "%", place_of(value)
@@ -435,11 +407,16 @@ def spelled(value: Any, place_of: Callable[[Any], int]) -> Any:
 _KNOWN_METHODS = frozenset(
     name
     for line in (
-        "abs add addcmul addmm adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool2d arange avg_pool2d baddbmm",
-        "batch_norm bmm cat celu chunk clamp concat contiguous conv1d conv2d conv3d dim div elu exp expand flatten gelu getattr glu",
-        "group_norm hardsigmoid hardswish hardtanh interpolate layer_norm leaky_relu linear log log_softmax masked_fill matmul max_pool2d",
-        "mean mish mul narrow normalize pad permute pixel_shuffle pow relu relu6 relu_ repeat reshape roll rms_norm rsqrt selu sigmoid silu",
-        "size softmax softplus split sqrt squeeze stack sub sum tanh to transpose unbind unflatten unsqueeze view where",
+        "abs add addcmul addmm adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d "
+        "adaptive_max_pool2d arange avg_pool2d baddbmm",
+        "batch_norm bmm cat celu chunk clamp concat contiguous conv1d conv2d conv3d dim div elu exp expand "
+        "flatten gelu getattr glu",
+        "group_norm hardsigmoid hardswish hardtanh interpolate layer_norm leaky_relu linear log log_softmax "
+        "masked_fill matmul max_pool2d",
+        "mean mish mul narrow normalize pad permute pixel_shuffle pow relu relu6 relu_ repeat reshape roll "
+        "rms_norm rsqrt selu sigmoid silu",
+        "size softmax softplus split sqrt squeeze stack sub sum tanh to transpose unbind unflatten unsqueeze "
+        "view where",
     )
     for name in line.split()
 )

@@ -1,10 +1,9 @@
 """The conditions under which a recording holds for a call.
 
-A recording is made for tensors of some sizes. Sizes that the code has asked for are nodes of the graph, so it may
-hold for others as well, in those dimensions in which two recordings of the same operations differ. Whether it does is
-found out once for each new set of sizes: the questions about sizes are computed again, on tensors without values.
-Questions about values are computed at each call. The code of a module that was recorded does not run any more, so
-whatever could have sent it another way must be noticed when it changes.
+Sizes that the code asked for are nodes of the graph, so a recording may hold for other sizes in dimensions in which two
+recordings of the same operations differ. That is found out once per new set of sizes: the questions about sizes are
+computed again, on tensors without values. Questions about values are computed at each call. The recorded code itself
+does not run any more, so whatever could have sent it another way must be noticed when it changes.
 """
 
 from __future__ import annotations
@@ -34,18 +33,7 @@ Signature: TypeAlias = tuple[tuple[tuple[int, ...], Any], ...]
 
 
 class Guards:
-    """What the code of one recording saw of sizes and of values.
-
-    Args:
-        signature: Of the tensors that it was recorded with.
-        inputs: Placeholders of the graph.
-        sizes: Questions about sizes.
-        values: Questions about values.
-        slice_of: Makes what runs some nodes: from inputs, nodes and outputs.
-
-    Attributes:
-        asks_values: True if values of inputs or buffers count.
-    """
+    """What one recording saw of sizes and of values; ``asks_values`` is True if values of inputs or buffers count."""
 
     def __init__(
         self,
@@ -105,7 +93,7 @@ class Guards:
         return len(self._read[self._recorded[0]])
 
     def _may_be(self, signature: Signature) -> bool:
-        """True if it differs from recorded ones only where these differ from each other."""
+        """True if a signature differs from recorded ones only where these differ from each other."""
         first = self._recorded[0]
         return len(signature) == len(first) and all(
             (len(shape), rest) == (len(known), known_rest)
@@ -149,12 +137,7 @@ def _is_buffer(node: fx.Node) -> bool:
 
 
 def ancestors(nodes: Iterable[fx.Node], *, sizes: bool = True) -> set[fx.Node]:
-    """The nodes and everything that they are computed from.
-
-    Args:
-        nodes: Of one graph.
-        sizes: Also what sizes are computed from.
-    """
+    """The nodes and everything that they are computed from, also by way of sizes if ``sizes``."""
     found: set[fx.Node] = set()
     pending = list(nodes)
     while pending:
@@ -172,13 +155,7 @@ def ancestors(nodes: Iterable[fx.Node], *, sizes: bool = True) -> set[fx.Node]:
 def first_difference(
     left: fx.Graph, right: fx.Graph, constants: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
 ) -> tuple[str, ...]:
-    """Paths of the modules at the first operation that two recordings do not share; none if they agree.
-
-    Args:
-        left: One recording.
-        right: The other.
-        constants: The tensors that each made out of nothing.
-    """
+    """Paths of the modules at the first operation that two recordings do not share; empty if they agree."""
     places: dict[fx.Node, int] = {}
     for place, (mine, theirs) in enumerate(zip_longest(left.nodes, right.nodes)):
         if mine is None or theirs is None or _differ(mine, theirs, places, constants):
@@ -230,18 +207,12 @@ class Same:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Counts changes in place."""
+    """Number of changes in place."""
     return -1 if tensor.is_inference() else private.version_of(tensor)
 
 
 def frozen(value: Any, depth: int = 4, *, objects: bool = True) -> Any:
-    """Something that compares equal as long as the value stays what it is.
-
-    Args:
-        value: Anything.
-        depth: How far to follow lists and dicts in lists and dicts.
-        objects: The plain attributes of other objects count, too.
-    """
+    """A copy that compares equal while the value stays the same; follows lists and dicts ``depth`` levels deep."""
     kind = type(value)
     if kind in PLAIN:
         return kind, repr(value) if kind is float else value
@@ -274,13 +245,9 @@ _compiled_call_of = attrgetter(COMPILED_CALL)
 
 
 class Watch:
-    """What modules look like at one moment.
+    """What modules look like at one moment. Hooks and ``forward`` of ``root`` run outside of the recording.
 
-    Args:
-        root: Its own hooks and ``forward`` run outside of the recording and do not matter.
-        modules: The modules whose code is recorded.
-        tensors: Also watch which tensors the parameters and buffers are. Stages read them anew at each call.
-        outside: Says whether all that their code read outside of modules is as it was.
+    With ``tensors``, also which tensors the parameters and buffers are. Stages read them anew at each call.
     """
 
     def __init__(
@@ -327,18 +294,14 @@ class Watch:
 
 
 def _own_names(module: nn.Module) -> tuple[str, ...]:
-    """The attributes that are neither torch's nor ours."""
+    """Names of the attributes that are neither torch's nor ours."""
     # Lightning keeps its trainer and bookkeeping of hooks in private attributes.
     hidden = any(kind.__name__ == "LightningModule" for kind in type(module).__mro__)
     return tuple(name for name in module.__dict__ if name not in _STRUCTURE and not (hidden and name.startswith("_")))
 
 
 class _Identities:
-    """The attributes of modules at one moment, as flat lists that are quickly compared object by object.
-
-    Args:
-        modules: None of them is scripted, which would keep its attributes elsewhere.
-    """
+    """The attributes of modules at one moment, as flat lists to compare object by object. No scripted modules."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
@@ -356,7 +319,7 @@ class _Identities:
         self._seen = self._look()
 
     def hold(self) -> bool:
-        """True if everything is as it was for sure."""
+        """True if surely nothing has changed."""
         try:
             return (
                 all(map(is_, self._now(), self._values))

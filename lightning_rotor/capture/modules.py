@@ -27,7 +27,7 @@ class UntraceableError(Exception):
 
 # ----------------------------------------------------------------------------------------------------
 # What is so in one thread alone: whether its code is recorded, and functions that are others meanwhile.
-#
+
 #     nn.Module.__call__ ─► dispatch ─┬─► the replacement, in the thread that records
 #                                     └─► the original, in any other: one that loads data, or serves another model
 
@@ -50,11 +50,7 @@ def tracing(active: bool = True) -> Iterator[None]:
 
 
 def require_untraced(what: str) -> None:
-    """Check that nobody takes the running code down.
-
-    Raises:
-        UntraceableError: Somebody does.
-    """
+    """Raise ``UntraceableError`` if a tracer or exporter takes the running code down."""
     if _tracing.active:
         raise UntraceableError(what)
 
@@ -73,11 +69,11 @@ class _Shared:
 
     @property
     def current(self) -> Any:
-        """What this thread finds."""
+        """The function that this thread finds."""
         return getattr(self.mine, "function", self.original)
 
     def dispatch(self) -> Any:
-        """What stands in the function's place."""
+        """The function that stands in the place of the shared one."""
 
         def function(*args: Any, **kwargs: Any) -> Any:
             return self.current(*args, **kwargs)
@@ -93,13 +89,7 @@ _replaced: dict[tuple[int, str], _Shared] = {}
 
 @contextmanager
 def replaced(owner: Any, name: str, replacement: Callable[[Any], Any]) -> Iterator[None]:
-    """Context in which this thread finds another function in a module or class.
-
-    Args:
-        owner: The module or class.
-        name: Of the function or class method there.
-        replacement: Makes the other one, of the same kind, from what this thread finds now.
-    """
+    """Context in which this thread finds another function in a module or class, made from the one found now."""
     key = id(owner), name
     with _lock:
         if key not in _replaced:
@@ -123,19 +113,7 @@ def replaced(owner: Any, name: str, replacement: Callable[[Any], Any]) -> Iterat
 
 
 class ModuleCalls:
-    """Follows the calls of submodules while a module is recorded.
-
-    Args:
-        root: The module.
-        opaque: Modules whose code was found to be no recording's.
-        opaque_types: Types of which the same is taken for granted.
-        not_whole: Modules that are recorded inside although they have an inverse.
-
-    Attributes:
-        modules: The submodules by path, the root included.
-        leaves: Modules that became one operation.
-        culprit: The innermost module whose forward could not be recorded.
-    """
+    """Follows the calls of submodules while a module is recorded; ``culprit`` is the innermost that could not be."""
 
     def __init__(
         self, root: nn.Module, opaque: set[nn.Module], opaque_types: set[type], not_whole: Set[nn.Module]
@@ -165,11 +143,7 @@ class ModuleCalls:
         return module not in self._not_whole and is_invertible_as_a_whole(module)
 
     def path_of(self, module: nn.Module) -> str:
-        """Where a module is that is called.
-
-        Raises:
-            UntraceableError: It is no submodule.
-        """
+        """The path of a called module; ``UntraceableError`` if it is no submodule."""
         path = self._paths.get(module)
         if path is None:
             kind = type(module).__name__
@@ -217,7 +191,7 @@ def is_torchs_module(module: nn.Module) -> bool:
 def tensor_slots(
     root: nn.Module,
 ) -> tuple[dict[str, tuple[nn.Module, str]], dict[int, tuple[torch.Tensor, str]]]:
-    """Parameters, buffers and tensors in attributes: by name who has them, and by address the tensor and its first name."""
+    """Parameters, buffers and attribute tensors: by name their owners, and by address the tensor and its first name."""
     owners: dict[str, tuple[nn.Module, str]] = {}
     names: dict[int, tuple[torch.Tensor, str]] = {}
     for path, module in root.named_modules():
@@ -241,12 +215,7 @@ class _Hidden:
 
 
 def hide_trainers(module: nn.Module, is_opaque: Callable[[nn.Module], bool]) -> None:
-    """Put something that answers nothing in the place of Trainers. The caller puts them back.
-
-    Args:
-        module: Its code is about to be recorded, and that of modules in it.
-        is_opaque: Says of a submodule whether its code runs as it is.
-    """
+    """Put an object without answers in the place of Trainers, for a recording. The caller puts them back."""
     attributes: dict[str, Any] = module.__dict__
     attributes.update({name: _Hidden() for name in TRAINERS if attributes.get(name) is not None})
     for child in module.children():
@@ -268,11 +237,7 @@ PLAIN = (
 class Call:
     """The arguments of a call, flattened. A recording speaks of the tensors; every other leaf is baked into it.
 
-    Attributes:
-        tensors: In the order of the signature.
-        key: Equal for calls that the same recording could serve: the structure and all leaves that are no tensor.
-        leaves: Everything, with None where a tensor was.
-        spec: How leaves make the bound arguments.
+    ``key`` is equal for calls that one recording could serve: the structure, and leaves with None for tensors.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -283,12 +248,7 @@ class Call:
 
     @classmethod
     def of(cls, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-        """Bind arguments to the module's forward, defaults included.
-
-        Raises:
-            ModelError: An argument may hold tensors where nobody can see them.
-            TypeError: The arguments do not fit the forward.
-        """
+        """Bind arguments to the forward, with defaults; ``ModelError`` if one may hide tensors, or ``TypeError``."""
         signature = inspect.signature(type(module).forward)
         bound = signature.bind(module, *args, **kwargs)
         bound.apply_defaults()
@@ -299,8 +259,8 @@ class Call:
                 names = [name for name, value in arguments if any(entry is leaf for entry in tree_flatten(value)[0])]
                 raise ModelError(
                     f"the forward of {type(module).__name__} takes {type(leaf).__name__} as "
-                    f"{' or '.join(map(repr, names))}: expected tensors and plain values, or tuples, lists and dicts of "
-                    "them (register other containers with torch.utils._pytree)"
+                    f"{' or '.join(map(repr, names))}: expected tensors and plain values, or tuples, lists "
+                    "and dicts of them (register other containers with torch.utils._pytree)"
                 )
         tensors = tuple(leaf for leaf in flat if isinstance(leaf, torch.Tensor))
         leaves = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in flat)
@@ -313,7 +273,7 @@ class Call:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """How messages call the tensors: by the argument, and the place in it."""
+        """Names of the tensors in messages: the argument, and the place in it."""
         paths, _ = tree_flatten_with_path(tree_unflatten(range(len(self.leaves)), self.spec))
         named = [f"input {getattr(path[0], 'key', None)!r}{keystr(path[1:])}" for path, _ in paths]
         return tuple(name for name, kind in zip(named, self.key[1], strict=True) if kind == "tensor")
@@ -324,7 +284,7 @@ class Call:
         return tuple((tuple(tensor.shape), (_layout(tensor), tensor.requires_grad)) for tensor in self.tensors)
 
     def with_tensors(self, replacements: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional and keyword arguments, with something else in the place of each tensor."""
+        """Positional and keyword arguments with other values in the place of the tensors."""
         pending = iter(replacements)
         kinds = zip(self.key[1], self.leaves, strict=True)
         leaves = [next(pending) if kind == "tensor" else leaf for kind, leaf in kinds]
@@ -346,7 +306,7 @@ def _spelled(leaf: Any) -> Any:
 
 
 def _layout(tensor: torch.Tensor) -> Any:
-    """Something equal for tensors of other sizes that lie alike."""
+    """A value that is equal for tensors of other sizes with the same memory layout."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return tensor.layout
     return True if tensor.is_contiguous() else tensor.stride()

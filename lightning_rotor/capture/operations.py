@@ -22,10 +22,13 @@ from lightning_rotor.private.values import address_of, tensors_in, tree_leaves
 METADATA = frozenset(
     name
     for line in (
-        "dtype device ndim layout requires_grad names itemsize nbytes is_cuda is_cpu is_xpu is_mps is_meta is_mkldnn is_xla is_hpu",
-        "is_ipu is_mtia is_maia is_vulkan is_sparse is_sparse_csr is_quantized is_nested is_floating_point is_complex is_signed is_contiguous",
+        "dtype device ndim layout requires_grad names itemsize nbytes is_cuda is_cpu is_xpu is_mps is_meta "
+        "is_mkldnn is_xla is_hpu",
+        "is_ipu is_mtia is_maia is_vulkan is_sparse is_sparse_csr is_quantized is_nested is_floating_point "
+        "is_complex is_signed is_contiguous",
         "is_same_size is_conj is_neg is_inference is_tensor is_coalesced dim ndimension stride storage_offset",
-        "element_size get_device dim_order result_type can_cast promote_types has_names __len__ __hash__ __dir__ _is_view",
+        "element_size get_device dim_order result_type can_cast promote_types has_names __len__ __hash__ "
+        "__dir__ _is_view",
     )
     for name in line.split()
 )
@@ -74,7 +77,7 @@ _SWAPPED = {
 
 
 def name_of(function: Any) -> str:
-    """What a function, method or property of a tensor is called."""
+    """Name of a function, method or property of a tensor."""
     name = getattr(function, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         owner = function.__self__
@@ -111,11 +114,7 @@ def is_torchs(function: Any) -> bool:
 
 
 def require_recordable(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Check that a recording can hold an operation.
-
-    Raises:
-        UntraceableError: It cannot.
-    """
+    """Raise ``UntraceableError`` if a recording cannot hold an operation."""
     name = name_of(function)
     if is_assignment(function):
         raise UntraceableError(f"it assigns to the attribute {name!r} of a tensor")
@@ -147,10 +146,7 @@ _GATES = ("has_torch_function", "has_torch_function_unary", "has_torch_function_
 
 
 def is_attention(module: nn.Module) -> bool:
-    """True if a module is torch's attention, and its code is what runs.
-
-    In evaluation a kernel in C++ may run instead, if nothing asks for gradients.
-    """
+    """True if a module is torch's attention and runs its own code, and not a kernel in C++ as in evaluation."""
     return (
         type(module) is nn.MultiheadAttention
         and module.training
@@ -159,11 +155,7 @@ def is_attention(module: nn.Module) -> bool:
 
 
 def body_of(function: FunctionType) -> Callable[..., Any]:
-    """What one of these functions does once nobody else wants to handle the call.
-
-    It begins with the question whether an argument, or a mode, would handle it as a whole. In this copy the answer is
-    no.
-    """
+    """A copy of one of torch's functions that skips the question whether an argument or a mode handles the call."""
     names = {**function.__globals__, **dict.fromkeys(_GATES, _nobody)}
     body = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     body.__kwdefaults__ = function.__kwdefaults__
@@ -175,8 +167,7 @@ def _nobody(*_: Any) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------
-# What torch computes below Python. Code in C++, scripted functions and the like reach torch without the mode that
-# records; an operation that arrives here while no recorded one runs is one that the recording does not have.
+# What torch computes below Python: code in C++ and scripted functions, which bypass the mode that records.
 
 
 CHANGES = (
@@ -187,15 +178,12 @@ CHANGES = (
 
 
 class DispatchCheck(TorchDispatchMode):
-    """Sees every operation that torch computes.
+    """Sees every operation that torch computes. Flags say what was seen since they were last set to False.
 
     Attributes:
         inside: How many recorded operations, or modules that are one, are running.
-        random: Some operation has drawn random numbers since this was last set to False.
-        reads_values: Some operation has read values that decide over sizes since this was last set to False.
-        in_module: A module that is one operation runs.
-        in_unit: It holds FSDP units, which gather their parameters into memory that was there before, and let go of them.
-        is_over: The recording has ended.
+        reads_values: An operation has read values that decide over sizes.
+        in_unit: It holds FSDP units, which gather their parameters into memory that was there before.
     """
 
     def __init__(self) -> None:
@@ -221,7 +209,7 @@ class DispatchCheck(TorchDispatchMode):
             self.inside -= 1
 
     def note_module(self, module: nn.Module) -> None:
-        """A module is being made."""
+        """Note that a module is being made."""
         self._modules[id(module)] = weakref.ref(module)
 
     def was_there(self, module: nn.Module) -> bool:
@@ -234,11 +222,11 @@ class DispatchCheck(TorchDispatchMode):
         return not _memories([tensor]) & self._made
 
     def trust(self, tensors: Iterable[torch.Tensor]) -> None:
-        """These tensors were made for the recording, which may change them in place."""
+        """Let the recording change these tensors in place, as they were made for it."""
         self._made.update(_memories(tensors))
 
     def allow(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Modules that are one operation may change these, which are put back after the recording."""
+        """Let modules that are one operation change these; they are put back after the recording."""
         self._undoable.update(_memories(tensors))
 
     def __torch_dispatch__(
@@ -276,7 +264,7 @@ class DispatchCheck(TorchDispatchMode):
 
 
 def _memories(tensors: Iterable[torch.Tensor]) -> set[StorageWeakRef]:
-    """The memory under tensors, as something that no other memory is equal to, and that keeps none alive."""
+    """Keys of the memory under tensors, unequal for any other memory, that keep none alive."""
     return {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors if _has_memory(tensor)}
 
 

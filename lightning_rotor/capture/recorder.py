@@ -1,19 +1,17 @@
-"""A recording: the forward runs once, for real, and every operation that it does on tensors becomes a node of a graph.
+"""A recording: the forward runs once, for real, and every operation on tensors becomes a node of a graph.
 
-The code sees real tensors and goes its way. What it saw of them besides values and sizes (types, devices, dimensions)
-is the same for every call with inputs of the same kind; sizes are nodes, and where it asked sizes or values, guards
-know the answers.
+The code sees real tensors and goes its way. Types, devices and dimensions are the same for every call with inputs of
+the same kind; sizes are nodes; guards know the answers where it asked sizes or values. A ``TorchFunctionMode`` sees the
+operations::
 
-A ``TorchFunctionMode`` sees the operations::
-
-    x = embed(ids)               ─► call_module embed          a layer of torch's, or code that cannot be recorded: runs as it is
+    x = embed(ids)               ─► call_module embed          a layer of torch's, or code that cannot be recorded
     t = x.shape[1]               ─► getattr(embed, "shape"), getitem(…, 1)
     p = torch.arange(t)          ─► call_function arange(t)
     x = x + self.positions(p)    ─► call_module positions, call_method add
     if mask.all(): mask = None      (a guard: mask.all() is True)
     x[:, 0] = 0                  ─► call_function setitem(add, …)
 
-Whatever it could not hold is an error; the module whose forward it happened in then becomes one operation.
+What it cannot hold is an error; the module whose forward it happened in then becomes one operation.
 """
 
 from __future__ import annotations
@@ -73,13 +71,8 @@ class Recording:
     """What one call of a module did.
 
     Attributes:
-        graph: Its operations.
-        root: The module.
         owners: For each name of a ``get_attr`` node, the module that has the tensor and its name there.
         constants: Tensors that the forward made out of nothing, in the order of their ``get_attr`` nodes.
-        calls: Which modules became one operation.
-        guards: For which tensors it holds.
-        notes: What the code read outside of modules.
     """
 
     graph: fx.Graph
@@ -109,21 +102,7 @@ class Recording:
 
 
 class Recorder:
-    """Records one call of a module.
-
-    Args:
-        root: The module.
-        call: Its arguments.
-        opaque: Modules whose code was found to be no recording's.
-        opaque_types: Types of which the same is taken for granted.
-        closures: The variables of functions.
-        not_whole: Modules that are recorded inside although they have an inverse.
-
-    Attributes:
-        calls: Which modules became one operation, and which one's forward could not be recorded.
-        check: What torch has computed.
-        surroundings: What the code read outside of modules.
-    """
+    """Records one call of a module, and knows what torch has computed and what the code read outside of modules."""
 
     def __init__(
         self,
@@ -189,7 +168,7 @@ class Recorder:
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        """Context of code that is one operation. The mode steps aside, for torch's fast paths ask whether there is one."""
+        """Context of code that is one operation, without the mode: torch's fast paths ask whether there is one."""
         with self.check.aside(), self.surroundings.paused(), tracing(False), repeating(), ExitStack() as stack:
             if private.function_mode() is self._mode:
                 stack.enter_context(private.without_function_mode())
@@ -248,7 +227,7 @@ class Recorder:
             return body_of(function)(*args, **kwargs)
 
     def _look(self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What an operation says about a tensor without its values."""
+        """Answer of an operation about a tensor that needs no values."""
         with self.check.aside():
             value = function(*plain(args), **plain(kwargs))
         is_length = name == "__len__"
@@ -306,7 +285,7 @@ class Recorder:
             return self._writer.unpack(result, node, read, fresh_objects=not known)
 
     def _result_of(self, result: Any, node: fx.Node, read: Sequence[torch.Tensor]) -> Any:
-        """What the code gets to see: tensors, or values out of them."""
+        """The value that the code sees: tensors, or values out of them."""
         leaves = tree_leaves(result)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor) and leaf is not None]

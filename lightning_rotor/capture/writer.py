@@ -42,7 +42,7 @@ class Size(int):
         return self
 
     def pin(self) -> None:
-        """Hold for this very size alone: what becomes of it is not recorded."""
+        """Hold for this very size alone, as its further use is not recorded."""
         if self.notebook.listens:
             self.notebook.ask(operator.eq, self, int.__int__(self), True)
 
@@ -140,7 +140,7 @@ class _Values:
         return node if reference is not None and reference() is tensor else None
 
     def put(self, tensor: torch.Tensor, node: fx.Node, made_from: Sequence[torch.Tensor] = ()) -> None:
-        """From now on the tensor is the value of this node; it may be a view of one that it was made from."""
+        """Make the tensor the value of this node; it may be a view of one that it was made from."""
         storage = _storage(tensor)
         like = (
             self.node_of(other)
@@ -151,7 +151,7 @@ class _Values:
         self._nodes[id(tensor)] = weakref.ref(tensor), node
 
     def mark_changed(self, tensor: torch.Tensor) -> None:
-        """An operation in place has changed the tensor."""
+        """Note that an operation in place has changed the tensor."""
         node = self.node_of(tensor)
         if node in self._families:
             self._families[node].changed = True
@@ -173,18 +173,7 @@ def _storage(tensor: torch.Tensor) -> int | None:
 
 
 class GraphWriter:
-    """Writes a graph.
-
-    Args:
-        calls: Whose forward an operation belongs to.
-        check: Knows tensors that were there before.
-
-    Attributes:
-        graph: What was written.
-        constants: Tensors that the forward made out of nothing, in the order of their ``get_attr`` nodes.
-        owners: For each name of a ``get_attr`` node, the module that has the tensor and its name there.
-        asked: What code has asked of sizes, and the answers.
-    """
+    """Writes a graph. ``asked`` is what code has asked of sizes, with the answers. See also :class:`.Recording`."""
 
     def __init__(self, calls: ModuleCalls, check: DispatchCheck) -> None:
         self.graph = fx.Graph()
@@ -217,11 +206,7 @@ class GraphWriter:
         return node
 
     def node_of(self, tensor: torch.Tensor) -> fx.Node:
-        """The node of a tensor that an operation reads.
-
-        Raises:
-            UntraceableError: Nobody has seen it being made.
-        """
+        """The node of a tensor that an operation reads; ``UntraceableError`` if nobody has seen it being made."""
         owned, name = self._named.get(id(tensor), (None, ""))
         if owned is not tensor:
             node = self._values.node_of(tensor)
@@ -229,8 +214,8 @@ class GraphWriter:
                 return node
             if not self._check.is_older(tensor):
                 raise UntraceableError(
-                    "it reads a tensor that was made where no recording sees it (kept by a module from its forward, shared with NumPy, or made "
-                    "by code in C++)"
+                    "it reads a tensor that was made where no recording sees it (kept by a module from its "
+                    "forward, shared with NumPy, or made by code in C++)"
                 )
             if tensor.requires_grad:
                 raise UntraceableError("it computes with parameters that it keeps elsewhere than in attributes")
@@ -252,7 +237,7 @@ class GraphWriter:
         return self._check.listens
 
     def sizes_of(self, tensor: torch.Tensor, value: Any, dim: int | None) -> Any:
-        """What code gets to see that asks for a tensor's shape, its size in a dimension, or its number of elements."""
+        """What code sees as a tensor's shape, its size in a dimension, or its number of elements."""
         owner = self._values.node_of(tensor)
         if owner is None or owner.op == "get_attr":
             return value
@@ -293,12 +278,7 @@ class GraphWriter:
     # ---------------------------------------------------------------- what operations take and give
 
     def encode(self, value: Any, *, exact: bool = False) -> Any:
-        """Arguments with nodes in the place of tensors.
-
-        Args:
-            value: Tensors and plain values in any nesting.
-            exact: A ``torch.Size``, which fx takes for a tuple, stays one. torch's own operations take both.
-        """
+        """Arguments with nodes for tensors. With ``exact``, a ``torch.Size`` stays one, which fx takes for a tuple."""
         kind = type(value)
         if kind is Size:
             return value.node if value.notebook is self else plain(value)
@@ -329,29 +309,18 @@ class GraphWriter:
         return self.node("call_function", tree_unflatten, (self.encode(leaves, exact=exact), _interned(spec)), {})
 
     def encode_output(self, output: Any) -> Any:
-        """What the module returns, with nodes in the place of tensors.
-
-        Raises:
-            UntraceableError: It may hold tensors where nobody can see them.
-        """
+        """The module's output with nodes in the place of tensors; ``UntraceableError`` if it may hide tensors."""
         for leaf in tree_leaves(output):
             if not isinstance(leaf, torch.Tensor) and not _is_plain(leaf):
                 raise UntraceableError(
-                    f"it returns {type(leaf).__name__}, which may hold tensors where nobody can see them: return tensors and plain values, or "
-                    "tuples, lists and dicts of them (call a model of transformers with use_cache=False; register other containers with "
-                    "torch.utils._pytree)"
+                    f"it returns {type(leaf).__name__}, which may hold tensors where nobody can see them: "
+                    "return tensors and plain values, or tuples, lists and dicts of them (call a model of "
+                    "transformers with use_cache=False; register other containers with torch.utils._pytree)"
                 )
         return self.encode(output, exact=True)
 
     def unpack(self, value: Any, node: fx.Node, read: Sequence[torch.Tensor], *, fresh_objects: bool = False) -> Any:
-        """Give every tensor in an operation's result a node.
-
-        Args:
-            value: The result.
-            node: The operation.
-            read: Tensors that it read.
-            fresh_objects: Hand out another object for a tensor that was handed in: at another call it may be a new one.
-        """
+        """Give every tensor in an operation's result a node, with ``fresh_objects`` as an object of its own."""
         if isinstance(value, torch.Tensor):
             is_named = self._named.get(id(value), (None,))[0] is value
             if fresh_objects and (is_named or any(value is tensor for tensor in read)):
@@ -388,33 +357,25 @@ class GraphWriter:
     # ---------------------------------------------------------------- what depends on more than the call's inputs
 
     def mark_impure(self, node: fx.Node, why: str) -> None:
-        """The node's value depends on something else, too, and so does all that is computed from it."""
+        """Note that the node's value, and all that is computed from it, depends on something else, too."""
         self._impure.setdefault(node, why)
 
     def note_change(self, tensor: torch.Tensor) -> None:
-        """An operation has changed the tensor in place.
-
-        Raises:
-            UntraceableError: The next call would find it changed.
-        """
+        """Note a change in place; ``UntraceableError`` if the next call would find the tensor changed."""
         node = self.node_of(tensor)
         if is_constant(node):
             raise UntraceableError(CHANGES)
         self._values.mark_changed(tensor)
 
     def require_computable(self, node: fx.Node, what: str) -> None:
-        """Check that the value of a node can be computed from a call's inputs alone.
-
-        Raises:
-            UntraceableError: It cannot.
-        """
+        """Raise ``UntraceableError`` if a node cannot be computed from a call's inputs alone."""
         if node in self._impure:
             raise UntraceableError(f"its course depends on {what}, which depends on {self._impure[node]}")
         if any(self._values.has_changed(ancestor) for ancestor in ancestors([node], sizes=False)):
             raise UntraceableError(f"its course depends on {what}, which was changed in place before")
 
     def erase(self, nodes: Sequence[fx.Node]) -> None:
-        """Take nodes out of the graph, what was computed for them alone, and pieces and sizes that nobody reads."""
+        """Remove nodes, what was computed for them alone, and pieces and sizes that nobody reads."""
         needed = ancestors(nodes, sizes=False)
         for node in reversed(list(self.graph.nodes)):
             pure = node in needed or node.target is operator.getitem or node.op == "get_attr" or SIZE in node.meta
@@ -423,12 +384,12 @@ class GraphWriter:
 
 
 def is_constant(node: fx.Node) -> bool:
-    """Whether a node is a tensor that the forward made out of nothing."""
+    """True if a node is a tensor that the forward made out of nothing."""
     return node.op == "get_attr" and str(node.target).startswith(CONSTANT)
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether an argument is the same whenever the code runs, and holds no tensor."""
+    """True if an argument is the same whenever the code runs, and holds no tensor."""
     if isinstance(value, FunctionType):
         return not value.__closure__
     return isinstance(value, (*PLAIN, np.generic, np.ndarray))

@@ -38,7 +38,7 @@ from lightning_rotor.units import MemoryLimit, format_bytes
 
 
 class Conditions(TypedDict):
-    """What the planner must know of the step around a chain, as the simulator takes it."""
+    """The step around a chain, as the simulator takes it."""
 
     gradients_exist: bool
     lingering_bytes: int
@@ -50,12 +50,8 @@ class Budget:
 
     Attributes:
         available_bytes: Most that the chain may allocate in one step, beyond what is allocated when its forward begins.
-        gradients_exist: As in :func:`~lightning_rotor.simulator.simulate`.
-        lingering_bytes: As in :func:`~lightning_rotor.simulator.simulate`.
         reserved_bytes: The part of the user's limit that is not for the chain; only error messages need it.
-        reserved_for: What that part is for.
         guessed_bytes: What of it is a guess, and not worth an error.
-        error: What to raise where the limit is too low.
     """
 
     available_bytes: int
@@ -77,11 +73,7 @@ class Budget:
         return {"gradients_exist": self.gradients_exist, "lingering_bytes": self.lingering_bytes}
 
     def plan(self, chain: Chain, *, slots: int = DEFAULT_SLOTS) -> Plan:
-        """The fastest plan within the budget.
-
-        Raises:
-            BudgetError: There is none; says so in terms of the limit that the user set.
-        """
+        """The fastest plan within the budget; ``BudgetError`` in terms of the user's limit if there is none."""
         try:
             return self._plan(chain, self.available_bytes, slots)
         except BudgetError as error:
@@ -97,7 +89,7 @@ class Budget:
         return plan(chain, max(size_bytes, 1), slots=slots, **self.conditions)
 
     def capped(self, ceiling_bytes: int | None) -> Budget:
-        """The same with at most ``ceiling_bytes``, because the device turned out to have no more."""
+        """This budget with at most ``ceiling_bytes``, because the device turned out to have no more."""
         if ceiling_bytes is None or self.available_bytes <= ceiling_bytes:
             return self
         missing_bytes = self.available_bytes - ceiling_bytes
@@ -135,18 +127,11 @@ class ResidentMemory:
     """What a training process holds on a device while a chain runs, in bytes.
 
     Attributes:
-        parameter_bytes: Parameters of the whole model.
-        buffer_bytes: Buffers of the whole model.
-        optimizer_bytes: State of all optimizers, as large as it will be after their first step.
+        optimizer_bytes: As large as it will be after the first step of all optimizers.
         outside_gradient_bytes: Gradients of all parameters outside of the planned module.
-        chain_gradient_bytes: Gradients of those inside.
-        batch_bytes: The batch.
-        communication_bytes: What a strategy keeps for messages between processes.
-        other_bytes: What else a GPU's allocator has given out when the chain's forward begins: workspaces of libraries,
-            what the step holds already.
+        other_bytes: What else a GPU's allocator has given out when the chain's forward begins: workspaces, for one.
         gradients_linger: The loop frees the gradients of one step between the forward and the backward of the next, as
-            Lightning's automatic optimization does. Otherwise they may be there throughout (accumulation, manual
-            optimization).
+            Lightning's automatic optimization does. Otherwise they may be there throughout (accumulation).
     """
 
     parameter_bytes: int
@@ -180,12 +165,7 @@ class ResidentMemory:
         )
 
     def budget(self, limit_bytes: int, *, correction_bytes: int = 0) -> Budget:
-        """What remains for the chain.
-
-        Args:
-            limit_bytes: For the whole process.
-            correction_bytes: Found to be used by something else, the loss for one.
-        """
+        """What remains for the chain; ``correction_bytes`` were found to be used by something else (the loss, say)."""
         staying_gradients = 0 if self.gradients_linger else self.chain_gradient_bytes
         parts = {
             "parameters": self.parameter_bytes + self.buffer_bytes,
@@ -243,16 +223,7 @@ def process_limit_bytes(
     *,
     sharing: int = 1,
 ) -> int:
-    """A user's limit for the whole process; None is what is usable and what training has. On a GPU no limit is more.
-
-    Args:
-        limit: As the user gave it.
-        model: Everything that trains; its memory is not free, but is part of what the process may use.
-        optimizers: Likewise.
-        batch: Likewise.
-        device: Where they are.
-        sharing: Number of processes that divide what is free.
-    """
+    """A user's limit, on a GPU no more than for None: what training has, and a share of what is usable."""
     limit_bytes = None if limit is None else resolve_limit(limit, device)
     if limit_bytes is not None and device.type != "cuda":
         return limit_bytes

@@ -1,12 +1,14 @@
 """Memory of a device: how much there is, how much is free, and what a user's limit means on it.
 
 On a GPU the driver counts blocks that torch's caching allocator keeps for reuse as taken; they are free to us. On the
-CPU a
-container's limit counts, not the machine's memory. Control groups nest, and the tightest one decides::
+CPU a container's limit counts, not the machine's memory. Control groups nest, and the tightest one decides::
 
     /sys/fs/cgroup                   memory.max = max
       └─ kubepods                    memory.max = 64 GiB   memory.current = 60 GiB   <- 4 GiB left for everyone below
            └─ pod1234                memory.max = 16 GiB   memory.current =  2 GiB
+
+``ProfilingError`` says that the memory of a kind of device cannot be read; tests pass a ``system_root``, where ``proc``
+and ``sys`` are.
 """
 
 from __future__ import annotations
@@ -30,14 +32,8 @@ _SEGMENT_BYTES = 20 * 2**20
 def total_bytes(device: torch.device | str, *, system_root: Path = _ROOT) -> int:
     """Memory that this process may ever have on a device.
 
-    Args:
-        device: A CPU, CUDA or XPU device; without an index, the current one.
-        system_root: Where ``proc`` and ``sys`` are mounted; tests give a folder.
-    Returns:
-        On a GPU its memory, times the fraction that ``torch.cuda.set_per_process_memory_fraction`` set. On the CPU the
-        machine's memory or the tightest control group's limit, whichever is less.
-    Raises:
-        ProfilingError: The memory of this kind of device cannot be read.
+    That is a GPU's memory times ``torch.cuda.set_per_process_memory_fraction``, and on the CPU the lesser of the
+    machine's memory and the tightest control group's limit.
     """
     device = torch.device(device)
     if device.type == "cpu":
@@ -48,15 +44,9 @@ def total_bytes(device: torch.device | str, *, system_root: Path = _ROOT) -> int
 def free_bytes(device: torch.device | str, *, system_root: Path = _ROOT) -> int:
     """Memory that this process can still allocate on a device, beyond what its tensors take now.
 
-    Args:
-        device: A CPU, CUDA or XPU device; without an index, the current one.
-        system_root: Where ``proc`` and ``sys`` are mounted; tests give a folder.
-    Returns:
-        On a GPU what the driver has left plus what the caching allocator holds without using it. On the CPU what the
-        machine can give without swapping, or what the tightest control group has left, whichever is less; the page
-        cache of files that nobody has read lately counts as free in both.
-    Raises:
-        ProfilingError: The memory of this kind of device cannot be read.
+    On a GPU that is what the driver has left plus what the caching allocator holds without using it. On the CPU it is
+    the lesser of what the machine can give without swapping and what the tightest control group has left; in both, the
+    page cache of files that nobody has read lately counts as free.
     """
     device = torch.device(device)
     if device.type == "cpu":
@@ -69,15 +59,8 @@ def free_bytes(device: torch.device | str, *, system_root: Path = _ROOT) -> int:
 def usable_bytes(device: torch.device | str, *, system_root: Path = _ROOT) -> int:
     """What tensors of this process can still take on a device, without any allocation that fails.
 
-    Args:
-        device: A CPU, CUDA or XPU device; without an index, the current one.
-        system_root: Where ``proc`` and ``sys`` are mounted; tests give a folder.
-    Returns:
-        What is free, less what CUDA's caching allocator may have to reserve beyond what it gives out: room in segments
-        that are in use, two segments that are filled in part, and a twentieth for holes that no block fits. What it
-        caches is given back first.
-    Raises:
-        ProfilingError: The memory of this kind of device cannot be read.
+    That is what is free, less what CUDA's caching allocator may reserve beyond what it gives out: room in segments in
+    use, two segments filled in part, and a twentieth for holes that no block fits. What it caches is given back first.
     """
     device = torch.device(device)
     if device.type != "cuda":
@@ -89,18 +72,8 @@ def usable_bytes(device: torch.device | str, *, system_root: Path = _ROOT) -> in
 
 
 def resolve_limit(limit: MemoryLimit | None, device: torch.device | str, *, system_root: Path = _ROOT) -> int:
-    """What a user's limit is in bytes on a device.
+    """A user's limit in bytes; None is :func:`usable_bytes`, fractions are of the total. Warns above the device.
 
-    Args:
-        limit: None means what is usable now, beyond what the process has already allocated: :func:`usable_bytes`.
-        device: Where the model trains.
-        system_root: Where ``proc`` and ``sys`` are mounted; tests give a folder.
-    Returns:
-        The limit in bytes; a fraction counts from :func:`total_bytes`.
-    Warns:
-        RotorWarning: The limit is larger than the device.
-    Raises:
-        ProfilingError: The limit depends on the device, and this kind of device does not tell its memory.
     Example:
         >>> resolve_limit(MemoryLimit(size_bytes=2**20), "cpu")
         1048576
@@ -172,7 +145,7 @@ def _machine(system_root: Path) -> _Memory:
 
 
 def _machine_without_proc() -> _Memory:
-    """macOS, Windows and the rest."""
+    """Memory of a machine under macOS, Windows and the rest."""
     try:
         import psutil  # type: ignore[import-untyped,unused-ignore]  # not a dependency: only where /proc is missing
     except ImportError:
@@ -192,10 +165,7 @@ def _machine_from_sysconf() -> _Memory:
 
 
 def _read_sizes(path: Path) -> dict[str, int]:
-    """Lines such as ``MemTotal:  16318 kB`` or ``inactive_file 4096`` as a mapping.
-
-    Empty if the file cannot be read.
-    """
+    """Lines such as ``MemTotal:  16318 kB`` or ``inactive_file 4096`` as a mapping; empty without the file."""
     sizes = {}
     for line in _read(path).splitlines():
         name, _, rest = line.replace(":", " ").partition(" ")
@@ -235,8 +205,7 @@ class _Files:
     reclaimable: str
 
 
-# Version 2 slows a group down, to a standstill if need be, once it is over memory.high: for training that is a limit
-# too.
+# Version 2 slows a group down, to a standstill if need be, over memory.high: for training that is a limit, too.
 _FILES = {
     "cgroup": _Files(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
     "cgroup2": _Files(("memory.max", "memory.high"), "memory.current", "inactive_file"),

@@ -1,8 +1,8 @@
 """What a training process holds besides activations: parameters, buffers, gradients, optimizer state.
 
-Sizes are those of unique storages, so tied weights and views count once, and on the CPU they are exact to the byte. On
-a GPU each storage is rounded up to the allocator's block, which is what ``torch.cuda.memory_allocated`` shows. What an
-optimizer will hold before its first step is in :mod:`lightning_rotor.memory.held`.
+Sizes are those of unique storages on ``device``, or on all devices for None: tied weights and views count once. On the
+CPU they are exact to the byte. On a GPU each storage is rounded up to the allocator's block, as
+``torch.cuda.memory_allocated`` shows it. Lazy modules, whose tensors have no shape yet, raise ``ModelError``.
 """
 
 from __future__ import annotations
@@ -30,45 +30,20 @@ from lightning_rotor.units import BLOCK_BYTES, in_blocks
 
 
 def parameter_bytes(module: nn.Module, device: torch.device | str | None = None) -> int:
-    """Memory of a module's parameters.
-
-    Args:
-        module: Tied parameters count once.
-        device: Count only what lies there; None counts all devices.
-    Returns:
-        Bytes of unique storages.
-    Raises:
-        ModelError: A parameter of a lazy module has no shape yet.
-    """
+    """Bytes of a module's parameters, tied ones counted once."""
     return storage_bytes(_initialized(module.named_parameters()), device)
 
 
 def buffer_bytes(module: nn.Module, device: torch.device | str | None = None) -> int:
-    """Memory of a module's buffers, persistent or not.
-
-    Args:
-        module: A buffer that shares memory with a parameter counts as that parameter and not here.
-        device: Count only what lies there; None counts all devices.
-    Returns:
-        Bytes of unique storages.
-    Raises:
-        ModelError: A parameter or buffer of a lazy module has no shape yet.
-    """
+    """Bytes of a module's buffers, persistent or not, except those that share memory with a parameter."""
     parameters = set(_storages(_initialized(module.named_parameters())))
     return _sum(_storages(_initialized(module.named_buffers())), device, without=parameters)
 
 
 def gradient_bytes(module: nn.Module, device: torch.device | str | None = None) -> int:
-    """Memory of the gradients that a module holds once a backward has reached all its parameters.
+    """Bytes of a module's gradients once a backward has reached all its parameters.
 
-    Args:
-        module: Parameters that do not require gradients have none. Parameters that share memory each have a gradient.
-        device: Count only what lies there; None counts all devices.
-    Returns:
-        Bytes of those that exist, plus those that a backward will add. An embedding with sparse gradients may need
-        less.
-    Raises:
-        ModelError: A parameter of a lazy module has no shape yet.
+    Parameters that share memory each have a gradient. An embedding with sparse gradients may need less.
     """
     parameters = list(_initialized(module.named_parameters()))
     missing = (p for p in parameters if p.requires_grad and p.grad is None)
@@ -77,26 +52,14 @@ def gradient_bytes(module: nn.Module, device: torch.device | str | None = None) 
 
 
 def existing_gradient_bytes(module: nn.Module, device: torch.device | str | None = None) -> int:
-    """Memory of the gradients that a module holds now.
-
-    Args:
-        module: Any module.
-        device: Count only what lies there; None counts all devices.
-    Returns:
-        Bytes of unique storages.
-    """
+    """Bytes of the gradients that a module holds now."""
     return storage_bytes((p.grad for p in module.parameters() if p.grad is not None), device)
 
 
 def optimizer_state_bytes(optimizer: torch.optim.Optimizer, device: torch.device | str | None = None) -> int:
-    """Memory that an optimizer holds now, besides the parameters and gradients that it works on.
+    """Bytes that an optimizer holds now, besides parameters and gradients.
 
-    Args:
-        optimizer: With or without state.
-        device: Count only what lies there; None counts all devices. Adam's step counters, for one, stay on the CPU when
-            the parameters are on a GPU, unless ``capturable`` or ``fused`` is set.
-    Returns:
-        Bytes of unique storages.
+    Adam's step counters stay on the CPU when the parameters are on a GPU, unless ``capturable`` or ``fused`` is set.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -105,14 +68,7 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer, device: torch.device
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor], device: torch.device | str | None = None) -> int:
-    """Memory of tensors: unique storages, those of sparse tensors and wrappers included.
-
-    Args:
-        tensors: Any tensors; they may share memory.
-        device: Count only what lies there; None counts all devices.
-    Returns:
-        Bytes.
-    """
+    """Bytes of the unique storages of tensors, those of sparse tensors and wrappers included."""
     return _sum(_storages(tensors), device)
 
 
@@ -122,7 +78,7 @@ def block_bytes(size_bytes: int, device: torch.device) -> int:
 
 
 def is_on(device: torch.device, wanted: torch.device | str | None) -> bool:
-    """Whether ``device`` is the wanted one; ``"cuda"`` means any GPU, None any device."""
+    """True if ``device`` is the wanted one; ``"cuda"`` means any GPU, None any device."""
     if wanted is None:
         return True
     wanted = torch.device(wanted)
@@ -192,9 +148,8 @@ def _initialized(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[torch.Te
 
 
 def _future_gradient_bytes(parameter: torch.Tensor) -> int:
-    """A gradient is dense, whatever the parameter's strides are."""
-    # Newer versions of torch let a parameter choose the type of its gradient; FSDP1's parameters are views between its
-    # steps, which may not.
+    """Bytes of a parameter's gradient, which is dense whatever the parameter's strides are."""
+    # In newer torch a parameter may choose its gradient's type, but not FSDP1's, which are views between steps.
     dtype = (getattr(parameter, "grad_dtype", None) if parameter.is_leaf else None) or parameter.dtype
     local = parameter.to_local() if hasattr(parameter, "to_local") else parameter  # a DTensor's shard
     return block_bytes(local.numel() * dtype.itemsize, parameter.device)
@@ -210,16 +165,11 @@ _NOT_COPIED = frozenset((*OPTIMIZER_HOOKS, "step", "grad_scale", "found_inf"))
 
 
 def predict_optimizer_state_bytes(optimizer: torch.optim.Optimizer, device: torch.device | str | None = None) -> int:
-    """Predict what an optimizer's state takes after its next step.
+    """Predict the bytes of an optimizer's state after its next step. The optimizer stays as it is.
 
-    Args:
-        optimizer: With or without state. Nothing about it changes. Every parameter that requires a gradient is taken to
-            get one.
-        device: Count only what will lie there; None counts all devices.
-    Returns:
-        State that exists and state that will be created, in bytes of unique storages. Exact for every optimizer of
-        ``torch.optim`` but LBFGS, which fills its history over many steps. Two tensors per parameter, like Adam's, if
-        no dry step works.
+    Every parameter that requires a gradient is taken to get one. Exact for every optimizer of ``torch.optim`` but
+    LBFGS, which fills its history over many steps. Two tensors per parameter, like Adam's, if no dry step works.
+
     Example:
         >>> weight = nn.Parameter(torch.zeros(1000))
         >>> predict_optimizer_state_bytes(torch.optim.Adam([weight]))  # two moments and a step counter
@@ -236,7 +186,7 @@ def predict_optimizer_state_bytes(optimizer: torch.optim.Optimizer, device: torc
 
 
 def _trained(optimizer: torch.optim.Optimizer, device: torch.device | str | None) -> list[torch.Tensor]:
-    """Parameters on a device that a backward gives a gradient."""
+    """Parameters on a device that get a gradient in a backward."""
     return [
         p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and is_on(p.device, device)
     ]
@@ -251,8 +201,7 @@ def _full_history_bytes(optimizer: torch.optim.LBFGS, device: torch.device | str
     parameters = _trained(optimizer, device)
     if not parameters:
         return 0
-    # Two vectors per entry, the direction and the last gradient; scalars: two per entry, the scale of the Hessian, the
-    # step size.
+    # Vectors: two per entry, direction, last gradient. Scalars: two per entry, scale of the Hessian, step size.
     entries: int = 2 * optimizer.param_groups[0]["history_size"] + 2
     vector = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
     return entries * sum(block_bytes(each, parameters[0].device) for each in (vector, parameters[0].element_size()))
@@ -308,8 +257,7 @@ def _copy(
 
 def _use_plain_kernels(group: dict[str, Any]) -> None:
     """Switch off what has no shape rule; where the step counters lie stays as it is."""
-    # Fused kernels of an accelerator want them there, as capturable ones do, which torch refuses on the CPU and on
-    # meta.
+    # An accelerator's fused kernels want them there, as do capturable ones, refused on the CPU and on meta.
     accelerated = any(parameter.device.type not in ("cpu", "meta") for parameter in group["params"])
     on_device = accelerated and bool(group.get("fused") or group.get("capturable"))
     plain = {"fused": False, "differentiable": False, "capturable": on_device}

@@ -1,14 +1,13 @@
 """The batch size with the best predicted samples per second inside a memory limit, from two measurements.
 
 Layers treat samples alike, so bytes and seconds of a stage are affine in the batch size B: a part for the stage
-(gradients of its parameters,
-launching its kernels) and a part for each sample. Two measured sizes give both parts, and with them the chain of any
-other size::
+(gradients of its parameters, launching its kernels) and a part for each sample. Two measured sizes give both parts,
+and with them the chain of any other size::
 
     cost(B) = cost(b₁) + (B − b₁) · (cost(b₂) − cost(b₁)) / (b₂ − b₁)
 
-Each candidate is planned under the limit. Up to where recomputation begins larger batches use the device better; beyond
-it they pay for themselves with recomputation, and the best one is often not the largest that fits.
+Each candidate is planned under the limit. Larger batches use the device better until recomputation begins; then they
+pay for themselves with recomputation, so the best is often not the largest that fits.
 """
 
 from __future__ import annotations
@@ -37,13 +36,7 @@ from lightning_rotor.units import format_bytes, parse_limit, rendered
 
 @dataclass(frozen=True, slots=True)
 class BatchSizeOption:
-    """One batch size under its plan.
-
-    Attributes:
-        batch_size: Samples in a batch.
-        plan: For the chain of that size.
-        reserved_bytes: What the process holds besides the chain.
-    """
+    """One batch size under its plan. ``reserved_bytes`` is what the process holds besides the chain."""
 
     batch_size: int
     plan: Plan
@@ -56,7 +49,7 @@ class BatchSizeOption:
 
     @property
     def samples_per_second(self) -> float:
-        """Predicted, for forward and backward of the chain."""
+        """Predicted samples per second, for forward and backward of the chain."""
         return self.batch_size / self.plan.seconds
 
 
@@ -76,7 +69,7 @@ class BatchSizeAdvice:
 
     @property
     def best(self) -> BatchSizeOption:
-        """The one with the most samples per second."""
+        """The option with the most samples per second."""
         return max(self.options, key=lambda option: option.samples_per_second)
 
     def __rich__(self) -> Table:
@@ -102,12 +95,7 @@ class BatchSizeAdvice:
 
 @dataclass(frozen=True, slots=True)
 class AffineCosts:
-    """Chains of one model at two batch sizes, and so at all.
-
-    Attributes:
-        sizes: The two, the smaller first.
-        chains: Measured at these.
-    """
+    """Measured chains of one model at two batch sizes, the smaller first, and so at all."""
 
     sizes: tuple[int, int]
     chains: tuple[Chain, Chain]
@@ -115,8 +103,7 @@ class AffineCosts:
     def at(self, batch_size: int) -> Chain:
         """The chain of a batch size: exact in bytes where they are affine, rounded up where they are not whole.
 
-        Raises:
-            ModelError: The two chains differ in more than sizes and durations.
+        Raises ``ModelError`` if the two chains differ in more than sizes and durations.
         """
         (small, large), span = self.sizes, self.sizes[1] - self.sizes[0]
 
@@ -146,7 +133,7 @@ def advise_batch_size(
     batch_sizes: Iterable[int] | None = None,
     slots: int = DEFAULT_SLOTS,
 ) -> BatchSizeAdvice:
-    """Predict for many batch sizes what they take and how fast they are under a plan, from two measurements.
+    """Predict memory and speed of many batch sizes under a plan, from two measurements.
 
     Args:
         model: What trains, on its device and in training mode.
@@ -182,11 +169,9 @@ def advise_batch_size(
 
 
 def measured_costs(model: nn.Module, sample: Any) -> tuple[AffineCosts, int]:
-    """Measure a model at the size of a sample and at half of it. Also the sample's bytes.
+    """Costs measured at the size of a sample and at half of it, and the sample's bytes.
 
-    Raises:
-        SampleError: The sample cannot be halved.
-        ModelError: The model can be no chain, or another one for half a sample.
+    Raises ``SampleError`` if the sample cannot be halved, ``ModelError`` if the model is another chain for half of it.
     """
     args = sample if isinstance(sample, tuple) else (sample,)
     sizes = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors_in(args)}
@@ -214,13 +199,7 @@ def advice_from(
     batch_sizes: Iterable[int] | None = None,
     slots: int = DEFAULT_SLOTS,
 ) -> BatchSizeAdvice:
-    """Plan each candidate.
-
-    The arguments are those of :func:`advise_batch_size`, with the budget of each chain and size.
-
-    Raises:
-        BudgetError: None of the candidates fits.
-    """
+    """Plan each candidate, with the budget of its chain and size; ``BudgetError`` if none fits."""
     options: list[BatchSizeOption] = []
     failure: BudgetError | None = None
     for batch_size in _candidates() if batch_sizes is None else sorted(set(batch_sizes)):

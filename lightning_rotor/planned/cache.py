@@ -45,12 +45,7 @@ _learning = attrgetter("requires_grad", "dtype")
 
 
 class ModuleFacts:
-    """What a module and all below it look like at one moment.
-
-    Args:
-        root: Its children, modes, hooks and parameters count, at any depth; values of parameters, buffers and other
-            attributes do not.
-    """
+    """Children, modes, hooks and parameters of a module at any depth; no values of tensors, no other attributes."""
 
     def __init__(self, root: nn.Module) -> None:
         self._modules = tuple(root.modules())
@@ -66,7 +61,7 @@ class ModuleFacts:
             self._seen = self._look()
 
     def holds(self) -> bool:
-        """Whether all of it is as it was. False if that cannot be told so quickly."""
+        """True if all of it is as it was. False if that cannot be told so quickly."""
         return (
             self._readable
             # Dicts of tensors, and tensors, are no more to be compared with == than other tensors are.
@@ -99,10 +94,7 @@ _MANY_CUTS = 12
 
 @dataclass(frozen=True, slots=True)
 class Modes:
-    """Which modules train (dropout may be switched off), which parameters learn, and their types.
-
-    Hashed once: there are many.
-    """
+    """Which modules train (dropout may be off), which parameters learn, and their types. Many, so hashed once."""
 
     training: tuple[bool, ...]
     learning: tuple[tuple[bool, torch.dtype], ...]
@@ -124,7 +116,6 @@ class Signature:
         kinds: For each of them, type, device, and whether it requires a gradient.
         cut: The stages.
         autocast: For the CPU and for CUDA, whether it is on, and its type.
-        modes: Of the modules and parameters.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -150,18 +141,12 @@ class Signature:
         return self.shapes, self.kinds, (self.autocast, self.modes.training, self.modes.learning)
 
     def same_but_shapes(self, other: Signature) -> bool:
-        """Whether both are of one family."""
+        """True if both are of one family."""
         return self.modes == other.modes and self.kinds == other.kinds and self.family == other.family
 
 
 class KnownCuts:
-    """Cuts of one module, those used last at the end.
-
-    Args:
-        module: Is cut when a call is of a new kind.
-        most: So many are kept.
-        on_cut: Called before the module is cut, which may run it.
-    """
+    """Cuts of one module, those used last at the end, at most ``most``. ``on_cut`` is called before a cut runs it."""
 
     def __init__(self, module: nn.Module, *, most: int, on_cut: Callable[[], None] = lambda: None) -> None:
         self._module = module
@@ -176,7 +161,7 @@ class KnownCuts:
 
     @property
     def made(self) -> int:
-        """How often the module was cut."""
+        """Number of times the module was cut."""
         return self._made
 
     def __contains__(self, cut: SequentialCut | GraphCut) -> bool:
@@ -187,7 +172,7 @@ class KnownCuts:
         self._cuts.clear()
 
     def follow_changes(self) -> bool:
-        """Start afresh if a module was replaced at any depth, or if one got hooks. Whether that is so."""
+        """Start afresh if a module was replaced at any depth, or one got hooks. True if so."""
         if self._facts is not None and self._facts.holds():
             return False
         self._facts, self._modes = ModuleFacts(self._module), None
@@ -209,9 +194,7 @@ class KnownCuts:
     def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[SequentialCut | GraphCut, Any]:
         """The stages for a call and their input; the module is cut now if it must be.
 
-        Raises:
-            ModelError: It can be no chain.
-            SampleError: The call holds no tensor.
+        Raises ``ModelError`` if it can be no chain, ``SampleError`` if the call holds no tensor.
         """
         require_tensors(args[0] if len(args) == 1 and not kwargs else (args, kwargs))
         for cut, value in self.known(args, kwargs):
@@ -243,7 +226,7 @@ class KnownCuts:
         return cut, value
 
     def signature(self, cut: SequentialCut | GraphCut, value: Any) -> Signature:
-        """Of a call that was bound."""
+        """Signature of a bound call."""
         tensors = tensors_in(value)
         if self._modes is None:
             self._modes = Modes(
@@ -298,11 +281,9 @@ class Prepared:
     """Everything that belongs to one input signature.
 
     Attributes:
-        profile: Its costs.
         plan: None until there is one, and once it no longer holds.
-        executor: Runs the plan.
-        estimated: The costs follow from those of other shapes.
-        runs_plainly: The plan recomputes nothing, and the module's own forward keeps inside it.
+        estimated: True if the costs follow from those of other shapes.
+        runs_plainly: True if the plan recomputes nothing, and the module's own forward keeps inside it.
     """
 
     profile: Profile
@@ -313,7 +294,7 @@ class Prepared:
 
     @classmethod
     def of(cls, signature: Signature, profile: Profile, plan: Plan, *, estimated: bool = False) -> Prepared:
-        """Ready to run."""
+        """Prepared costs and plan, with an executor."""
         cut = signature.cut
         executor = Executor(
             profile.stages, profile.chain, plan.schedule, profile.states, root=cut.module, inputs=cut.inputs
@@ -321,7 +302,7 @@ class Prepared:
         return cls(profile, plan, executor, estimated, _may_run_plainly(signature, profile.chain, plan))
 
     def without_plan(self) -> Prepared:
-        """The costs alone."""
+        """Prepared costs alone."""
         return Prepared(self.profile, estimated=self.estimated)
 
 
@@ -342,11 +323,7 @@ def _may_run_plainly(signature: Signature, chain: Chain, plan: Plan) -> bool:
 
 
 class PlanCache:
-    """What is ready for which signature.
-
-    Args:
-        most: So many are kept; those that were not used for longest go first.
-    """
+    """What is ready for which signature. The ``most`` used last are kept."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -363,18 +340,18 @@ class PlanCache:
 
     @property
     def latest(self) -> tuple[Signature, Prepared]:
-        """What was used last."""
+        """The entry used last."""
         return next(reversed(self._prepared.items()))
 
     def use(self, signature: Signature) -> Prepared | None:
-        """What is ready, now used last."""
+        """The entry of a signature, now used last."""
         found = self._prepared.get(signature)
         if found is not None:
             self._prepared.move_to_end(signature)
         return found
 
     def put(self, signature: Signature, prepared: Prepared) -> None:
-        """Add or replace; it is now used last."""
+        """Add or replace an entry; it is now used last."""
         self._prepared[signature] = prepared
         self._prepared.move_to_end(signature)
         while len(self._prepared) > self._most:
@@ -386,7 +363,7 @@ class PlanCache:
             del self._prepared[signature]
 
     def unplan(self, keep: Callable[[Plan], bool]) -> None:
-        """Plan anew, when they come again, all whose plan is not to be kept."""
+        """Drop all plans but those to keep; they are made again when their signatures return."""
         for signature, prepared in self._prepared.items():
             if prepared.plan is not None and not keep(prepared.plan):
                 self._prepared[signature] = prepared.without_plan()
@@ -405,12 +382,7 @@ _Record = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recalled:
-    """What a record says, about the stages of a live model.
-
-    Attributes:
-        profile: As it was measured.
-        plan: As it was planned, or None if it was only measured.
-    """
+    """The profile and plan of a record, about the stages of a live model; no plan if it was only measured."""
 
     profile: Profile
     plan: Plan | None
@@ -427,26 +399,13 @@ def model_fingerprint(module: nn.Module) -> str:
 
 
 def call_fingerprint(stages: Sequence[Stage], signature: Any, device: torch.device) -> str:
-    """Sixteen hexadecimal digits that name what a measurement holds for.
-
-    Args:
-        stages: As the model was cut, before any were merged.
-        signature: Shapes and settings, all of them plain.
-        device: Where the call runs.
-    """
+    """Sixteen hexadecimal digits of what a measurement holds for: stages before merging, plain settings, device."""
     machine = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return _digest(([stage.name for stage in stages], signature, machine, torch.__version__))
 
 
 def record_of(call: str, stages: Sequence[Stage], profile: Profile, plan: Plan | None) -> dict[str, Any]:
-    """A measurement, and the plan made from it, in plain types.
-
-    Args:
-        call: From :func:`call_fingerprint`.
-        stages: As the model was cut, before any were merged.
-        profile: What was measured.
-        plan: What was planned, if anything.
-    """
+    """A measurement and the plan made from it, in plain types. ``stages`` are those before any were merged."""
     record: dict[str, Any] = {
         "call": call,
         "group_sizes": group_sizes(stages, profile.stages),
@@ -459,12 +418,7 @@ def record_of(call: str, stages: Sequence[Stage], profile: Profile, plan: Plan |
 
 
 def recall(record: _Record, stages: Sequence[Stage]) -> Recalled | None:
-    """What a record says about a model's stages, or None if it cannot be meant for them.
-
-    Args:
-        record: From :func:`record_of`.
-        stages: As the model is cut now.
-    """
+    """What a record says about a model's stages, or None if it cannot be meant for them."""
     try:
         profile = _profile(record, stages)
         return Recalled(profile, _plan(record.get("plan"), profile.chain))

@@ -16,8 +16,7 @@ from lightning_rotor.planned.plans import Plans
 from lightning_rotor.planning import Plan
 from lightning_rotor.profiling import StepMeter
 
-# A peak this close to the limit is close enough; what is left of a gap that is smaller than the second figure is not
-# worth a step.
+# A peak this close to the limit is close enough; a gap smaller than the second figure is not worth a step.
 _CLOSE = 0.9
 _NARROW = 0.01
 _MOST_OVERSHOOTS = 5
@@ -31,7 +30,6 @@ class Trial:
     """A plan, and what a step under it took.
 
     Attributes:
-        budget_bytes: Of the plan.
         plan_bytes: Its predicted peak.
         measured_bytes: Peak of the whole process, until the optimizer's step.
     """
@@ -68,10 +66,7 @@ class ClosedLoop:
     def too_little(self, trial: Trial, limit_bytes: int, *, calls: int) -> int | None:
         """The next budget after a peak that kept the limit, or None if this one is good enough.
 
-        Args:
-            trial: Of a plan that recomputes.
-            limit_bytes: For the whole process.
-            calls: Of the planned module in the step: what each of them takes more may be alive at the same time.
+        ``calls`` counts those of the planned module in the step: what each takes more may be alive at the same time.
         """
         if self._good is None or trial.budget_bytes > self._good.budget_bytes:
             self._good = trial
@@ -119,12 +114,12 @@ class Corrections:
         return {name: [each.chain_bytes, each.size_bytes] for name, each in self._known.items()}
 
     def recall(self, corrections: Mapping[str, Sequence[int]]) -> None:
-        """Go on with those of an earlier training."""
+        """Take over the corrections of an earlier training."""
         for name, (chain_bytes, size_bytes) in corrections.items():
             self._known[name] = _Correction(chain_bytes, size_bytes)
 
     def of(self, chain: Chain) -> int:
-        """A chain's own, or for one that was never watched the largest of the others, in proportion."""
+        """A chain's own correction, or for one that was never watched the largest of the others, in proportion."""
         own = self._known.get(chain.fingerprint)
         if own is not None:
             return own.size_bytes
@@ -134,16 +129,10 @@ class Corrections:
     def correct(
         self, plans: Plans, runs: Sequence[Plan], measured_bytes: int, *, limit_bytes: int, may_grow: bool
     ) -> str | None:
-        """Plan better if a step has shown how.
+        """Plan better if a step has shown how. Returns why a peak above the limit must stay, or None.
 
-        Args:
-            plans: Of the module.
-            runs: The plan of each of its calls in the step.
-            measured_bytes: Peak of the process, until the optimizer's step.
-            limit_bytes: For the process.
-            may_grow: The peak is that of a step like those to come.
-        Returns:
-            Why nothing can be done about a peak above the limit; None if there was none, or something was done.
+        ``runs`` are the plans of the module's calls in the step, ``measured_bytes`` is the process' peak until the
+        optimizer's step, ``may_grow`` says that it is the peak of a step like those to come.
         """
         reason = None
         for plan in {id(plan): plan for plan in runs}.values():
@@ -201,10 +190,9 @@ class StepWatch:
     """Measures a few steps of training after each plan, then leaves training alone.
 
     Attributes:
-        peak_bytes: The allocator's peak in the step measured last, with what was there before it; None before the
-            first.
-        reserved_bytes: What a GPU's caching allocator had reserved at most in that step; None on the CPU.
-        backward_peak_bytes: The allocator's peak until the optimizer's step, the only part that a plan can change.
+        peak_bytes: The allocator's peak in the step measured last, what was there before included; None before it.
+        reserved_bytes: Most that a GPU's caching allocator had reserved in that step; None on the CPU.
+        backward_peak_bytes: The peak until the optimizer's step, the only part that a plan can change.
     """
 
     def __init__(self) -> None:
@@ -231,7 +219,7 @@ class StepWatch:
         return self._meter is not None
 
     def renew(self) -> None:
-        """There is a new plan: measure the steps that follow."""
+        """Measure the steps that follow, as there is a new plan."""
         self._left = _STEPS
 
     def give_up(self) -> None:
@@ -242,8 +230,7 @@ class StepWatch:
         """Begin with a step, at its very start or, when a plan is new, in its first forward.
 
         Not after an interruption in the same step: what torch's profiler saw begin in one recording (the optimizer's
-        step, around its closure) and end in another, it notes in memory that is gone, and the process crashes (torch
-        2.14).
+        step, around its closure) and end in another, it notes in freed memory, and the process crashes (torch 2.14).
         """
         if self._was_interrupted:
             return
@@ -259,14 +246,13 @@ class StepWatch:
             loop.warn(f"RotorCallback cannot measure the peak of this step: {error}")
             return
         self._meter = meter
-        # The CPU's allocator knows only gradients that were made under its eyes; without that, their release goes
-        # unseen.
+        # On the CPU only the release of gradients that were made under its eyes is seen.
         self._exact = self._consecutive or not on_cpu or not existing_gradient_bytes(loop.model)
         self._base_bytes = loop.allocated_bytes(batch)
         self._is_uneven = on_cpu and loop.may_take_new_buckets()
 
     def lap(self) -> None:
-        """The backward is over: what the optimizer allocates from here on is nothing that a plan could change."""
+        """Read the peak as the backward is over: no plan could change what the optimizer allocates."""
         if self._meter is not None:
             self._meter.lap()
 
@@ -277,8 +263,7 @@ class StepWatch:
             return False
         trace, self._meter = self._meter.stop(), None
         if self._is_uneven and self._patience > 0:
-            # New buckets were seen to come, but the old ones, which nobody measured, not to go: another step shows the
-            # peak.
+            # New buckets came, but the old ones, never measured, did not show as freed: measure another step.
             self._consecutive = True
             self._patience -= 1
             return False

@@ -42,17 +42,14 @@ _RSS_UNIT = 1 if platform.system() == "Darwin" else 1024
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Whether an error means that the device has no memory left. The CPU's allocator raises no type of its own."""
+    """True if an error means that the device has no memory left. The CPU's allocator raises no type of its own."""
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator: " in str(error)
     )
 
 
 class CopiedStatistics:
-    """Copies of BatchNorm's statistics.
-
-    There are many, of a few bytes each, so their memory is kept from forward to forward.
-    """
+    """Copies of BatchNorm's statistics, in memory kept from forward to forward: there are many, of a few bytes each."""
 
     def __init__(self) -> None:
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] | None = None
@@ -71,7 +68,7 @@ class CopiedStatistics:
         return pairs
 
     def give_back(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """The forward is over."""
+        """Take the memory back when the forward is over."""
         if all(
             copy.device.type == "cpu" for _, copy in pairs
         ):  # elsewhere the allocator would count them in the backward
@@ -79,13 +76,7 @@ class CopiedStatistics:
 
 
 class BeforeForward:
-    """What a forward may change, as it was before.
-
-    Args:
-        profile: Of the chain that is about to run; says which state its modules have.
-        value: Its input.
-        statistics: Makes copies of statistics.
-    """
+    """What a forward may change, as it was before: the state of the modules that ``profile`` names, and its input."""
 
     __slots__ = ("_before", "_copies", "_generators", "_owner", "_statistics", "_versions", "_written")
 
@@ -103,10 +94,7 @@ class BeforeForward:
         self._versions = [(tensor, version_of(tensor)) for tensor in (*tensors, *_buffers(state.watched))]
 
     def restore(self) -> bool:
-        """Set everything back.
-
-        Whether that was possible: a parameter, an input or a large buffer that changes is not remembered.
-        """
+        """Set everything back; False if a parameter, an input or a large buffer changed, which nobody copied."""
         if self._written or any(version_of(tensor) != version for tensor, version in self._versions):
             return False
         self._before.restore()
@@ -118,7 +106,7 @@ class BeforeForward:
         return True
 
     def forget(self) -> None:
-        """The forward has come to its end."""
+        """Drop the copies when the forward has come to its end."""
         self._owner.give_back(self._statistics)
 
 
@@ -127,14 +115,7 @@ def _buffers(modules: tuple[nn.Module, ...]) -> list[torch.Tensor]:
 
 
 def shortage_error(failure: BaseException, reason: str, *, limit_bytes: int, predicted_bytes: int) -> ShortageError:
-    """The typed error for a failure.
-
-    Args:
-        failure: What torch raised.
-        reason: Why no other plan is tried.
-        limit_bytes: As the user set it.
-        predicted_bytes: What the plan that failed was to take.
-    """
+    """The typed error for torch's ``failure``. ``predicted_bytes`` is what the failed plan was to take."""
     return ShortageError(
         shortage_message(failure, reason, limit_bytes=limit_bytes, predicted_bytes=predicted_bytes),
         limit_bytes=limit_bytes,
@@ -143,10 +124,7 @@ def shortage_error(failure: BaseException, reason: str, *, limit_bytes: int, pre
 
 
 def shortage_message(failure: BaseException, reason: str, *, limit_bytes: int, predicted_bytes: int) -> str:
-    """What happened, in terms of the user's limit, and what to set.
-
-    Torch's own words are in it: tuners look for them.
-    """
+    """What happened, in terms of the user's limit, and what to set. Contains torch's words, as tuners look for them."""
     return (
         f"out of memory inside mem_limit {format_bytes(limit_bytes)}: the plan was to peak at "
         f"{format_bytes(predicted_bytes)}; "
@@ -184,17 +162,10 @@ class PlannedForward:
 
     Outside training (``eval()``, ``no_grad``, inference mode) the module runs plainly. So it does under a plan that
     recomputes nothing, if that has room for what its code holds longer than stages would. If the device runs out of
-    memory, the forward runs again under a smaller plan, to the same bits.
+    memory, the forward runs again under a smaller plan, to the same bits. A module that can be no chain raises
+    ``ModelError``.
 
-    Args:
-        module: An ``nn.Sequential``, or any module that :func:`~lightning_rotor.capture.cuts.sequentialize` can cut.
-        source: Says what a plan may use, and hears what happens.
-        settings: How plans are made.
-    Attributes:
-        plans: What is ready for which call.
-        active: True for the original; a copy (an averaged model, a pickled checkpoint) runs its own weights plainly.
-    Raises:
-        ModelError: The module can be no chain, whatever its input.
+    ``active`` is True for the original; a copy (an averaged model, a pickled checkpoint) runs its own weights plainly.
     """
 
     active = True
@@ -213,17 +184,10 @@ class PlannedForward:
     # dynamo would flatten nested checkpoints into one
     @partial(outside_of_graphs, reason=_NO_GRAPH)
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Output of the module; in training, under the plan for this input's signature, made now if there is none.
+        """Output of a module or its copy; in training, under the plan for this input's signature, made now if missing.
 
-        Args:
-            module: The module itself, or a copy of it that this object came along with.
-            args: Positional arguments of its forward.
-            kwargs: Keyword arguments.
-        Raises:
-            ModelError: The module cannot be turned into a chain.
-            SampleError: The input holds no tensor.
-            BudgetError: No schedule fits.
-            ShortageError: The device has no memory left, whatever the plan.
+        Raises ``ModelError`` (no chain), ``SampleError`` (no tensor), ``BudgetError`` (no schedule fits) or
+        ``ShortageError`` (the device has no memory left, whatever the plan).
         """
         plainly = partial(type(module).forward, module, *args, **kwargs)
         call = self._prepared(args, kwargs) if self._plans_for(module, args, kwargs) else None
@@ -248,7 +212,7 @@ class PlannedForward:
         return not is_recomputing() or self.plans.is_prepared(args, kwargs)
 
     def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Signature, Any, Prepared] | None:
-        """What a call is run with, or None if it runs plainly."""
+        """The entry that a call runs with, or None if it runs plainly."""
         self.plans.follow_others(args, kwargs)
         try:
             self.plans.follow_changes()
@@ -286,11 +250,7 @@ class PlannedForward:
     def _with_less(
         self, signature: Signature, prepared: Prepared, failure: RuntimeError, *, restored: bool, attempt: int
     ) -> Prepared:
-        """The next smaller plan for a forward that has failed.
-
-        Raises:
-            ShortageError: There is none, or the forward cannot run again.
-        """
+        """The next smaller plan for a failed forward; ``ShortageError`` if there is none, or it cannot run again."""
         plans, failed = self.plans, prepared.plan
         assert failed is not None
         budget = plans.budget(prepared.profile, ceiling=False)
@@ -325,13 +285,8 @@ class PlannedForward:
     def measure(self, sample: Any) -> Profile:
         """Measure the module for the sample's signature, again if it was measured before.
 
-        Args:
-            sample: The input of an ``nn.Sequential``; for any other module a tuple holds positional arguments and a
-                dict keyword arguments, as in Lightning's ``example_input_array``.
-        Raises:
-            ModelError: The module cannot be turned into a chain.
-            SampleError: The sample holds no tensor, or values that are not finite.
-            ProfilingError: There is no meter for the sample's device, or gradients are switched off.
+        ``sample`` is the input of an ``nn.Sequential``; for any other module a tuple holds positional arguments and a
+        dict keyword arguments, as in Lightning's ``example_input_array``.
         """
         check_sample(sample)
         args, kwargs = sample if isinstance(sample, tuple) else (sample,), {}
@@ -375,10 +330,7 @@ _KEY = "_lightning_rotor"
 
 
 class ForwardInPlace(Protocol):
-    """What runs instead of a module's ``forward``.
-
-    A copy of it, in a copied module, is inactive and runs the module plainly.
-    """
+    """What runs instead of a module's ``forward``. A copy of it, in a copied module, runs the module plainly."""
 
     @property
     def active(self) -> bool:
@@ -401,11 +353,7 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def attach(module: nn.Module, planned: ForwardInPlace) -> None:
-    """Run a module through a planned forward from now on.
-
-    Raises:
-        ModelError: Somebody has already replaced the module's ``forward``.
-    """
+    """Run a module through a planned forward from now on; ``ModelError`` if its ``forward`` is already replaced."""
     if "forward" in module.__dict__ and (_KEY not in module.__dict__ or is_attached(module)):
         raise ModelError(
             f"the forward of this {type(module).__name__} has been replaced already: expected a module that only one "

@@ -23,15 +23,7 @@ from lightning_rotor.units import MemoryLimit
 
 
 class TrainingLoop:
-    """Trains a model. As it is, a plain loop in one process; adapters of frameworks say what is different.
-
-    Attributes:
-        model: What is trained.
-        may_be_whole: The model's own forward can be planned.
-        is_compiled: ``torch.compile`` was called on the model as a whole.
-        is_lead: This process speaks for all.
-        profiler_is_taken: The user has torch's one profiler record the training.
-    """
+    """Trains a model: a plain loop in one process. Adapters of frameworks override what is different."""
 
     may_be_whole = True
     is_compiled = False
@@ -49,7 +41,7 @@ class TrainingLoop:
 
     @property
     def processes(self) -> int:
-        """How many train together."""
+        """Number of processes that train together."""
         return 1
 
     @property
@@ -59,7 +51,7 @@ class TrainingLoop:
 
     @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        """All of them."""
+        """All optimizers."""
         return self._optimizers
 
     @property
@@ -83,15 +75,11 @@ class TrainingLoop:
         return 0
 
     def sharing(self, device: torch.device) -> int:
-        """How many processes of this training take their memory from the device that this one uses."""
+        """Number of processes of this training that take memory from this device."""
         return 1
 
     def compute(self, batch: Any, batch_idx: int) -> StepCompute:
-        """Where the next step will compute.
-
-        Raises:
-            ProfilingError: That cannot be told before the step.
-        """
+        """FLOPs of the next step; ``ProfilingError`` if that cannot be told before it."""
         raise ProfilingError("a plain loop has no step that could run dry")
 
     def warn(self, message: str) -> None:
@@ -100,7 +88,7 @@ class TrainingLoop:
 
     @contextmanager
     def untoggled(self) -> Iterator[None]:
-        """Context in which parameters require gradients as over a whole step, whosever turn it is."""
+        """Context in which parameters require gradients as over a whole step, whichever optimizer's turn it is."""
         yield
 
     # ---------------------------------------------------------------- other processes
@@ -114,11 +102,7 @@ class TrainingLoop:
         return name
 
     def meet(self, *, beyond: bool) -> Agreement:
-        """How the processes will agree on plans. Each waits for all others.
-
-        Args:
-            beyond: Where no plan fits, go on with the one that takes least.
-        """
+        """How processes will agree on plans. Each waits for all. ``beyond`` runs the least plan where none fits."""
         return Agreement()
 
     # ---------------------------------------------------------------- memory
@@ -149,12 +133,7 @@ class TrainingLoop:
         return base_bytes if self.device.type == "cuda" else base_bytes + self._unnamed_bytes()
 
     def communication_bytes(self) -> int:
-        """What a strategy takes for messages: DDP's buckets, as large as all gradients.
-
-        Under FSDP gradients on their way.
-
-        Under FSDP also the shards that parameters are gathered from, which the model does not show in its forward.
-        """
+        """Bytes for messages: DDP's buckets; FSDP's gradients on their way and shards that the model hides."""
         wrapped = self.wrapped
         if isinstance(wrapped, DistributedDataParallel):
             ignored: set[str] = wrapped.parameters_to_ignore
@@ -165,7 +144,7 @@ class TrainingLoop:
         return self._hidden_bytes() + gradient_bytes(self.model) + messages_bytes(self.model)
 
     def _unnamed_bytes(self) -> int:
-        """What of it is there now, and is shown by neither parameters nor gradients of the model."""
+        """Bytes held now that neither parameters nor gradients of the model show."""
         wrapped: Any = self.wrapped
         if not isinstance(wrapped, DistributedDataParallel):
             return self._hidden_bytes()
@@ -182,11 +161,11 @@ class TrainingLoop:
         return not has_rebuilt_buckets(wrapped)
 
     def _shards(self) -> list[torch.Tensor]:
-        """What optimizers have of parameters that are spread over processes."""
+        """Parts of the spread parameters that optimizers hold."""
         groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
         return [parameter for group in groups for parameter in group["params"] if hasattr(parameter, "device_mesh")]
 
     def _hidden_bytes(self) -> int:
-        """Of shards that the model does not show, since it has the gathered parameters in their places."""
+        """Bytes of shards that the model does not show, as it has the gathered parameters in their places."""
         shown = set(map(id, self.model.parameters()))
         return storage_bytes(shard for shard in self._shards() if id(shard) not in shown)

@@ -1,9 +1,7 @@
 """Costs for sizes that were never measured, from those that were.
 
 Bytes and seconds of layers grow with the sizes of their input as polynomials whose coefficients are not negative: they
-rise,
-and their curve bends upwards. So a straight line from a smaller to a larger measurement stays above the truth in
-between::
+rise, and their curve bends upwards. So a line from a smaller to a larger measurement stays above the truth between::
 
     bytes │                ● measured
           │          x ·     the line, an upper bound
@@ -35,20 +33,14 @@ _MOST = 32
 _TOLERANCE = 1e-9
 _DEGREE = 3
 _MOST_GROWTH = 1.5
-# Bounds from measurements this near are not much too high: 1.33 times what would be measured, or 1.04 times between
-# two.
+# Bounds from measurements this near are not much too high: at most 1.33 times the truth, 1.04 times between two.
 _NEAR_GROWTH = 1.1
 _NEAR_SPAN = 1.5
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Costs at least as high as those that would be measured.
-
-    Attributes:
-        profile: The costs.
-        is_close: They are not much higher.
-    """
+    """Costs at least as high as those that would be measured; ``is_close`` if they are not much higher."""
 
     profile: Profile
     is_close: bool
@@ -102,21 +94,14 @@ class Measurements:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Where a bound comes from: the number of the measurement, and whether that is near."""
+    """Source of a bound: the number of the measurement, and whether that is near."""
 
     number: int
     is_close: bool
 
 
 def chain_at(wanted: Shapes, known: Sequence[tuple[Shapes, Chain]]) -> tuple[Chain, _Source] | None:
-    """A chain that costs at least what the chain of the wanted shapes would, if it were measured.
-
-    Args:
-        wanted: Shapes of the tensors that the chain takes.
-        known: Measured chains of the same model, with their shapes.
-    Returns:
-        The bound with the least bytes, and where it comes from; None if all that was measured is much smaller.
-    """
+    """The least bound on costs for the wanted shapes, and its source; None if all measurements are much smaller."""
     bounds: list[tuple[Chain, _Source]] = []
     for number, (shapes, chain) in enumerate(known):
         growth = _growth(shapes, wanted)
@@ -134,7 +119,7 @@ def chain_at(wanted: Shapes, known: Sequence[tuple[Shapes, Chain]]) -> tuple[Cha
 
 
 def _growth(shapes: Shapes, wanted: Shapes) -> float:
-    """By what factor some dimension is larger; 1 if none is. No row costs no more than one row."""
+    """Factor by which some dimension is larger; 1 if none is. No row costs no more than one row."""
     return max([1.0, *(size / max(least, 1) for least, size in zip(_flat(shapes), _flat(wanted), strict=True))])
 
 
@@ -143,7 +128,7 @@ def _is_near(shapes: Shapes, wanted: Shapes, growth: float) -> bool:
 
 
 def _share(smaller: Shapes, wanted: Shapes, larger: Shapes) -> float | None:
-    """How far the wanted shapes lie on the way up, from 0 to 1; None if they do not lie in between."""
+    """Position of the wanted shapes between two others, from 0 to 1; None if they do not lie in between."""
     share = 0.0
     for least, size, most in zip(_flat(smaller), _flat(wanted), _flat(larger), strict=True):
         if not least <= size <= most:

@@ -1,8 +1,7 @@
 """What is ready for which call of one module, its cut, costs and plan, and how a new call gets there.
 
 From cheap to dear: a call's plan is in the cache; a checkpoint says what was measured and planned; its costs follow
-from those of measured sizes around it (:mod:`lightning_rotor.planned.new_shapes`), and it is planned for them; it is
-measured and planned.
+from those of measured sizes around it (:mod:`lightning_rotor.planned.new_shapes`); it is measured and planned.
 """
 
 from __future__ import annotations
@@ -40,13 +39,7 @@ _PATIENCE = 4
 
 
 class BudgetSource:
-    """Who has a module planned: says what a plan may use, and hears what happens.
-
-    Errors end the call unless it takes them.
-
-    Attributes:
-        ranks: The other processes of a distributed training.
-    """
+    """Says what the plans of a module may use, and hears what happens. Errors end the call unless it takes them."""
 
     ranks = Agreement()
 
@@ -78,16 +71,7 @@ class BudgetSource:
 
 @dataclass(frozen=True, slots=True)
 class PlanSettings:
-    """How plans are made.
-
-    Attributes:
-        slots: Resolution of the dynamic program.
-        max_plans: Plans that are kept, those used last; one that was dropped is made again when its signature returns.
-        compiled_variants: Which variants of compiled blocks may run, see :class:`.CompiledModules`.
-        show_progress: Show a progress bar when measuring takes longer than two seconds.
-    Raises:
-        UnitError: ``slots`` or ``max_plans`` is no positive integer.
-    """
+    """How plans are made; ``UnitError`` unless ``slots`` and ``max_plans`` are positive integers."""
 
     slots: int = DEFAULT_SLOTS
     max_plans: int = MAX_PLANS
@@ -104,16 +88,9 @@ class PlanSettings:
 
 
 class Plans:
-    """The plans of one module.
+    """The plans of one module, or ``ModelError`` if it can be no chain.
 
-    Args:
-        module: Is cut and measured.
-        source: Says what plans may use.
-        settings: How they are made.
-    Attributes:
-        ceiling_bytes: The most that any plan may take since the device ran out of memory, or None if it never did.
-    Raises:
-        ModelError: The module can be no chain, whatever its input.
+    ``ceiling_bytes`` is the most that any plan may take since the device ran out of memory, or None if it never did.
     """
 
     def __init__(self, module: nn.Module, source: BudgetSource, settings: PlanSettings) -> None:
@@ -170,12 +147,12 @@ class Plans:
         return self._cuts.signature(cut, value), value
 
     def is_prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """True if a call has a plan, or only needs one."""
+        """True if a call has a plan, or costs for one."""
         self.follow_changes()
         return any(self._cuts.signature(cut, value) in self._cache for cut, value in self._cuts.known(args, kwargs))
 
     def prepare(self, signature: Signature, value: Any) -> Prepared:
-        """What is ready for a call, or is now."""
+        """The prepared entry of a call, made now if there is none."""
         prepared = self._cache.use(signature) or self._recalled(signature) or self._estimated(signature)
         if prepared is None:
             self.measure(signature, value)
@@ -195,7 +172,7 @@ class Plans:
         return self._use(signature, Prepared.of(signature, recalled.profile, solved))
 
     def _estimated(self, signature: Signature) -> Prepared | None:
-        """A plan for a new size from what is known of others, if that will do."""
+        """A plan for a new size from the costs of others, or None if those do not do."""
         estimate = None if self.together else self._measurements.estimate(signature)
         if estimate is None:
             return None
@@ -265,7 +242,7 @@ class Plans:
         return prepared
 
     def lower_ceiling(self, plan: Plan, *, to_the_least: bool = False) -> bool:
-        """Let all plans take less than one that was too much: halfway to the least, or that. True if it is possible."""
+        """Let all plans take less than one that was too much, halfway to the least or the least. True if possible."""
         least = minimum_budget(
             plan.chain,
             slots=self._settings.slots,
@@ -286,12 +263,8 @@ class Plans:
     def replan(self, stale: Plan | None = None) -> Plan:
         """Plan with the budget of this moment.
 
-        Args:
-            stale: A plan in use, which the new one replaces; the others stay. By default the plan for the signature
-                used last, and the others are made anew when they come again.
-        Raises:
-            ProfilingError: Nothing has been measured yet.
-            BudgetError: No schedule fits.
+        The new plan replaces ``stale``, a plan in use. By default it is for the signature used last, and the others are
+        made anew when they come again. Raises ``ProfilingError`` before any measurement, ``BudgetError`` if none fits.
         """
         if not len(self._cache):
             raise ProfilingError("there is nothing to plan yet: measure a sample first, with measure(sample)")
@@ -309,10 +282,7 @@ class Plans:
         return solved
 
     def use(self, plan: Plan | Schedule) -> Plan:
-        """Run a plan or a schedule that was made before, for the signature used last.
-
-        See :meth:`.Checkpointable.use`.
-        """
+        """Run an earlier plan or schedule, for the signature used last. See :meth:`.Checkpointable.use`."""
         if not len(self._cache):
             raise ProfilingError("there is nothing to run a plan for yet: measure a sample first, with measure(sample)")
         signature, prepared = self._cache.latest
@@ -326,7 +296,7 @@ class Plans:
         return used
 
     def unplan(self, keep: Callable[[Plan], bool]) -> None:
-        """Plan anew, when they come again, all signatures whose plan is not to be kept."""
+        """Drop the plans of all signatures but those to keep; they are made again when their signatures return."""
         if self.together:
             self.forget()
         else:

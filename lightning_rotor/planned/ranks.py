@@ -2,21 +2,12 @@
 
 Which way is safe depends on what happens inside the planned module:
 
-==========================
-========================================================================================================= the module
-agreement ==========================
-========================================================================================================= computes by
-itself (DDP)    :class:`PublishedPlans`: nobody waits. The first process that plans a call publishes the plan; who meets
-the
-                            same call with the same budget takes it. A process whose batch has another shape plans for
-                            itself, and one that skips the module altogether keeps nobody waiting.
-communicates (SyncBatchNorm :class:`JointPlans`: the processes run it in lockstep anyway, and a recomputation
-communicates once more. So and DTensors, all_reduce)   they ask each other at each forward whether anyone has no plan
-for its shapes yet, and if so all measure
-                            and plan together, and all run the plan of the process that has least room,
-                            or another one that fits all.
-==========================
-=========================================================================================================
+- It computes by itself (DDP): :class:`PublishedPlans`, nobody waits. The first process that plans a call publishes the
+  plan; who meets the same call with the same budget takes it. A process whose batch has another shape plans for itself,
+  and one that skips the module keeps nobody waiting.
+- It communicates (SyncBatchNorm, DTensors, all_reduce): :class:`JointPlans`. The processes run it in lockstep anyway,
+  and a recomputation communicates again. So at each forward they ask each other whether anyone has no plan for its
+  shapes yet. If so, all measure and plan together, and run the plan of the one with least room, or one that fits all.
 """
 
 from __future__ import annotations
@@ -38,51 +29,29 @@ _PREFIX = "lightning_rotor/plan"
 
 
 class Agreement:
-    """What a planned forward asks of the other processes; of one process alone, nothing.
-
-    Attributes:
-        together: The processes can only measure and plan together.
-    """
+    """What a planned forward asks of other processes; of one alone, nothing. Some can only measure ``together``."""
 
     together = False
 
     def must_start_afresh(self, *, ready: bool) -> bool:
-        """True if what is known is to be dropped for the sake of others. Asked at each planned forward.
-
-        Args:
-            ready: This process has a plan for the call that it is about to run.
-        """
+        """True if what is known must be dropped for others; ``ready`` says that this process has a plan to run."""
         return False
 
     def settle(self, call: str, outcome: Plan | BudgetError) -> Plan:
-        """The plan to run instead of one's own.
-
-        Args:
-            call: Fingerprint of the call: stages, shapes and settings.
-            outcome: What this process has planned for it, or why it could not.
-        Raises:
-            BudgetError: There is none.
-        """
+        """The plan to run instead of one's own ``outcome``, or ``BudgetError``; ``call`` is the call's fingerprint."""
         if isinstance(outcome, BudgetError):
             raise outcome
         return outcome
 
 
 class PublishedPlans(Agreement):
-    """Plans in the key-value store that the processes met through: the first one to be published counts.
-
-    Args:
-        store: A ``torch.distributed.Store`` that all processes share.
-    """
+    """Plans in the key-value store that the processes met through: the first one to be published counts."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
 
     def settle(self, call: str, outcome: Plan | BudgetError) -> Plan:
-        """The published plan for this call and budget.
-
-        This process' own if there is none, or if that does not fit here.
-        """
+        """The published plan for this call and budget; this process' own if there is none, or it does not fit here."""
         outcome = super().settle(call, outcome)
         circumstances = (outcome.budget_bytes, outcome.gradients_exist, outcome.lingering_bytes, outcome.slots)
         key = "/".join(map(str, (_PREFIX, call, *circumstances)))
@@ -94,9 +63,8 @@ class PublishedPlans(Agreement):
 class JointPlans(Agreement):
     """One plan for processes that run a module in lockstep.
 
-    Args:
-        group: A process group of all, over a backend that takes tensors on the CPU, so that no device is waited for.
-        beyond: If no plan fits all of them, run the one that exceeds any budget by least.
+    Their ``group`` takes tensors on the CPU, so that no device is waited for. With ``beyond``, the plan that exceeds
+    any budget by least runs where none fits.
     """
 
     together = True
@@ -106,7 +74,7 @@ class JointPlans(Agreement):
         self._beyond = beyond
 
     def must_start_afresh(self, *, ready: bool) -> bool:
-        """Whether any process has no plan for its call: one number goes round."""
+        """True if any process has no plan for its call: one number goes round."""
         all_ready = torch.tensor(int(ready))
         dist.all_reduce(all_ready, dist.ReduceOp.MIN, group=self._group)
         return not all_ready
@@ -142,7 +110,7 @@ class JointPlans(Agreement):
 
 
 def _told(outcome: Plan | BudgetError) -> BudgetError | tuple[int, str]:
-    """What others need to know: what is missing for a plan that recomputes nothing, and the plan."""
+    """Message to the others: the error, or bytes missing for a plan that recomputes nothing, and the schedule."""
     if isinstance(outcome, BudgetError):
         return outcome
     kept = _under(outcome, Schedule.keep_all(len(outcome.chain)))
@@ -158,7 +126,7 @@ def _under(plan: Plan, schedule: Schedule) -> Plan:
 
 
 def _excess_bytes(plan: Plan, schedule: str) -> int | None:
-    """By how much a plan of another process exceeds this one's budget, or None if it is not for such a chain."""
+    """Bytes by which another process' plan exceeds this one's budget, or None if it is not for such a chain."""
     try:
         return max(_under(plan, Schedule.parse(schedule)).peak_bytes - plan.budget_bytes, 0)
     except ScheduleError:

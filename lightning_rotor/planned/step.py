@@ -37,10 +37,10 @@ _log = logging.getLogger(__name__)
 
 
 class State(enum.Enum):
-    """How far a training has come."""
+    """State of a training."""
 
     LOOKING = enum.auto()
-    """What has most of the compute shows in the first batch; until then there is a guess."""
+    """The module is a guess; the first batch shows which has most of the compute."""
     MEASURING = enum.auto()
     """The module is chosen, and has no plan yet."""
     SETTLING = enum.auto()
@@ -51,14 +51,7 @@ class State(enum.Enum):
 
 @dataclass(slots=True)
 class _Step:
-    """The step that is running.
-
-    Attributes:
-        batch: Its tensors.
-        is_first: No optimizer has taken a step before.
-        runs: The plan of each planned call so far.
-        is_over: Its optimizer has stepped, and only what was measured is looked at.
-    """
+    """The running step, with the plan of each planned call so far; ``is_over`` once its optimizer has stepped."""
 
     batch: list[torch.Tensor]
     is_first: bool
@@ -68,15 +61,7 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class SavedPlans:
-    """What a fit leaves for the next one, in plain types alone, so that checkpoints load with ``weights_only=True``.
-
-    Attributes:
-        module: Dotted name of the module in its model.
-        model: Its fingerprint.
-        corrections: What the closed loop had found out, from :meth:`.Corrections.to_plain`.
-        ceiling_bytes: The most that a plan may take since the device ran out of memory, or None.
-        records: From :meth:`.Plans.records`.
-    """
+    """What a fit leaves for the next one, in plain types alone, so that checkpoints load with ``weights_only=True``."""
 
     module: str
     model: str
@@ -86,7 +71,7 @@ class SavedPlans:
 
     @classmethod
     def from_plain(cls, state: Mapping[str, Any]) -> SavedPlans | None:
-        """From :meth:`to_plain`, or None if that was of another version of this package."""
+        """Plans from :meth:`to_plain`, or None if that was of another version of this package."""
         try:
             return cls(**state)
         except TypeError:
@@ -110,17 +95,7 @@ class SavedPlans:
 
 
 class PlannedModule:
-    """The module of a model that is planned, and its forward under plans.
-
-    Args:
-        loop: Trains the model.
-        source: Says what plans may use.
-        settings: How they are made.
-        name: Dotted name of the module, or None for the one with most of the compute.
-    Attributes:
-        warnings: What to tell the user once there is a plan.
-        is_guess: What has most of the compute shows in the first batch; until then it is the one with most parameters.
-    """
+    """The planned module of a model, and its forward under plans; a guess until the first batch shows the compute."""
 
     def __init__(self, loop: TrainingLoop, source: BudgetSource, settings: PlanSettings, name: str | None) -> None:
         self._loop, self._source, self._settings, self._name = loop, source, settings, name
@@ -138,11 +113,11 @@ class PlannedModule:
 
     @property
     def plans(self) -> Plans | None:
-        """Of its forward; None before and after training."""
+        """Plans of its forward; None before and after training."""
         return None if self._planned is None else self._planned.plans
 
     def begin(self, saved: SavedPlans | None) -> bool:
-        """Plan the module that the user named, the one that plans were saved for, or a guess. True if the plans are for it."""
+        """Plan the module that the user named, that of the saved plans, or a guess. True if the plans are for it."""
         if self._search is None:
             assert self._name is not None
             self._take(named_target(self._loop.model, self._name))
@@ -220,22 +195,12 @@ class PlannedModule:
 
 
 class StepPlanner(BudgetSource):
-    """Keeps the steps of a training inside a limit.
+    """Keeps the steps of a training inside a limit; ``ModelError`` if the module of this name cannot be planned.
 
     Args:
-        loop: Trains.
         limit: For the whole process, as the user gave it.
         name: Dotted name of the module to plan, or None for the one with most of the compute.
         beyond: Where no plan fits, train with the one that takes least, and say so.
-        settings: How plans are made.
-        saved: What an earlier training has left.
-    Attributes:
-        plan: What training runs, or ran last; None before the first.
-        planned_module: The module that it was made for, for people.
-        limit_bytes: The limit, known once there is a plan.
-        watch: The peaks of the steps.
-    Raises:
-        ModelError: No such module, or none that can be planned.
     """
 
     def __init__(
@@ -268,7 +233,7 @@ class StepPlanner(BudgetSource):
 
     @property
     def state(self) -> State:
-        """How far the training has come."""
+        """State of the training."""
         if self._module.is_guess:
             return State.LOOKING
         if self.plan is None:
@@ -304,10 +269,7 @@ class StepPlanner(BudgetSource):
         self.watch.lap()
 
     def end_step(self) -> bool:
-        """Read the meter, and plan again if the limit was exceeded, or missed by far.
-
-        True if plans have settled now.
-        """
+        """Read the meter, and plan again if the limit was exceeded or missed by far. True if plans have settled now."""
         step = self._step
         if self.plan is not None and step is not None:
             step.is_over = True
@@ -366,10 +328,7 @@ class StepPlanner(BudgetSource):
     # ---------------------------------------------------------------- what the planned forward asks and tells
 
     def budget(self, profile: Profile) -> Budget:
-        """What a plan may use now.
-
-        What else there is shows when a forward begins; between steps the first is remembered.
-        """
+        """What a plan may use now. What else there is shows when a forward begins; between steps the first counts."""
         chain = profile.chain
         batch = [] if self._step is None else self._step.batch
         resident = self.loop.resident(self._module.target.module, batch, torch.device(chain.device))
@@ -461,7 +420,7 @@ class StepPlanner(BudgetSource):
 
 
 def _check_apart(model: nn.Module, target: Target) -> None:
-    """No module is planned inside of another one."""
+    """Check that no module is planned inside of another one."""
     inside = set(target.module.modules())
     for name, module in model.named_modules():
         if module is target.module or not is_attached(module):

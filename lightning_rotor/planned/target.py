@@ -33,11 +33,9 @@ class StepCompute:
     """FLOPs of the forwards in one training step.
 
     Attributes:
-        total: Of the whole step.
-        plannable: By dotted name of a submodule (``""`` is the model itself), those inside its forwards that a plan
-            could run: the module is in training mode, gradients are enabled, and they flow through its output. No entry
-            means none.
-        assumed_values: How often the step asked for a value, so that another course may be taken in truth.
+        plannable: By dotted name of a submodule, those inside its forwards that a plan could run: in training mode,
+            with gradients enabled and flowing through its output.
+        assumed_values: How often the step asked for a value that a dry run cannot know.
     """
 
     total: int
@@ -56,18 +54,11 @@ def measure_compute(
     *,
     replacements: Mapping[int, Any] | None = None,
 ) -> StepCompute:
-    """Count the FLOPs of a training step without taking it.
+    """FLOPs of a training step by submodule, counted on copies without values of the model and ``inputs``.
 
-    Args:
-        model: Copied without its tensors' values. Nothing about it changes.
-        inputs: What the step takes besides; copied likewise.
-        step: Called once, with the copy of the model and that of the inputs.
-        replacements: By ``id``, what stands in the copies for objects that the model refers to and that a dry run must
-            not touch.
-    Returns:
-        FLOPs by submodule.
-    Raises:
-        ProfilingError: The step cannot run without values; says what it ran into.
+    ``step`` is called once, with these copies. By ``id``, ``replacements`` stand in them for objects that a dry run
+    must not touch. Raises ``ProfilingError`` if the step cannot run without values.
+
     Example:
         >>> net = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
         >>> measure_compute(net, torch.ones(3, 8), lambda copy, batch: copy(batch)).plannable["0"]
@@ -133,7 +124,7 @@ class _Count(AssumedValues):
 
 
 def _outputs_in(value: Any) -> list[torch.Tensor]:
-    """Those in an output, also in one of the user's own classes."""
+    """Tensors in an output, also in one of the user's own classes."""
     return [*tensors_in(value), *tensors_in([getattr(leaf, "__dict__", leaf) for leaf in tree_leaves(value)])]
 
 
@@ -163,13 +154,7 @@ _MOST_NAMES = 4
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A submodule to plan.
-
-    Attributes:
-        name: Dotted name in the model; ``""`` is the model itself.
-        module: The submodule.
-        reason: Why this one.
-    """
+    """A submodule to plan, by its dotted name (``""`` is the model itself), and why this one."""
 
     name: str
     module: nn.Module
@@ -177,7 +162,7 @@ class Target:
 
     @property
     def place(self) -> str:
-        """Where it is, for messages."""
+        """Name of the submodule for messages."""
         return repr(self.name) if self.name else "the model itself"
 
     def __str__(self) -> str:
@@ -185,11 +170,7 @@ class Target:
 
 
 def named_target(model: nn.Module, name: str) -> Target:
-    """The submodule that the user named.
-
-    Raises:
-        ModelError: It does not exist, or can be no chain.
-    """
+    """The submodule that the user named; ``ModelError`` if it does not exist, or can be no chain."""
     try:
         module = model.get_submodule(name)
     except AttributeError:
@@ -212,17 +193,15 @@ def _listed(model: nn.Module) -> str:
 
 
 def _computes(module: nn.Module) -> bool:
-    """Whether it can be planned, and has a parameter, which metrics have not."""
+    """True if a module can be planned, and has a parameter, which metrics have not."""
     return next(module.parameters(), None) is not None and may_be_planned(module)
 
 
 class TargetSearch:
     """Finds the submodule to plan when the user names none: by parameters at first, by compute once it is known.
 
-    Args:
-        model: Its submodules are the candidates.
-        may_be_whole: The model has a forward of its own, and is the choice if that reaches much more compute than any
-            submodule, or if there is none.
+    With ``may_be_whole`` the model has a forward of its own. It is the choice if that reaches much more compute than
+    any submodule, or if there is none.
     """
 
     def __init__(self, model: nn.Module, *, may_be_whole: bool) -> None:
@@ -245,7 +224,7 @@ class TargetSearch:
         self._unknown_because = reason
 
     def refuse(self, target: Target) -> None:
-        """Never find this one again: it has turned out to be no chain."""
+        """Never find this one again, as it has turned out to be no chain."""
         self._refused.add(target.name)
 
     def best(self) -> Target | None:
@@ -265,10 +244,7 @@ class TargetSearch:
         return Target(name, module, self._reason(name, module))
 
     def left_out(self, target: Target) -> list[tuple[str, float]]:
-        """Submodules beside the target that could be planned, and their shares of the compute, the largest first.
-
-        Empty if they are not worth a word, or if the compute is not known.
-        """
+        """Other submodules worth planning, and their shares of the compute, largest first; empty if unknown."""
         if self._compute is None or not target.name:
             return []
         shares = [(name, self._compute.share(name)) for name, _ in _outermost(self._model, target.name)]
@@ -314,10 +290,7 @@ class TargetSearch:
 
 
 def _outermost(module: nn.Module, avoid: str, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Submodules that may be chains and are not inside of others.
-
-    Neither the one to avoid, nor what it is in or what is in it.
-    """
+    """Submodules that may be chains and are not inside of others, nor in or around the one to avoid."""
     for key, child in module.named_children():
         name = f"{prefix}{key}"
         if avoid and name == avoid:
@@ -329,7 +302,7 @@ def _outermost(module: nn.Module, avoid: str, prefix: str = "") -> Iterator[tupl
 
 
 def may_be_planned(module: nn.Module) -> bool:
-    """Whether nothing speaks against planning a module, as far as can be told without its input."""
+    """True if nothing speaks against planning a module, as far as can be told without its input."""
     try:
         check_module(module)
     except ModelError:

@@ -29,8 +29,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 
-# Without a public home: tensors without values, modes below autograd (which torch's notes on extending it document under this name),
-# and the classes of what ``torch.ops`` holds.
+# Without a public home: tensors without values, modes below autograd (documented under this name in torch's notes on
+# extending it), and the classes of what ``torch.ops`` holds.
 __all__ = [
     "DataDependentOutputException",
     "DynamicOutputShapeException",
@@ -49,10 +49,7 @@ __all__ = [
 
 
 def backward_number() -> int | None:
-    """Number of the backward that runs in this thread, None outside of one.
-
-    torch's own ``register_multi_grad_hook`` tells backwards apart by it; there is no public question.
-    """
+    """Number of the backward in this thread, or None; ``register_multi_grad_hook`` tells backwards apart by it."""
     number: int = torch._C._current_graph_task_id()
     return None if number == -1 else number
 
@@ -71,7 +68,7 @@ def hooks_for_saved_tensors() -> tuple[Callable[..., Any], Callable[..., Any]] |
 
 @contextmanager
 def noticed_checkpoints() -> Iterator[set[bool]]:
-    """Context in which others' calls of ``torch.utils.checkpoint`` are noticed; yields their ``use_reentrant``, which fills.
+    """Context that yields a list of the ``use_reentrant`` of each call of ``torch.utils.checkpoint`` in it.
 
     The function is imported by name everywhere, so what it calls is replaced. The only public trace is that a call
     saves nothing.
@@ -123,8 +120,8 @@ set_attention_order: Callable[[list[int]], Any] = torch._C._set_sdp_priority_ord
 def is_captured() -> bool:
     """True while ``torch.jit.trace``, ``torch.export`` or an ONNX exporter takes the computation down.
 
-    Public are ``torch.jit.is_tracing()``, which is about scripted code as well, and ``torch.compiler.is_exporting()``,
-    which the compiler of torch < 2.13 takes for True in all that it captures. It reads the flag behind it as it is.
+    Public are ``torch.jit.is_tracing()``, also True for scripted code, and ``torch.compiler.is_exporting()``, which the
+    compiler of torch < 2.13 takes for True in all that it captures.
     """
     return bool(torch._C._get_tracing_state()) or bool(torch.compiler._is_exporting_flag)
 
@@ -163,7 +160,7 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def identity_of(storage: torch.UntypedStorage) -> int:
-    """A number for a storage while it lives. ``data_ptr()`` is 0 for those without memory, on meta or in fake tensors."""
+    """A number for a storage while it lives. ``data_ptr()`` is 0 for those on meta or in fake tensors."""
     return int(storage._cdata)
 
 
@@ -191,7 +188,7 @@ def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy tensors in one call, a tenth of the time of one by one on a GPU. Optimizers do so; there is no public name."""
+    """Copy tensors in one call, as optimizers do: on a GPU a tenth of the time. There is no public name."""
     torch._foreach_copy_(list(targets), list(sources))
 
 
@@ -229,12 +226,12 @@ OPTIMIZER_HOOKS = tuple(
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
-    """True if something else than the forward runs when a module is called."""
+    """True if a module has hooks of its own around its forward."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def has_backward_hooks(module: nn.Module) -> bool:
-    """True if something hears of a module's backward: registered there, or for all modules."""
+    """True if hooks of the module, or of all modules, follow its backward."""
     return any((module._backward_hooks, module._backward_pre_hooks, *_HOOKS_OF_ALL[2:]))
 
 
@@ -261,12 +258,12 @@ def forget_always_called_hooks(module: nn.Module | None) -> None:
 
 
 def gradient_hooks(tensor: torch.Tensor) -> list[Any]:
-    """What ``Tensor.register_hook`` was given."""
+    """The hooks that ``Tensor.register_hook`` was given."""
     return list((tensor._backward_hooks or {}).values())
 
 
 def any_hooks_of_all() -> bool:
-    """True if there are hooks that hold for every module."""
+    """True if there are hooks for every module."""
     return any(_HOOKS_OF_ALL)
 
 
@@ -274,12 +271,7 @@ def any_hooks_of_all() -> bool:
 
 
 def outside_of_graphs(function: Callable[..., Any], reason: str | None = None) -> Callable[..., Any]:
-    """``torch.compiler.disable``, which imports the compiler at once; this spelling does when something is compiled.
-
-    Args:
-        function: The compiler leaves it alone.
-        reason: What those hear who compile with ``fullgraph=True``.
-    """
+    """``torch.compiler.disable`` without importing the compiler now; ``reason`` is told under ``fullgraph=True``."""
     kept_out: Any = _disable_dynamo(function)
     if reason is not None:
         kept_out._torchdynamo_disable = True
@@ -322,14 +314,7 @@ COMPILER_ATTRIBUTES = frozenset(
 
 
 class CompilerSettings(NamedTuple):
-    """What a module was compiled with.
-
-    Attributes:
-        backend: As the user gave it, with what the compiler has wrapped around taken off.
-        fullgraph: As for ``torch.compile``.
-        dynamic: As for ``torch.compile``.
-        has_more: It was compiled with guard_filter_fn or dynamic_shapes.
-    """
+    """What a module was compiled with; ``has_more`` stands for guard_filter_fn or dynamic_shapes."""
 
     backend: Any
     fullgraph: bool
@@ -367,7 +352,7 @@ is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
 def allocation_of(event: Any) -> Any | None:
-    """What the allocator did (``device``, ``alloc_size``, ``ptr``), if an event of the profiler's tree is about that.
+    """``device``, ``alloc_size`` and ``ptr`` if an event of the profiler's tree is an allocation, or None.
 
     The public events of ``torch.profiler`` have sums by operation, and no single blocks.
     """
@@ -410,7 +395,7 @@ def fsdp_stays_whole(group: Any) -> bool:
 
 @contextmanager
 def fsdp_before_backward(unit: Any) -> Iterator[None]:
-    """Context in which a unit takes each forward for a recomputation: its hooks convert types, and leave the rest alone."""
+    """Context in which a unit takes each forward for a recomputation: its hooks convert types and nothing else."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
     state = unit._get_fsdp_state()
@@ -437,11 +422,7 @@ def fsdp_shard_elements(parameter: Any) -> int:
 
 @cache
 def sent_outputs_linger() -> bool:
-    """True if torch's schedules hold on to outputs whose sending is done: up to torch 2.14.
-
-    From 2.15 on they tell the stage that a send is done, by a public method of this name, and drop what they hold.
-    Nothing public says so.
-    """
+    """True if torch's schedules hold on to sent outputs: up to torch 2.14. From 2.15 on they tell the stage."""
     if not torch.distributed.is_available():
         return True
     from torch.distributed.pipelining import PipelineStage

@@ -44,10 +44,7 @@ __all__ = [
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors in a nesting that torch's pytree knows (tuples, lists, dicts, registered containers), in order.
-
-    :func:`~lightning_rotor.memory.held.walk_tensors` looks into any mapping and into sets as well.
-    """
+    """The tensors in a nesting that torch's pytree knows. ``walk_tensors`` also looks into other mappings and sets."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
@@ -62,7 +59,7 @@ def is_fake(tensor: object) -> bool:
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """Which memory a tensor has: the same for all that share it, 0 for none. What was freed may be another's later."""
+    """Address of a tensor's memory: equal for all that share it, 0 for none. Freed ones may be used again."""
     storage = tensor.untyped_storage()
     if is_fake(tensor):
         return identity_of(storage) if storage.nbytes() else 0
@@ -70,10 +67,7 @@ def address_of(tensor: torch.Tensor) -> int:
 
 
 def bytes_in_blocks(tensors: Iterable[torch.Tensor], block_bytes: int) -> int:
-    """Bytes of the distinct storages under some dense tensors, as an allocator with blocks of that size counts them.
-
-    :func:`~lightning_rotor.memory.held.storage_bytes` knows sparse tensors, too, and several devices.
-    """
+    """Bytes of the distinct storages under dense tensors, as an allocator with blocks of that size counts them."""
     return sum(in_blocks(size, block_bytes) for size in sizes_by_address(tensors).values())
 
 
@@ -95,23 +89,16 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def require_tensors(value: Any) -> None:
-    """Check that an input holds a tensor.
-
-    Raises:
-        SampleError: It does not.
-    """
+    """Raise ``SampleError`` if an input holds no tensor."""
     if not tensors_in(value):
         raise SampleError(
-            f"the input is {type(value).__name__} and holds no tensor: expected a tensor, or tensors in tuples, lists or dicts"
+            f"the input is {type(value).__name__} and holds no tensor: expected a tensor, or tensors in "
+            "tuples, lists or dicts"
         )
 
 
 def check_sample(sample: Any) -> None:
-    """Check that a sample can be measured with.
-
-    Raises:
-        SampleError: It is missing, holds no tensor, or values that are not finite.
-    """
+    """Raise ``SampleError`` if a sample is missing, holds no tensor, or values that are not finite."""
     if sample is None:
         raise SampleError(
             "there is no sample: expected an input as in training, a tensor or tensors in tuples, lists or dicts"
@@ -120,7 +107,8 @@ def check_sample(sample: Any) -> None:
     for tensor in tensors_in(sample):
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise SampleError(
-                f"the sample of shape {tuple(tensor.shape)} holds values that are not finite (NaN or infinity): expected an input as in training"
+                f"the sample of shape {tuple(tensor.shape)} holds values that are not finite (NaN or "
+                "infinity): expected an input as in training"
             )
 
 

@@ -2,10 +2,9 @@
 
 In come plans, frontiers and chains, which know no torch; out go tables, figures of matplotlib (``pip install
 "lightning-rotor[plot]"``) and SVG. Read in this order: :mod:`style` (colours, and matplotlib where something is drawn),
-:mod:`timeline` (memory over a step, and which stage runs when), :mod:`curve` (budget against overhead), :mod:`pipeline`
-(which device does what, and what it holds), :mod:`drawing` (the stages of a model: operators, boundaries, skips,
-repetitions), :mod:`command_planning` (options to a plan), :mod:`command_line` (options, and the answer). The tables are
-made where plans and frontiers are, in :mod:`lightning_rotor.planning`.
+:mod:`timeline` (memory over a step, budget against overhead, which device of a pipeline does what), :mod:`drawing` (the
+stages of a model), :mod:`command_planning` (options to a plan), :mod:`command_line` (options, and the answer). The
+tables are made in :mod:`lightning_rotor.planning`.
 """
 
 from lightning_rotor.planning.frontier import frontier_table

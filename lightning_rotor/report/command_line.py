@@ -41,14 +41,7 @@ _WIDTH = 100  # where there is no terminal
 
 
 def main(arguments: Sequence[str] | None = None, *, program: str = "lightning-rotor") -> int:
-    """Run the command line.
-
-    Args:
-        arguments: Without the program's name; by default those of the process.
-        program: How it was called, for its usage and examples.
-    Returns:
-        Exit status: 0, or 2 if there is no plan, whatever the reason. Messages go to the error stream.
-    """
+    """Run the command line of ``program``; returns 0, or 2 if there is no plan. Messages go to the error stream."""
     try:
         options = _parse(arguments, program)
     except SystemExit as end:  # argparse has said what is wrong, or helped

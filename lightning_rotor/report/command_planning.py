@@ -38,14 +38,7 @@ _EXPECTED = "expected a class or function that makes a module"
 
 
 def model_maker(path: str, arguments: dict[str, Any]) -> Callable[[], nn.Module]:
-    """A function that makes a model, and raises :class:`ModelError` if what it makes is no module.
-
-    Args:
-        path: ``package.module.name`` or ``file.py:name``.
-        arguments: For the class or function of that name.
-    Raises:
-        ModelError: There is nothing of that name.
-    """
+    """A function that makes a model, found at ``package.module.name`` or ``file.py:name``, or ``ModelError``."""
     found = _in_file(path) if ".py:" in path else _in_package(path)
     if not callable(found):
         raise ModelError(f"{path} is {type(found).__name__}: {_EXPECTED}")
@@ -105,24 +98,20 @@ def _in_file(path: str) -> Any:
 
 
 def _member(owner: Any, name: str, place: str) -> Any:
-    """What a module or class has of that name."""
+    """The member of a module or class with that name."""
     if not hasattr(owner, name):
         raise ModelError(f"{place} has no {name!r}: {_EXPECTED}")
     return getattr(owner, name)
 
 
 def _needs(name: str, error: ModuleNotFoundError) -> ModelError:
-    """What a module imports is not installed."""
+    """The error for a missing dependency of a module."""
     remedy = f". Try pip install {error.name.partition('.')[0]}" if error.name else ""
     return ModelError(f"{name} cannot be imported: {error}{remedy}")
 
 
 def optimizer_maker(text: str) -> Callable[[nn.Module], torch.optim.Optimizer | None]:
-    """A function that makes an optimizer for a model: of ``adamw``, ``sgd:momentum=0.9`` or ``none``.
-
-    Raises:
-        ModelError: There is none of that name.
-    """
+    """A function that makes an optimizer: of ``adamw``, ``sgd:momentum=0.9`` or ``none``; else ``ModelError``."""
     name, _, given = text.partition(":")
     known: dict[str, type[torch.optim.Optimizer]] = {
         key.lower(): value
@@ -146,11 +135,7 @@ def optimizer_maker(text: str) -> Callable[[nn.Module], torch.optim.Optimizer | 
 
 
 def assignment(text: str) -> tuple[str, Any]:
-    """``name=value`` with a Python literal, or failing that a string, as value.
-
-    Raises:
-        ModelError: There is no ``=``, or no name before it.
-    """
+    """The name and value of ``name=value``, a Python literal or else a string; ``ModelError`` if it is none."""
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
         raise ModelError(f"{text!r} is no assignment: expected name=value, such as num_classes=10")
@@ -170,14 +155,7 @@ _HALF = {"bf16": torch.bfloat16, "16": torch.float16}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Found:
-    """The answer.
-
-    Attributes:
-        budget_bytes: The whole budget, of which the plan has what is left for the chain.
-        resident: What training holds besides the chain, by name; empty if the budget is for activations alone.
-        accelerator: If it was estimated: for what.
-        frontier: If it was asked for.
-    """
+    """The answer; its ``budget_bytes`` are those of the chain and of what training holds besides, ``resident``."""
 
     model: str
     profile: Profile
@@ -194,11 +172,7 @@ class Found:
 
 
 def find_plan(options: Namespace) -> Found:
-    """Build the model, measure it and plan.
-
-    Raises:
-        RotorError: Something is not as expected, or there is no plan for the budget.
-    """
+    """Build the model, measure it and plan; ``RotorError`` if something is amiss or no plan fits."""
     case = _Case.of(options)
     profile = case.profile(options.inputs)
     plan = case.budget(case.resident.batch_bytes).plan(profile.chain, slots=options.slots)
@@ -208,11 +182,7 @@ def find_plan(options: Namespace) -> Found:
 
 
 def find_batch_sizes(options: Namespace) -> BatchSizeAdvice:
-    """Build the model, measure it with the inputs and with half of each, and plan every batch size.
-
-    Raises:
-        RotorError: Something is not as expected, or no batch size fits the budget.
-    """
+    """Build the model, measure it with the inputs and half of each, and plan every batch size, or ``RotorError``."""
     case = _Case.of(options)
     sizes = {spec.shape[0] for spec in options.inputs if spec.shape}
     if len(sizes) != 1 or max(sizes) < 2:

@@ -127,12 +127,7 @@ class Run(NamedTuple):
 
 
 def stage_keys(chain: Chain, details: Sequence[Hashable]) -> list[Hashable]:
-    """By stage, a value that is equal for stages of the same operators, sizes and skips, whatever they take in time.
-
-    Args:
-        chain: The chain.
-        details: What else tells stages apart, one entry a stage.
-    """
+    """By stage, a value that is equal for stages of the same operators, sizes, skips and ``details``."""
     skips: list[list[Hashable]] = [[] for _ in chain]
     for number, skip in enumerate(chain.skips):
         near = skip.born >= 0 and skip.last_use - skip.born <= _NEAR
@@ -153,12 +148,7 @@ def _sizes(option: Option) -> tuple[int, ...]:
 
 
 def folded(keys: Sequence[Hashable], *, longest: int = 64) -> list[Run]:
-    """Repetitions, found greedily from the left: the one that leaves out most, and the shortest of those.
-
-    Args:
-        keys: Equal where stages are.
-        longest: Most stages that repeat together.
-    """
+    """Repetitions, greedily from the left: the one that leaves out most, the shortest of those, up to ``longest``."""
     runs: list[Run] = []
     start = 0
     while start < len(keys):
@@ -175,7 +165,7 @@ def folded(keys: Sequence[Hashable], *, longest: int = 64) -> list[Run]:
 
 
 def _colours(keys: Sequence[Hashable]) -> list[str]:
-    """By stage; white for those that are alone."""
+    """Colours by stage; white for stages without a like."""
     kinds = [key for key, count in Counter(keys).items() if count > 1]
     shades = dict(zip(kinds, cycle(_COLOURS), strict=False))
     return [shades.get(key, "white") for key in keys]
@@ -452,7 +442,7 @@ def _text(group: ET.Element, text: str, x: float, y: float, font_size: float, **
 
 
 def _add(parent: ET.Element, tag: str, text: str | None = None, **attributes: object) -> ET.Element:
-    """A new element; underscores in attributes' names become hyphens, numbers lose what nobody sees."""
+    """Add an element; underscores in attributes' names become hyphens, and numbers are rounded."""
     child = ET.SubElement(parent, tag)
     child.text = text
     for name, value in attributes.items():
@@ -537,11 +527,7 @@ _PLAIN = {name: name for name in _QUIET} | {"iadd": "add", "isub": "sub", "imul"
 
 
 def operator_labels(stage: Stage) -> tuple[str, ...]:
-    """What a stage runs, in order and for people; an operator that comes several times in a row once.
-
-    Args:
-        stage: With modules of the user's, or slices of a graph that call them.
-    """
+    """What a stage runs, in order and for people; an operator that comes several times in a row once."""
     labels = [label for module in stage.modules for label in _labels(module)]
     loud = [label for label in labels if label not in _QUIET] or labels
     counted = ((label, len(list(group))) for label, group in groupby(loud))
@@ -549,7 +535,7 @@ def operator_labels(stage: Stage) -> tuple[str, ...]:
 
 
 def _labels(operator: Any) -> Iterator[str]:
-    """Of a module, a function, or a tensor's method by its name."""
+    """Labels of a module, a function, or a tensor's method by its name."""
     match operator:
         case GraphSlice():
             for inner in operator.operators:

@@ -30,11 +30,7 @@ class PlotError(RotorError, RuntimeError):
 
 
 def require_matplotlib() -> None:
-    """Go on only where pictures can be drawn.
-
-    Raises:
-        PlotError: matplotlib is not installed.
-    """
+    """Raise ``PlotError`` if matplotlib is not installed."""
     try:
         import matplotlib.figure  # noqa: F401  # slow, and not a dependency
     except ImportError as error:
@@ -44,11 +40,7 @@ def require_matplotlib() -> None:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """A figure that belongs to no window, in inches.
-
-    Raises:
-        PlotError: matplotlib is not installed.
-    """
+    """A figure that belongs to no window, in inches; ``PlotError`` without matplotlib."""
     require_matplotlib()
     from matplotlib.figure import Figure
 

@@ -69,14 +69,13 @@ def plot_timeline(
     """Draw memory over one training step.
 
     Args:
-        simulation: The step under a plan. Filled by phase: full colour for what stays allocated, pale for what
-            operations take on top while they run. Of a plan, its simulation, with the plain step and the budget for
-            comparison, and below it which stage runs when.
+        simulation: The step under a plan, filled by phase: full colour for what stays allocated, pale for what
+            operations take on top while they run. A plan brings the plain step and the budget for comparison, and below
+            it which stage runs when.
         plain: The step without recomputation, drawn as an outline.
         measured: Timelines from the allocator by name, points of seconds and bytes since the start of the step.
         budget_bytes: Drawn as a line.
-        reserved_bytes: What the process holds besides activations; drawn below everything, so that the axis shows the
-            whole process. Of measured timelines it is taken to be a part.
+        reserved_bytes: What the process holds besides activations, drawn below everything and part of ``measured``.
         title: Above the picture.
     Returns:
         A figure that belongs to no window: save it with ``figure.savefig(path)``.
@@ -200,14 +199,7 @@ def _short(name: str) -> str:
 
 
 def name_groups(names: Sequence[str], *, most: int) -> tuple[list[_Part], list[int]]:
-    """Names for the axis of stages that do not overlap: parts of the user's model, ``layer3`` or ``layers.0``.
-
-    Args:
-        names: Of the stages.
-        most: How many names have room.
-    Returns:
-        First and last stage and name of each part that gets one, and where parts begin.
-    """
+    """First and last stage and name (``layers.0``) of parts that do not overlap on the axis, and where parts begin."""
     paths = [name.partition(" … ")[0].split(".") for name in names]
     best: tuple[list[_Part], list[int]] = ([], [])
     for depth in range(1, max(map(len, paths)) + 1):
@@ -251,10 +243,8 @@ def plot_frontier(
 
     Args:
         frontier: The curve.
-        reserved_bytes: What the process holds besides activations; added to the budgets, so that the axis shows the
-            whole process.
-        rivals: Other schedules of the same chain by name, such as those of
-            :func:`~lightning_rotor.planning.frontier`, drawn as crosses.
+        reserved_bytes: What the process holds besides activations, added to the budgets.
+        rivals: Other schedules of the same chain by name, drawn as crosses.
         limits: Sizes to mark by name, such as memories of devices, in the units of the axis.
         title: Above the picture.
     Returns:
@@ -362,7 +352,7 @@ def plot_pipeline(
 
     Args:
         simulation: The step, or a partition for its step. Every action is a bar with the number of its micro-batch;
-            what is left white is the bubble. With several stages per device, those behind the first are paler.
+            white is the bubble. With several stages per device, those behind the first are paler.
         memory: Draw below what devices hold: of a few devices each, of more the one that holds most and the last one.
             By default if the simulation knows of any.
         title: Above the picture. By default the duration of the step and its bubble.

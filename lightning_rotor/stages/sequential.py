@@ -32,13 +32,7 @@ class Wire:
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
-    """Steps in a row.
-
-    Attributes:
-        wire: What they take and make together.
-        steps: Each of them.
-        dead: For each step, the values that nobody needs once it is done. What they take together is the caller's.
-    """
+    """Steps in a row, and for each the values that are ``dead`` after it. The caller owns what they take together."""
 
     wire: Wire
     steps: tuple[Wire, ...]
@@ -97,11 +91,7 @@ def unpacked(value: Any, count: int) -> Sequence[Any]:
 
 
 class ThreadedLayer(nn.Module):
-    """A skippable layer that takes what it pops after its input, and gives what it stashes after its output.
-
-    Args:
-        layer: The user's own.
-    """
+    """A skippable layer that takes what it pops after its input, and gives what it stashes after its output."""
 
     def __init__(self, layer: Skippable) -> None:
         super().__init__()
@@ -130,13 +120,8 @@ class ThreadedLayer(nn.Module):
 def thread_skips(layers: Sequence[tuple[str, nn.Module]]) -> list[tuple[nn.Module, Wire]]:
     """What runs each layer, and which values it takes and makes.
 
-    Args:
-        layers: In order, with their names.
-    Returns:
-        Layers without skips as they are; value ``i`` is the input of layer ``i``, and skips have the numbers behind
-        those.
-    Raises:
-        SkipDeclarationError: Stashes and pops do not match.
+    Layers without skips stay as they are. Value ``i`` is the input of layer ``i``; skips have the numbers behind those.
+    Raises ``SkipDeclarationError`` if stashes and pops do not match.
     """
     threaded: list[tuple[nn.Module, Wire]] = []
     if any(isinstance(layer, Skippable) for _, layer in layers):
@@ -171,8 +156,7 @@ class Stage:
     """A step of a chain: modules that run one after the other.
 
     Attributes:
-        name: Where it is in the user's model: ``"layer1.0"``, or ``"conv1 … relu"`` for a run of modules that were
-            merged.
+        name: Where it is in the user's model: ``"layer1.0"``, or ``"conv1 … relu"`` for a merged run of modules.
         modules: The user's own modules, or slices of a graph that call them.
         wiring: Which values each module takes and makes. By default a single module makes value 1 of value 0.
         variants: Other ways to compute the same, one for each of its options but the first.
@@ -184,20 +168,14 @@ class Stage:
     variants: tuple[Callable[[Any], Any], ...] = ()
 
     def __call__(self, value: Any) -> Any:
-        """Run the stage.
-
-        Args:
-            value: What it reads: one value as it is, several as a tuple.
-        Returns:
-            What it makes, likewise.
-        """
+        """Run the stage. One value comes and goes as it is, several as a tuple."""
         if len(self.modules) == 1:
             return self.modules[0](value)
         return self.wiring.run(value, self.modules)
 
     @property
     def inverse(self) -> Callable[[Any], Any] | None:
-        """What rebuilds the stage's input from its output; None if it has no inverse."""
+        """The function that rebuilds the stage's input from its output; None if it has no inverse."""
         inverse = getattr(self.invertible, "inverse", None)
         return inverse if callable(inverse) and not isinstance(inverse, nn.Module) else None
 
@@ -246,12 +224,7 @@ class Stage:
 
 
 def merge(stages: Sequence[Stage], wanted: Collection[int]) -> Stage:
-    """One stage that runs several, for what cannot be cut apart (views, operations in place).
-
-    Args:
-        stages: In a row.
-        wanted: Values that are needed behind them.
-    """
+    """One stage that runs several which cannot be cut apart (views, operations in place) and returns ``wanted``."""
     if len(stages) == 1:
         return stages[0]
     first, last = stages[0].name.partition(" … ")[0], stages[-1].name.rpartition(" … ")[2]
@@ -262,7 +235,7 @@ def merge(stages: Sequence[Stage], wanted: Collection[int]) -> Stage:
 
 
 def wiring_of(stages: Sequence[Stage]) -> Wiring:
-    """How stages make a chain: its input is what nobody writes, its output what the last one does."""
+    """Wiring of stages in a chain: its input is what nobody writes, its output what the last one does."""
     return Wiring.of((stage.wiring.wire for stage in stages), stages[-1].writes)
 
 
@@ -279,8 +252,8 @@ def sequential_stages(module: nn.Module) -> tuple[Stage, ...]:
         raise ModelError(f"{type(module).__name__} is none: expected an nn.Sequential (nested ones are flattened)")
     if not runs_members_in_a_row(module):
         raise ModelError(
-            f"{type(module).__name__} is an nn.Sequential with a forward of its own, so its members may not run one after "
-            "the other: expected a plain nn.Sequential"
+            f"{type(module).__name__} is an nn.Sequential with a forward of its own, so its members may not "
+            "run one after the other: expected a plain nn.Sequential"
         )
     members = tuple(_flatten(module, ""))
     stages = tuple(
@@ -293,7 +266,7 @@ def sequential_stages(module: nn.Module) -> tuple[Stage, ...]:
 
 
 def sequential_members(module: nn.Module) -> list[nn.Module]:
-    """The members of an ``nn.Sequential`` that :func:`sequential_stages` makes stages of; none if it refuses the module."""
+    """The members of an ``nn.Sequential`` that :func:`sequential_stages` makes stages of; none if it refuses."""
     if not isinstance(module, nn.Sequential) or not runs_members_in_a_row(module):
         return []
     return [member for _, member in _flatten(module, "")]
@@ -346,15 +319,14 @@ def runs_members_in_a_row(module: nn.Sequential) -> bool:
 
 # ----------------------------------------------------------------------------------------------------
 # What an invertible module is: one with an ``inverse``. There is no base class.
-#
-# Forward, inverse and every repetition of them start from the same state of the random number generators and of the module's buffers,
-# so a module that draws in several places must draw the same numbers whichever place comes first (see
-# :class:`~lightning_rotor.invertible.AdditiveCoupling`).
+
+# Forward, inverse and each repetition start from the same state of the generators and of the module's buffers, so a
+# module that draws in several places must draw the same numbers whichever place comes first (see ``AdditiveCoupling``).
 
 
 DRAWS = (
-    "The module draws random numbers (RNG): forward and inverse start from the same state of the generators, and each part must draw the "
-    "same numbers in both, though the inverse may run the parts in another order"
+    "The module draws random numbers (RNG): forward and inverse start from the same state of the generators, "
+    "and each part must draw the same numbers in both, though the inverse may run the parts in another order"
 )
 """Part of the message where an inverse is off."""
 
@@ -390,40 +362,28 @@ class Reversible(Invertible, Protocol):
 
 
 def is_invertible(module: object) -> bool:
-    """True if a module has an ``inverse``; :func:`~lightning_rotor.invertible.check_inverse` finds out if it is right."""
+    """True if a module has an ``inverse``, right or not: see :func:`~lightning_rotor.invertible.check_inverse`."""
     inverse = getattr(module, "inverse", None)
     return callable(inverse) and not isinstance(inverse, torch.nn.Module)  # a layer may have that name
 
 
 def has_fused_backward(module: object) -> bool:
-    """Whether a module has a ``reversible_backward`` besides its ``inverse``."""
+    """True if a module has a ``reversible_backward`` besides its ``inverse``."""
     return is_invertible(module) and callable(getattr(module, "reversible_backward", None))
 
 
 def require_invertible(module: object, *, name: str) -> None:
-    """Check that a module has an inverse.
-
-    Raises:
-        InverseError: It has none.
-    """
+    """Raise ``InverseError`` if a module has no inverse."""
     if not is_invertible(module):
         raise InverseError(
-            f"{name!r} ({type(module).__name__}) has no inverse: expected a method inverse(output) that returns the input. "
-            "Write one, or run the module plainly",
+            f"{name!r} ({type(module).__name__}) has no inverse: expected a method inverse(output) that "
+            "returns the input. Write one, or run the module plainly",
             stage=name,
         )
 
 
 def require_untouched(inputs: Sequence[torch.Tensor], versions: Sequence[int], *, name: str) -> None:
-    """Check that a module has not changed its input in place.
-
-    Args:
-        inputs: Tensors that the module took.
-        versions: Their :func:`version_of` from before.
-        name: For error messages.
-    Raises:
-        InverseError: It has.
-    """
+    """Raise ``InverseError`` if a module has changed its input in place since ``versions``, of :func:`version_of`."""
     if [version_of(tensor) for tensor in inputs] != list(versions):
         raise InverseError(
             f"{name!r} changes its input in place: expected an untouched input, which its other readers rely on. "
@@ -442,25 +402,15 @@ def shares_memory(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor
 def require_own_output(
     inputs: Sequence[torch.Tensor], versions: Sequence[int], output: Any, *, name: str
 ) -> list[torch.Tensor]:
-    """Check that an input can be dropped for the output that was made of it.
-
-    Args:
-        inputs: Tensors that the module took.
-        versions: Their ``_version`` from before.
-        output: What it returned.
-        name: For error messages.
-    Returns:
-        The tensors of the output.
-    Raises:
-        InverseError: The module changed its input in place, or returned no tensors, or less than it took.
-    """
+    """The tensors of an output for which the input can be dropped, or ``InverseError``."""
     made = require_tensors(output, name=name, what="output")
     require_untouched(inputs, versions, name=name)
     taken_bytes, made_bytes = (sum(tensor.nbytes for tensor in tensors) for tensors in (inputs, made))
     if made_bytes < taken_bytes:
         raise InverseError(
-            f"{name!r} returns less than it takes, {made_bytes} of {taken_bytes} bytes: expected an output from which the input can be rebuilt. "
-            "Keep what is left out in a second output, or run the module plainly",
+            f"{name!r} returns less than it takes, {made_bytes} of {taken_bytes} bytes: expected an output "
+            "from which the input can be rebuilt. Keep what is left out in a second output, or run the module "
+            "plainly",
             stage=name,
         )
     return made
@@ -469,35 +419,26 @@ def require_own_output(
 def require_like(
     rebuilt: Any, shapes: Sequence[tuple[torch.Size, torch.dtype]], *, name: str, what: str = "inverse"
 ) -> list[torch.Tensor]:
-    """Check that an inverse returned as many tensors as the forward took, with their shapes and dtypes.
-
-    Returns:
-        The tensors.
-    Raises:
-        InverseError: It did not.
-    """
+    """The tensors that an inverse returned; ``InverseError`` if number, shapes or dtypes are not the forward's."""
     leaves = require_tensors(rebuilt, name=name, what=what)
     if len(leaves) != len(shapes):
         raise InverseError(
-            f"the {what} of {name!r} returns {len(leaves)} tensors: expected {len(shapes)}, which the forward took. Return them all",
+            f"the {what} of {name!r} returns {len(leaves)} tensors: expected {len(shapes)}, which the "
+            "forward took. Return them all",
             stage=name,
         )
     for leaf, (shape, dtype) in zip(leaves, shapes, strict=True):
         if leaf.shape != shape or leaf.dtype != dtype:
             raise InverseError(
-                f"the {what} of {name!r} returns a tensor of shape {tuple(leaf.shape)} and {leaf.dtype}: expected {tuple(shape)} and {dtype}, "
-                "which the forward took. Return what it took",
+                f"the {what} of {name!r} returns a tensor of shape {tuple(leaf.shape)} and {leaf.dtype}: "
+                f"expected {tuple(shape)} and {dtype}, which the forward took. Return what it took",
                 stage=name,
             )
     return leaves
 
 
 def require_tensors(value: Any, *, name: str, what: str) -> list[torch.Tensor]:
-    """The leaves of a value, all of which must be tensors.
-
-    Raises:
-        InverseError: There is none, or something else among them.
-    """
+    """The leaves of a value; ``InverseError`` if there is none, or one that is no tensor."""
     leaves = tree_leaves(value)
     if not leaves or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
         raise InverseError(

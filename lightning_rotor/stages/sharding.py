@@ -4,9 +4,8 @@ What ``fully_shard(unit)`` adds to a unit, P being its parameters in one piece, 
 the shards::
 
     forward     gather: message P, then parameters P │ compute                    │ spread
-    backward    gather: parameters P                 │ compute, gradients pile up │ spread, message R, shards of gradients
-    meanwhile   the message of the unit before (forward), or that of the next one and the gradients of the one before
-    (backward)
+    backward    gather: parameters P                 │ compute, gradients pile up │ spread, message R, gradient shards
+    meanwhile   forward: the message of the unit before; backward: that of the next one, gradients of the one before
 
 A recomputation finds a unit as its backward does, gathered, if the backward stands there. Any other unit that it runs
 gathers again, and FSDP leaves it so until its own backward: :func:`left_as_found` spreads it, so that a long segment
@@ -34,10 +33,7 @@ def wrapped_by_fsdp1(module: nn.Module) -> list[str]:
 
 
 def units_below(module: nn.Module) -> list[str]:
-    """Names of the modules below a module that ``fully_shard`` was called on.
-
-    The module itself does not count: what happens around its forward is no part of it.
-    """
+    """Names of the modules below a module that ``fully_shard`` was called on, itself excluded."""
     return _names_of("FSDPModule", module)
 
 
@@ -58,14 +54,7 @@ def units_in(modules: Iterable[nn.Module]) -> tuple[Unit, ...]:
 
 @dataclass(frozen=True, slots=True)
 class UnitSizes:
-    """Bytes that go through the messages of units.
-
-    Attributes:
-        gathered_bytes: Parameters in one piece, which is also the size of the message that brings them.
-        gradient_bytes: Gradients of these, before they are sent.
-        reduced_bytes: The message with these gradients.
-        shard_bytes: What this process keeps of them.
-    """
+    """Bytes of units: gathered parameters (or their message), their gradients, the message with these, own shards."""
 
     gathered_bytes: int = 0
     gradient_bytes: int = 0
@@ -83,17 +72,13 @@ class UnitSizes:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A module that ``fully_shard`` was called on.
-
-    Attributes:
-        module: Any :class:`torch.distributed.fsdp.FSDPModule`.
-    """
+    """A module that ``fully_shard`` was called on."""
 
     module: Any
 
     @property
     def is_whole(self) -> bool:
-        """Whether its parameters are gathered."""
+        """True if its parameters are gathered."""
         return all(group.is_unsharded for group in self._groups)
 
     @property
@@ -103,12 +88,12 @@ class Unit:
 
     @property
     def shares_hooks(self) -> bool:
-        """Whether it is one of several modules that were given to ``fully_shard`` as one unit."""
+        """True if it is one of several modules that were given to ``fully_shard`` as one unit."""
         return len(private.fsdp_modules_of_unit(self.module)) > 1
 
     @property
     def sizes(self) -> UnitSizes:
-        """Padding included, which makes all shards as large."""
+        """Bytes of the unit's messages. Padding, included, makes all shards as large."""
         return sum((_sizes_of(group) for group in self._groups), UnitSizes())
 
     @property
@@ -117,7 +102,7 @@ class Unit:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Its parameters are there, and its hooks take each forward for a recomputation: they convert types alone."""
+        """Context with its parameters in place. Its hooks take each forward for a recomputation: they convert types."""
         was_whole = self.is_whole
         self.module.unshard()
         try:
@@ -130,10 +115,7 @@ class Unit:
 
 @contextmanager
 def gathered(units: Iterable[Unit]) -> Iterator[None]:
-    """Run what is in units without their communicating: their parameters are there all the time.
-
-    All processes wait for each other when this begins.
-    """
+    """Run what is in units with their parameters in place all the time. All processes wait for each other first."""
     with ExitStack() as stack:
         for unit in units:
             stack.enter_context(unit.gathered())
@@ -152,7 +134,7 @@ def left_as_found(units: Iterable[Unit]) -> Iterator[None]:
 
 @contextmanager
 def unrecorded(module: nn.Module) -> Iterator[None]:
-    """Forwards that no backward follows: FSDP would take them for the order in which backwards come."""
+    """Context of forwards without a backward: FSDP would take them for the order in which backwards come."""
     groups = [group for unit in units_in((module,)) for group in unit._groups]
     orders = [order for group in groups for order in private.fsdp_order(group)]
     before = [list(order) for order in orders]
@@ -164,7 +146,7 @@ def unrecorded(module: nn.Module) -> Iterator[None]:
 
 
 def messages_bytes(module: nn.Module) -> int:
-    """What units of a model leave behind for their neighbours to overlap with, at most, and what stays gathered."""
+    """Most bytes that units leave behind for their neighbours to overlap with, and bytes that stay gathered."""
     units = [unit for unit in units_in((module,)) if not unit.is_whole]
     sizes = [unit.sizes for unit in units]
     passing = max((size.gathered_bytes for size in sizes), default=0) + max((s.reduced_bytes for s in sizes), default=0)

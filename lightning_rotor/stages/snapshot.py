@@ -3,13 +3,13 @@
 The library runs user code more often than the user does: it records, measures, and recomputes. What such a run
 changes must not show::
 
-    module ──► attributes ──► lists, dicts, sets, deques, arrays, tensors, generators, objects of the user's, and what is in them
-          └──► hooks ──► variables of enclosing functions, globals that they name, defaults, bound objects, arguments of partial
+    module ──► attributes ──► lists, dicts, sets, deques, arrays, tensors, generators, user objects, and what is in them
+          └──► hooks ──► variables of enclosing functions, globals that they name, defaults, bound objects, partial's
 
-Objects keep their identity: contents are put back into the very list that had them. Not followed are the libraries'
-own objects (torch's, NumPy's, the Trainer, data sets and loaders), children of a module that a hook refers to, code
-of classes and in attributes, and what holds locks, files or threads. Tensors and arrays are copied if they are small;
-of a larger tensor it is only known whether it has changed.
+Objects keep their identity: contents go back into the very list that had them. Not followed are the libraries' own
+objects (torch's, NumPy's, the Trainer, data sets and loaders), children of a module that a hook refers to, code of
+classes and in attributes, and what holds locks, files or threads. Small tensors and arrays are copied; of a larger
+tensor only its version is known.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ _ABSENT = object()
 
 _OURS_TO_KEEP = frozenset(("_lightning_rotor", "training"))
 _LIBRARIES = frozenset(
-    ("torch", "numpy", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_rotor", *sys.stdlib_module_names)
+    ("torch", "numpy", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_rotor",
+     *sys.stdlib_module_names)
 )  # fmt: skip
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _GENERATORS = (random.Random, torch.Generator, np.random.Generator, np.random.RandomState)
@@ -59,13 +60,8 @@ class Snapshot:
 
     Args:
         roots: Modules, without those inside of them; or functions, containers and other objects.
-        hooks: Hooks of modules count.
-        objects: Not only containers and generators count, but tensors, functions, modules and other objects as well.
-        also: Other things to look at, of whatever kind.
+        objects: Tensors, functions, modules and other objects count as well, not only containers and generators.
         small_bytes: Tensors and arrays up to this size are copied.
-
-    Attributes:
-        objects: By ``id``, the namespaces of objects that are neither modules nor containers: configurations, meters.
     """
 
     __slots__ = ("_generators", "_kept", "_options", "_roots", "_seen", "_tensors", "objects")
@@ -87,19 +83,13 @@ class Snapshot:
         self._seen, self.objects = look.seen, look.objects
 
     def again(self) -> Snapshot:
-        """What it has seen, and what can be reached now, as it is now."""
+        """A new snapshot of what this one has seen, and of what can be reached now."""
         return Snapshot(self._roots, also=self._seen.values(), **self._options)  # type: ignore[arg-type]
 
     # ---------------------------------------------------------------- putting back
 
     def restore(self, leaving: Collection[int] = ()) -> None:
-        """Put everything back.
-
-        Args:
-            leaving: Attributes of plain objects to leave as they are, see :attr:`objects`.
-        Raises:
-            ExecutionError: A tensor has changed of which there is no copy.
-        """
+        """Put everything back but attributes in ``leaving``; ``ExecutionError`` if a changed tensor has no copy."""
         self._put(None, leaving)
         lost = None
         with torch.no_grad():
@@ -132,25 +122,21 @@ class Snapshot:
 
     @property
     def copied(self) -> list[torch.Tensor]:
-        """Tensors that it can put back."""
+        """Tensors of which there are copies."""
         return [tensor for tensor, _, copy in self._tensors if copy is not None]
 
     def changed(self) -> set[int]:
-        """By ``id``, what is not as it was."""
+        """Things that have changed, by ``id``."""
         found = {id(owner) for kind, owner, content in self._kept if not kind.same(owner, content)}
         return found | {id(tensor) for tensor, _ in self._changed_tensors()}
 
     @property
     def owners(self) -> set[int]:
-        """By ``id``, what can change of it."""
+        """Things in it that can change, by ``id``."""
         return {id(owner) for _, owner, _ in self._kept} | {id(tensor) for tensor, _, _ in self._tensors}
 
     def require_undoable(self) -> None:
-        """Check that a recomputation can start from here.
-
-        Raises:
-            ExecutionError: A tensor has changed meanwhile whose value from before is gone, or cannot be lent.
-        """
+        """Raise ``ExecutionError`` if a tensor has changed whose earlier value is gone, or cannot be lent."""
         for tensor in self._gone():
             raise _lost(tensor)
 
@@ -171,9 +157,9 @@ class Snapshot:
 
 def _lost(tensor: torch.Tensor) -> ExecutionError:
     return ExecutionError(
-        f"a forward or a hook changes a tensor of shape {tuple(tensor.shape)} in place that is no buffer, so its earlier "
-        "value is gone and the forward cannot run again: expected register_buffer for it, or an attribute that is set "
-        "anew (self.state = new)"
+        f"a forward or a hook changes a tensor of shape {tuple(tensor.shape)} in place that is no buffer, so "
+        "its earlier value is gone and the forward cannot run again: expected register_buffer for it, or an "
+        "attribute that is set anew (self.state = new)"
     )
 
 
@@ -193,7 +179,7 @@ def _lent(value: Any, loans: Mapping[int, Any] | None) -> Any:
 
 
 def _items(entries: Any) -> Iterable[tuple[Any, Any]]:
-    """Not by methods of a class of the user's, which may make entries anew whenever they are asked for."""
+    """Entries of a dict, without methods of a user's class, which may make entries anew whenever asked."""
     return OrderedDict.items(entries) if isinstance(entries, OrderedDict) else dict.items(entries)
 
 
@@ -218,13 +204,13 @@ def _drop_names(namespace: dict[str, Any], then: Mapping[str, Any]) -> None:
 
 
 def _put_names(namespace: dict[str, Any], then: Mapping[str, Any], loans: Mapping[int, Any] | None) -> None:
-    """Attributes one by one: somebody may look at them meanwhile, and their order is nobody's business."""
+    """Set attributes one by one: another thread may look at them meanwhile, and their order does not matter."""
     _drop_names(namespace, then)
     _GLOBALS.put(namespace, then, loans)
 
 
 def _put_tensors(tensors: dict[str, Any], then: Mapping[str, Any], loans: Mapping[int, Any] | None) -> None:
-    """Parameters or buffers. While a module runs again, others may be in their places: gathered by FSDP, or lent."""
+    """Set parameters or buffers. While a module runs again, others may stand there: gathered by FSDP, or lent."""
     if loans is None:
         _put_entries(tensors, then, loans)
     else:
@@ -262,7 +248,7 @@ def _put_array(array: Any, then: Any, loans: Mapping[int, Any] | None) -> None:
 
 
 def _by_name(read: Callable[[Any, str], Any], write: Callable[..., None], remove: Callable[..., None]) -> _Kind:
-    """Some of the names that an owner has values under; others are left alone."""
+    """The values of some names of an owner."""
 
     def same(owner: Any, then: Mapping[str, Any]) -> bool:
         return all(read(owner, name) is value for name, value in then.items())
@@ -314,15 +300,7 @@ _CELL = _by_name(
 
 
 class _Look:
-    """Follows what can be reached, and notes what is there.
-
-    Attributes:
-        kept: How each thing is put back, the thing, and what was in it.
-        tensors: With their versions, and copies of small ones.
-        generators: What sets each back.
-        seen: All that was looked at, by ``id``.
-        objects: See :class:`Snapshot`.
-    """
+    """Follows what can be reached; ``kept`` has how each thing is put back, the thing, and what was in it."""
 
     def __init__(self, hooks: bool, objects: bool, small_bytes: int) -> None:
         self.kept: list[tuple[_Kind, Any, Any]] = []
@@ -374,7 +352,7 @@ class _Look:
         self._follow(_values_of(attributes))
 
     def _module(self, module: nn.Module) -> None:
-        """One that is referred to: its hooks are not called, and nobody else sees to its buffers."""
+        """Look at a module that is referred to: its hooks are not called, and nobody else sees to its buffers."""
         if isinstance(module, torch.jit.ScriptModule) or _is_torchs(type(module)):
             return
         attributes = module.__dict__
@@ -420,7 +398,7 @@ class _Look:
             self.generators.append(rewinding(generator))
 
     def _function(self, function: FunctionType) -> None:
-        """A function: variables around it, defaults, attributes, globals."""
+        """Look at a function: variables around it, defaults, attributes, globals."""
         if function.__code__.co_filename.startswith(_OURS):
             return
         for cell in function.__closure__ or ():
@@ -444,7 +422,7 @@ class _Look:
         self._follow((variable.get(None),))
 
     def _object(self, value: Any) -> None:
-        """An object of the user's, or of a library if it holds nothing but data."""
+        """Look at an object of the user's, or of a library if it holds nothing but data."""
         if self._follows_objects:
             namespace, kind = namespace_of(value), type(value)
             if namespace is not None and (_is_own(kind) or all(isinstance(each, _DATA) for each in namespace.values())):
@@ -459,7 +437,7 @@ class _Look:
 
 
 def _look_for(kind: type) -> Callable[[_Look, Any], None] | None:
-    """How to look at values of a type; None if nothing about them can change, or if it is nobody's business."""
+    """The way to look at values of a type; None if nothing about them can change or matters."""
     is_librarys = kind.__module__.partition(".")[0] in _LIBRARIES
     found: Callable[[_Look, Any], None] | None = _Look._object
     known = next((entry for entry in _KINDS if issubclass(kind, entry[0])), None)
@@ -496,7 +474,7 @@ _LOOKS: dict[type, Callable[[_Look, Any], None] | None] = {
 
 
 def _values_of(attributes: Mapping[str, Any]) -> Iterator[Any]:
-    """Attributes of the user's. What functions among them refer to is their own affair, as it is with code of classes."""
+    """Attributes of the user's. What functions among them refer to does not count, like code of classes."""
     for name, value in attributes.items():
         is_ours = name in private.STRUCTURE or name in _OURS_TO_KEEP
         if not is_ours and not isinstance(value, (FunctionType, MethodType, partial)):
@@ -532,7 +510,7 @@ def _is_own(kind: type) -> bool:
 
 
 def namespace_of(holder: Any) -> dict[str, Any] | None:
-    """The dict that an object keeps its attributes in, if it has one. Asks no code of the object's class."""
+    """The dict of an object's attributes, or None. Runs no code of the object's class."""
     try:
         found = object.__getattribute__(holder, "__dict__")
     except AttributeError:

@@ -48,10 +48,8 @@ class HostGenerators:
 class GeneratorStates:
     """The state of all global generators at one moment: Python's, NumPy's, torch's on the host and on the CUDA device.
 
-    Args:
-        device: The CUDA device; by default the current one, if CUDA is in use at all.
-        counted: torch's allocator counts the bytes that are remembered, as plans do.
-        host: Python's and NumPy's are of interest, which torch's own layers never use.
+    With ``counted``, torch's allocator counts the remembered bytes, as plans do. torch's own layers never use Python's
+    and NumPy's generators (``host``).
     """
 
     __slots__ = ("_cuda", "_device", "_host", "_torch")
@@ -99,7 +97,7 @@ def generator_state(value: Any) -> Any:
 
 
 def rewinding(generator: Any) -> Callable[[], object]:
-    """What sets a random generator back to its present state."""
+    """A function that sets a random generator back to its present state."""
     if isinstance(generator, random.Random):
         return partial(generator.setstate, generator.getstate())
     if isinstance(generator, np.random.Generator):
@@ -140,11 +138,7 @@ class Settings:
 
 
 class LayerSettings:
-    """What torch's own layers have in attributes at the moment when it is made: a mode, a dropout's ``p``, an ``eps``.
-
-    Args:
-        layers: No hooks run around their forwards.
-    """
+    """What torch's own layers have in attributes when it is made: a mode, a dropout's ``p``, an ``eps``."""
 
     __slots__ = ("_all_hooked", "_now", "_then")
 
@@ -155,7 +149,7 @@ class LayerSettings:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Context in which they are set again, and hooks that were registered since are not called."""
+        """Context in which they are set again, without the hooks that were registered since."""
         changed = [(now, then) for now, then in zip(self._now, self._then, strict=True) if not _same(now, then)]
         before = [now.copy() for now, _ in changed]
         hooks = [now[name] for now in self._now for name in private.HOOKS[:2] if now[name]]
@@ -180,7 +174,7 @@ def _same(now: dict[str, Any], then: dict[str, Any]) -> bool:
 
 
 def _set_attributes(now: dict[str, Any], then: dict[str, Any]) -> None:
-    """All but tensors: FSDP1 puts parameters there, and they come and go."""
+    """Set all but tensors: FSDP1 puts parameters there, and they come and go."""
     for name in now.keys() | then.keys():
         if name not in then:
             if not isinstance(now[name], torch.Tensor):
@@ -195,12 +189,7 @@ def settings() -> tuple[Any, ...]:
 
 
 def _change(values: tuple[Any, ...], older: list[Any] | None = None) -> list[Any]:
-    """Set all settings, and the older ones with them. Returns what these were, None where torch does not tell.
-
-    Args:
-        values: From :func:`settings`.
-        older: What an earlier change returned; by default, what the values amount to.
-    """
+    """Set all settings, and the ``older`` ones, by default as the new ones imply. Returns what the older ones were."""
     told = [_told(read) for read, _, _ in _OLDER]
     _write(values)
     for (_, write, implied), value in zip(_OLDER, told if older is None else older, strict=True):
@@ -272,9 +261,10 @@ _OLDER: tuple[tuple[_Read, _Write, _Read], ...] = (
 
 
 # ----------------------------------------------------------------------------------------------------
-# Whether tensors are still what they were when a forward read them, as far as torch can tell: it counts writes in
-# place to a tensor and its views, and ``data`` that is set has another storage. It does not count what is written
-# through ``tensor.data``, through NumPy, or by fused optimizers.
+# Whether tensors are still what they were when a forward read them.
+
+# torch counts writes in place to a tensor and its views, and ``data`` that is set has another storage. It does not
+# count what is written through ``tensor.data``, through NumPy, or by fused optimizers.
 
 
 Slot: TypeAlias = tuple[dict[str, Any], str, Any]
@@ -283,13 +273,7 @@ _requires_grad = attrgetter("requires_grad")
 
 
 def first_changed(before: Sequence[int], tensors: Sequence[torch.Tensor], *, or_copies: bool = False) -> int | None:
-    """Number of the first tensor that has changed since, or None.
-
-    Args:
-        before: Stamps of the tensors, or the first of these: what is left out is not compared.
-        tensors: As many.
-        or_copies: They may be copies, in other memory.
-    """
+    """Number of the first tensor that has changed, or None. ``before`` are its stamps or the first of these."""
     now = stamps(tensors)[: len(before)]
     if now == before:
         return None
@@ -305,15 +289,7 @@ def _spell(_: dict[str, Any], name: str) -> str:
 
 
 class TensorsRead:
-    """Parameters and buffers of modules that a forward reads.
-
-    Args:
-        slots: Where they are.
-        spell: How messages call what is in a slot.
-
-    Attributes:
-        slots: Where they are; None may be there, too.
-    """
+    """Parameters and buffers that a forward reads. A slot may hold None; ``spell`` names it in messages."""
 
     def __init__(self, slots: Iterable[Slot] = (), spell: Callable[[dict[str, Any], str], str] = _spell) -> None:
         self.slots = list(slots)
@@ -324,11 +300,7 @@ class TensorsRead:
         self._learning = list(map(_requires_grad, self._tensors))
 
     def require_untouched(self) -> None:
-        """Check at its end that the forward itself has not changed them.
-
-        Raises:
-            ExecutionError: It has.
-        """
+        """Raise ``ExecutionError`` if the forward itself has changed them."""
         for table, name, tensor in self._read:
             if table.get(name) is not tensor:
                 raise self._changed_inside(table, name)
@@ -337,11 +309,7 @@ class TensorsRead:
             raise self._changed_inside(*self._read[number][:2])
 
     def require_unchanged(self) -> None:
-        """Check, when the forward is about to be repeated, that nobody else has changed them either.
-
-        Raises:
-            ExecutionError: Somebody has.
-        """
+        """Raise ``ExecutionError``, before the forward is repeated, if somebody else has changed them."""
         number = first_changed(self._stamps, self._tensors)
         if number is not None:
             raise changed_meanwhile(
@@ -362,7 +330,7 @@ class TensorsRead:
                 tensor.requires_grad_(after)
 
     def standing_in(self, substitutes: Mapping[int, torch.Tensor]) -> TensorsRead:
-        """The same with others in the slots of some tensors, by the ``id`` of each."""
+        """Like :meth:`restored`, with others in the slots of some tensors, by the ``id`` of each."""
         other = copy(self)
         other.slots = [(table, name, substitutes.get(id(tensor), tensor)) for table, name, tensor in self.slots]
         return other
@@ -370,19 +338,14 @@ class TensorsRead:
     def _changed_inside(self, table: dict[str, Any], name: str) -> ExecutionError:
         return ExecutionError(
             f"the {self._spell(table, name)} changed in a segment that is to be recomputed, but did not while it was "
-            "measured, so its earlier value is gone: expected a forward that leaves parameters and large buffers alone, or "
-            "updates them every time. Measure again with the module in its present state"
+            "measured, so its earlier value is gone: expected a forward that leaves parameters and large "
+            "buffers alone, or updates them every time. Measure again with the module in its present state"
         )
 
 
 def changed_meanwhile(what: str, remedy: str) -> ExecutionError:
-    """The error for what has changed between the forward that read it and the backward that recomputes with it.
-
-    Args:
-        what: Has changed.
-        remedy: What to do instead.
-    """
+    """The error for what has changed between the forward that read it and the backward that recomputes with it."""
     return ExecutionError(
-        f"the {what} has changed since the forward read it, and the backward would recompute with another value: expected "
-        f"it unchanged until the backward is over. {remedy}, or run the forward again"
+        f"the {what} has changed since the forward read it, and the backward would recompute with another "
+        f"value: expected it unchanged until the backward is over. {remedy}, or run the forward again"
     )
