@@ -203,9 +203,9 @@ def scout(
             to_next = 0 < index < len(stages) - 1 and stages[index - 1].inverse is not None and not open_head
             cuts.discard(index + 1 if to_next else index)
         open_head = (index == 0 or open_head) and all(storage.born < 0 for storage in results)
-        for storage in changed:
-            changes_input = changes_input or storage.born < 0
-            cuts -= set(range(storage.born + 1, index + 1))
+        for each in changed:
+            changes_input = changes_input or each.born < 0
+            cuts -= set(range(each.born + 1, index + 1))
         for number in wiring.dead[index]:
             values.pop(number, None)
     for number in stages[-1].writes:

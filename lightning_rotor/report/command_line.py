@@ -18,7 +18,7 @@ from rich.console import Console
 from lightning_rotor import __version__
 from lightning_rotor.errors import RotorError, RotorWarning, SampleError
 from lightning_rotor.planned.batch_sizes import BatchSizeAdvice
-from lightning_rotor.planning import frontier as baselines
+from lightning_rotor.planning import baselines
 from lightning_rotor.planning.tables import plain_simulation
 from lightning_rotor.profiling.estimates import InputSpec
 from lightning_rotor.profiling.roofline import GPUS
