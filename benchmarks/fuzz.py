@@ -57,8 +57,8 @@ from lightning_rotor.chain import Chain
 from lightning_rotor.memory.budget import Budget
 from lightning_rotor.planning import Plan, minimum_budget, scheduled
 from lightning_rotor.profiling import Profile, meters
+from lightning_rotor.profiling import settling as interlude
 from lightning_rotor.profiling import stage as timing
-from lightning_rotor.profiling import surroundings as interlude
 from lightning_rotor.profiling.meters import AllocatorEvent, CpuMeter
 from lightning_rotor.strategies import RotorPipelineStrategy
 from lightning_rotor.units import MemoryLimit
