@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 import lightning_rotor.planned.plans
 from lightning_rotor import RotorCallback, UnitError
 from lightning_rotor.chain import Chain, Option, StageCost
-from lightning_rotor.planned import closed_loop as step_watch
+from lightning_rotor.planned import closed_loop
 from lightning_rotor.planned.new_shapes import chain_at
 from lightning_rotor.profiling import profile_chain
 from tests.training import Witness, assert_same_bits
@@ -64,18 +64,18 @@ def test_between_near_lengths_the_bound_is_close() -> None:
     rows = [[5, 3, 2, 7, 11, 1]] * len(FIELDS)
     measured = [(((8, length),), chain(rows, 8, length)) for length in (16, 24, 36)]
     for length in range(16, 40):
-        bound, source = chain_at(((8, length),), measured)
+        bound, _, is_close = chain_at(((8, length),), measured)
         truth = chain(rows, 8, length).stages[0].output_bytes
-        assert source.is_close
+        assert is_close
         assert truth <= bound.stages[0].output_bytes <= (1.05 if length <= 36 else 1.34) * truth
-    assert not chain_at(((8, 50),), measured)[1].is_close
+    assert not chain_at(((8, 50),), measured)[2]
     assert chain_at(((8, 55),), measured) is None
 
 
 def test_chains_that_differ_in_more_than_sizes_say_nothing_of_each_other() -> None:
     rows = [[1] * 6] * len(FIELDS)
     measured = [(((8, 16),), chain(rows, 8, 16)), (((8, 32),), chain(rows, 8, 32, "another"))]
-    bound, _ = chain_at(((8, 20),), measured)
+    bound, _, _ = chain_at(((8, 20),), measured)
     assert bound.names == ("layer",)
     assert bound.stages[0].output_bytes == math.ceil(measured[0][1].stages[0].output_bytes * (20 / 16) ** 3)
 
@@ -149,7 +149,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return profile_chain(stages, sample, **options)
 
     monkeypatch.setattr(lightning_rotor.planned.plans, "profile_chain", noting)
-    monkeypatch.setattr(step_watch, "_STEPS", 10**6)
+    monkeypatch.setattr(closed_loop, "_STEPS", 10**6)
     return samples
 
 

@@ -16,7 +16,7 @@ length squared. What is half as large again as all that was measured is measured
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -73,14 +73,14 @@ class Measurements:
         found = chain_at(signature.shapes, [(known.shapes, self._known[known].chain) for known in family])
         if found is None:
             return None
-        chain, nearest = found
-        known = family[nearest.number]
+        chain, number, is_close = found
+        known = family[number]
         profile = self._known[known]
         try:
             first = replace(chain.stages[0], takes=_taken_by_first(profile.stages, signature))
             chain = replace(chain, stages=(first, *chain.stages[1:]))
             if known.cut is signature.cut:
-                return Estimate(Profile(chain, profile.stages, profile.states), nearest.is_close)
+                return Estimate(Profile(chain, profile.stages, profile.states), is_close)
             moved = profile_over(
                 signature.cut.stages,
                 chain,
@@ -89,33 +89,57 @@ class Measurements:
             )
         except (ValueError, IndexError):
             return None
-        return Estimate(moved, nearest.is_close)
+        return Estimate(moved, is_close)
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
-    """Source of a bound: the number of the measurement, and whether that is near."""
+class _Bound:
+    """A way to bound costs: one measurement times a factor, or a point between two, which are named by their numbers."""
 
+    total_bytes: float
+    is_far: bool
     number: int
-    is_close: bool
+    factor: float = 1.0
+    larger: int | None = None
+    share: float = 0.0
+
+    def chain(self, known: Sequence[tuple[Shapes, Chain]]) -> Chain | None:
+        """The bound on costs, from the measured chains; None if two differ in more than sizes."""
+        chain = known[self.number][1]
+        if self.larger is None:
+            return _scaled(chain, self.factor)
+        try:
+            return _between(chain, known[self.larger][1], self.share)
+        except UnlikeChainsError:
+            return None
 
 
-def chain_at(wanted: Shapes, known: Sequence[tuple[Shapes, Chain]]) -> tuple[Chain, _Source] | None:
-    """The least bound on costs for the wanted shapes, and its source; None if all measurements are much smaller."""
-    bounds: list[tuple[Chain, _Source]] = []
-    for number, (shapes, chain) in enumerate(known):
+def chain_at(wanted: Shapes, known: Sequence[tuple[Shapes, Chain]]) -> tuple[Chain, int, bool] | None:
+    """The least bound on costs for the wanted shapes, the number of its measurement, and True if that is near.
+
+    None if all measurements are much smaller.
+    """
+    # Many are possible, and only the best is put together.
+    for bound in sorted(_bounds(wanted, known), key=lambda bound: (bound.total_bytes, bound.is_far)):
+        chain = bound.chain(known)
+        if chain is not None:
+            return chain, bound.number, not bound.is_far
+    return None
+
+
+def _bounds(wanted: Shapes, known: Sequence[tuple[Shapes, Chain]]) -> Iterator[_Bound]:
+    totals = [_total_bytes(chain) for _, chain in known]
+    for number, (shapes, _) in enumerate(known):
         growth = _growth(shapes, wanted)
         if growth <= _MOST_GROWTH:
-            bounds.append((_scaled(chain, growth**_DEGREE), _Source(number, _is_near(shapes, wanted, growth))))
-        for above, larger in known if growth > 1 else ():
+            factor = growth**_DEGREE
+            yield _Bound(totals[number] * factor, not _is_near(shapes, wanted, growth), number, factor)
+        for larger, (above, _) in enumerate(known) if growth > 1 else ():
             share = _share(shapes, wanted, above)
             if share is not None:
-                try:
-                    bound = _between(chain, larger, share)
-                except UnlikeChainsError:
-                    continue
-                bounds.append((bound, _Source(number, _growth(shapes, above) <= _NEAR_SPAN)))
-    return min(bounds, key=lambda bound: (_total_bytes(bound[0]), not bound[1].is_close), default=None)
+                total_bytes = totals[number] + share * max(0, totals[larger] - totals[number])
+                is_far = _growth(shapes, above) > _NEAR_SPAN
+                yield _Bound(total_bytes, is_far, number, larger=larger, share=share)
 
 
 def _growth(shapes: Shapes, wanted: Shapes) -> float:
