@@ -82,9 +82,8 @@ class Checkpointable(nn.Module):
         if units:
             raise ModelError(
                 f"{type(module).__name__} holds {len(units)} FSDP unit{'s' * (len(units) > 1)} (the first is "
-                f"{units[0]!r}), which only all "
-                "processes together can measure: expected RotorCallback, under which they agree, or a module without "
-                "units"
+                f"{units[0]!r}), which only all processes together can measure: expected RotorCallback, under which "
+                "they agree, or a module without units"
             )
         self.module = module
         self._prepare()
@@ -192,10 +191,9 @@ class Checkpointable(nn.Module):
         if self.training and torch.is_grad_enabled():
             raise ModelError(
                 "a module that was compiled as a whole can be planned if it is called with one positional argument, "
-                "but this call has "
-                f"{len(args)}{f' and the keywords {list(kwargs)}' if kwargs else ''}: expected a tuple of tensors as "
-                "the only argument, or the "
-                "module's blocks compiled instead (for block in net.blocks: block.compile())"
+                f"but this call has {len(args)}{f' and the keywords {list(kwargs)}' if kwargs else ''}: expected a "
+                "tuple of tensors as the only argument, or the module's blocks compiled instead (for block in "
+                "net.blocks: block.compile())"
             )
         return self.module(*args, **kwargs)
 

@@ -417,6 +417,18 @@ def test_bad_limits_fail_in_the_constructor() -> None:
         RotorCallback(mem_limit="lots")
 
 
+def test_after_training_the_callback_keeps_what_it_showed_and_lets_the_trainer_go(tmp_path: Path) -> None:
+    rotor = RotorCallback("1GiB", "body", show_table=False)
+    fit([rotor], tmp_path)
+    again = pickle.loads(pickle.dumps(rotor))  # as launchers do that spawn processes
+    assert again.plan is not None
+    assert again.plan.schedule == rotor.plan.schedule
+    assert again.measured_peak_bytes == rotor.measured_peak_bytes
+    assert again.budget_bytes == 2**30
+    fit([again], tmp_path)
+    assert again.plan.schedule == rotor.plan.schedule
+
+
 def test_an_impossible_limit_says_where_the_memory_goes(tmp_path: Path) -> None:
     model = Net()
     pattern = r"mem_limit 10.0 KiB is below the minimum .* for parameters \(.*\), optimizer state \(.*\), .*the batch \(.*\), and at least"

@@ -29,7 +29,7 @@ from lightning_rotor.capture.compiled import CompiledModules, Variants
 from lightning_rotor.chain import Chain
 from lightning_rotor.execution.executor import Executor
 from lightning_rotor.execution.options import run_stage
-from lightning_rotor.profiling import Profile, profile_chain
+from lightning_rotor.profiling import Profile, profile_chain, variants
 from lightning_rotor.profiling.stage import StageProfiler, StageSeconds
 from lightning_rotor.profiling.variants import KnownSeconds
 from lightning_rotor.schedule import Schedule, leaves
@@ -346,18 +346,16 @@ class Timed:
     in_lockstep: bool = False
     runs: int = 0
 
-    def timed_run(self) -> tuple[float, float]:
+    def run(self) -> tuple[float, float]:
         self.runs += 1
         return self.seconds / 3, 2 * self.seconds / 3
 
-    def is_timed(self, seconds: Sequence[float]) -> bool:
-        return len(seconds) >= self.repeats
 
-    def seconds_of(self, runs: Sequence[tuple[float, float]]) -> StageSeconds:
-        return StageSeconds(runs[-1][0], 0.0, runs[-1][1])
-
-
-def test_stages_that_look_alike_take_the_same_time_unless_a_few_runs_tell_another() -> None:
+def test_stages_that_look_alike_take_the_same_time_unless_a_few_runs_tell_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(variants, "timed_run", Timed.run)
+    monkeypatch.setattr(variants, "seconds_of", lambda profiler, runs: StageSeconds(runs[-1][0], 0.0, runs[-1][1]))
     net = Net([Block()])
     stage = sequentialize(net, (torch.randn(2, 16, 8),)).stages[0]
     known = KnownSeconds()

@@ -88,8 +88,8 @@ class RotorBatchSizeAdvice(pl.Callback):
         if self._set_batch_size and not lightning_hasattr(pl_module, self._batch_arg_name):
             raise ModelError(
                 f"there is no attribute {self._batch_arg_name!r} to set: expected one of the LightningModule, its "
-                "hparams or the "
-                "LightningDataModule. Name another one with batch_arg_name, or leave out set_batch_size"
+                "hparams or the LightningDataModule. Name another one with batch_arg_name, or leave out "
+                "set_batch_size"
             )
         loop = trainer.fit_loop
         loop.setup_data()
@@ -116,8 +116,7 @@ class RotorBatchSizeAdvice(pl.Callback):
         if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
             raise ModelError(
                 f"the parameters of {type(model).__name__} are spread over processes, so that no module runs by "
-                "itself: expected parameters in "
-                "one piece. Ask for advice on one device, or under DDP"
+                "itself: expected parameters in one piece. Ask for advice on one device, or under DDP"
             )
         loop = TrainerLoop(trainer, model)
         target = self._target(loop, batch)

@@ -92,8 +92,8 @@ class RotorCallback(pl.Callback):
         self._slots, self._max_plans = slots, max_plans
         self._compiled_variants = check_variants(compiled_variants)
         self._show_table, self._progress_bar, self._log_plan = show_table, progress_bar, log_plan
-        self._planner: StepPlanner | None = None  # of this training, or the one before
-        self._is_attached = False
+        self._planner: StepPlanner | None = None  # while training
+        self._last: ProcessPlan | None = None  # of the training before
         self._saved: SavedPlans | None = None
 
     @property
@@ -104,12 +104,14 @@ class RotorCallback(pl.Callback):
     @property
     def plan(self) -> Plan | None:
         """The plan that training runs, or ran last."""
-        return None if self._planner is None else self._planner.plan
+        shown = self._shown()
+        return None if shown is None else shown.plan
 
     @property
     def budget_bytes(self) -> int:
         """The limit of the whole process in bytes, known once there is a plan."""
-        return 0 if self._planner is None else self._planner.limit_bytes
+        shown = self._shown()
+        return 0 if shown is None else shown.limit_bytes
 
     @property
     def predicted_peak_bytes(self) -> int | None:
@@ -120,17 +122,19 @@ class RotorCallback(pl.Callback):
     @property
     def measured_peak_bytes(self) -> int | None:
         """The allocator's peak in the step measured last, what was allocated before it included, or None."""
-        return None if self._planner is None else self._planner.watch.peak_bytes
+        shown = self._shown()
+        return None if shown is None else shown.measured_peak_bytes
 
     @property
     def measured_reserved_bytes(self) -> int | None:
         """Most bytes that a GPU's caching allocator had reserved in that step, reusable ones too; None on the CPU."""
-        return None if self._planner is None else self._planner.watch.reserved_bytes
+        shown = self._shown()
+        return None if shown is None else shown.measured_reserved_bytes
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Attach, unless the layers are only made in ``configure_model``, which runs later."""
         if stage == "fit":
-            self._planner, self._is_attached = None, False
+            self._planner = self._last = None
             limit = "what is free" if self._limit is None else str(self._limit)
             settings = {"mem_limit": limit, "module": self._module_name or "", "slots": self._slots}
             log_hyperparameters(trainer, type(self).__qualname__, settings)
@@ -139,7 +143,7 @@ class RotorCallback(pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Attach now if ``setup`` could not."""
-        if not self._is_attached:
+        if self._planner is None:
             self._attach(trainer, pl_module)
 
     def on_train_batch_start(
@@ -191,11 +195,8 @@ class RotorCallback(pl.Callback):
 
     def _attach(self, trainer: pl.Trainer, model: pl.LightningModule) -> None:
         hush(model)
-        # Tuners take all callbacks out of the Trainer; one of them tries another batch when memory does not suffice.
-        loop = TrainerLoop(trainer, model, is_trial=lambda: self not in trainer.callbacks)  # type: ignore[attr-defined]
-        self._is_attached = True
         self._planner = StepPlanner(
-            loop,
+            TrainerLoop(trainer, model, self),
             self._limit,
             self._module_name,
             beyond=self._on_infeasible == "warn",
@@ -205,10 +206,10 @@ class RotorCallback(pl.Callback):
 
     def _detach(self, model: pl.LightningModule) -> None:
         unhush(model)
-        self._is_attached = False
         if self._planner is not None:
             self._planner.end()
-            self._saved = self._planner.saved
+            # Who holds the Trainer and the model is let go.
+            self._last, self._saved, self._planner = self._shown(), self._planner.saved, None
 
     @property
     def state_key(self) -> str:
@@ -225,19 +226,21 @@ class RotorCallback(pl.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on without measuring again, if the model is the one that was measured."""
         saved = SavedPlans.from_plain(state_dict)
-        if self._planner is None or not self._is_attached:
+        if self._planner is None:
             self._saved = saved
         elif not self._planner.load(saved):
             self._planner.loop.warn(
                 f"the checkpoint's plan is not for this {type(self._planner.loop.model).__name__}: expected one for "
-                "the "
-                "same layers, made with this version of lightning-rotor. It is left aside, and the model is measured "
-                "anew"
+                "the same layers, made with this version of lightning-rotor. It is left aside, and the model is "
+                "measured anew"
             )
 
     def _shown(self) -> ProcessPlan | None:
+        """The plan that training runs, or ran last."""
         planner = self._planner
-        if planner is None or planner.plan is None:
+        if planner is None:
+            return self._last
+        if planner.plan is None:
             return None
         watch = planner.watch
         return ProcessPlan(

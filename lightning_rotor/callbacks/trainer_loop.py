@@ -130,17 +130,15 @@ def _harmless(value: Any) -> Any:
 
 
 class TrainerLoop(TrainingLoop):
-    """The loop of a Trainer. ``is_trial`` is True while a tuner of the batch size has taken the callbacks away."""
+    """The loop of a Trainer, for a callback of it if there is one."""
 
     model: pl.LightningModule
 
-    def __init__(
-        self, trainer: pl.Trainer, model: pl.LightningModule, is_trial: Callable[[], bool] = lambda: False
-    ) -> None:
+    def __init__(self, trainer: pl.Trainer, model: pl.LightningModule, callback: pl.Callback | None = None) -> None:
         super().__init__(model)
         self.trainer = trainer
-        self._is_trial = is_trial
-        self.is_compiled = private.is_compiled(model)
+        self._callback = callback
+        self.is_compiled = is_compiled(model)
         # Compiled as a whole, it leaves its forward to torch.compile.
         self.may_be_whole = is_overridden("forward", model) and not self.is_compiled
         self.is_lead = not trainer.global_rank
@@ -149,7 +147,9 @@ class TrainerLoop(TrainingLoop):
     @property
     @override
     def is_trial(self) -> bool:
-        return self._is_trial()
+        """True if the callback is not the Trainer's: tuners take all callbacks out, and one tries another batch then."""
+        callbacks: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        return self._callback is not None and self._callback not in callbacks
 
     @property
     @override

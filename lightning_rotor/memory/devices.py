@@ -95,8 +95,8 @@ def _warn_if_larger(size_bytes: int, device: torch.device | str, system_root: Pa
     if size_bytes > available_bytes:
         warnings.warn(
             f"the memory limit of {format_bytes(size_bytes)} is more than the {format_bytes(available_bytes)} that "
-            f"{device} has for this "
-            "process: training can run out of memory inside the limit. Lower it, or leave it out to use what is free",
+            f"{device} has for this process: training can run out of memory inside the limit. Lower it, or leave it "
+            "out to use what is free",
             RotorWarning,
             stacklevel=3,
         )

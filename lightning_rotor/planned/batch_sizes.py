@@ -119,8 +119,7 @@ class AffineCosts:
         except UnlikeChainsError as error:
             raise ModelError(
                 f"batches of {small} and {large} run differently ({error}), so nothing can be said about others: "
-                "expected a model whose layers "
-                "do not depend on the batch size"
+                "expected a model whose layers do not depend on the batch size"
             ) from None
 
 

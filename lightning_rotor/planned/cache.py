@@ -220,8 +220,7 @@ class KnownCuts:
         if value is None:
             raise ModelError(
                 f"{type(self._module).__name__} changes whenever its forward runs, so no trace of it holds: expected "
-                "attributes that stay the "
-                "same from call to call"
+                "attributes that stay the same from call to call"
             )
         return cut, value
 

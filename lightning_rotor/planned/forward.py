@@ -127,10 +127,8 @@ def shortage_message(failure: BaseException, reason: str, *, limit_bytes: int, p
     """What happened, in terms of the user's limit, and what to set. Contains torch's words, as tuners look for them."""
     return (
         f"out of memory inside mem_limit {format_bytes(limit_bytes)}: the plan was to peak at "
-        f"{format_bytes(predicted_bytes)}; "
-        f"{_actual_peak()}. {reason}. Set mem_limit to less than what the device really has for this process, lower "
-        "the batch size, or free "
-        f"what others hold there. torch said: {failure}"
+        f"{format_bytes(predicted_bytes)}; {_actual_peak()}. {reason}. Set mem_limit to less than what the device "
+        f"really has for this process, lower the batch size, or free what others hold there. torch said: {failure}"
     )
 
 
@@ -253,7 +251,6 @@ class PlannedForward:
         """The next smaller plan for a failed forward; ``ShortageError`` if there is none, or it cannot run again."""
         plans, failed = self.plans, prepared.plan
         assert failed is not None
-        budget = plans.budget(prepared.profile, ceiling=False)
         if plans.together:
             reason = "The forward communicates with other processes, so it cannot run again here alone"
         elif not restored:
@@ -273,6 +270,7 @@ class PlannedForward:
             return smaller
         else:
             reason = "No plan takes less"
+        budget = plans.budget(prepared.profile, ceiling=False)
         raise shortage_error(
             failure,
             reason,
@@ -358,8 +356,7 @@ def attach(module: nn.Module, planned: ForwardInPlace) -> None:
         raise ModelError(
             f"the forward of this {type(module).__name__} has been replaced already: expected a module that only one "
             "callback or patch works on. torch.compile of a whole LightningModule replaces its forward too: name one "
-            "of "
-            "its submodules"
+            "of its submodules"
         )
     module.__dict__[_KEY] = planned
     module.__dict__["forward"] = MethodType(forward, module)

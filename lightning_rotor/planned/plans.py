@@ -226,14 +226,15 @@ class Plans:
 
     def _outcome(self, profile: Profile) -> Plan | BudgetError:
         """The plan of this process, or why it has none. An error is kept, since others may wait for it."""
+        budget, slots = self.budget(profile), self._settings.slots
         try:
-            return self._solve(profile)
+            return budget.plan(profile.chain, slots=slots)
         except BudgetError as error:
             try:
                 self._source.on_infeasible(error)
             except BudgetError as refusal:
                 return refusal
-            return self.budget(profile).least_plan(profile.chain, error, slots=self._settings.slots)
+            return budget.least_plan(profile.chain, error, slots=slots)
 
     def _use(self, signature: Signature, prepared: Prepared) -> Prepared:
         assert prepared.plan is not None
@@ -275,7 +276,7 @@ class Plans:
             self.forget()
             return solved
         if stale is not None:
-            # None was dropped from the cache in the meantime.
+            # One that is not found was dropped from the cache in the meantime.
             return stale if found is None else _plan_of(self.plan_again(*found))
         solved = _plan_of(self.plan_again(*self._cache.latest))
         self.unplan(lambda plan: plan is solved)

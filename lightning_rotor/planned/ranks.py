@@ -96,9 +96,8 @@ class JointPlans(Agreement):
         if best is None or (excess[best] > 0 and not self._beyond):
             raise RotorError(
                 f"no plan fits all processes, of which this one has a chain of {len(outcome.chain)} stages and a "
-                "budget of "
-                f"{format_bytes(outcome.budget_bytes)}: expected batches of about the same shape on all of them, "
-                f"since {call} communicates"
+                f"budget of {format_bytes(outcome.budget_bytes)}: expected batches of about the same shape on all of "
+                f"them, since {call} communicates"
             )
         settled = _under(outcome, Schedule.parse(best))
         return replace(settled, budget_bytes=max(settled.budget_bytes, settled.peak_bytes))

@@ -240,11 +240,6 @@ class StepPlanner(BudgetSource):
             return State.MEASURING
         return State.SETTLED if self._is_settled else State.SETTLING
 
-    @property
-    def reserved_bytes(self) -> int:
-        """What the process holds besides what was planned."""
-        return 0 if self.plan is None else self.limit_bytes - self.plan.budget_bytes
-
     # ---------------------------------------------------------------- a step
 
     def begin_step(self, batch: Any, batch_idx: int) -> None:
@@ -317,7 +312,7 @@ class StepPlanner(BudgetSource):
                 failure,
                 f"{reason}, but {consequence}" if lowered else reason,
                 limit_bytes=self.limit_bytes,
-                predicted_bytes=self.reserved_bytes + self.plan.peak_bytes,
+                predicted_bytes=self.limit_bytes - self.plan.budget_bytes + self.plan.peak_bytes,
             )
         elif lowered:  # the error says all the rest
             message = f"the device has less than mem_limit {format_bytes(self.limit_bytes)}: {consequence}"
@@ -334,10 +329,8 @@ class StepPlanner(BudgetSource):
         resident = self.loop.resident(self._module.target.module, batch, torch.device(chain.device))
         if not batch:  # in a tuner's trial, which is known from its forward alone
             resident = replace(resident, batch_bytes=chain.input_bytes)
-        other_bytes = resident.other_bytes
-        if self._step is not None:
-            other_bytes = self._others.setdefault(chain.fingerprint, other_bytes)
-        resident = replace(resident, other_bytes=self._others.get(chain.fingerprint, other_bytes))
+        first = self._others.get if self._step is None else self._others.setdefault
+        resident = replace(resident, other_bytes=first(chain.fingerprint, resident.other_bytes))
         self.limit_bytes = self._agreed_bytes or self.loop.limit_bytes(self._limit, batch)
         correction_bytes = self._corrections.of(chain)
         budget = resident.budget(self.limit_bytes, correction_bytes=correction_bytes)

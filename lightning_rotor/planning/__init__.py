@@ -24,7 +24,7 @@ from lightning_rotor.planning.solver import Solver, fastest_of, fine_slots, fron
 from lightning_rotor.schedule import Schedule
 
 Proposal = Candidate
-"""The name until version 0.9."""
+"""What a candidate was called before."""
 
 __all__ = [
     "Candidate",
