@@ -325,6 +325,14 @@ class Chain:
         """Forward and backward of the chain without any recomputation."""
         return sum(stage.keep.forward_seconds + stage.keep.backward_seconds for stage in self.stages)
 
+    def passing_gradient_bytes(self, stage: int) -> int:
+        """Gradients of skips that are alive during the backward of a stage which neither makes nor reads them."""
+        return sum(
+            next(size for use, size in zip(skip.uses, skip.gradient_bytes, strict=True) if use > stage)
+            for skip in self.skips
+            if skip.born < stage < skip.last_use and stage not in skip.uses
+        )
+
     @property
     def fingerprint(self) -> str:
         """Sixteen hexadecimal digits for stages, boundaries, skips and options with their sizes.

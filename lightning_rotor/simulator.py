@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypedDict
 
 from lightning_rotor.chain import Chain, Option
 from lightning_rotor.errors import ScheduleError
@@ -207,6 +207,13 @@ class Simulation:
         """Time beyond plain training as a fraction of it: 0.25 is 25 % slower."""
         plain = self.seconds - self.recompute_seconds
         return self.recompute_seconds / plain if plain > 0 else 0.0
+
+
+class Conditions(TypedDict, total=False):
+    """The step around a chain: arguments of :func:`simulate` and of everything that plans."""
+
+    gradients_exist: bool
+    lingering_bytes: int
 
 
 def simulate(

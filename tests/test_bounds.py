@@ -89,9 +89,9 @@ def test_fewer_sums_give_a_bound_that_still_holds_and_is_no_higher(monkeypatch: 
         cases.append((chain, budget, lower_bound_seconds(chain, budget)))
     monkeypatch.setattr(bounds, "_SUMS", 1e3)
     monkeypatch.setattr(bounds, "_LEAST_SLOTS", 40)
-    bounds._lower_bound_seconds.cache_clear()
+    bounds.lower_bound_seconds.cache_clear()
     coarse = [lower_bound_seconds(chain, budget) for chain, budget, _ in cases]
-    bounds._lower_bound_seconds.cache_clear()
+    bounds.lower_bound_seconds.cache_clear()
     assert all(less <= more * SAME for less, (_, _, more) in zip(coarse, cases, strict=True))
     assert any(less < more / SAME for less, (_, _, more) in zip(coarse, cases, strict=True))
     assert all(less >= chain.step_seconds * 0.5 for less, (chain, _, _) in zip(coarse, cases, strict=True))
@@ -130,9 +130,9 @@ def test_plan_knows_the_step_that_it_was_made_for() -> None:
 
 def test_bound_is_found_when_asked_for_and_then_remembered() -> None:
     chain = random_chain(random.Random(5), 8, "cnn")
-    before = bounds._lower_bound_seconds.cache_info().misses
+    before = bounds.lower_bound_seconds.cache_info().misses
     found = plan(chain, minimum_budget(chain).peak_bytes)
-    assert bounds._lower_bound_seconds.cache_info().misses == before
+    assert bounds.lower_bound_seconds.cache_info().misses == before
     gap = found.gap
     assert pickle.loads(pickle.dumps(found)).gap == gap
-    assert bounds._lower_bound_seconds.cache_info().misses == before + 1
+    assert bounds.lower_bound_seconds.cache_info().misses == before + 1

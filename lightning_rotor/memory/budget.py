@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypedDict
 
 import torch
 from torch import nn
@@ -34,14 +33,8 @@ from lightning_rotor.memory.held import (
 )
 from lightning_rotor.planning import Plan, plan
 from lightning_rotor.planning.plan import DEFAULT_SLOTS
+from lightning_rotor.simulator import Conditions
 from lightning_rotor.units import MemoryLimit, format_bytes
-
-
-class Conditions(TypedDict):
-    """The step around a chain, as the simulator takes it."""
-
-    gradients_exist: bool
-    lingering_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from lightning_rotor.chain import BackwardPeaks, Chain, Option, Skip, StageCost
 from lightning_rotor.errors import ModelError, RotorError, RotorWarning
 from lightning_rotor.execution.executor import Executor
 from lightning_rotor.planning import Plan
-from lightning_rotor.planning.files import PlanRecord
+from lightning_rotor.planning.plan import from_plain
 from lightning_rotor.private.torch_names import HOOKS
 from lightning_rotor.private.values import require_tensors, tensors_in
 from lightning_rotor.profiling import Profile
@@ -412,7 +412,7 @@ def record_of(call: str, stages: Sequence[Stage], profile: Profile, plan: Plan |
         "chain": _listed(asdict(profile.chain)),
     }
     if plan is not None:
-        record["plan"] = plan.record.to_plain() | {"solve_seconds": plan.solve_seconds}
+        record["plan"] = plan.to_plain() | {"solve_seconds": plan.solve_seconds}
     return record
 
 
@@ -431,9 +431,7 @@ def _profile(record: _Record, stages: Sequence[Stage]) -> Profile:
 
 
 def _plan(record: _Record | None, chain: Chain) -> Plan | None:
-    return (
-        None if record is None else Plan.of(PlanRecord.from_plain(record), chain, solve_seconds=record["solve_seconds"])
-    )
+    return None if record is None else from_plain(record, chain)
 
 
 def _chain(record: _Record) -> Chain:

@@ -244,12 +244,7 @@ class Plans:
 
     def lower_ceiling(self, plan: Plan, *, to_the_least: bool = False) -> bool:
         """Let all plans take less than one that was too much, halfway to the least or the least. True if possible."""
-        least = minimum_budget(
-            plan.chain,
-            slots=self._settings.slots,
-            gradients_exist=plan.gradients_exist,
-            lingering_bytes=plan.lingering_bytes,
-        ).peak_bytes
+        least = minimum_budget(plan.chain, slots=self._settings.slots, **plan.conditions).peak_bytes
         if plan.peak_bytes <= least:
             return False
         self.ceiling_bytes = least if to_the_least else (plan.peak_bytes + least) // 2

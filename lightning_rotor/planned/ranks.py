@@ -118,9 +118,7 @@ def _told(outcome: Plan | BudgetError) -> BudgetError | tuple[int, str]:
 
 def _under(plan: Plan, schedule: Schedule) -> Plan:
     """The same plan with another schedule."""
-    simulation = simulate(
-        plan.chain, schedule, gradients_exist=plan.gradients_exist, lingering_bytes=plan.lingering_bytes
-    )
+    simulation = simulate(plan.chain, schedule, **plan.conditions)
     return replace(plan, schedule=schedule, simulation=simulation)
 
 

@@ -6,7 +6,7 @@ In: a chain and a budget. Out: a plan, or the least budget that works; the curve
     dynamic_program   the recurrences, and the table of them for every budget, filled by kernel
     candidates        table → schedules, judged in bytes by the simulator; edits of them
     solver            the tables of one chain → plans and frontiers
-    plan, frontier    the results, and schedules that people write by hand; files: plans as JSON; tables: as text
+    plan, frontier    the results, also as JSON, and schedules that people write by hand; tables: as text
     bounds            a lower bound for whatever else an execution could do
 """
 
@@ -14,17 +14,16 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from typing_extensions import Unpack
+
 import lightning_rotor.planning.tables  # noqa: F401  (lets plans print themselves)
 from lightning_rotor.chain import Chain
 from lightning_rotor.planning.bounds import lower_bound_seconds
 from lightning_rotor.planning.candidates import Candidate
 from lightning_rotor.planning.frontier import Frontier, FrontierPoint, Gain, baselines
 from lightning_rotor.planning.plan import DEFAULT_SLOTS, Plan, load_plan, plan_for, save_plan, scheduled
-from lightning_rotor.planning.solver import Solver, fastest_of, fine_slots, frontier_of, menu_of
-from lightning_rotor.schedule import Schedule
-
-Proposal = Candidate
-"""What a candidate was called before."""
+from lightning_rotor.planning.solver import Solver, fine_slots, frontier_of
+from lightning_rotor.simulator import Conditions
 
 __all__ = [
     "Candidate",
@@ -32,16 +31,13 @@ __all__ = [
     "FrontierPoint",
     "Gain",
     "Plan",
-    "Proposal",
     "Solver",
     "baselines",
-    "fastest_of",
     "fine_slots",
     "frontier",
     "frontier_of",
     "load_plan",
     "lower_bound_seconds",
-    "menu",
     "minimum_budget",
     "plan",
     "plan_for",
@@ -50,14 +46,7 @@ __all__ = [
 ]
 
 
-def plan(
-    chain: Chain,
-    budget_bytes: int,
-    *,
-    slots: int = DEFAULT_SLOTS,
-    gradients_exist: bool = False,
-    lingering_bytes: int = 0,
-) -> Plan:
+def plan(chain: Chain, budget_bytes: int, *, slots: int = DEFAULT_SLOTS, **step: Unpack[Conditions]) -> Plan:
     """Plan the fastest schedule that fits a memory budget.
 
     Takes O(n³ · slots) for ``n`` stages. Optimal among schedule trees up to the rounding to slots and the
@@ -68,9 +57,8 @@ def plan(
         chain: Costs of ``n`` stages, measured on one device.
         budget_bytes: Activation memory beyond what is allocated when the step begins; parameters are not included.
         slots: Memory levels that the program tells apart, at least. Short chains get more for the same time.
-        gradients_exist: Parameters already have gradients, so that the backward adds none.
-        lingering_bytes: Held during the forward and freed before the backward, see
-            :func:`lightning_rotor.simulator.simulate`.
+        step: ``gradients_exist``, if parameters already have gradients, so that the backward adds none, and
+            ``lingering_bytes``, held during the forward: see :func:`lightning_rotor.simulator.simulate`.
     Returns:
         A plan whose simulated peak is at most ``budget_bytes``.
     Raises:
@@ -80,40 +68,20 @@ def plan(
     Source:
         Beaumont et al., "Optimal checkpointing for heterogeneous chains", hal-02352969.
     """
-    return _solver(chain, slots, gradients_exist, lingering_bytes).plan(budget_bytes)
+    return _solver(chain, slots, **step).plan(budget_bytes)
 
 
-def minimum_budget(
-    chain: Chain,
-    *,
-    slots: int = DEFAULT_SLOTS,
-    gradients_exist: bool = False,
-    lingering_bytes: int = 0,
-) -> Plan:
+def minimum_budget(chain: Chain, *, slots: int = DEFAULT_SLOTS, **step: Unpack[Conditions]) -> Plan:
     """Plan with the least simulated peak, which is its ``budget_bytes``; arguments as for :func:`plan`."""
-    return _solver(chain, slots, gradients_exist, lingering_bytes).minimum()
+    return _solver(chain, slots, **step).minimum()
 
 
-def frontier(
-    chain: Chain,
-    *,
-    slots: int = DEFAULT_SLOTS,
-    gradients_exist: bool = False,
-    lingering_bytes: int = 0,
-) -> Frontier:
+def frontier(chain: Chain, *, slots: int = DEFAULT_SLOTS, **step: Unpack[Conditions]) -> Frontier:
     """Every useful budget and what it costs in time, from one solve; arguments as for :func:`plan`."""
-    return frontier_of(_solver(chain, slots, gradients_exist, lingering_bytes))
-
-
-def menu(
-    chain: Chain, *, slots: int = DEFAULT_SLOTS, gradients_exist: bool = False, lingering_bytes: int = 0
-) -> tuple[Schedule, ...]:
-    """Schedules from the least memory to no recomputation, for :func:`fastest_of`; fast once the chain is planned."""
-    return menu_of(_solver(chain, slots, gradients_exist, lingering_bytes))
+    return frontier_of(_solver(chain, slots, **step))
 
 
 # A chain is often planned again at once: for another budget, its curve, its minimum. Tables take tens of megabytes.
 @lru_cache(maxsize=1)
-def _solver(chain: Chain, slots: int, gradients_exist: bool, lingering_bytes: int) -> Solver:
-    solver = Solver(chain, slots=slots, gradients_exist=gradients_exist, lingering_bytes=lingering_bytes)
-    return solver.refined()
+def _solver(chain: Chain, slots: int, **step: Unpack[Conditions]) -> Solver:
+    return Solver(chain, slots=fine_slots(len(chain), slots), **step)

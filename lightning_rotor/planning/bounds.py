@@ -67,9 +67,11 @@ from functools import lru_cache
 from typing import Literal, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
+from typing_extensions import Unpack
 
 from lightning_rotor.chain import BackwardPeaks, Chain, Option
+from lightning_rotor.planning.kernel import Seconds
+from lightning_rotor.simulator import Conditions
 
 # -------------------------------------------------------------------- least bytes and seconds of each stage
 
@@ -136,7 +138,7 @@ def least_stages(
     shares = _shares_of_skips(chain)
     stages = []
     for index, stage in enumerate(chain):
-        room = budget_bytes - alive - sum(gradients[index + 1 :]) - _passing_gradients(chain, index)
+        room = budget_bytes - alive - sum(gradients[index + 1 :]) - chain.passing_gradient_bytes(index)
         before = lingering_bytes + sum(each.pinned_bytes for each in chain.stages[:index])
         peak = min(min(stage.discard_peak_of(option), option.forward_peak_bytes) for option in stage.options)
         first = min(stage.discard_seconds, *(option.forward_seconds for option in stage.options))
@@ -193,19 +195,9 @@ def _shares_of_skips(chain: Chain) -> list[int]:
     ]
 
 
-def _passing_gradients(chain: Chain, index: int) -> int:
-    """Bytes of skip gradients alive during the backward of a stage that neither makes nor reads them."""
-    return sum(
-        next(size for use, size in zip(skip.uses, skip.gradient_bytes, strict=True) if use > index)
-        for skip in chain.skips
-        if skip.born < index < skip.last_use and index not in skip.uses
-    )
-
-
 # -------------------------------------------------------------------- the bound
 
 
-Seconds: TypeAlias = npt.NDArray[np.float64]
 _Key: TypeAlias = tuple[int, Literal["no", "kept", "gap"]]
 """A boundary that is not held: the part of it that the stage before saves, and whether that stage makes it again.
 
@@ -220,9 +212,8 @@ _LEAST_SLOTS = 500
 _ROUNDING = 1e-12
 
 
-def lower_bound_seconds(
-    chain: Chain, budget_bytes: int, *, gradients_exist: bool = False, lingering_bytes: int = 0
-) -> float:
+@lru_cache(maxsize=32)
+def lower_bound_seconds(chain: Chain, budget_bytes: int, **step: Unpack[Conditions]) -> float:
     """Least seconds of any execution within a budget, as far as is proven.
 
     Takes about 0.2 s for 50 stages. The last results are remembered.
@@ -230,40 +221,22 @@ def lower_bound_seconds(
     Args:
         chain: Costs of ``n`` stages. An option without saved tensors saves no bytes.
         budget_bytes: As for :func:`lightning_rotor.planning.plan`, like the other arguments.
-        gradients_exist: Parameters already have gradients.
-        lingering_bytes: Held during the forward and freed before the backward.
+        step: ``gradients_exist`` and ``lingering_bytes``.
     Returns:
         At most the seconds of any schedule whose simulated peak fits; infinite if it proves that none does.
     """
-    return _lower_bound_seconds(chain, budget_bytes, gradients_exist, lingering_bytes)
-
-
-@lru_cache(maxsize=32)
-def _lower_bound_seconds(chain: Chain, budget_bytes: int, gradients_exist: bool, lingering_bytes: int) -> float:
-    stages = least_stages(chain, budget_bytes, gradients_exist=gradients_exist, lingering_bytes=lingering_bytes)
+    stages = least_stages(chain, budget_bytes, **step)
     n = len(stages)
     reach = min(n, max(int(math.sqrt(2 * _SUMS / (_LEAST_SLOTS * n))), 2))
     slots = max(min(int(2 * _SUMS / (n * reach**2)), _MOST_SLOTS), _LEAST_SLOTS)
-    gaps = _Gaps(n)
+    gaps: Seconds = np.full((n, n), math.inf)  # least seconds of every run of stages that can be one
     if n > 2:
         _Knapsacks(stages, gaps, budget_bytes, slots=slots, starts=range(1, n - 1), reach=reach).solve()
-        gaps.extend(reach)
+        for first in reversed(range(n - reach)):  # longer ones: at least the sum of their parts
+            cut = first + reach
+            gaps[first, cut:] = gaps[first, cut - 1] + gaps[cut, cut:]
     whole = _Knapsacks(stages, gaps, budget_bytes, slots=_MOST_SLOTS, starts=range(1), reach=n).solve()
     return whole * (1 - _ROUNDING)
-
-
-class _Gaps:
-    """Least seconds of every gap; infinite for runs that cannot be one."""
-
-    def __init__(self, stages: int) -> None:
-        self.seconds: Seconds = np.full((stages, stages), math.inf)
-
-    def extend(self, reach: int) -> None:
-        """Bound gaps of more than ``reach`` stages by the sum of their parts."""
-        n = len(self.seconds)
-        for first in reversed(range(n - reach)):
-            cut = first + reach
-            self.seconds[first, cut:] = self.seconds[first, cut - 1] + self.seconds[cut, cut:]
 
 
 class _Knapsacks:
@@ -274,10 +247,10 @@ class _Knapsacks:
     """
 
     def __init__(
-        self, stages: list[LeastStage], gaps: _Gaps, budget_bytes: int, *, slots: int, starts: range, reach: int
+        self, stages: list[LeastStage], gaps: Seconds, budget_bytes: int, *, slots: int, starts: range, reach: int
     ) -> None:
         self._stages = stages
-        self._gaps = gaps.seconds
+        self._gaps = gaps
         self._unit = max(budget_bytes / slots, 1.0)
         self._size = int(budget_bytes / self._unit) + 2
         self._starts = starts

@@ -250,41 +250,23 @@ def pareto(points: Iterable[FrontierPoint]) -> tuple[FrontierPoint, ...]:
 
 
 def baselines(chain: Chain) -> dict[str, Schedule]:
-    """Every baseline of a chain by name; ``periodic`` for every number of segments."""
+    """Schedules by name.
+
+    ``keep_all``: plain training. ``per_stage``: every stage is a segment of its own, but for the last. ``whole``:
+    everything but the last stage is one segment. ``halving``: the first half is a segment, which is halved in the same
+    way when it is recomputed. ``periodic_k``: ``k`` segments of equal length, the last of which is kept, as
+    ``checkpoint_sequential`` makes them.
+    """
+    n = len(chain)
     named = {
-        "keep_all": keep_all(chain),
-        "per_stage": per_stage(chain),
-        "whole": whole(chain),
-        "halving": halving(chain),
+        "keep_all": Schedule.keep_all(n),
+        "per_stage": _cut(chain, list(range(n))),
+        "whole": _cut(chain, [0, n - 1]),
+        "halving": Schedule(tuple(_halved(chain, 0, n - 1))),
     }
-    named.update({f"periodic_{segments}": periodic(chain, segments) for segments in range(2, len(chain))})
+    for segments in range(2, n):
+        named[f"periodic_{segments}"] = _cut(chain, [index * (n // segments) for index in range(segments)])
     return named
-
-
-def keep_all(chain: Chain) -> Schedule:
-    """Plain training: nothing is recomputed."""
-    return Schedule.keep_all(len(chain))
-
-
-def per_stage(chain: Chain) -> Schedule:
-    """Every stage is a segment of its own, but for the last."""
-    return _cut(chain, list(range(len(chain))))
-
-
-def whole(chain: Chain) -> Schedule:
-    """Everything but the last stage is one segment."""
-    return _cut(chain, [0, len(chain) - 1])
-
-
-def periodic(chain: Chain, segments: int) -> Schedule:
-    """Segments of equal length, the last of which is kept, as ``checkpoint_sequential`` makes them."""
-    length = max(len(chain) // segments, 1)
-    return _cut(chain, [index * length for index in range(segments) if index * length < len(chain)])
-
-
-def halving(chain: Chain) -> Schedule:
-    """The first half is a segment, which is halved in the same way when it is recomputed."""
-    return Schedule(tuple(_halved(chain, 0, len(chain) - 1)))
 
 
 def _cut(chain: Chain, starts: list[int]) -> Schedule:

@@ -1,25 +1,32 @@
-"""A plan: a schedule for one chain and one budget, with its simulated cost."""
+"""A plan: a schedule for one chain and one budget, with its simulated cost; and plans as JSON.
+
+A plan holds for one model with one input signature on one kind of device. Its file has nothing measured in seconds: it
+names every stage with the tensors that it reads, saves and hands on, and a chain that differs in any of it is refused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from rich.console import Group
 from rich.table import Table
+from typing_extensions import Unpack
 
-from lightning_rotor.chain import Chain
-from lightning_rotor.errors import PlanError
+from lightning_rotor.chain import Chain, StageIdentity
+from lightning_rotor.errors import PlanError, ScheduleError
 from lightning_rotor.planning.bounds import lower_bound_seconds
-from lightning_rotor.planning.files import PlanRecord, load_record, made_for_another, save_record
 from lightning_rotor.planning.frontier import Frontier
 from lightning_rotor.schedule import Schedule, leaves
-from lightning_rotor.simulator import Simulation
+from lightning_rotor.simulator import Conditions, Simulation, simulate
 from lightning_rotor.units import format_bytes, format_seconds, rendered
 
 DEFAULT_SLOTS = 500
+_FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +37,8 @@ class Plan:
         budget_bytes: Memory that was allowed.
         simulation: Peak and duration, step by step.
         solve_seconds: Time spent on finding it. Plans from one solver share the table; the first one pays for it.
-        gradients_exist: See :func:`lightning_rotor.planning.plan`.
-        lingering_bytes: See :func:`lightning_rotor.planning.plan`.
+        gradients_exist: See :func:`lightning_rotor.simulator.simulate`.
+        lingering_bytes: See :func:`lightning_rotor.simulator.simulate`.
         slots: Memory levels that the program told apart.
     """
 
@@ -48,24 +55,10 @@ class Plan:
     solved_frontier: ClassVar[Callable[[Plan], Frontier]]
     tables: ClassVar[Callable[[Plan], tuple[Table, ...]]]
 
-    @classmethod
-    def of(cls, record: PlanRecord, chain: Chain, *, solve_seconds: float = 0.0) -> Plan:
-        """A recorded plan, simulated anew on its chain as measured now; a ScheduleError if it does not belong to it."""
-        return cls(
-            chain,
-            record.schedule,
-            record.budget_bytes,
-            record.simulate(chain),
-            solve_seconds,
-            gradients_exist=record.gradients_exist,
-            lingering_bytes=record.lingering_bytes,
-            slots=record.slots,
-        )
-
     @property
-    def record(self) -> PlanRecord:
-        """The plan without its chain."""
-        return PlanRecord(self.schedule, self.budget_bytes, self.gradients_exist, self.lingering_bytes, self.slots)
+    def conditions(self) -> Conditions:
+        """The step around the chain, for whatever simulates or plans it."""
+        return {"gradients_exist": self.gradients_exist, "lingering_bytes": self.lingering_bytes}
 
     @property
     def peak_bytes(self) -> int:
@@ -85,12 +78,7 @@ class Plan:
     @property
     def lower_bound_seconds(self) -> float:
         """Least duration of any execution within the budget, as far as is proven: see :mod:`.bounds`."""
-        return lower_bound_seconds(
-            self.chain,
-            self.budget_bytes,
-            gradients_exist=self.gradients_exist,
-            lingering_bytes=self.lingering_bytes,
-        )
+        return lower_bound_seconds(self.chain, self.budget_bytes, **self.conditions)
 
     @property
     def gap(self) -> float:
@@ -112,14 +100,49 @@ class Plan:
         """The curve of memory against time for the plan's chain, which is solved once more: a plan holds no tables."""
         return Plan.solved_frontier(self)
 
+    def to_plain(self) -> dict[str, Any]:
+        """All but the chain and seconds as strings, numbers and flags by name, for files and checkpoints."""
+        plain = {"schedule": str(self.schedule), "budget_bytes": self.budget_bytes}
+        return {**plain, **self.conditions, "slots": self.slots}
+
     def save(self, path: Path | str) -> None:
-        """Write the plan to a file, for the same model and input; see :func:`lightning_rotor.planning.save_plan`."""
-        save_plan(self, path)
+        """Write the plan to a file, which is replaced if it exists, for the same model and input."""
+        content = {
+            "format": _FORMAT,
+            "fingerprint": self.chain.fingerprint,
+            "device": self.chain.device,
+            "stages": [asdict(stage) for stage in self.chain.identity],
+            **self.to_plain(),
+        }
+        Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path | str, chain: Chain) -> Plan:
-        """Read a plan for a chain as measured now; raises as :func:`lightning_rotor.planning.load_plan`."""
-        return load_plan(path, chain)
+        """Read a plan for the chain that it was made for.
+
+        Args:
+            path: What :meth:`save` has written.
+            chain: Of the model that is to run under the plan, as measured now: it gives the costs on this machine.
+        Returns:
+            The plan, simulated anew.
+        Raises:
+            PlanError: The file holds no plan; the plan was made for another model, shape, dtype or device (says what
+                differs first); or it takes more than its budget on this machine.
+        """
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            if content["format"] != _FORMAT:
+                raise PlanError(f"{path} has format {content['format']!r}: expected {_FORMAT}, written by this version")
+            stages = [StageIdentity(**{key: _as_tuple(stage[key]) for key in stage}) for stage in content["stages"]]
+            device, fingerprint, arguments = content["device"], content["fingerprint"], _arguments(content)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if isinstance(error, PlanError):
+                raise
+            reason = error if isinstance(error, ScheduleError) else f"{type(error).__name__}: {error}"
+            raise PlanError(f"{path} holds no plan ({reason}): expected a file that Plan.save has written") from error
+        if fingerprint != chain.fingerprint:
+            raise _made_for_another(path, stages, device, chain)
+        return _fitting(path, scheduled(chain, **arguments))
 
     def summary(self) -> str:
         """The plan on one line."""
@@ -136,24 +159,33 @@ class Plan:
         return rendered(*Plan.tables(self))
 
 
-def save_plan(plan: Plan, path: Path | str) -> None:
-    """Write a plan to a file, which is replaced if it exists."""
-    save_record(plan.record, plan.chain, path)
+save_plan, load_plan = Plan.save, Plan.load
 
 
-def load_plan(path: Path | str, chain: Chain) -> Plan:
-    """Read a plan for the chain that it was made for.
+def scheduled(
+    chain: Chain,
+    schedule: Schedule,
+    budget_bytes: int | None = None,
+    *,
+    solve_seconds: float = 0.0,
+    slots: int = DEFAULT_SLOTS,
+    **step: Unpack[Conditions],
+) -> Plan:
+    """A schedule from elsewhere as a plan, whose budget is its peak if none is given.
 
-    Args:
-        path: What :func:`save_plan` has written.
-        chain: Of the model that is to run under the plan, as measured now: it gives the plan's costs on this machine.
-    Returns:
-        The plan, simulated anew.
-    Raises:
-        PlanError: The file holds no plan; the plan was made for another model, shape, dtype or device (says what
-            differs first); or it takes more than its budget on this machine.
+    Arguments as for :func:`lightning_rotor.planning.plan`. A ScheduleError if it does not belong to the chain.
     """
-    return _fitting(path, Plan.of(load_record(path, chain), chain))
+    simulation = simulate(chain, schedule, **step)
+    budget_bytes = simulation.peak_bytes if budget_bytes is None else budget_bytes
+    return Plan(chain, schedule, budget_bytes, simulation, solve_seconds, slots=slots, **step)
+
+
+def from_plain(record: Mapping[str, Any], chain: Chain) -> Plan:
+    """A plan from what :meth:`Plan.to_plain` wrote and its seconds, simulated anew on its chain as measured now.
+
+    Raises a ScheduleError if it does not belong to the chain; a KeyError, TypeError or ValueError if it is damaged.
+    """
+    return scheduled(chain, solve_seconds=record["solve_seconds"], **_arguments(record))
 
 
 def plan_for(plan: Plan, chain: Chain) -> Plan:
@@ -163,16 +195,17 @@ def plan_for(plan: Plan, chain: Chain) -> Plan:
         plan: For the same model and input.
         chain: Of the model that is to run under it, as measured now.
     Raises:
-        PlanError: As for :func:`load_plan`.
+        PlanError: As for :meth:`Plan.load`.
     """
     if plan.chain == chain:
         return plan
     if plan.chain.fingerprint != chain.fingerprint:
-        raise made_for_another("the plan", plan.chain.identity, plan.chain.device, chain)
-    return _fitting("the plan", Plan.of(plan.record, chain, solve_seconds=plan.solve_seconds))
+        raise _made_for_another("the plan", plan.chain.identity, plan.chain.device, chain)
+    return _fitting("the plan", from_plain({**plan.to_plain(), "solve_seconds": plan.solve_seconds}, chain))
 
 
 def _fitting(what: object, plan: Plan) -> Plan:
+    """The plan; a PlanError if it takes more than its budget."""
     if plan.peak_bytes > plan.budget_bytes:
         raise PlanError(
             f"{what} takes {format_bytes(plan.peak_bytes)} on this machine, which is more than its budget of "
@@ -181,17 +214,45 @@ def _fitting(what: object, plan: Plan) -> Plan:
     return plan
 
 
-def scheduled(
-    chain: Chain,
-    schedule: Schedule,
-    *,
-    gradients_exist: bool = False,
-    lingering_bytes: int = 0,
-    slots: int = DEFAULT_SLOTS,
-) -> Plan:
-    """A schedule from elsewhere as a plan whose budget is its peak; a ScheduleError if it does not belong to the chain.
+def _arguments(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of :func:`scheduled` from plain types."""
+    return {
+        "schedule": Schedule.parse(record["schedule"]),
+        "budget_bytes": int(record["budget_bytes"]),
+        "gradients_exist": bool(record["gradients_exist"]),
+        "lingering_bytes": int(record["lingering_bytes"]),
+        "slots": int(record["slots"]),
+    }
 
-    Arguments as for :func:`lightning_rotor.planning.plan`.
-    """
-    plan = Plan.of(PlanRecord(schedule, 0, gradients_exist, lingering_bytes, slots), chain)
-    return replace(plan, budget_bytes=plan.peak_bytes)
+
+def _as_tuple(value: Any) -> Any:
+    """JSON's lists as tuples, at any depth."""
+    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
+
+
+def _made_for_another(what: object, saved: Sequence[StageIdentity], device: str, chain: Chain) -> PlanError:
+    """PlanError for a plan that was made for other stages, or another device, than a chain's."""
+    difference = _difference(saved, device, chain)
+    return PlanError(f"{what} was made for something else: {difference}. Plan for this model and input anew")
+
+
+def _difference(saved: Sequence[StageIdentity], device: str, chain: Chain) -> str:
+    """The first difference between a chain and what a plan was made for: what the plan says, and what there is."""
+    if device != chain.device:
+        return f"device {device!r}, and this chain was measured on {chain.device!r}"
+    alike = [(stage.name, stage.takes) for stage in (saved[0], chain.identity[0])]
+    estimated = [not any(stage.takes for stage in stages[1:]) for stages in (saved, chain.identity)]
+    if alike[0] == alike[1] and len(saved) == len(chain) and estimated[0] != estimated[1]:
+        then_so, now_so = ("estimated from other shapes" if guess else "measured" for guess in estimated)
+        shapes = ", ".join(saved[0].takes)
+        return f"what stages cost at {shapes} was {then_so}, and is {now_so} (measure(sample) measures a shape)"
+    for number, (then, now) in enumerate(zip_longest(saved, chain.identity)):
+        if then is None or now is None or then.name != now.name:
+            there, here = ("no such stage" if each is None else repr(each.name) for each in (then, now))
+            return f"stage {number} was {there} of {len(saved)}, and is {here} of {len(chain)}"
+        if then.takes != now.takes:
+            return f"stage {now.name!r} took {', '.join(then.takes)}, and takes {', '.join(now.takes)}"
+        for what in ("output_bytes", "options", "skips"):
+            if getattr(then, what) != getattr(now, what):
+                return f"{what} of stage {now.name!r} was {getattr(then, what)}, and is {getattr(now, what)}"
+    return "the file was changed after it was written"

@@ -353,7 +353,7 @@ class _Skips:
         ]
         return int(self._births[index]) + sum(chain.skips[number].size_bytes for number in saved)
 
-    def carried(self, first: int) -> npt.NDArray[np.int64]:
+    def carried(self, first: int) -> Integers:
         """By stage from ``first`` on, bytes that a discarded pass which starts there has made and still holds."""
         carried = np.zeros(len(self.in_forward), np.int64)
         for born, last, size in self._spans:
@@ -422,7 +422,7 @@ def _backward_bases(chain: Chain, gradients_exist: bool) -> list[int]:
     gradients = 0
     bases = []
     for index, stage in reversed([*enumerate(chain.stages)]):
-        bases.append(always + gradients + _bypassing_gradients(chain, index) + _excess_gradient(chain, index))
+        bases.append(always + gradients + chain.passing_gradient_bytes(index) + _excess_gradient(chain, index))
         if gradients_exist:
             gradients = stage.waiting_gradient_bytes
         else:
@@ -438,18 +438,7 @@ def _excess_gradient(chain: Chain, index: int) -> int:
     return max(0, max(option.input_gradient_bytes for option in chain.stages[index + 1].options) - expected)
 
 
-def _bypassing_gradients(chain: Chain, index: int) -> int:
-    """Bytes of skip gradients alive during the backward of a stage that neither makes nor reads them."""
-    return sum(
-        next(size for use, size in zip(skip.uses, skip.gradient_bytes, strict=True) if use > index)
-        for skip in chain.skips
-        if skip.born < index < skip.last_use and index not in skip.uses
-    )
-
-
-def _discard_peaks(
-    chain: Chain, pinned_before: npt.NDArray[np.int64], skips: _Skips, unit: float
-) -> npt.NDArray[np.int64]:
+def _discard_peaks(chain: Chain, pinned_before: Integers, skips: _Skips, unit: float) -> Integers:
     n = len(chain)
     own = np.array([stage.discard_peak_bytes for stage in chain], np.int64) + pinned_before
     inputs = np.array([_input_bytes(chain, index) for index in range(n)], np.int64)
@@ -461,7 +450,7 @@ def _discard_peaks(
     return peaks
 
 
-def _state_bytes(chain: Chain) -> npt.NDArray[np.int64]:
+def _state_bytes(chain: Chain) -> Integers:
     n = len(chain)
     buffers = np.array([stage.state_bytes for stage in chain], np.int64)
     draws = np.array([stage.draws_random for stage in chain], bool)
@@ -472,5 +461,5 @@ def _state_bytes(chain: Chain) -> npt.NDArray[np.int64]:
     return remembered
 
 
-def _in_slots(sizes: npt.NDArray[np.int64], unit: float) -> npt.NDArray[np.int64]:
+def _in_slots(sizes: Integers, unit: float) -> Integers:
     return np.floor(sizes / unit + 0.5).astype(np.int64)

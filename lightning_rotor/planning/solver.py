@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
-from collections.abc import Iterable
 from dataclasses import astuple, fields
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
+
+from typing_extensions import Unpack
 
 from lightning_rotor.chain import Chain, Option, StageCost
 from lightning_rotor.errors import BudgetError
@@ -24,8 +24,7 @@ from lightning_rotor.planning.frontier import (
 )
 from lightning_rotor.planning.plan import DEFAULT_SLOTS, Plan
 from lightning_rotor.planning.requirements import requirements_of, retains_from_birth
-from lightning_rotor.schedule import Schedule
-from lightning_rotor.simulator import simulate
+from lightning_rotor.simulator import Conditions, simulate
 from lightning_rotor.units import format_bytes
 
 _MOST_SLOTS = 20_000
@@ -50,14 +49,19 @@ _CLOSE = 0.05
 _QUESTIONS = 1500
 # Least number of stages, over all candidates, that are judged for a curve.
 _JUDGED = 50_000
-# Budgets of a menu.
-_BUDGETS = 24
 
 
 def fine_slots(stages: int, slots: int = DEFAULT_SLOTS) -> int:
     """At least ``slots``, and more for short chains, where they cost next to nothing."""
+    _require_slots(slots)
     affordable = min(_CHEAP_SUMS / (stages**3 / 6), _CHEAP_NUMBERS / stages**2, _MOST_SLOTS)
     return max(slots, int(affordable))
+
+
+def _require_slots(slots: object) -> None:
+    """Raise a ValueError unless it is a positive integer."""
+    if not _is_positive_integer(slots):
+        raise ValueError(f"slots is {slots!r}: expected a positive integer, such as {DEFAULT_SLOTS}")
 
 
 class Solver:
@@ -69,40 +73,22 @@ class Solver:
     Args:
         chain: Costs of ``n`` stages.
         slots: Memory levels between nothing and what keeping every stage takes.
-        gradients_exist: See :func:`lightning_rotor.planning.plan`.
-        lingering_bytes: See :func:`lightning_rotor.planning.plan`.
+        step: See :func:`lightning_rotor.planning.plan`.
     """
 
-    def __init__(
-        self,
-        chain: Chain,
-        *,
-        slots: int = DEFAULT_SLOTS,
-        gradients_exist: bool = False,
-        lingering_bytes: int = 0,
-    ) -> None:
-        if not _is_positive_integer(slots):
-            raise ValueError(f"slots is {slots!r}: expected a positive integer, such as {DEFAULT_SLOTS}")
+    def __init__(self, chain: Chain, *, slots: int = DEFAULT_SLOTS, **step: Unpack[Conditions]) -> None:
+        _require_slots(slots)
         self.chain = chain
         self._slots = slots
-        self._gradients_exist = gradients_exist
-        self._lingering_bytes = lingering_bytes
-        self._judge = _Judge(chain, gradients_exist, lingering_bytes)
+        self._step = step
+        # The tables share it, and none of them knows the solver.
+        self._judge = cache(lambda schedule: Candidate(schedule, simulate(chain, schedule, **step)))
         self._finer_tables: dict[int, Candidates] = {}
 
     @property
     def simulations(self) -> int:
         """Number of schedules that have been judged so far."""
-        return len(self._judge)
-
-    def refined(self) -> Solver:
-        """A solver with as many slots as cost next to nothing, see :func:`fine_slots`."""
-        return Solver(
-            self.chain,
-            slots=fine_slots(len(self.chain), self._slots),
-            gradients_exist=self._gradients_exist,
-            lingering_bytes=self._lingering_bytes,
-        )
+        return self._judge.cache_info().currsize
 
     def plan(self, budget_bytes: int) -> Plan:
         """The fastest plan that fits; a BudgetError if none does, or the budget is no positive integer."""
@@ -124,14 +110,7 @@ class Solver:
 
     def _plan(self, found: Candidate, budget_bytes: int, seconds: float) -> Plan:
         return Plan(
-            self.chain,
-            found.schedule,
-            budget_bytes,
-            found.simulation,
-            seconds,
-            gradients_exist=self._gradients_exist,
-            lingering_bytes=self._lingering_bytes,
-            slots=self._slots,
+            self.chain, found.schedule, budget_bytes, found.simulation, seconds, slots=self._slots, **self._step
         )
 
     def candidates(self) -> tuple[Candidate, ...]:
@@ -239,14 +218,7 @@ class Solver:
         """Candidates of one table for budgets up to ``most_bytes``."""
         exact, refined = self._is_exact(most_bytes), len(self.chain) <= _REFINED_STAGES
         unit = float(self._divisor) if exact else most_bytes / self._slots
-        requirements = requirements_of(
-            self.chain,
-            unit=unit,
-            refined=refined,
-            gradients_exist=self._gradients_exist,
-            lingering_bytes=self._lingering_bytes,
-            readers_pay=readers_pay,
-        )
+        requirements = requirements_of(self.chain, unit=unit, refined=refined, readers_pay=readers_pay, **self._step)
         # A little more than everything takes, for what rounds up.
         slots = math.ceil(most_bytes / unit) + len(self.chain) // 16 + 4
         table = Table(requirements, slots=slots)
@@ -267,28 +239,7 @@ class Solver:
 
     @cached_property
     def _divisor(self) -> int:
-        return math.gcd(*sizes_in(self.chain), self._lingering_bytes)
-
-
-class _Judge:
-    """Simulates schedules, each of them once. A solver and its tables share it, and none of these knows the solver."""
-
-    def __init__(self, chain: Chain, gradients_exist: bool, lingering_bytes: int) -> None:
-        self._chain = chain
-        self._gradients_exist = gradients_exist
-        self._lingering_bytes = lingering_bytes
-        self._judged: dict[Schedule, Candidate] = {}
-
-    def __len__(self) -> int:
-        return len(self._judged)
-
-    def __call__(self, schedule: Schedule) -> Candidate:
-        if schedule not in self._judged:
-            simulation = simulate(
-                self._chain, schedule, gradients_exist=self._gradients_exist, lingering_bytes=self._lingering_bytes
-            )
-            self._judged[schedule] = Candidate(schedule, simulation)
-        return self._judged[schedule]
+        return math.gcd(*sizes_in(self.chain), self._step.get("lingering_bytes", 0))
 
 
 def _is_positive_integer(value: object) -> bool:
@@ -338,58 +289,8 @@ def _area(gap: tuple[FrontierPoint, FrontierPoint]) -> float:
 
 
 def _frontier_of_plan(plan: Plan) -> Frontier:
-    solver = Solver(
-        plan.chain, slots=plan.slots, gradients_exist=plan.gradients_exist, lingering_bytes=plan.lingering_bytes
-    )
+    solver = Solver(plan.chain, slots=plan.slots, **plan.conditions)
     return frontier_of(solver, budget_bytes=plan.budget_bytes)
 
 
 Plan.solved_frontier = _frontier_of_plan
-
-
-# -------------------------------------------------------------------- menus: schedules to choose from without solving
-
-
-def menu_of(solver: Solver) -> tuple[Schedule, ...]:
-    """The best schedules for budgets from the least memory to no recomputation; takes no time once tables exist."""
-    least, most = solver.minimum(), solver.plan(sys.maxsize)  # the latter recomputes nothing
-    low, high = least.peak_bytes, most.peak_bytes
-    budgets = [low + (high - low) * number // _BUDGETS for number in range(1, _BUDGETS)]
-    return tuple(dict.fromkeys(plan.schedule for plan in (least, *map(solver.plan, budgets), most)))
-
-
-def fastest_of(
-    schedules: Iterable[Schedule],
-    chain: Chain,
-    budget_bytes: int,
-    *,
-    gradients_exist: bool = False,
-    lingering_bytes: int = 0,
-    slots: int = DEFAULT_SLOTS,
-) -> Plan | None:
-    """The fastest of some schedules that fits, or None if none does.
-
-    Args:
-        schedules: Made for chains with the same stages.
-        chain: What they are to run.
-        budget_bytes: As in :func:`lightning_rotor.planning.plan`, like the flags.
-        gradients_exist: Parameters already have gradients.
-        lingering_bytes: Held during the forward and freed before the backward.
-        slots: How finely the schedules were planned.
-    """
-    start = time.perf_counter()
-    judge = _Judge(chain, gradients_exist, lingering_bytes)
-    fitting = [found for found in map(judge, schedules) if found.simulation.peak_bytes <= budget_bytes]
-    if not fitting:
-        return None
-    best = min(fitting, key=lambda each: each.by_seconds)
-    return Plan(
-        chain,
-        best.schedule,
-        budget_bytes,
-        best.simulation,
-        time.perf_counter() - start,
-        gradients_exist=gradients_exist,
-        lingering_bytes=lingering_bytes,
-        slots=slots,
-    )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, groupby
+from itertools import groupby
 
 from rich import box
 from rich.table import Table
@@ -67,12 +67,7 @@ def plan_table(
 
 def plain_simulation(plan: Plan) -> Simulation:
     """Simulation of a plan's chain without recomputation, under the same conditions."""
-    return simulate(
-        plan.chain,
-        Schedule.keep_all(len(plan.chain)),
-        gradients_exist=plan.gradients_exist,
-        lingering_bytes=plan.lingering_bytes,
-    )
+    return simulate(plan.chain, Schedule.keep_all(len(plan.chain)), **plan.conditions)
 
 
 # -------------------------------------------------------------------- a plan stage by stage
@@ -92,7 +87,9 @@ class _Row:
 def stage_table(plan: Plan, *, most_rows: int = _MOST_ROWS) -> Table:
     """Treatment, bytes and seconds of a plan's stages; alike neighbours share a row, long tables lose the middle."""
     names, rows = plan.chain.names, _rows(plan)
-    shown = list(_shortened(rows, most_rows))
+    shown: list[_Row | None] = [*rows]
+    if len(rows) > most_rows:
+        shown[most_rows // 2 : len(rows) - (most_rows - 1) // 2] = [None]
     table = Table(box=box.ROUNDED, title="Stages", title_justify="left")
     # Where it is narrow, names give way and numbers do not.
     width = max(len(_range(row.first, row.last)) for row in shown if row is not None)
@@ -107,7 +104,7 @@ def stage_table(plan: Plan, *, most_rows: int = _MOST_ROWS) -> Table:
             continue
         table.add_row(
             _range(row.first, row.last),
-            _from_to(names[row.first], names[row.last]),
+            from_to(names[row.first], names[row.last], shortened),
             row.treatment,
             format_bytes(row.held_bytes),
             format_seconds(row.recompute_seconds) if row.recompute_seconds else "",
@@ -116,7 +113,7 @@ def stage_table(plan: Plan, *, most_rows: int = _MOST_ROWS) -> Table:
     table.add_section()
     table.add_row(
         "",
-        f"peak {format_bytes(plan.peak_bytes)} at {_short(names[plan.simulation.peak_stage])}",
+        f"peak {format_bytes(plan.peak_bytes)} at {shortened(names[plan.simulation.peak_stage])}",
         "",
         format_bytes(sum(row.held_bytes for row in rows)),
         format_seconds(total) if total else "",
@@ -184,26 +181,17 @@ def _option(chain: Chain, leaf: Leaf) -> Option:
     return chain.stages[leaf.stage].options[leaf.option]
 
 
-def _shortened(rows: list[_Row], most: int) -> Iterator[_Row | None]:
-    if len(rows) <= most:
-        yield from rows
-        return
-    head = most // 2
-    yield from rows[:head]
-    yield None
-    yield from rows[len(rows) - (most - head - 1) :]
-
-
 def _range(first: int, last: int) -> str:
     return str(first) if first == last else f"{first}-{last}"
 
 
-def _from_to(first: str, last: str) -> str:
+def from_to(first: str, last: str, shorten: Callable[[str], str]) -> str:
+    """Name of the stages from one to another, its parts shortened."""
     start, end = first.partition(" … ")[0], last.rpartition(" … ")[2]
-    return _short(start) if start == end else f"{_short(start)} … {_short(relative_name(start, end))}"
+    return shorten(start) if start == end else f"{shorten(start)} … {shorten(_relative_name(start, end))}"
 
 
-def relative_name(start: str, end: str) -> str:
+def _relative_name(start: str, end: str) -> str:
     """Name of a module without the modules that another one is in, too: ``d`` for ``a.b.d`` beside ``a.b.c``."""
     inside = end.split(".")
     for module in start.split(".")[:-1]:
@@ -213,10 +201,10 @@ def relative_name(start: str, end: str) -> str:
     return ".".join(inside)
 
 
-def _short(name: str) -> str:
+def shortened(name: str, most: int = _MOST_NAME) -> str:
     """A name without its middle if it is long: the end tells most, the beginning tells where it is."""
-    head = _MOST_NAME // 3
-    return name if len(name) <= _MOST_NAME else f"{name[:head]}…{name[1 + head - _MOST_NAME :]}"
+    head = most // 3
+    return name if len(name) <= most else f"{name[:head]}…{name[1 + head - most :]}"
 
 
 # -------------------------------------------------------------------- a schedule on one line
@@ -233,11 +221,15 @@ def schedule_line(schedule: Schedule, *, most_characters: int = _MOST_CHARACTERS
         '0 (… 3-4) 5'
     """
     text = str(schedule)
-    depth = max(accumulate((character == "(") - (character == ")") for character in text))
-    while len(text) > most_characters and depth > 0:
-        depth -= 1
-        text = _without_deeper(text, depth)
-    return text if len(text) <= most_characters else _without_middle(text, most_characters)
+    for depth in reversed(range(schedule.depth)):
+        if len(text) > most_characters:
+            text = _without_deeper(text, depth)
+    words, kept = text.split(), len(text.split())
+    while len(text) > most_characters and kept:
+        kept -= 1
+        tail = (kept + 1) // 2
+        text = _with_one_gap(" ".join([*words[: kept - tail], "…", *words[len(words) - tail :]]))
+    return text
 
 
 def _without_deeper(text: str, depth: int) -> str:
@@ -258,22 +250,4 @@ def _with_one_gap(text: str) -> str:
     return re.sub(r"…( …)+", "…", text)
 
 
-def _without_middle(text: str, most_characters: int) -> str:
-    """Keep whole words at both ends, in turns, while they fit."""
-    words = text.split()
-    head, tail = 0, 0
-    line = "…"
-    while head + tail < len(words):
-        head, tail = (head, tail + 1) if tail <= head else (head + 1, tail)
-        longer = _with_one_gap(" ".join([*words[:head], "…", *words[len(words) - tail :]]))
-        if len(longer) > most_characters:
-            break
-        line = longer
-    return line
-
-
-def _tables_of_plan(plan: Plan) -> tuple[Table, ...]:
-    return plan_table(plan), stage_table(plan)
-
-
-Plan.tables = _tables_of_plan
+Plan.tables = lambda plan: (plan_table(plan), stage_table(plan))

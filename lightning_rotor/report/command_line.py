@@ -124,10 +124,8 @@ def _parse(arguments: Sequence[str] | None, program: str) -> Namespace:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    _add_model(plan.add_argument_group("the model"))
-    _add_memory(plan.add_argument_group("the memory"))
-    _add_device(plan.add_argument_group("the device"))
-    _add_output(plan.add_argument_group("the answer"))
+    _ask_for_step(plan)
+    _ask_for_answer(plan.add_argument_group("the answer"))
     options = parser.parse_args(arguments)
     alone = [option for option in ("curve", "plot", "plot_curve", "draw") if getattr(options, option)]
     if options.batch_sizes is not None and alone:
@@ -153,95 +151,60 @@ def _batch_sizes(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(",")))
 
 
-def _add_model(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--model",
-        required=True,
-        metavar="PATH",
-        help="a class or function that makes it: package.module.name, or file.py:name",
+def _ask_for_step(plan: argparse.ArgumentParser) -> None:
+    ask = plan.add_argument_group("the model").add_argument
+    said = "a class or function that makes it: package.module.name, or file.py:name"
+    ask("--model", required=True, metavar="PATH", help=said)
+    said = "argument for it, a Python literal or a string; may be repeated"
+    many: dict[str, Any] = {"action": "append", "dest": "model_arguments", "default": []}
+    ask("--model-arg", type=_reading(assignment), metavar="NAME=VALUE", help=said, **many)
+    said = "an argument of its forward, such as 64x3x224x224, 8x512:int64 or mask=8x512:bool; repeat for several"
+    many = {"action": "append", "dest": "inputs", "required": True}
+    ask("--input", type=_reading(InputSpec.parse), metavar="[NAME=]SHAPE[:DTYPE]", help=said, **many)
+    ask("--precision", choices=_PRECISIONS, default="32-true", help="as Lightning's (default: %(default)s)")
+
+    ask = plan.add_argument_group("the memory").add_argument
+    said = (
+        "what training may hold on the device: 4GiB, 10GB, 80%%. Default: what is free; for --device meta the memory "
     )
-    group.add_argument(
-        "--model-arg",
-        dest="model_arguments",
-        action="append",
-        default=[],
-        type=_reading(assignment),
-        metavar="NAME=VALUE",
-        help="argument for it, a Python literal or a string; may be repeated",
+    ask("--budget", metavar="SIZE", help=f"{said}of --gpu, less 1 GiB")
+    said = (
+        "whose state counts: a class of torch.optim such as adamw or sgd:momentum=0.9, or none (default: %(default)s)"
     )
-    group.add_argument(
-        "--input",
-        dest="inputs",
-        action="append",
-        required=True,
-        type=_reading(InputSpec.parse),
-        metavar="[NAME=]SHAPE[:DTYPE]",
-        help="an argument of its forward, such as 64x3x224x224, 8x512:int64 or mask=8x512:bool; repeat for several",
+    ask("--optimizer", default="adamw", metavar="NAME[:ARG=VALUE,...]", help=said)
+    said = "the budget is for activations and new gradients alone, as with Checkpointable"
+    ask("--activations-only", action="store_true", help=said)
+
+    ask = plan.add_argument_group("the device").add_argument
+    said = (
+        "cpu or cuda: measure there; meta: allocate nothing, and estimate from shapes for --gpu (default: %(default)s)"
     )
-    group.add_argument(
-        "--precision", choices=_PRECISIONS, default="32-true", help="as Lightning's (default: %(default)s)"
-    )
+    ask("--device", default="cpu", metavar="NAME", help=said)
+    said = "which one to estimate for (default: %(default)s)"
+    ask("--gpu", choices=tuple(GPUS), type=_gpu, default="A100-80GB", help=said)
+    ask("--flops", type=float, metavar="N", help="its floating-point operations per second, instead")
+    ask("--bandwidth", type=float, metavar="N", help="its bytes per second, instead")
 
 
-def _add_memory(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--budget",
-        metavar="SIZE",
-        help="what training may hold on the device: 4GiB, 10GB, 80%%. Default: what is free; for --device meta the "
-        "memory of --gpu, less 1 GiB",
+def _ask_for_answer(group: argparse._ArgumentGroup) -> None:
+    ask = group.add_argument
+    said = (
+        "instead of one plan, samples per second of these batch sizes within the budget, from measurements with "
+        "the inputs and with half of each; of many up to the first that does not fit, if none are named"
     )
-    group.add_argument(
-        "--optimizer",
-        default="adamw",
-        metavar="NAME[:ARG=VALUE,...]",
-        help="whose state counts: a class of torch.optim such as adamw or sgd:momentum=0.9, or none "
-        "(default: %(default)s)",
-    )
-    group.add_argument(
-        "--activations-only",
-        action="store_true",
-        help="the budget is for activations and new gradients alone, as with Checkpointable",
-    )
+    ask("--batch-sizes", nargs="?", const=(), type=_reading(_batch_sizes), metavar="N,N,...", help=said)
+    ask("--curve", action="store_true", help="also say what every other budget would cost")
+    ask("--json", action="store_true", help="print JSON instead of tables")
+    ask("--plot", type=Path, metavar="FILE", help="save memory over the step as .png, .svg or .pdf")
+    ask("--plot-curve", type=Path, metavar="FILE", help="save budget against overhead likewise")
+    ask("--draw", type=Path, metavar="FILE.svg", help="save a drawing of the stages")
+    ask("--slots", type=int, default=500, metavar="N", help="resolution of the planner (default: %(default)s)")
+    ask("--traceback", action="store_true", help="show where an error comes from")
 
 
-def _add_device(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--device",
-        default="cpu",
-        metavar="NAME",
-        help="cpu or cuda: measure there; meta: allocate nothing, and estimate from shapes for --gpu "
-        "(default: %(default)s)",
-    )
-    group.add_argument(
-        "--gpu",
-        choices=tuple(GPUS),
-        type=lambda text: next((name for name in GPUS if name.lower() == text.lower()), text),
-        default="A100-80GB",
-        help="which one to estimate for (default: %(default)s)",
-    )
-    group.add_argument("--flops", type=float, metavar="N", help="its floating-point operations per second, instead")
-    group.add_argument("--bandwidth", type=float, metavar="N", help="its bytes per second, instead")
-
-
-def _add_output(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--batch-sizes",
-        nargs="?",
-        const=(),
-        type=_reading(_batch_sizes),
-        metavar="N,N,...",
-        help="instead of one plan, samples per second of these batch sizes within the budget, from measurements with "
-        "the inputs and with half of each; of many up to the first that does not fit, if none are named",
-    )
-    group.add_argument("--curve", action="store_true", help="also say what every other budget would cost")
-    group.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    group.add_argument("--plot", type=Path, metavar="FILE", help="save memory over the step as .png, .svg or .pdf")
-    group.add_argument("--plot-curve", type=Path, metavar="FILE", help="save budget against overhead likewise")
-    group.add_argument("--draw", type=Path, metavar="FILE.svg", help="save a drawing of the stages")
-    group.add_argument(
-        "--slots", type=int, default=500, metavar="N", help="resolution of the planner (default: %(default)s)"
-    )
-    group.add_argument("--traceback", action="store_true", help="show where an error comes from")
+def _gpu(name: str) -> str:
+    """A GPU's name as its table has it, whatever the case."""
+    return next((known for known in GPUS if known.lower() == name.lower()), name)
 
 
 # -------------------------------------------------------------------- the answer
@@ -338,21 +301,16 @@ def advice_as_json(advice: BatchSizeAdvice, model: str) -> dict[str, Any]:
 def _draw(found: Found, options: Namespace) -> Iterator[Path]:
     """Save the pictures that were asked for; yields where they are."""
     plan, reserved = found.plan, found.reserved_bytes
-    # All models of timm come from ``create_model``: arguments say which one.
-    made_by, values = (
-        options.model.rpartition(".")[2].rpartition(":")[2],
-        (value for _, value in options.model_arguments),
-    )
-    called = ", ".join(map(str, values))
+    title = options.model.rpartition(".")[2].rpartition(":")[2]
+    if options.model_arguments:  # all models of timm come from ``create_model``: arguments say which one
+        title += f"({', '.join(str(value) for _, value in options.model_arguments)})"
     shapes = ["×".join(map(str, spec.shape)) or "scalar" for spec in options.inputs]
-    title = f"{made_by}({called})" if called else made_by
     title += f", {' and '.join(shapes)}"
     if options.plot is not None:
         yield _save(options.plot, plot_timeline(plan, reserved_bytes=reserved, title=title))
     if options.plot_curve is not None and found.frontier is not None:
-        exist, lingering = plan.gradients_exist, plan.lingering_bytes
         rivals = {
-            name: simulate(plan.chain, schedule, gradients_exist=exist, lingering_bytes=lingering)
+            name: simulate(plan.chain, schedule, **plan.conditions)
             for name, schedule in baselines(plan.chain).items()
             if name != "keep_all"
         }

@@ -13,14 +13,13 @@ r"""The stages of a model as a drawing: what each of them runs, what it hands on
     ║ └──────────────────┘ ║ │ skips
     ╚══════════════ × 2 ═══╝ │
 
-Boxes and skips lie on one long strip. It is cut into columns of about the same height; each is drawn with the heights
-of the strip and moved to its place.
+Boxes lie on one strip, skips in lanes beside it. Letters are all of one width, so that text fits wherever it is shown.
 """
 
 from __future__ import annotations
 
-import math
 import re
+import textwrap
 import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
@@ -33,18 +32,16 @@ from torch import nn
 from lightning_rotor.capture.graph_stage import GraphSlice
 from lightning_rotor.chain import Chain, Option, Skip
 from lightning_rotor.errors import ScheduleError
-from lightning_rotor.planning.tables import relative_name
+from lightning_rotor.planning.tables import from_to, shortened
 from lightning_rotor.report.style import INVERSION_COLOURS, PHASE_COLOURS
 from lightning_rotor.schedule import Schedule, leaves, segments_in
 from lightning_rotor.stages.sequential import Stage
 from lightning_rotor.units import format_bytes
 
 _MARGIN, _BOX, _NAME, _SMALL, _TINY = 16.0, 250.0, 10.0, 8.5, 7.5
-_LINE, _PADDING, _GAP, _FRAME = 11.0, 5.0, 17.0, 7.0
-_LANE, _GUTTER, _BAR = 13.0, 34.0, 5.0
-_HIGHEST = 980.0
-_MOST_LINES, _BOLD = 4, 1.1
-_FONT = "Helvetica, Arial, 'DejaVu Sans', sans-serif"
+_LINE, _PADDING, _GAP, _FRAME, _LANE, _BAR = 11.0, 5.0, 17.0, 7.0, 13.0, 5.0
+_FONT, _WIDE = "'DejaVu Sans Mono', Menlo, Consolas, monospace", 0.61  # width of a letter over its size
+_MOST_LETTERS, _MOST_LINES = int((_BOX - 12) / (_WIDE * _SMALL)), 4
 # Paul Tol's scheme for filling cells: apart for colour-blind readers, light behind black text. Then the same, paler.
 _COLOURS = (
     *("#77AADD", "#EE8866", "#EEDD88", "#FFAABB", "#99DDFF", "#44BB99", "#BBCC33", "#AAAA00"),
@@ -96,18 +93,17 @@ def draw_chain(
         for run in runs
         for number in range(run.first, run.first + run.length)
     ]  # fmt: skip
+    sizes = [f"{len(chain)} stages", f"input {format_bytes(chain.input_bytes)}"]
+    sizes += [f"{len(chain.skips)} skips"] if chain.skips else []
     facts = [
-        (True, f"{len(chain)} stages"),
-        (True, f"input {format_bytes(chain.input_bytes)}"),
-        (chain.skips, f"{len(chain.skips)} skips"),
+        (True, " · ".join(sizes)),
         (prefix, f"names without “{prefix}”"),
         (len(set(keys)) < len(keys), "equal stages share a colour"),
         (depths, "orange: recomputed, a bar for each level of nesting"),
         (any(each.inverts for each in options), "dark blue: inverted, drops its input and rebuilds it from its output"),
     ]
     _place(boxes)
-    columns = _cut(boxes, list(_strands(chain.skips, boxes)))
-    return _svg(columns, title, [fact for applies, fact in facts if applies])
+    return _svg(boxes, _lanes(_strands(chain.skips, boxes)), title, [fact for applies, fact in facts if applies])
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -172,7 +168,7 @@ def _colours(keys: Sequence[Hashable]) -> list[str]:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Where boxes and skips are on the strip, and where it is cut.
+# Where boxes and skips are on the strip.
 
 
 @dataclass(slots=True)
@@ -207,31 +203,13 @@ class _Box:
 
 @dataclass(frozen=True, slots=True)
 class _Strand:
-    """A line for a skip, as heights on the strip; ``made`` is None if it comes from another column or repetition."""
+    """A line for a skip, as heights on the strip; ``made`` is None if it comes from another repetition."""
 
     top: float
     bottom: float
     made: float | None
     reads: tuple[float, ...]
     size_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Column:
-    """A piece of the strip: its boxes, and by lane, from the boxes outwards, its parts of skips."""
-
-    boxes: list[_Box]
-    lanes: list[list[_Strand]]
-
-    @property
-    def start(self) -> float:
-        """Where it begins on the strip."""
-        return self.boxes[0].top - self.boxes[0].frame
-
-    @property
-    def width(self) -> float:
-        """Frames and lanes included."""
-        return 2 * _FRAME + _BOX + _LANE * len(self.lanes) + (8 if self.lanes else 0)
 
 
 def _place(boxes: Sequence[_Box]) -> None:
@@ -267,49 +245,16 @@ def _strands(skips: Sequence[Skip], boxes: Sequence[_Box]) -> Iterator[_Strand]:
             yield _Strand(tops[run], behind[-1], None, behind, size)
 
 
-def _cut(boxes: Sequence[_Box], strands: Sequence[_Strand]) -> list[_Column]:
-    """Columns of about the same height, as low as that goes."""
-    total = boxes[-1].bottom + _GAP
-    count = max(1, math.ceil(total / _HIGHEST))
-    limit = total / count
-    while len(pieces := _pieces(boxes, limit)) > count:
-        limit *= 1.03
-    return [_Column(piece, _lanes(strands, piece[0].top - 6, piece[-1].bottom + 6)) for piece in pieces]
-
-
-def _pieces(boxes: Sequence[_Box], limit: float) -> list[list[_Box]]:
-    """Boxes in columns of at most this height. A run stays together if it fits into one."""
-    ends = {box.run: box.bottom for box in boxes}
-    pieces: list[list[_Box]] = []
-    for box in boxes:
-        end = ends[box.run] if box.stage == box.run.first else box.bottom
-        if not pieces or end - pieces[-1][0].top > limit:
-            pieces.append([])
-        pieces[-1].append(box)
-    return pieces
-
-
-def _lanes(strands: Sequence[_Strand], top: float, bottom: float) -> list[list[_Strand]]:
-    """Parts of strands between two heights, in lanes in which they do not touch; short ones come first."""
-    parts = [
-        _Strand(
-            max(top, strand.top),
-            min(bottom, strand.bottom),
-            strand.made if strand.made is not None and top < strand.made < bottom else None,
-            tuple(read for read in strand.reads if top < read < bottom),
-            strand.size_bytes,
-        )
-        for strand in strands
-        if strand.top < bottom and top < strand.bottom
-    ]
+def _lanes(strands: Iterator[_Strand]) -> list[list[_Strand]]:
+    """Strands in lanes in which they do not touch; short ones come first."""
     lanes: list[list[_Strand]] = []
-    for part in sorted(parts, key=lambda part: (part.bottom - part.top, part.top)):
+    for strand in sorted(strands, key=lambda each: (each.bottom - each.top, each.top)):
         for lane in lanes:
-            if all(part.bottom + 4 < other.top or other.bottom + 4 < part.top for other in lane):
-                lane.append(part)
+            if all(strand.bottom + 4 < other.top or other.bottom + 4 < strand.top for other in lane):
+                lane.append(strand)
                 break
         else:
-            lanes.append([part])
+            lanes.append([strand])
     return lanes
 
 
@@ -317,81 +262,47 @@ def _lanes(strands: Sequence[_Strand], top: float, bottom: float) -> list[list[_
 # The picture.
 
 
-def _svg(columns: Sequence[_Column], title: str | None, facts: Sequence[str]) -> str:
-    """The whole picture: title and facts, and below them the columns from left to right."""
-    room = len(columns) * (_BOX + _GUTTER) - 2 * _FRAME
-    subtitle = wrapped(facts, room, _SMALL)
-    bars = _BAR * max(box.depth for column in columns for box in column.boxes)
-    top = _MARGIN + (18 if title else 0) + 12 * len(subtitle)
-    header = top + (18 if len(columns) > 1 else 10)  # an arrow into the second column passes below the text
-    height = max(column.boxes[-1].bottom - column.start for column in columns) + _FRAME + _GAP + 20 + _MARGIN
-    width = sum(bars + column.width + _GUTTER for column in columns) - _GUTTER + 2 * _MARGIN
-    root = ET.Element("svg", xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {width:.0f} {header + height:.0f}")
-    root.attrib |= {"width": f"{width:.0f}", "height": f"{header + height:.0f}", "font-family": _FONT}
+def _svg(boxes: Sequence[_Box], lanes: Sequence[Sequence[_Strand]], title: str | None, facts: Sequence[str]) -> str:
+    """The whole picture: title and facts, and below them the strip."""
+    bars = _BAR * max(box.depth for box in boxes)
+    top = _MARGIN + (18 if title else 0) + 12 * len(facts) + 10
+    height = top + boxes[-1].bottom + _FRAME + _GAP + 20 + _MARGIN
+    words = max(_WIDE * 13 * len(title or ""), _WIDE * _SMALL * max(map(len, facts)))
+    width = 2 * _MARGIN + max(bars + 2 * _FRAME + _BOX + _LANE * (len(lanes) + 1), words)
+    root = ET.Element("svg", xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {width:.0f} {height:.0f}")
+    root.attrib |= {"width": f"{width:.0f}", "height": f"{height:.0f}", "font-family": _FONT}
     _add(root, "title", title or "chain")
     _add(root, "rect", width="100%", height="100%", fill="white")
     if title:
         _text(root, title, _MARGIN, _MARGIN + 12, 13, font_weight="bold")
-    for number, line in enumerate(reversed(subtitle)):
-        _text(root, line, _MARGIN, top - 12 * number, _SMALL, fill=_GREY)
-    left = _MARGIN + bars
-    for column, following in zip_longest(columns, columns[1:]):
-        moved = _add(root, "g", transform=f"translate({left:.2f} {header - column.start:.2f})")
-        _draw_column(moved, column, following, column.width + _GUTTER + bars)
-        left += column.width + _GUTTER + bars
+    for number, fact in enumerate(reversed(facts)):
+        _text(root, fact, _MARGIN, top - 10 - 12 * number, _SMALL, fill=_GREY)
+    strip = _add(root, "g", transform=f"translate({_MARGIN + bars:.2f} {top:.2f})")
+    for run, repeated in groupby(boxes, lambda box: box.run):
+        if run.repeats > 1:
+            _draw_frame(strip, list(repeated), run.repeats)
+    for lane, strands in enumerate(lanes):
+        for strand in strands:
+            _draw_strand(strip, strand, 2 * _FRAME + _BOX + _LANE * (lane + 0.7))
+    for box, below in zip_longest(boxes, boxes[1:]):
+        _draw_box(strip, box)
+        _draw_below(strip, box, below)
     ET.indent(root, "")
     return ET.tostring(root, encoding="unicode") + "\n"
 
 
-def _draw_column(group: ET.Element, column: _Column, following: _Column | None, step: float) -> None:
-    """Frames, skips, boxes and arrows; the next column is so far to the right."""
-    for run, boxes in groupby(column.boxes, lambda box: box.run):
-        if run.repeats > 1:
-            _draw_frame(group, list(boxes), run)
-    for lane, strands in enumerate(column.lanes):
-        for strand in strands:
-            _draw_strand(group, strand, 2 * _FRAME + _BOX + _LANE * (lane + 0.7))
-    x = _FRAME + _BOX / 2
-    for box, below in zip_longest(column.boxes, column.boxes[1:]):
-        _draw_box(group, box)
-        for bar in range(box.depth):
-            end = below.top if below is not None and below.depth > bar else box.bottom
-            _line(group, -3 - _BAR * bar, box.top, -3 - _BAR * bar, end, _SEGMENT, stroke_width=2.5)
-        if below is not None:
-            _draw_arrow(group, f"M{x} {box.bottom:.1f}", x, below.top)
-            frame = box.frame if below.run is not box.run else 0
-            _draw_boundary(group, box, x + 7, box.bottom + frame + 11.5)
-    last = column.boxes[-1]
-    if following is None:
-        _draw_arrow(group, f"M{x} {last.bottom:.1f}", x, last.bottom + last.frame + _GAP)
-        _draw_boundary(group, last, x + 7, last.bottom + last.frame + 11.5, "output ")
-        return
-    # Up between the columns and into the next one.
-    low, between, high = last.bottom + _GAP / 2 + _FRAME, column.width + _GUTTER / 2, column.start - 9
-    path = f"M{x} {last.bottom:.1f}V{low:.1f}H{between:.1f}V{high:.1f}H{x + step:.1f}"
-    _draw_arrow(group, path, x + step, column.start + following.boxes[0].frame)
-    _draw_boundary(group, last, x + 5, low + 10)
-
-
-def _draw_boundary(group: ET.Element, box: _Box, x: float, y: float, said: str = "") -> None:
-    """The size of what a box hands on; all of it may be skips."""
-    if box.output_bytes or said:
-        _text(group, said + format_bytes(box.output_bytes), x, y, _SMALL, fill=_GREY)
-
-
-def _draw_frame(group: ET.Element, boxes: Sequence[_Box], run: Run) -> None:
+def _draw_frame(group: ET.Element, boxes: Sequence[_Box], repeats: int) -> None:
     """Around boxes that repeat, with the number of repetitions where they end."""
     top, bottom, width = boxes[0].top - _FRAME, boxes[-1].bottom + _FRAME, _BOX + 2 * _FRAME
     _add(
         group, "rect", x=0, y=top, width=width, height=bottom - top, rx=6, fill="none", stroke=_GREY, stroke_width=1,
         stroke_dasharray="4 2",
     )  # fmt: skip
-    if boxes[-1].stage == run.first + run.length - 1:
-        label = f"× {run.repeats}"
-        room = text_width(label, _NAME) + 8
-        _add(group, "rect", x=width - room - 8, y=bottom - 7, width=room, height=14, fill="white")
-        middle = width - room / 2 - 8
-        _text(group, label, middle, bottom + 4, _NAME, text_anchor="middle", font_weight="bold")
+    label = f"× {repeats}"
+    room = _WIDE * _NAME * len(label) + 8
+    _add(group, "rect", x=width - room - 8, y=bottom - 7, width=room, height=14, fill="white")
+    middle = width - room / 2 - 8
+    _text(group, label, middle, bottom + 4, _NAME, text_anchor="middle", font_weight="bold")
 
 
 def _draw_box(group: ET.Element, box: _Box) -> None:
@@ -402,17 +313,25 @@ def _draw_box(group: ET.Element, box: _Box) -> None:
     )  # fmt: skip
     kept = box.option.saved_bytes + box.option.saved_input_bytes + box.option.saved_output_bytes
     keeps, y = "inverted" if box.option.inverts else f"keeps {format_bytes(kept)}", box.top + _PADDING + _NAME - 1
-    name = fitted(box.name, _BOX - 20 - text_width(keeps, _SMALL), _BOLD * _NAME)
-    _text(group, name, _FRAME + 6, y, _NAME, font_weight="bold")
+    room = _BOX - 20 - _WIDE * _SMALL * len(keeps)
+    _text(group, shortened(box.name, int(room / (_WIDE * _NAME))), _FRAME + 6, y, _NAME, font_weight="bold")
     _text(group, keeps, _FRAME + _BOX - 6, y, _SMALL, text_anchor="end", fill=ink)
     for number, line in enumerate(box.lines, 1):
         _text(group, line, _FRAME + 6, y + 1 + _LINE * number, _SMALL, fill="#333333")
 
 
-def _draw_arrow(group: ET.Element, path: str, x: float, y: float) -> None:
-    """A path that ends with a head at a point."""
-    _add(group, "path", d=f"{path}V{y - 5:.1f}", fill="none", stroke=_INK, stroke_width=1)
-    _add(group, "path", d=f"M{x:.1f} {y:.1f}l-3 -6h6z", fill=_INK)
+def _draw_below(group: ET.Element, box: _Box, below: _Box | None) -> None:
+    """Bars of the segments that a box is in, and the arrow to the next one with what it hands on."""
+    for bar in range(box.depth):
+        end = below.top if below is not None and below.depth > bar else box.bottom
+        _line(group, -3 - _BAR * bar, box.top, -3 - _BAR * bar, end, _SEGMENT, stroke_width=2.5)
+    frame = box.frame if below is None or below.run is not box.run else 0
+    x, end = _FRAME + _BOX / 2, box.bottom + frame + _GAP if below is None else below.top
+    _line(group, x, box.bottom, x, end - 5, _INK)
+    _add(group, "path", d=f"M{x:.1f} {end:.1f}l-3 -6h6z", fill=_INK)
+    if box.output_bytes or below is None:  # all that it hands on may be skips
+        said = ("output " if below is None else "") + format_bytes(box.output_bytes)
+        _text(group, said, x + 7, box.bottom + frame + 11.5, _SMALL, fill=_GREY)
 
 
 def _draw_strand(group: ET.Element, strand: _Strand, x: float) -> None:
@@ -425,7 +344,7 @@ def _draw_strand(group: ET.Element, strand: _Strand, x: float) -> None:
         _add(group, "path", d=f"M{edge:.1f} {y:.1f}l6 -2.6v5.2z", fill=_SKIP)
     _line(group, x, strand.top, x, strand.bottom, _SKIP)
     label, y = format_bytes(strand.size_bytes), (strand.top + strand.bottom) / 2
-    length = text_width(label, _TINY) + 4
+    length = _WIDE * _TINY * len(label) + 4
     if strand.bottom - strand.top > length + 4:
         _add(group, "rect", x=x - 4, y=y - length / 2, width=8, height=length, fill="white")
         turned = f"rotate(-90 {x + 2.7:.1f} {y:.1f})"
@@ -451,15 +370,13 @@ def _add(parent: ET.Element, tag: str, text: str | None = None, **attributes: ob
 
 
 # ----------------------------------------------------------------------------------------------------
-# Text: names of stages, and lines that fit.
+# Names of stages, and what they run.
 
 
 def _name(names: Sequence[str], run: Run, stage: int, prefix: str) -> str:
     """The name of a stage, or of all that it stands for alone."""
-    last = names[stage + run.repeats - 1] if run.length == 1 else names[stage]
-    start, end = names[stage].partition(" … ")[0], last.rpartition(" … ")[2]
-    name = start if start == end else f"{start} … {relative_name(start, end)}"
-    return name.removeprefix(prefix)
+    last = stage + run.repeats - 1 if run.length == 1 else stage
+    return from_to(names[stage], names[last], str).removeprefix(prefix)
 
 
 def _common_prefix(names: Sequence[str]) -> str:
@@ -470,47 +387,10 @@ def _common_prefix(names: Sequence[str]) -> str:
 
 
 def _lines(labels: Sequence[str]) -> list[str]:
-    """Operators as text below a name."""
-    lines = wrapped(labels, _BOX - 12, _SMALL)
-    if len(lines) > _MOST_LINES:
-        lines = [*lines[: _MOST_LINES - 1], f"{fitted(lines[_MOST_LINES - 1], _BOX - 24, _SMALL)} …"]
-    return [fitted(line, _BOX - 12, _SMALL) for line in lines]
-
-
-_NARROW = frozenset("iljtfrI.,:;|'!()[] /·")
-_WIDE = frozenset("mwMW@%—…→×")
-
-
-def text_width(text: str, size: float) -> float:
-    """Width of a line in the widest of the fonts, in the unit of ``size``, rather too much than too little."""
-    return size * sum(0.37 if character in _NARROW else 0.9 if character in _WIDE else 0.62 for character in text)
-
-
-def fitted(text: str, width: float, size: float) -> str:
-    """A line without its inside if it is too long."""
-    if text_width(text, size) <= width:
-        return text
-    keep = len(text)
-    while keep > 2 and text_width(text[:keep], size) + size > width:
-        keep -= 1
-    head = keep // 3
-    return f"{text[:head]}…{text[len(text) - (keep - head) :]}"
-
-
-def wrapped(words: Sequence[str], width: float, size: float, separator: str = " · ") -> list[str]:
-    """Words in lines that are no wider than this, unless a word is."""
-    lines: list[str] = []
-    for word in words:
-        longer = f"{lines[-1]}{separator}{word}" if lines else word
-        if lines and text_width(longer, size) <= width:
-            lines[-1] = longer
-        else:
-            lines.append(word)
-    return lines
-
-
-# ----------------------------------------------------------------------------------------------------
-# What the operators of a stage are called in a drawing.
+    """Operators as text below a name, with line breaks between them."""
+    words = "\u00a0· ".join(label.replace(" ", "\u00a0") for label in labels)
+    lines = textwrap.wrap(words, _MOST_LETTERS, max_lines=_MOST_LINES, placeholder=" …", break_on_hyphens=False)
+    return [line.replace("\u00a0", " ") for line in lines]
 
 
 # They compute nothing. Shown only if a stage does nothing else.

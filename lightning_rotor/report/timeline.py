@@ -1,13 +1,16 @@
-"""Memory over one training step, and below it which stage runs when."""
+"""Pictures: memory over a step, budget against overhead, and which device of a pipeline does what."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, TypeAlias
 
-from lightning_rotor.planning import Plan
-from lightning_rotor.planning.tables import plain_simulation
+from lightning_rotor.pipeline.partition import Partition
+from lightning_rotor.pipeline.simulator import PipelineEvent, PipelineSimulation
+from lightning_rotor.planning import Frontier, Plan
+from lightning_rotor.planning.tables import plain_simulation, shortened
 from lightning_rotor.report.style import (
     BUDGET_COLOUR,
     INVERSION_COLOURS,
@@ -21,27 +24,8 @@ from lightning_rotor.report.style import (
     legend_above,
     new_figure,
 )
-from lightning_rotor.simulator import Event, Simulation
-from lightning_rotor.units import duration_unit, format_bytes, size_unit
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-import re
-from typing import TYPE_CHECKING
-
-from lightning_rotor.planning import Frontier
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
-
-from lightning_rotor.pipeline.partition import Partition
-from lightning_rotor.pipeline.simulator import PipelineEvent, PipelineSimulation
-from lightning_rotor.simulator import Phase
-from lightning_rotor.units import format_seconds
+from lightning_rotor.simulator import Event, Phase, Simulation
+from lightning_rotor.units import duration_unit, format_bytes, format_seconds, size_unit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -187,15 +171,11 @@ def _draw_stages(axes: Axes, events: Sequence[Event], names: Sequence[str], dura
     groups, starts = name_groups(names, most=_MOST_NAMES)
     # Lines where a part of the model begins, its name in the middle of it.
     axes.set_yticks([start - 0.5 for start in starts], minor=True)
-    middles, shown = [(first + last) / 2 for first, last, _ in groups], [_short(name) for _, _, name in groups]
-    axes.set_yticks(middles, shown, fontsize="x-small")
+    shown = [shortened(name, _MOST_CHARACTERS) for _, _, name in groups]
+    axes.set_yticks([(first + last) / 2 for first, last, _ in groups], shown, fontsize="x-small")
     axes.set(ylim=(-0.5 - (height - 1) / 2, len(names) - 0.5 + (height - 1) / 2), ylabel="stage")
     axes.tick_params(axis="y", which="both", length=0)
     clear_frame(axes, which="minor")
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= _MOST_CHARACTERS else f"…{name[1 - _MOST_CHARACTERS :]}"
 
 
 def name_groups(names: Sequence[str], *, most: int) -> tuple[list[_Part], list[int]]:
@@ -413,13 +393,12 @@ def _draw_actions(axes: Axes, simulation: PipelineSimulation, scale: float) -> b
         rows = [device for device, *_ in bars]
         lefts, widths = [start / scale for _, start, *_ in bars], [(end - start) / scale for _, start, end, _ in bars]
         label = PHASE_LABELS[phase] + ((", later stages" if pale else ", first stage") if several else "")
-        axes.barh(rows, widths, _BAR, lefts, color=PHASE_COLOURS[phase][pale], label=label, **edge)
-        for device, start, end, number in bars if devices <= _MOST_NUMBERED else ():
-            if (end - start) / simulation.seconds > _LEAST_WIDTH * len(number):
-                axes.text(
-                    (start + end) / 2 / scale, device, number, color="#333333" if pale else "white",
-                    fontsize="x-small", ha="center", va="center_baseline",
-                )  # fmt: skip
+        drawn = axes.barh(rows, widths, _BAR, lefts, color=PHASE_COLOURS[phase][pale], label=label, **edge)
+        if devices <= _MOST_NUMBERED:
+            least = _LEAST_WIDTH * simulation.seconds
+            numbers = [number if end - start > least * len(number) else "" for _, start, end, number in bars]
+            colour = "#333333" if pale else "white"
+            axes.bar_label(drawn, numbers, label_type="center", color=colour, fontsize="x-small")
     return several
 
 
