@@ -400,52 +400,42 @@ def combined(
 
     Raises ``UnlikeChainsError`` if stages, options or skips differ.
     """
-    found = _Combination(of_bytes, of_seconds).of(chains, "")
-    assert isinstance(found, Chain)
-    return found
 
-
-@dataclass(frozen=True, slots=True)
-class _Combination:
-    of_bytes: Callable[[Sequence[int]], int]
-    of_seconds: Callable[[Sequence[float]], float]
-
-    def of(self, values: Sequence[Any], name: str) -> Any:
+    def one(values: Sequence[Any], name: str) -> Any:
         """One value from several of the same kind."""
-        if isinstance(values[0], StageCost):
-            values = _alike(values)
         first = values[0]
-        if is_dataclass(first) and not isinstance(first, type):
+        if isinstance(first, StageCost):
+            values = _alike(values)
+        if is_dataclass(first):
             parts = {
-                each.name: self.of([getattr(value, each.name) for value in values], each.name) for each in fields(first)
+                each.name: one([getattr(value, each.name) for value in values], each.name) for each in fields(first)
             }
             if isinstance(first, StageCost):
                 peaks = [option.discard_peak_bytes or 0 for option in parts["options"]]
                 parts["discard_peak_bytes"] = max([parts["discard_peak_bytes"], *peaks])
-            return type(first)(**parts)
+            return replace(first, **parts)
         if name == "takes":  # shapes, which are not those of any measurement
             return ()
-        if isinstance(first, tuple):
-            if any(len(value) != len(first) for value in values):
-                raise UnlikeChainsError(f"{name}: {first!r} and others")
-            return tuple(self.of(group, name) for group in zip(*values, strict=True))
+        if isinstance(first, tuple) and all(len(value) == len(first) for value in values):
+            return tuple(one(group, name) for group in zip(*values, strict=True))
         if name.endswith("_bytes") and all(isinstance(value, int) for value in values):
-            return self.of_bytes(values)
+            return of_bytes(values)
         if name.endswith("_seconds"):
-            return float(self.of_seconds(values))
+            return float(of_seconds(values))
         if any(value != first for value in values):
             raise UnlikeChainsError(f"{name}: {first!r} and others")
         return first
 
+    chain: Chain = one(chains, "")
+    return chain
+
 
 def _alike(stages: Sequence[StageCost]) -> Sequence[StageCost]:
     """These costs, with peaks written out that only some of the measurements have of their own."""
-    options = [option for stage in stages for option in stage.options]
-    apart = [
-        tuple(option.accumulating is None for option in options),
-        tuple(o.discard_peak_bytes is None for o in options),
+    peaks = [
+        [(each.accumulating is None, each.discard_peak_bytes is None) for each in stage.options] for stage in stages
     ]
-    if not any(len(set(each)) > 1 for each in apart):
+    if all(each == peaks[0] for each in peaks):
         return stages
     return [
         replace(

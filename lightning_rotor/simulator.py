@@ -22,6 +22,7 @@ Not counted: the chain's input (the caller has it anyway), parameters, buffers, 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, TypeAlias, TypedDict
@@ -34,15 +35,16 @@ from lightning_rotor.schedule import Item, Leaf, Schedule, Segment, leaves, make
 # What is alive while a step is simulated: who holds which boundaries and skips of a chain, and what that takes.
 
 
-class Boundaries:
-    """Who holds the boundaries of a chain. The caller holds its input, which counts nothing."""
+class _Boundaries:
+    """Who holds the boundaries of a chain, and the bytes of them. The caller holds its input, which counts nothing."""
 
     def __init__(self, chain: Chain) -> None:
+        self.live_bytes = 0
         self._size_bytes = [0, *(stage.output_bytes for stage in chain)]
         self._holders = [1] + [0] * len(chain)
         self._saved_by_producer = [0] * (len(chain) + 1)
         self._saved_by_consumer = [0] * (len(chain) + 1)
-        self._dropped = [False] * (len(chain) + 1)
+        self._dropped = [False] * (len(chain) + 1)  # the stage behind will rebuild it
 
     def is_held(self, boundary: int) -> bool:
         """True if somebody holds it besides saved tensors."""
@@ -52,39 +54,28 @@ class Boundaries:
         """True if the stage that made it has saved some of it."""
         return self._saved_by_producer[boundary] > 0
 
-    def hold(self, boundary: int) -> int:
-        """Add a holder; returns the bytes that this brings to life."""
-        before = self._live_bytes(boundary)
-        self._holders[boundary] += 1
-        return self._live_bytes(boundary) - before
-
-    def release(self, boundary: int) -> int:
-        """Remove a holder; returns the bytes that this frees."""
-        before = self._live_bytes(boundary)
-        self._holders[boundary] -= 1
-        return before - self._live_bytes(boundary)
-
-    def save(self, boundary: int, *, producer: int | None = None, consumer: int | None = None) -> int:
-        """Save so many bytes of it from now on, by the stages on either side; returns by how much it grows."""
-        before = self._live_bytes(boundary)
+    def update(
+        self,
+        boundary: int,
+        *,
+        holders: int = 0,
+        producer: int | None = None,
+        consumer: int | None = None,
+        dropped: bool | None = None,
+    ) -> None:
+        """Add holders; say how many bytes of it the stages on either side save; drop it, or rebuild it."""
+        before = self.bytes(boundary)
+        self._holders[boundary] += holders
         if producer is not None:
             self._saved_by_producer[boundary] = producer
         if consumer is not None:
             self._saved_by_consumer[boundary] = consumer
-        return self._live_bytes(boundary) - before
+        if dropped is not None:
+            self._dropped[boundary] = dropped
+        self.live_bytes += self.bytes(boundary) - before
 
-    def drop(self, boundary: int) -> int:
-        """Drop it, as the stage behind it will rebuild it. Returns the bytes that this frees."""
-        before = self._live_bytes(boundary)
-        self._dropped[boundary] = True
-        return before - self._live_bytes(boundary)
-
-    def rebuild(self, boundary: int) -> int:
-        """Rebuild it for what saved it; returns the bytes that this brings to life."""
-        self._dropped[boundary] = False
-        return self._live_bytes(boundary)
-
-    def _live_bytes(self, boundary: int) -> int:
+    def bytes(self, boundary: int) -> int:
+        """Bytes of it that are alive."""
         size = self._size_bytes[boundary]
         if self._holders[boundary]:
             return size
@@ -94,9 +85,10 @@ class Boundaries:
 
 
 class Skips:
-    """Who holds the skips of a chain, and which of their gradients are alive."""
+    """Who holds the skips of a chain, which of their gradients are alive, and the bytes of both."""
 
     def __init__(self, chain: Chain) -> None:
+        self.live_bytes = 0
         self._all = chain.skips
         self._holders = [0] * len(self._all)
         self._gradient_bytes = [0] * len(self._all)
@@ -112,15 +104,21 @@ class Skips:
             for stage in skip.uses:
                 self._read[stage].append(number)
 
-    def hold(self, skip: int) -> int:
-        """Add a holder; returns the bytes that this brings to life."""
-        self._holders[skip] += 1
-        return self._all[skip].size_bytes if self._holders[skip] == 1 else 0
+    def hold(self, skips: Iterable[int]) -> None:
+        """Add a holder to each."""
+        for skip in skips:
+            self._holders[skip] += 1
+            self.live_bytes += self._all[skip].size_bytes if self._holders[skip] == 1 else 0
 
-    def release(self, skip: int) -> int:
-        """Remove a holder; returns the bytes that this frees."""
-        self._holders[skip] -= 1
-        return self._all[skip].size_bytes if self._holders[skip] == 0 else 0
+    def release(self, skips: Iterable[int]) -> None:
+        """Remove a holder of each."""
+        for skip in skips:
+            self._holders[skip] -= 1
+            self.live_bytes -= self._all[skip].size_bytes if self._holders[skip] == 0 else 0
+
+    def bytes(self, skip: int) -> int:
+        """Bytes of it that are alive, without its gradient."""
+        return self._all[skip].size_bytes if self._holders[skip] else 0
 
     def read_by(self, segment: Segment) -> set[int]:
         """Skips made before a segment that it reads."""
@@ -134,12 +132,9 @@ class Skips:
         read = ((self._all[number], stage) for stage in range(first, last + 1) for number in self._read[stage])
         return any(0 <= skip.born < first and skip.gradient_bytes[skip.uses.index(stage)] > 0 for skip, stage in read)
 
-    def take_gradients(self, stage: int) -> int:
-        """Bytes of gradients that exist when the stage's backward begins, and that its own peaks count."""
+    def take_gradients(self, stage: int) -> None:
+        """Count no longer what exists when the stage's backward begins, as far as its own peaks count it."""
         ending = (*self.made[stage], *self._read[stage])
-        if not ending:
-            self._slices_bytes = 0
-            return 0
         alive = sum(self._gradient_bytes[skip] for skip in ending)
         own = self._counted_bytes[stage]
         if own is None:
@@ -147,18 +142,16 @@ class Skips:
         # Those that are slices may hold more than themselves until the stage has read or replaced them.
         counted = min(alive, own)
         self._slices_bytes = alive - counted
+        self.live_bytes -= counted
         for skip in ending:
             self._gradient_bytes[skip] = 0
-        return counted
 
-    def leave_gradients(self, stage: int) -> int:
-        """Bytes of gradients that the stage leaves for skips that it read, less what dies with those that it found."""
-        if not self._read[stage]:
-            return -self._slices_bytes
+    def leave_gradients(self, stage: int) -> None:
+        """Count what the stage leaves for skips that it read, and no longer what dies with the gradients it found."""
         for number in self._read[stage]:
             skip = self._all[number]
             self._gradient_bytes[number] = skip.gradient_bytes[skip.uses.index(stage)]
-        return sum(self._gradient_bytes[skip] for skip in self._read[stage]) - self._slices_bytes
+        self.live_bytes += sum(self._gradient_bytes[skip] for skip in self._read[stage]) - self._slices_bytes
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -236,6 +229,16 @@ def simulate(
     return _Simulator(chain, schedule, gradients_exist, lingering_bytes).run()
 
 
+def held_by_stage(chain: Chain, schedule: Schedule) -> list[int]:
+    """Bytes alive between forward and backward: saved sets and inputs by stage, skips by the stage that makes them.
+
+    States that segments remember are left out.
+    """
+    simulator = _Simulator(chain, schedule, False, 0)
+    simulator.record()
+    return simulator.held_by_stage()
+
+
 def check_schedule(chain: Chain, schedule: Schedule) -> None:
     """Raise ``ScheduleError`` unless a schedule belongs to a chain.
 
@@ -289,22 +292,34 @@ class _Simulator:
         self._gradients_exist, self._lingering_bytes = gradients_exist, lingering_bytes
         self._states_before = [0, *accumulate(stage.state_bytes for stage in chain)]
         self._draws_before = [0, *accumulate(stage.draws_random for stage in chain)]
-        self._boundaries = Boundaries(chain)
-        self._live_bytes = 0  # everything, kept up to date by the methods below
+        self._boundaries, self._skips = _Boundaries(chain), Skips(chain)
+        self._other_bytes = 0  # everything else that is alive
         self._gradient_bytes = 0  # the part of it that is the gradient of the boundary where the backward stands
         self._waiting_gradient_bytes = 0  # another part: of shared parameters, until their first stage adds its own
         self._saved_state_bytes = [0] * len(chain)  # copies of buffers that a recomputation has worked on and saved
         self._unused_state_bytes = 0  # remembered by nested segments during the running recomputation
         self._segment_seconds = 0.0
-        self._skips = Skips(chain)
         self._outermost = {id(item) for item in schedule.items}
         self._events: list[Event] = []
         self._peak_bytes, self._peak_stage = 0, 0
 
-    def run(self) -> Simulation:
-        self._live_bytes += self._lingering_bytes
+    def record(self) -> None:
+        self._other_bytes += self._lingering_bytes
         self._record(self._schedule.items, "forward")
-        self._live_bytes -= self._lingering_bytes
+        self._other_bytes -= self._lingering_bytes
+
+    def held_by_stage(self) -> list[int]:
+        held = [self._boundaries.bytes(number) + stage.pinned_bytes for number, stage in enumerate(self._chain)]
+        held[-1] += self._boundaries.bytes(len(held))
+        for leaf in self._schedule.items:
+            if isinstance(leaf, Leaf):
+                held[leaf.stage] += self._option(leaf).saved_bytes
+        for number, skip in enumerate(self._chain.skips):
+            held[skip.born] += self._skips.bytes(number)
+        return held
+
+    def run(self) -> Simulation:
+        self.record()
         held_bytes = self._live_bytes
         # The output now belongs to the caller, so the reference that the forward took is never given back.
         for item in reversed(self._schedule.items):
@@ -312,6 +327,11 @@ class _Simulator:
         seconds = sum(event.seconds for event in self._events) + self._segment_seconds
         extra = max(seconds - self._chain.step_seconds, 0.0)
         return Simulation(self._peak_bytes, seconds, extra, self._peak_stage, tuple(self._events), held_bytes)
+
+    @property
+    def _live_bytes(self) -> int:
+        """Everything that is alive."""
+        return self._boundaries.live_bytes + self._skips.live_bytes + self._other_bytes
 
     # ---------------------------------------------------------------- forward
 
@@ -331,10 +351,10 @@ class _Simulator:
                     if not stops_here:
                         running |= self._discard(item, phase)
             if item.first != start:
-                self._release(item.first)  # the running forward moves on to the next boundary
+                self._boundaries.update(item.first, holders=-1)  # the running forward moves on to the next boundary
             self._release_read(running, item)
         if phase == "recompute":
-            self._live_bytes -= sum(self._skips.release(skip) for skip in running)
+            self._skips.release(running)
 
     def _record_leaf(self, leaf: Leaf, phase: Phase, *, replay: bool) -> set[int]:
         """Run a stage so that its backward can follow; returns the skips that it makes, now held by whoever runs it."""
@@ -344,16 +364,13 @@ class _Simulator:
         # An inverted stage saves nothing but states, in every first pass, as a segment does.
         self._remember(option.saved_bytes, phase if option.inverts else "forward")
         if phase == "forward":
-            self._live_bytes += self._chain.stages[stage].pinned_bytes  # until the graph dies, after the step
-        self._live_bytes += self._boundaries.save(stage, consumer=option.saved_input_bytes)
-        self._live_bytes += self._boundaries.save(stage + 1, producer=option.saved_output_bytes)
-        if option.inverts:
-            self._live_bytes -= self._boundaries.drop(stage)
-        for skip in option.saved_skips:
-            self._live_bytes += self._skips.hold(skip)
+            self._other_bytes += self._chain.stages[stage].pinned_bytes  # until the graph dies, after the step
+        self._boundaries.update(stage, consumer=option.saved_input_bytes, dropped=option.inverts)
+        self._boundaries.update(stage + 1, producer=option.saved_output_bytes)
+        self._skips.hold(option.saved_skips)
         made: set[int] = set()
         if not replay:
-            self._hold(stage + 1)
+            self._boundaries.update(stage + 1, holders=1)
             made = self._hold_made(stage)
         self._events.append(
             Event(phase, stage, option.replay_seconds if replay else option.forward_seconds, level, self._live_bytes)
@@ -372,14 +389,14 @@ class _Simulator:
                     level = self._touch(stage, cost.discard_peak_of(self._option(item)))
                     if self._option(item).inverts:
                         self._remember(self._option(item).saved_bytes, phase)
-                    self._hold(stage + 1)
+                    self._boundaries.update(stage + 1, holders=1)
                     running |= self._hold_made(stage)
-                    self._live_bytes += cost.pinned_bytes if phase == "forward" else 0
+                    self._other_bytes += cost.pinned_bytes if phase == "forward" else 0
                     self._events.append(Event(phase, stage, cost.discard_seconds, level, self._live_bytes))
                 case Segment():
                     running |= self._discard(item, phase)
             if item.first != segment.first:
-                self._release(item.first)
+                self._boundaries.update(item.first, holders=-1)
             self._release_read(running, item)
         if _last_saving(self._chain, segment.items) < 0:  # forgotten at once, it holds neither states nor its input
             self._remember(-self._state_bytes(segment), phase)
@@ -387,7 +404,7 @@ class _Simulator:
 
     def _remember(self, size_bytes: int, phase: Phase) -> None:
         """Remember states; in a recomputation for one that never comes."""
-        self._live_bytes += size_bytes
+        self._other_bytes += size_bytes
         if phase == "recompute":
             self._unused_state_bytes += size_bytes
 
@@ -406,7 +423,7 @@ class _Simulator:
                 if end >= 0:
                     if not self._gives_up_input(item):
                         self._give_up_inputs(item)
-                    self._live_bytes += -self._state_bytes(item)
+                    self._other_bytes += -self._state_bytes(item)
 
     def _gives_up_input(self, segment: Segment) -> bool:
         """True if a segment lets go of its input once it has read it.
@@ -426,16 +443,17 @@ class _Simulator:
         expected = self._chain.stages[stage].output_gradient_bytes
         # What the stage behind left beyond what the stage's own peaks count.
         excess = 0 if expected is None else max(self._gradient_bytes - expected, 0)
-        self._live_bytes += excess - self._gradient_bytes - self._skips.take_gradients(stage)
+        self._other_bytes += excess - self._gradient_bytes
+        self._skips.take_gradients(stage)
         if pending:
             self._touch(stage, option.unpack_peak_bytes)
             self._gradient_bytes = option.unpack_bytes
-            self._live_bytes += self._gradient_bytes
+            self._other_bytes += self._gradient_bytes
             for segment in pending:
                 self._recompute(segment)
                 if self._gives_up_input(segment):
                     self._give_up_inputs(segment)
-            self._live_bytes -= self._gradient_bytes
+            self._other_bytes -= self._gradient_bytes
         peaks = option.backward_peaks(gradients_exist=self._gradients_exist)
         if stage == 0 or self._boundaries.is_saved_by_producer(stage):
             peak = peaks.held_bytes
@@ -446,37 +464,35 @@ class _Simulator:
         if not pending:
             peak = max(peak, option.unpack_peak_bytes)
         level = self._touch(stage, peak)
-        self._live_bytes += -option.saved_bytes - self._saved_state_bytes[stage]
+        self._other_bytes += -option.saved_bytes - self._saved_state_bytes[stage]
         self._saved_state_bytes[stage] = 0
-        self._live_bytes += self._boundaries.save(stage, consumer=0)
-        self._live_bytes += self._boundaries.save(stage + 1, producer=0)
-        if option.inverts:
-            self._live_bytes += self._boundaries.rebuild(stage)
-        for skip in option.saved_skips:
-            self._live_bytes -= self._skips.release(skip)
+        self._boundaries.update(stage, consumer=0, dropped=False)
+        self._boundaries.update(stage + 1, producer=0)
+        self._skips.release(option.saved_skips)
         is_passed_on = stage > 0 and self._chain.stages[stage - 1].output_gradient_bytes is not None
         self._gradient_bytes = option.input_gradient_bytes + (excess if is_passed_on else 0)
-        self._live_bytes += self._gradient_bytes - excess + self._skips.leave_gradients(stage)
+        self._other_bytes += self._gradient_bytes - excess
+        self._skips.leave_gradients(stage)
         if self._gradients_exist:
             waiting = self._chain.stages[stage].waiting_gradient_bytes
-            self._live_bytes += waiting - self._waiting_gradient_bytes
+            self._other_bytes += waiting - self._waiting_gradient_bytes
             self._waiting_gradient_bytes = waiting
         else:
-            self._live_bytes += option.parameter_gradient_bytes
+            self._other_bytes += option.parameter_gradient_bytes
         self._events.append(Event("backward", stage, option.backward_seconds, level, self._live_bytes, option.inverts))
 
     def _recompute(self, segment: Segment) -> None:
         # While it runs, the generators' current state is put aside and buffers are lent, and nested segments remember
         # states for a recomputation that never comes: theirs are those of the first pass.
         aside = self._state_bytes(segment)
-        self._live_bytes += aside
+        self._other_bytes += aside
         self._record(segment.items, "recompute")
-        self._live_bytes += -aside - self._unused_state_bytes
+        self._other_bytes += -aside - self._unused_state_bytes
         self._unused_state_bytes = 0
         for item in segment.items:
             if isinstance(item, Leaf):  # those that were not recomputed save nothing
                 self._saved_state_bytes[item.stage] = self._option(item).saved_state_bytes
-                self._live_bytes += self._saved_state_bytes[item.stage]
+                self._other_bytes += self._saved_state_bytes[item.stage]
 
     # ---------------------------------------------------------------- accounting
 
@@ -489,34 +505,25 @@ class _Simulator:
         draws = self._draws_before[stop] > self._draws_before[first]
         return self._states_before[stop] - self._states_before[first] + (self._chain.rng_state_bytes if draws else 0)
 
-    def _hold(self, boundary: int) -> None:
-        self._live_bytes += self._boundaries.hold(boundary)
-
-    def _release(self, boundary: int) -> None:
-        self._live_bytes -= self._boundaries.release(boundary)
-
     def _hold_made(self, stage: int) -> set[int]:
         """The running forward takes what a stage has made besides its link."""
-        made = self._skips.made[stage]
-        self._live_bytes += sum(self._skips.hold(skip) for skip in made)
-        return set(made)
+        self._skips.hold(self._skips.made[stage])
+        return set(self._skips.made[stage])
 
     def _release_read(self, running: set[int], item: Item) -> None:
         """The running forward lets go of what nobody reads any more."""
-        if not running:
-            return
-        for skip in [skip for skip in running if self._skips.last_use[skip] <= item.last]:
-            running.remove(skip)
-            self._live_bytes -= self._skips.release(skip)
+        read = [skip for skip in running if self._skips.last_use[skip] <= item.last]
+        running.difference_update(read)
+        self._skips.release(read)
 
     def _hold_inputs(self, segment: Segment) -> None:
         """A segment takes its input and the skips that it reads."""
-        self._hold(segment.first)
-        self._live_bytes += sum(self._skips.hold(skip) for skip in self._skips.read_by(segment))
+        self._boundaries.update(segment.first, holders=1)
+        self._skips.hold(self._skips.read_by(segment))
 
     def _give_up_inputs(self, segment: Segment) -> None:
-        self._release(segment.first)
-        self._live_bytes -= sum(self._skips.release(skip) for skip in self._skips.read_by(segment))
+        self._boundaries.update(segment.first, holders=-1)
+        self._skips.release(self._skips.read_by(segment))
 
     def _touch(self, stage: int, extra_bytes: int) -> int:
         """Count ``extra_bytes`` that are allocated for a moment; returns the level that this makes."""

@@ -120,6 +120,27 @@ def test_matplotlib_is_imported_only_by_functions_that_draw():
     assert not wrong, "\n".join(wrong)
 
 
+TIMED_IMPORT = """
+import sys, time
+begin = time.process_time()
+import torch
+middle, known = time.process_time(), set(sys.modules)
+import lightning_rotor
+print(middle - begin, time.process_time() - middle, *sorted({name.partition(".")[0] for name in set(sys.modules) - known}))
+"""
+
+
+def test_to_import_the_package_takes_little_beside_torch():
+    """0.15 seconds of processor time; where all is slow now, less than a tenth of what torch takes."""
+    heavy = {"lightning", "matplotlib", "numba", "pandas", "scipy", "sympy", "timm", "torchvision", "transformers"}
+    for _ in range(6):
+        torch_seconds, seconds, *gained = run_python("-c", TIMED_IMPORT)[0].split()
+        assert not heavy & set(gained)
+        if float(seconds) <= max(0.15, 0.1 * float(torch_seconds)):
+            return
+    pytest.fail(f"import lightning_rotor takes {seconds} s, and torch {torch_seconds} s")
+
+
 # Makes an environment without Lightning out of one that has it.
 BLOCK_LIGHTNING = """
 import sys

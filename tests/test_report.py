@@ -17,7 +17,6 @@ from strategies import chains, random_chain, with_skips
 
 from lightning_rotor.chain import Chain, Option, StageCost
 from lightning_rotor.planning import Frontier, FrontierPoint, Plan, baselines, frontier, plan
-from lightning_rotor.planning.tables import _held_bytes
 from lightning_rotor.report import (
     PlotError,
     frontier_table,
@@ -29,7 +28,7 @@ from lightning_rotor.report import (
 )
 from lightning_rotor.report.timeline import name_groups
 from lightning_rotor.schedule import Item, Leaf, Schedule, Segment
-from lightning_rotor.simulator import simulate
+from lightning_rotor.simulator import held_by_stage, simulate
 from lightning_rotor.units import format_bytes
 
 MIB = 2**20
@@ -241,7 +240,7 @@ def test_what_stages_hold_is_what_the_forward_leaves_behind(chain: Chain, rng: r
         states = sum(stage.state_bytes for stage in chain) + chain.rng_state_bytes * len(chain)
         # The input of the last stage may still be around, and segments remember states.
         last_input = chain.stages[-2].output_bytes if len(chain) > 1 else 0
-        held = sum(_held_bytes(chain, each))
+        held = sum(held_by_stage(chain, each))
         skips = sum(skip.size_bytes for skip in chain.skips)
         assert held <= after_forward + skips
         assert after_forward <= held + last_input + states + skips

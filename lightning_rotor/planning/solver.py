@@ -83,7 +83,7 @@ class Solver:
         self._step = step
         # The tables share it, and none of them knows the solver.
         self._judge = cache(lambda schedule: Candidate(schedule, simulate(chain, schedule, **step)))
-        self._finer_tables: dict[int, Candidates] = {}
+        self._tables: dict[tuple[int, bool], Candidates] = {}
 
     @property
     def simulations(self) -> int:
@@ -115,25 +115,19 @@ class Solver:
 
     def candidates(self) -> tuple[Candidate, ...]:
         """Every schedule of the tables, by rising peak; of long chains, whose judging is slow, evenly spread ones."""
-        tables = [self._all]
-        tables += [self._all_by_readers] if self._retains_from_birth else []
-        tables += [self._finer(top) for top in self._finer_tops]
         found = [self._smallest, self._keep_all]
-        for table in tables:
+        for table in (*self._for_all, *map(self._up_to, self._finer_tops)):
             found += [table[stair] for stair in range(0, len(table), max(len(table) * len(self.chain) // _JUDGED, 1))]
         distinct = {id(each): each for each in found if each.by_peak >= self._smallest.by_peak}
         return tuple(sorted(distinct.values(), key=lambda each: each.by_peak))
 
     def _fastest(self, budget_bytes: int) -> Candidate | None:
-        found = [self._all.fastest(budget_bytes)]
-        if self._retains_from_birth:
-            found.append(self._all_by_readers.fastest(budget_bytes))
+        found = [table.fastest(budget_bytes) for table in self._for_all]
         finer = [top for top in self._finer_tops if budget_bytes <= _BEYOND * top]
-        if finer:
-            found.append(self._finer(finer[-1]).fastest(budget_bytes))
+        found += [self._up_to(top).fastest(budget_bytes) for top in finer[-1:]]
         if self._keep_all.simulation.peak_bytes <= budget_bytes:
             found.append(self._keep_all)
-        if found[0] is None or found[0].simulation.peak_bytes <= self._all.lowest_bytes * (1 + _CLOSE):
+        if found[0] is None or found[0].simulation.peak_bytes <= self._for_all[0].lowest_bytes * (1 + _CLOSE):
             if self._smallest.simulation.peak_bytes > budget_bytes:
                 return None
             found.append(self._smallest)
@@ -141,10 +135,8 @@ class Solver:
 
     @cached_property
     def _smallest(self) -> Candidate:
-        found = [self._all.smallest(), self._keep_all]
-        found += [self._finer(top).smallest() for top in self._finer_tops[-1:]]
-        if self._retains_from_birth:
-            found.append(self._all_by_readers.smallest())
+        tables = [*map(self._up_to, self._finer_tops[-1:]), *self._for_all[1:]]
+        found = [self._for_all[0].smallest(), self._keep_all, *(table.smallest() for table in tables)]
         return min((each for each in found if each is not None), key=lambda each: each.by_peak)
 
     def _refusal(self, budget_bytes: object) -> BudgetError:
@@ -173,19 +165,10 @@ class Solver:
         return max(self._keep_all.simulation.peak_bytes, 1)
 
     @cached_property
-    def _all(self) -> Candidates:
-        """Candidates for every budget."""
-        return self._solve(self._most_bytes)
-
-    @cached_property
-    def _retains_from_birth(self) -> bool:
-        """True if the two rules for skips differ."""
-        return retains_from_birth(self.chain)
-
-    @cached_property
-    def _all_by_readers(self) -> Candidates:
-        """Candidates under the other rule for skips; the simulator tells which of the two was right."""
-        return self._solve(self._most_bytes, readers_pay=True)
+    def _for_all(self) -> tuple[Candidates, ...]:
+        """Candidates for every budget, under both rules for skips if they differ: the simulator tells which is right."""
+        rules = (False, True) if retains_from_birth(self.chain) else (False,)
+        return tuple(self._up_to(self._most_bytes, readers_pay=rule) for rule in rules)
 
     @cached_property
     def _finer_tops(self) -> tuple[int, ...]:
@@ -196,7 +179,7 @@ class Solver:
         """
         if not self._is_coarse:
             return ()
-        small = min(_SMALL * self._all.lowest_bytes, self._most_bytes)
+        small = min(_SMALL * self._for_all[0].lowest_bytes, self._most_bytes)
         tops = []
         top = _FINER * self._most_bytes
         while top > _NEAR * small:
@@ -204,18 +187,18 @@ class Solver:
             top *= _FINER
         return (*tops, math.ceil(small))
 
-    def _finer(self, top_bytes: int) -> Candidates:
-        """Candidates for budgets of which a coarse table has only a few slots; made when first asked for."""
-        if top_bytes not in self._finer_tables:
-            self._finer_tables[top_bytes] = self._solve(top_bytes)
-        return self._finer_tables[top_bytes]
+    def _up_to(self, most_bytes: int, *, readers_pay: bool = False) -> Candidates:
+        """Candidates of one table for budgets up to ``most_bytes``, made when first asked for."""
+        key = most_bytes, readers_pay
+        if key not in self._tables:
+            self._tables[key] = self._solve(most_bytes, readers_pay)
+        return self._tables[key]
 
     @property
     def _is_coarse(self) -> bool:
         return self._slots < _FINE_SLOTS and not self._is_exact(self._most_bytes)
 
-    def _solve(self, most_bytes: int, *, readers_pay: bool = False) -> Candidates:
-        """Candidates of one table for budgets up to ``most_bytes``."""
+    def _solve(self, most_bytes: int, readers_pay: bool) -> Candidates:
         exact, refined = self._is_exact(most_bytes), len(self.chain) <= _REFINED_STAGES
         unit = float(self._divisor) if exact else most_bytes / self._slots
         requirements = requirements_of(self.chain, unit=unit, refined=refined, readers_pay=readers_pay, **self._step)

@@ -11,10 +11,10 @@ from itertools import groupby
 from rich import box
 from rich.table import Table
 
-from lightning_rotor.chain import Chain, Option
+from lightning_rotor.chain import Chain
 from lightning_rotor.planning.plan import Plan
-from lightning_rotor.schedule import Item, Leaf, Schedule, leaves, segments_in
-from lightning_rotor.simulator import Simulation, simulate
+from lightning_rotor.schedule import Item, Leaf, Schedule, segments_in
+from lightning_rotor.simulator import Simulation, held_by_stage, simulate
 from lightning_rotor.units import format_bytes, format_seconds
 
 _MOST_CHARACTERS = 100
@@ -123,7 +123,7 @@ def stage_table(plan: Plan, *, most_rows: int = _MOST_ROWS) -> Table:
 
 
 def _rows(plan: Plan) -> list[_Row]:
-    held = _held_bytes(plan.chain, plan.schedule)
+    held = held_by_stage(plan.chain, plan.schedule)
     seconds = [0.0] * len(plan.chain)
     for event in plan.simulation.events:
         seconds[event.stage] += event.seconds if event.phase == "recompute" else 0.0
@@ -140,45 +140,10 @@ def _rows(plan: Plan) -> list[_Row]:
 
 def _treatment(chain: Chain, item: Item) -> str:
     if isinstance(item, Leaf):
-        option = _option(chain, item)
+        option = chain.stages[item.stage].options[item.option]
         return option.name if option.inverts else f"keep, {option.name}" if item.option else "keep"
     nested = sum(1 for _ in segments_in(item.items))
     return "recompute" + (f", {nested} nested" if nested else "")
-
-
-def _held_bytes(chain: Chain, schedule: Schedule) -> list[int]:
-    """Bytes alive after the forward, by stage: its saved set or its segment's input; skips count for their makers."""
-    held = [0] * len(chain)
-    saved_output, kept_skips = 0, set[int]()
-    for item in schedule.items:
-        inputs = chain.stages[item.first - 1].output_bytes if item.first else 0
-        if isinstance(item, Leaf):
-            option = _option(chain, item)
-            kept_input = 0 if option.inverts else min(inputs, saved_output + option.saved_input_bytes)
-            held[item.stage] = kept_input + option.saved_bytes
-            saved_output = option.saved_output_bytes
-            kept_skips.update(option.saved_skips)
-        elif any(_option(chain, leaf).saved_tensors for leaf in leaves(item)):
-            held[item.first] = inputs
-            saved_output = 0
-            inside = range(item.first, item.last + 1)
-            kept_skips.update(
-                number
-                for number, skip in enumerate(chain.skips)
-                if skip.born < item.first and any(use in inside for use in skip.uses)
-            )
-        else:  # nothing to recompute; what is before it may have saved its own output
-            held[item.first] = min(inputs, saved_output)
-            saved_output = 0
-    held[-1] += chain.stages[-1].output_bytes
-    for number, skip in enumerate(chain.skips):
-        if skip.born >= 0 and (number in kept_skips or skip.in_output):
-            held[skip.born] += skip.size_bytes
-    return [size + stage.pinned_bytes for size, stage in zip(held, chain, strict=True)]
-
-
-def _option(chain: Chain, leaf: Leaf) -> Option:
-    return chain.stages[leaf.stage].options[leaf.option]
 
 
 def _range(first: int, last: int) -> str:
