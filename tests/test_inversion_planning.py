@@ -21,7 +21,7 @@ from lightning_rotor.planning.candidates import schedule_at
 from lightning_rotor.planning.dynamic_program import Table
 from lightning_rotor.planning.requirements import requirements_of
 from lightning_rotor.report import draw_chain, plot_timeline
-from lightning_rotor.report.style import INVERSION_COLOURS, INVERSION_LABEL
+from lightning_rotor.report.timeline import INVERSION_COLOURS, INVERSION_LABEL
 from lightning_rotor.schedule import Leaf, Schedule
 from lightning_rotor.simulator import simulate
 from tests.optimum import Optimum

@@ -12,7 +12,7 @@ from lightning_rotor.pipeline.partition import partition
 from lightning_rotor.pipeline.schedule import actions
 from lightning_rotor.pipeline.simulator import MicroBatchLoad, PipelineStageLoad, simulate_pipeline
 from lightning_rotor.report import PlotError, plot_pipeline
-from lightning_rotor.report.style import PHASE_COLOURS
+from lightning_rotor.report.timeline import PHASE_COLOURS
 from tests.strategies import random_chain
 
 

@@ -197,6 +197,7 @@ class Candidate:
         return self.simulation.peak_bytes, self.simulation.seconds
 
 
+@dataclass(eq=False)
 class Candidates:
     """Proposals of one table, by rising memory and falling seconds; judged when asked for and remembered.
 
@@ -204,23 +205,15 @@ class Candidates:
     are edited until they fit, and the smallest one until it gets no smaller.
     """
 
-    def __init__(
-        self,
-        chain: Chain,
-        table: Table,
-        *,
-        unit: float,
-        judge: Callable[[Schedule], Candidate],
-        uncertain_bytes: int,
-        thorough: bool,
-    ) -> None:
-        self._chain = chain
-        self._table = table
-        self._unit = unit
-        self._judge = judge
-        self._uncertain_bytes = uncertain_bytes if thorough else 0
-        self._thorough = thorough
-        seconds = table.seconds
+    chain: Chain
+    table: Table
+    unit: float
+    judge: Callable[[Schedule], Candidate]
+    uncertain_bytes: int
+    thorough: bool
+
+    def __post_init__(self) -> None:
+        seconds = self.table.seconds
         self._stairs = [int(slot) for slot in np.flatnonzero(seconds < np.concatenate(([math.inf], seconds[:-1])))]
         self._candidates: dict[int, Candidate] = {}
         self._edited: dict[int, list[Candidate]] = {}
@@ -231,20 +224,20 @@ class Candidates:
     @property
     def lowest_bytes(self) -> float:
         """Least memory for which the table holds a schedule, by its own count."""
-        return self._stairs[0] * self._unit if self._stairs else math.inf
+        return self._stairs[0] * self.unit if self._stairs else math.inf
 
     def __getitem__(self, stair: int) -> Candidate:
         if not 0 <= stair < len(self._stairs):
             raise IndexError(f"stair {stair} of {len(self._stairs)}")
         if stair not in self._candidates:
-            self._candidates[stair] = self._judge(schedule_at(self._table, self._stairs[stair]))
+            self._candidates[stair] = self.judge(schedule_at(self.table, self._stairs[stair]))
         return self._candidates[stair]
 
     def fastest(self, budget_bytes: int) -> Candidate | None:
         """The fastest that fits of all hopeful candidates and their edits; never slower for more budget."""
         best: Candidate | None = None
         for stair in range(self._hopeful_stair(budget_bytes), -1, -1):
-            if best is not None and self._table.seconds[self._stairs[stair]] * _ROUNDING >= best.simulation.seconds:
+            if best is not None and self.table.seconds[self._stairs[stair]] * _ROUNDING >= best.simulation.seconds:
                 break
             fitting = [each for each in self._around(stair, budget_bytes) if each.simulation.peak_bytes <= budget_bytes]
             best = min(fitting if best is None else [best, *fitting], key=lambda each: each.by_seconds, default=None)
@@ -253,10 +246,10 @@ class Candidates:
     def smallest(self) -> Candidate | None:
         """The candidate of least peak among the lowest schedules and their edits."""
         # With skips the table is further from the truth, so the least may be anywhere.
-        hopeful = len(self) - 1 if self._thorough and self._chain.skips else self._hopeful_stair(0)
+        hopeful = len(self) - 1 if self.thorough and self.chain.skips else self._hopeful_stair(0)
         lowest = [self[stair] for stair in range(hopeful + 1)]
         lowest.sort(key=lambda each: each.by_peak)
-        starts = lowest[: _DESCENTS if self._chain.skips else 1]
+        starts = lowest[: _DESCENTS if self.chain.skips else 1]
         least = min(map(self._descended, starts), key=lambda each: each.by_peak, default=None)
         # Edits lead down from other stairs, too. What no budget finds is not there: see fastest().
         while least is not None and (less := self.fastest(least.simulation.peak_bytes - 1)) is not None:
@@ -265,7 +258,7 @@ class Candidates:
 
     def _descended(self, candidate: Candidate) -> Candidate:
         """The candidate after edits, as long as they make it smaller."""
-        while self._thorough:
+        while self.thorough:
             better = min([candidate, *self._neighbours(candidate)], key=lambda each: each.by_peak)
             if better is candidate:
                 break
@@ -274,13 +267,13 @@ class Candidates:
 
     def _hopeful_stair(self, budget_bytes: int) -> int:
         """The highest stair worth a try."""
-        fitting = int(np.searchsorted(self._stairs, budget_bytes / self._unit, side="right")) - 1
-        return min(fitting + max(_HOPEFUL, _HOPEFUL_STAGES // len(self._chain)), len(self._stairs) - 1)
+        fitting = int(np.searchsorted(self._stairs, budget_bytes / self.unit, side="right")) - 1
+        return min(fitting + max(_HOPEFUL, _HOPEFUL_STAGES // len(self.chain)), len(self._stairs) - 1)
 
     def _around(self, stair: int, budget_bytes: int) -> list[Candidate]:
         """A candidate and, if it is just too large, its edits."""
         candidate = self[stair]
-        if not 0 < candidate.simulation.peak_bytes - budget_bytes <= self._uncertain_bytes:
+        if not self.thorough or not 0 < candidate.simulation.peak_bytes - budget_bytes <= self.uncertain_bytes:
             return [candidate]
         if stair not in self._edited:
             self._edited[stair] = self._edit(candidate)
@@ -293,7 +286,7 @@ class Candidates:
             each
             for each in self._neighbours(candidate)
             # By no more than _around allows, so that an edit is tried for every budget that it fits.
-            if 0 < base.peak_bytes - each.simulation.peak_bytes <= self._uncertain_bytes
+            if 0 < base.peak_bytes - each.simulation.peak_bytes <= self.uncertain_bytes
             and each.simulation.seconds >= base.seconds
         ]
 
@@ -301,9 +294,9 @@ class Candidates:
         """Candidates one edit away, or two if the chain is short."""
         seen = {candidate.schedule}
         front, near = [candidate.schedule], []
-        for _ in range(2 if len(self._chain) <= _TWICE_EDITED_STAGES else 1):
-            new = {edited: None for schedule in front for edited in edits(schedule, self._chain) if edited not in seen}
+        for _ in range(2 if len(self.chain) <= _TWICE_EDITED_STAGES else 1):
+            new = {edited: None for schedule in front for edited in edits(schedule, self.chain) if edited not in seen}
             seen.update(new)
             front = list(new)
             near += front
-        return [self._judge(schedule) for schedule in near]
+        return [self.judge(schedule) for schedule in near]

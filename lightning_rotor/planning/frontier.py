@@ -18,7 +18,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from rich import box
 from rich.table import Table
@@ -309,15 +309,10 @@ def _again(option: Option) -> float:
 def segments_around(chain: Chain, first: int, last: int) -> list[Item]:
     """Stages ``first..last`` as one segment, or as several around stages that must be kept."""
     items: list[Item] = []
-    run: list[Leaf] = []
-    for stage in range(first, last + 1):
-        if chain.stages[stage].recomputable:
-            run.append(Leaf(stage))
-            continue
-        items += [Segment(tuple(run))] if run else []
-        items.append(Leaf(stage))
-        run = []
-    return items + ([Segment(tuple(run))] if run else [])
+    for recomputable, stages in groupby(range(first, last + 1), lambda stage: chain.stages[stage].recomputable):
+        run = tuple(map(Leaf, stages))
+        items += [Segment(run)] if recomputable else run
+    return items
 
 
 def _halved(chain: Chain, first: int, last: int) -> list[Item]:

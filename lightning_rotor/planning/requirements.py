@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TypeAlias
 
 import numpy as np
@@ -72,11 +73,12 @@ def requirements_of(
     kept, ended = options.ways(variants)
     repeats = kept.shape[-1] // options.seconds.shape[-1]
     segment_variant, segment_least = options.segments(variants)
+    behind_kept = [0 if stage.recomputable else index + 1 for index, stage in enumerate(chain)]
     return Requirements(
         endings=np.array([len(endings) for endings in options.endings]),
         variants=np.array([len(each.columns) for each in variants]),
         class_before=np.cumsum([0, 0, *(len(classes) for classes in options.classes[1:n])]),
-        outermost=np.array([*(_first_of_longest_segment(chain, last) for last in range(n - 1)), 0]),
+        outermost=np.array([*np.maximum.accumulate(behind_kept)[:-1], 0]),
         base=base,
         trigger=options.triggers(),
         kept=kept,
@@ -128,11 +130,13 @@ class _Options:
 
     def __init__(self, chain: Chain, skips: _Skips, unit: float, *, gradients_exist: bool) -> None:
         n, most = shape = len(chain), max(len(stage.options) for stage in chain)
-        self._chain, self._skips, self._ruler = chain, skips, _Ruler(chain, unit)
+        self._chain, self._skips, self._unit = chain, skips, unit
+        # What a keep-all forward has retained before each stage, its input not included.
+        self._before = [0, *accumulate(_input_bytes(chain, n) + each.keep.saved_bytes for n, each in enumerate(chain))]
         self.classes = [_classes(chain, boundary) for boundary in range(n + 1)]
         # By stage: what recomputations that end there find alive, and what the backward takes before them.
         self.endings: list[list[tuple[int, int]]] = [[] for _ in chain]
-        self.input_slots = np.array([self._ruler.boundary(index, _input_bytes(chain, index)) for index in range(n)])
+        self.input_slots = np.array([self._input_slots(index, _input_bytes(chain, index)) for index in range(n)])
         self._gives_up_input = [
             stage.keep.input_gradient_bytes > 0 or skips.learn_in(index, index) for index, stage in enumerate(chain)
         ]
@@ -152,15 +156,25 @@ class _Options:
         self._replay[-1], self._last_backward[-1] = self._forward[-1], self._backward[-1]
         self.last_seconds[-1] = self.seconds[-1]
 
+    def _slots(self, size_bytes: int, start_bytes: int = 0) -> int:
+        """Slots of bytes; of retained ones by the place in the chain where they start."""
+        first, last = start_bytes / self._unit, (start_bytes + size_bytes) / self._unit
+        return math.floor(last + 0.5) - math.floor(first + 0.5)
+
+    def _input_slots(self, index: int, size_bytes: int) -> int:
+        """Slots of (a part of) the input of a stage."""
+        return self._slots(size_bytes, self._before[index])
+
     def _read(self, index: int, number: int, option: Option) -> None:
         """Read sizes and durations of an option except those of its backward."""
-        at, slots, size = (index, number), self._ruler.slots, _input_bytes(self._chain, index)
+        at, slots, size = (index, number), self._slots, _input_bytes(self._chain, index)
         self._forward[at], self._replay[at] = slots(option.forward_peak_bytes), slots(option.replay_peak_bytes)
         skip_bytes = self._skips.retained(index, option, self._chain)
-        self._retained[at] = self._ruler.retained(index, option) + slots(skip_bytes)
+        start_bytes = self._before[index + 1] - option.saved_bytes
+        self._retained[at] = slots(option.saved_bytes, start_bytes) + slots(skip_bytes)
         self._output_class[at] = _class_number(option, self.classes[index + 1])
         for number_before, (saved, is_exact) in enumerate(self.classes[index]):
-            kept = self._ruler.boundary(index, min(size, saved + option.saved_input_bytes))
+            kept = self._input_slots(index, min(size, saved + option.saved_input_bytes))
             self._paid[index, number_before, number] = (NEVER if is_exact else 0) if option.inverts else kept
         if not option.inverts:  # what an inverted stage frees is never paid for
             self._freed[at] = self.input_slots[index] - self._paid[index, 0, number]
@@ -170,7 +184,7 @@ class _Options:
 
     def _read_backward(self, index: int, number: int, option: Option, base: int, gradients_exist: bool) -> None:
         """Read the needs of an option's backward; ``base`` is alive whatever the schedule."""
-        slots, peaks = self._ruler.slots, option.backward_peaks(gradients_exist=gradients_exist)
+        slots, peaks = self._slots, option.backward_peaks(gradients_exist=gradients_exist)
         own = base + option.saved_bytes + self._skips.retained(index, option, self._chain)
         if index < len(self._chain) - 1:  # else the output is the caller's, and part of the base already
             own += option.saved_output_bytes
@@ -362,28 +376,6 @@ class _Skips:
         return carried[first:]
 
 
-class _Ruler:
-    """Rounds bytes to slots; retained sizes by the place in the chain where they start."""
-
-    def __init__(self, chain: Chain, unit: float) -> None:
-        self._unit = unit
-        self._before = [0]  # what a keep-all forward has retained before stage i, boundary i not included
-        for index, stage in enumerate(chain):
-            self._before.append(self._before[-1] + _input_bytes(chain, index) + stage.keep.saved_bytes)
-
-    def slots(self, size_bytes: int) -> int:
-        return math.floor(size_bytes / self._unit + 0.5)
-
-    def boundary(self, index: int, size_bytes: int) -> int:
-        """Slots of (a part of) the input boundary of stage ``index``."""
-        return self.slots(self._before[index] + size_bytes) - self.slots(self._before[index])
-
-    def retained(self, index: int, option: Option) -> int:
-        """Slots of the tensors that stage ``index`` saves."""
-        start = self._before[index + 1] - option.saved_bytes
-        return self.slots(self._before[index + 1]) - self.slots(start)
-
-
 def _input_bytes(chain: Chain, index: int) -> int:
     return chain.stages[index - 1].output_bytes if index else 0
 
@@ -408,11 +400,6 @@ def _class_number(option: Option, classes: tuple[_Class, ...]) -> int:
     """Class of the output under an option."""
     exact = option.saved_output_bytes, option.needs_exact_output
     return classes.index(exact if exact in classes else (option.saved_output_bytes, False))
-
-
-def _first_of_longest_segment(chain: Chain, last: int) -> int:
-    """First stage of the longest segment that may end at a stage; one more than that stage if there is none."""
-    return max((index + 1 for index in range(last + 1) if not chain.stages[index].recomputable), default=0)
 
 
 def _backward_bases(chain: Chain, gradients_exist: bool) -> list[int]:

@@ -212,9 +212,7 @@ class Solver:
         skips = max((max(skip.size_bytes, *skip.gradient_bytes) for skip in self.chain.skips), default=0)
         uncertain_bytes = 4 * states + skips + (0 if exact else math.ceil(2 * unit))
         thorough = refined and sum(len(stage.options) for stage in self.chain) <= _EDITED_OPTIONS
-        return Candidates(
-            self.chain, table, unit=unit, judge=self._judge, uncertain_bytes=uncertain_bytes, thorough=thorough
-        )
+        return Candidates(self.chain, table, unit, self._judge, uncertain_bytes, thorough)
 
     def _is_exact(self, most_bytes: int) -> bool:
         """True if slots can be whole divisors of every size."""

@@ -1,17 +1,15 @@
 """What a plan costs, for people: tables for the terminal, pictures, and the command line.
 
 In come plans, frontiers and chains, which know no torch; out go tables, figures of matplotlib (``pip install
-"lightning-rotor[plot]"``) and SVG. Read in this order: :mod:`style` (colours, and matplotlib where something is drawn),
-:mod:`timeline` (memory over a step, budget against overhead, which device of a pipeline does what), :mod:`drawing` (the
-stages of a model), :mod:`command_planning` (options to a plan), :mod:`command_line` (options, and the answer). The
-tables are made in :mod:`lightning_rotor.planning`.
+"lightning-rotor[plot]"``) and SVG. Read in this order: :mod:`timeline` (memory over a step, budget against overhead,
+which device of a pipeline does what), :mod:`drawing` (the stages of a model), :mod:`command_planning` (options to a
+plan), :mod:`command_line` (options, and the answer). The tables are made in :mod:`lightning_rotor.planning`.
 """
 
 from lightning_rotor.planning.frontier import frontier_table
 from lightning_rotor.planning.tables import plan_table, schedule_line, stage_table
 from lightning_rotor.report.drawing import draw_chain
-from lightning_rotor.report.style import PlotError
-from lightning_rotor.report.timeline import plot_frontier, plot_pipeline, plot_timeline
+from lightning_rotor.report.timeline import PlotError, plot_frontier, plot_pipeline, plot_timeline
 
 __all__ = [
     "PlotError",

@@ -32,7 +32,7 @@ from lightning_rotor.report import (
     stage_table,
 )
 from lightning_rotor.report.command_planning import Found, assignment, find_batch_sizes, find_plan
-from lightning_rotor.report.style import require_matplotlib
+from lightning_rotor.report.timeline import require_matplotlib
 from lightning_rotor.simulator import simulate
 from lightning_rotor.units import format_bytes, format_seconds
 

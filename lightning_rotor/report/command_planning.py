@@ -110,28 +110,24 @@ def _needs(name: str, error: ModuleNotFoundError) -> ModelError:
     return ModelError(f"{name} cannot be imported: {error}{remedy}")
 
 
-def optimizer_maker(text: str) -> Callable[[nn.Module], torch.optim.Optimizer | None]:
-    """A function that makes an optimizer: of ``adamw``, ``sgd:momentum=0.9`` or ``none``; else ``ModelError``."""
+def optimizer_for(model: nn.Module, text: str) -> torch.optim.Optimizer | None:
+    """The optimizer called ``adamw``, ``sgd:momentum=0.9`` or ``none`` for what learns of a model; else ``ModelError``."""
     name, _, given = text.partition(":")
     known: dict[str, type[torch.optim.Optimizer]] = {
         key.lower(): value
         for key, value in vars(torch.optim).items()
         if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
     }
-    if name.lower() == "none":
-        return lambda model: None
-    if name.lower() not in known:
+    if name.lower() not in (*known, "none"):
         raise ModelError(f"optimizer {name!r} is unknown: expected one of {', '.join(sorted(known))}, or none")
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if name.lower() == "none" or not learning:
+        return None
     arguments = {"lr": 1e-3} | dict(assignment(part) for part in given.split(",") if part)
-
-    def make(model: nn.Module) -> torch.optim.Optimizer | None:
-        learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        try:
-            return known[name.lower()](learning, **arguments) if learning else None
-        except (TypeError, ValueError) as error:
-            raise ModelError(f"optimizer {text!r} cannot be made: {error}") from error
-
-    return make
+    try:
+        return known[name.lower()](learning, **arguments)
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"optimizer {text!r} cannot be made: {error}") from error
 
 
 def assignment(text: str) -> tuple[str, Any]:
@@ -220,15 +216,14 @@ class _Case:
     @classmethod
     def of(cls, options: Namespace) -> _Case:
         """Build the model and what trains it."""
-        optimizer = optimizer_maker(options.optimizer)
         device = torch.device(_known_device(options.device))
         limit = parse_limit(options.budget)  # wrong ones are found before anything is measured
         floating = _HALF.get(options.precision.partition("-")[0]) if options.precision.endswith("-true") else None
         model = _built(options, device, floating)
         accelerator = _accelerator(options) if device.type == "meta" else None
         batch = [spec.make(device, floating=floating) for spec in options.inputs]
-        made = optimizer(model)
-        resident = ResidentMemory.of(model, model, [made] if made is not None else [], batch, device)
+        optimizer = optimizer_for(model, options.optimizer)
+        resident = ResidentMemory.of(model, model, [optimizer] if optimizer is not None else [], batch, device)
         if accelerator is None:
             budget = resolve_limit(limit, device)
         else:

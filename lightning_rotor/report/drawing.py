@@ -33,7 +33,7 @@ from lightning_rotor.capture.graph_stage import GraphSlice
 from lightning_rotor.chain import Chain, Option, Skip
 from lightning_rotor.errors import ScheduleError
 from lightning_rotor.planning.tables import from_to, shortened
-from lightning_rotor.report.style import INVERSION_COLOURS, PHASE_COLOURS
+from lightning_rotor.report.timeline import INVERSION_COLOURS, PHASE_COLOURS
 from lightning_rotor.schedule import Schedule, leaves, segments_in
 from lightning_rotor.stages.sequential import Stage
 from lightning_rotor.units import format_bytes
