@@ -6,27 +6,30 @@ import weakref
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
-from lightning_rotor.capture.graph_stage import Ref, Step, function_of
+from lightning_rotor.capture.graph_stage import GraphSlice
 
 
-def call(target: Any, *args: Any, frees: tuple[int, ...] = (), **kwargs: Any) -> Step:
-    return Step("call_function", target, args, kwargs, frees)
+def slice_of(graph: fx.Graph, output: Any) -> GraphSlice:
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    nodes = [node for node in graph.nodes if node.op != "placeholder"]
+    return GraphSlice(inputs, nodes, output, root=nn.Module(), owners={}, constants=())
 
 
 def test_arguments_of_every_kind_arrive_as_they_were_written() -> None:
-    nan, seen = float("nan"), []
+    nan, seen, graph = float("nan"), [], fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
 
     def note(*args: Any, **kwargs: Any) -> None:
         seen.append((args, kwargs))
 
     args = (
-        Ref(0),
+        x,
         (1,),
-        [Ref(1), -2],
-        {"k": Ref(0), 3: None},
-        slice(None, Ref(1), 2),
+        [y, -2],
+        {"k": x, 3: None},
+        slice(None, y, 2),
         ...,
         nan,
         True,
@@ -34,7 +37,8 @@ def test_arguments_of_every_kind_arrive_as_they_were_written() -> None:
         torch.float16,
         (),
     )
-    run = function_of(2, [call(note, *args, **{"from": Ref(1), "not a name": ()})], (Ref(1), [Ref(0)]))
+    graph.call_function(note, args, {"from": y, "not a name": ()})
+    run = slice_of(graph, (y, [x]))
     given = object(), 7
     for _ in range(2):
         assert run(given) == (7, [given[0]])
@@ -71,25 +75,29 @@ def test_values_live_as_long_as_in_the_users_code() -> None:
         return result
 
     made: Any = lambda: None  # noqa: E731
-    steps = [call(make, Ref(0)), call(look, Ref(1), frees=(1,)), call(look, Ref(2), frees=(0, 2))]
-    assert function_of(1, steps, Ref(3))(torch.zeros(2)).tolist() == [1.0, 1.0]
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    y = graph.call_function(make, (x,))
+    z = graph.call_function(look, (y,))
+    w = graph.call_function(look, (z,))
+    assert slice_of(graph, w)(torch.zeros(2)).tolist() == [1.0, 1.0]
     assert alive == [True, False]
 
 
 def test_what_is_read_is_looked_up_at_each_call_and_equal_operations_share_their_code() -> None:
     layers = nn.Linear(2, 2), nn.Linear(2, 2)
 
-    def run_of(layer: nn.Linear) -> Any:
-        steps = [
-            Step("read", (layer, "weight"), (), {}, ()),
-            Step("call_module", layer, (Ref(0),), {}, (0,)),
-            Step("call_method", "add", (Ref(2), Ref(1)), {"alpha": 2}, (1, 2)),
-        ]
-        return function_of(1, steps, Ref(3))
+    def run_of(layer: nn.Linear) -> GraphSlice:
+        graph = fx.Graph()
+        x, weight = graph.placeholder("x"), graph.get_attr("weight")
+        y = graph.call_module("0", (x,))
+        z = graph.call_method("add", (y, weight), {"alpha": 2})
+        return GraphSlice([x], [y, z], z, root=nn.Sequential(layer), owners={"weight": (layer, "weight")}, constants=())
 
     first, second = map(run_of, layers)
-    assert first.__code__ is second.__code__
+    assert first.operations == second.operations
     for _ in range(2):
         for run, layer in zip((first, second), layers, strict=True):
             assert torch.equal(run(torch.eye(2)), layer(torch.eye(2)) + 2 * layer.weight)
             layer.weight = nn.Parameter(torch.randn(2, 2))
+    assert first._function.__code__ is second._function.__code__

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import nn
 from typing_extensions import Self, override
 
-from lightning_rotor.capture.modules import require_untraced
+from lightning_rotor.capture.recorder import require_unrecorded
 from lightning_rotor.errors import ProfilingError, RotorWarning
 from lightning_rotor.execution.recomputation import is_recomputing
 from lightning_rotor.planned.loop import TrainingLoop
@@ -243,7 +243,7 @@ class TrainerLoop(TrainingLoop):
 
 def log(self: LightningModule, *args: Any, **kwargs: Any) -> None:
     """Stands in for ``type(self).log``. Bound and named like it: copies and pickles of modules then get their own."""
-    require_untraced("it logs (self.log), which no trace would do again")
+    require_unrecorded("it logs (self.log), which no trace would do again")
     if not is_recomputing():
         type(self).log(self, *args, **kwargs)
 

@@ -27,6 +27,7 @@ from torch import fx
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_rotor.capture.graph_stage import IN_PLACE, SIZE, require_as_recorded
+from lightning_rotor.capture.modules import is_invertible_as_a_whole
 from lightning_rotor.capture.recorder import Recording
 from lightning_rotor.errors import ModelError
 from lightning_rotor.private.values import address_of, sizes_by_address, tensors_in
@@ -224,7 +225,7 @@ class _Lives:
     def __init__(
         self, recording: Recording, inputs: Sequence[fx.Node], body: Sequence[fx.Node], result: fx.Node
     ) -> None:
-        self._module, self._calls = recording.root, recording.calls
+        self._module = recording.root
         self._body = body
         position = {node: index for index, node in enumerate(body)} | {result: len(body)}
         self.last_use = {node: max((position[user] for user in node.users), default=-1) for node in (*inputs, *body)}
@@ -280,7 +281,7 @@ class _Lives:
         return 0 < place < len(self._body) and self._is_possible(place)
 
     def _inverts_as_a_whole(self, node: fx.Node) -> bool:
-        return node.op == "call_module" and self._calls.inverts_as_a_whole(self._module.get_submodule(str(node.target)))
+        return node.op == "call_module" and is_invertible_as_a_whole(self._module.get_submodule(str(node.target)))
 
     def behind_results(self, cuts: Sequence[int]) -> list[int]:
         """Cuts before which something is made that is read behind them."""

@@ -19,10 +19,10 @@ from torch import fx, nn
 
 from lightning_rotor.capture.boundaries import OpMemory, op_memory_of, stages_of
 from lightning_rotor.capture.compiled import is_compiled
-from lightning_rotor.capture.external_state import Closures
+from lightning_rotor.capture.external_state import Closures, Notes
 from lightning_rotor.capture.graph_stage import GraphSlice
 from lightning_rotor.capture.guards import Watch
-from lightning_rotor.capture.modules import Call, hide_trainers, is_invertible_as_a_whole
+from lightning_rotor.capture.modules import Call, hide_trainers, hides_code, is_invertible_as_a_whole
 from lightning_rotor.capture.recorder import Recorder, Recording, ambient
 from lightning_rotor.errors import InverseError, ModelError
 from lightning_rotor.execution.options import kept_attributes, kept_parameters, lent_buffers, undisturbed
@@ -69,30 +69,23 @@ class GraphCut:
         call = Call.of(self.module, args, kwargs)
         if not self.is_like(call) or not self.recording.guards.hold(call.signature, call.tensors):
             return None
-        return self._take(call)
+        return self.take(call)
 
     def is_like(self, call: Call) -> bool:
         """True if a call differs at most in sizes and values, and the module is what it was."""
         return bool(_key(call) == self._key) and self._watch.holds()
 
-    def take(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def take(self, call: Call) -> Any:
         """The chain's input for a call for which the recording is known to hold: the tensors that it reads."""
-        return self._take(Call.of(self.module, args, kwargs))
-
-    def _take(self, call: Call) -> Any:
         return packed([call.tensors[number] for number in self._reads])
 
     def renewed_by(self, recording: Recording, call: Call, watch: Watch) -> bool:
         """Hold also for the call of a newer recording if that runs the same operations on the same objects."""
-        if self._key != _key(call) or not self.has_recorded(recording):
+        if self._key != _key(call) or not self.recording.runs_the_same(recording):
             return False
         self.recording.guards.include(recording.guards)
         self._watch = watch
         return True
-
-    def has_recorded(self, recording: Recording) -> bool:
-        """True if a recording runs the same operations on the same objects."""
-        return self.recording.runs_the_same(recording)
 
     def lives_in(self, modules: set[nn.Module]) -> bool:
         """True if all modules that it runs are still among these."""
@@ -142,7 +135,7 @@ def _watch(recording: Recording) -> Watch:
     """What must stay as it is: the modules whose code was recorded, and what it read outside of them."""
     names = dict(recording.root.named_modules())
     called = [names[str(node.target)] for node in recording.graph.nodes if node.op == "call_module"]
-    inside = {below for leaf in (*recording.calls.leaves, *called) for below in leaf.modules()}
+    inside = {below for leaf in (*recording.leaves, *called) for below in leaf.modules()}
     watched = [submodule for submodule in names.values() if submodule not in inside]
     return Watch(recording.root, watched, outside=recording.notes.holds)
 
@@ -154,7 +147,6 @@ def _op_memory(recording: Recording, call: Call) -> dict[fx.Node, OpMemory] | No
 
 def _tried(module: nn.Module, call: Call, run: Callable[[list[torch.Tensor]], _Seen]) -> _Seen | None:
     """Result of a run on copies of the call's tensors, after which everything is as before; None if it fails."""
-    states = GeneratorStates()
     tensors = [tensor.detach().clone().requires_grad_(tensor.requires_grad).view_as(tensor) for tensor in call.tensors]
     try:
         with _lent(module, call), kept_attributes(Stage("", (module,)), keep_parameters=False):
@@ -163,8 +155,6 @@ def _tried(module: nn.Module, call: Call, run: Callable[[list[torch.Tensor]], _S
         raise
     except Exception:
         return None
-    finally:
-        states.restore()
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -209,10 +199,16 @@ def unusable_inverses(module: nn.Module, call: Call, tensors: Sequence[torch.Ten
 class _Attempt:
     """A recording, or the module whose forward could not be recorded, and why."""
 
+    recorder: Recorder
     recording: Recording | None
     culprit: nn.Module
     reason: str = ""
     may_settle: bool = False
+
+    @property
+    def notes(self) -> Notes:
+        """What the code has read outside of modules."""
+        return self.recorder.surroundings.notes
 
 
 class _Attempts:
@@ -231,21 +227,20 @@ class _Attempts:
         """A recording, and which modules are one operation in it, by name, and why."""
         before, unsettled = Snapshot(self._module.modules()), None
         while True:
-            recorder, attempt = self._recorded()
+            attempt = self._attempt()
             if attempt.recording is not None:
-                attempt = self._repeated(recorder, attempt.recording)
-            notes = recorder.surroundings.notes
+                attempt = self._repeated(attempt, attempt.recording)
             if attempt.recording is not None:
                 return attempt.recording, {self._paths[submodule]: why for submodule, why in self._opaque.items()}
             if attempt.may_settle and unsettled is None:
                 # Models of transformers note in their configuration which loss they compute, once. Others fill a cache.
-                unsettled = notes
+                unsettled = attempt.notes
                 continue
-            notes.restore()
+            attempt.notes.restore()
             if attempt.may_settle and unsettled is not None:
                 unsettled.restore()
                 before.restore()
-            if self._gives_up(attempt, recorder):
+            if self._gives_up(attempt):
                 before.restore()
                 raise ModelError(
                     f"the forward of {type(self._module).__name__} cannot be recorded: {attempt.reason}. Expected code "
@@ -253,10 +248,10 @@ class _Attempts:
                     "submodule, or name a submodule that can be planned"
                 )
 
-    def _gives_up(self, attempt: _Attempt, recorder: Recorder) -> bool:
+    def _gives_up(self, attempt: _Attempt) -> bool:
         """Make the failed module, or one around it, opaque. True if none can be."""
-        culprit = attempt.culprit
-        while culprit is not self._module and (culprit in self._opaque or culprit in recorder.calls.leaves):
+        culprit, leaves = attempt.culprit, attempt.recorder.calls.leaves
+        while culprit is not self._module and (culprit in self._opaque or culprit in leaves):
             culprit = self._module.get_submodule(self._paths[culprit].rpartition(".")[0])
         if culprit is self._module or not self._paths[culprit]:
             return True
@@ -264,48 +259,37 @@ class _Attempts:
         self._failures[type(culprit)] += 1
         return False
 
-    def _recorder(self) -> Recorder:
-        kinds = (kind for kind, count in self._failures.items() if count >= _OPAQUE_INSTANCES)
-        return Recorder(
-            self._module,
-            self._call,
-            set(self._opaque),
-            {kind for kind in kinds if kind.__module__.partition(".")[0] != "torch"},
-            closures=self._closures,
-            not_whole=self._not_whole,
-        )
+    def _is_opaque(self, module: nn.Module) -> bool:
+        """True if a module cannot be recorded, does more than its code says, or can be inverted as a whole alone."""
+        kind = type(module)
+        fails = self._failures[kind] >= _OPAQUE_INSTANCES and kind.__module__.partition(".")[0] != "torch"
+        is_whole = module not in self._not_whole and is_invertible_as_a_whole(module)
+        return fails or is_whole or module in self._opaque or hides_code(module)
 
-    def _recorded(self) -> tuple[Recorder, _Attempt]:
-        recorder = self._recorder()
-        return recorder, self._attempt(recorder)
-
-    def _repeated(self, first: Recorder, recording: Recording) -> _Attempt:
-        """The recording, unless the same call records something else the second time."""
-        if any(cut.has_recorded(recording) for cut in self._known):
-            return _Attempt(recording, self._module)
-        second, again = self._recorded()
-        if again.recording is None:
-            if not again.may_settle:
-                second.surroundings.notes.restore()
-            return again
-        paths = recording.difference(again.recording)
+    def _repeated(self, first: _Attempt, recording: Recording) -> _Attempt:
+        """The first attempt, unless the same call records something else the second time."""
+        if any(cut.recording.runs_the_same(recording) for cut in self._known):
+            return first
+        again = self._attempt()
+        paths = () if again.recording is None else recording.difference(again.recording)
         if not paths:
-            return _Attempt(recording, self._module)
+            return again if again.recording is None else first
         # Where one has an operation more, the other is at what comes after it, a layer most likely.
         suspects = [self._module.get_submodule(path) for path in sorted(paths, key=lambda path: -path.count("."))]
-        return _Attempt(
-            None,
-            next((suspect for suspect in suspects if suspect not in first.calls.leaves), suspects[0]),
+        culprit = next((suspect for suspect in suspects if suspect not in recording.leaves), suspects[0])
+        reason = (
             "it does something else each time that it runs on the same input (it asks a clock, a counter outside of "
-            "modules, or a random generator of its own)",
+            "modules, or a random generator of its own)"
         )
+        return _Attempt(again.recorder, None, culprit, reason)
 
-    def _attempt(self, recorder: Recorder) -> _Attempt:
+    def _attempt(self) -> _Attempt:
         """Record once, and set back whatever the forward has changed."""
+        recorder = Recorder(self._module, self._call, self._is_opaque, self._closures)
         module, modules = self._module, tuple(self._module.modules())
         with _lent(module, self._call):
-            watch, before, states = Watch(module, modules, tensors=True), Snapshot(modules), GeneratorStates()
-            hide_trainers(module, recorder.calls.is_opaque)
+            watch, before = Watch(module, modules, tensors=True), Snapshot(modules)
+            hide_trainers(module, self._is_opaque)
             recorder.check.allow(before.copied)
             if not units_in((module,)) and not any(map(is_compiled, modules)):
                 recorder.check.allow(module.parameters())  # which are put back as well
@@ -318,7 +302,7 @@ class _Attempts:
                 raise
             except Exception as error:
                 before.restore()
-                return _Attempt(None, recorder.calls.culprit or module, _reason(error))
+                return _Attempt(recorder, None, recorder.calls.culprit or module, _reason(error))
             finally:
                 # Leaves have run for real, and will in every call.
                 besides = {below for leaf in recorder.calls.leaves for below in leaf.modules()}
@@ -329,27 +313,28 @@ class _Attempts:
                 remaining = watch.changed(besides)
                 if remaining is None:
                     before.restore()
-                states.restore()
         if changed is not None:
             reason = "its forward changes attributes of the module"
-            return _Attempt(None, changed, reason, may_settle=remaining is not None)
-        notes = recorder.surroundings.notes
-        outside = notes.changed()
+            return _Attempt(recorder, None, changed, reason, may_settle=remaining is not None)
+        outside = recording.notes.changed()
         if outside is not None:
             path, name = outside
             reason = f"its forward changes {name!r}, which is outside of modules"
-            return _Attempt(None, module.get_submodule(path), reason, may_settle=True)
-        notes.settle()
-        return _Attempt(recording, module)
+            return _Attempt(recorder, None, module.get_submodule(path), reason, may_settle=True)
+        recording.notes.settle()
+        return _Attempt(recorder, recording, module)
 
 
 @contextmanager
 def _lent(module: nn.Module, call: Call) -> Iterator[None]:
     """Context in which a real forward leaves parameters, buffers and generators alone."""
     device = call.tensors[0].device if call.tensors else torch.device("cpu")
-    whole = Stage("", (module,))
-    with undisturbed(device), lent_buffers(whole), kept_parameters(whole):
-        yield
+    whole, states = Stage("", (module,)), GeneratorStates()
+    try:
+        with undisturbed(device), lent_buffers(whole), kept_parameters(whole):
+            yield
+    finally:
+        states.restore()
 
 
 def _reason(error: Exception) -> str:

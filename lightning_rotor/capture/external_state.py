@@ -6,78 +6,52 @@ import gc
 import sys
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from operator import is_
-from types import BuiltinFunctionType, CellType, CodeType, FrameType, FunctionType, ModuleType
-from typing import Any
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
+from typing import Any, NamedTuple
 
 import torch
 
 from lightning_rotor.capture.guards import LONG, PLAIN, frozen
 from lightning_rotor.private.torch_names import without_modes
-from lightning_rotor.stages.snapshot import Snapshot, globals_of, is_users, namespace_of
+from lightning_rotor.stages import snapshot as kinds
+from lightning_rotor.stages.snapshot import Kind, Snapshot, globals_of, is_users, namespace_of
 from lightning_rotor.stages.state import generator_state
 
 _CONTAINERS = (list, dict, set, deque)
 _FIXED = frozenset((*PLAIN, FunctionType, BuiltinFunctionType, ModuleType, type))
-_ABSENT = object()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Place:
-    """An entry of a namespace or of a class, or the cell of a closure."""
+class Place(NamedTuple):
+    """A variable: an entry of a namespace or of a class, or the cell of a closure."""
 
-    owner: dict[str, Any] | CellType | type
+    kind: Kind
+    owner: Any
     name: str
-
-    @property
-    def key(self) -> tuple[int, str]:
-        """Equal for the same place."""
-        return id(self.owner), "" if isinstance(self.owner, CellType) else self.name
-
-    @property
-    def namespace(self) -> Mapping[str, Any] | None:
-        """The namespace of an entry, None for a cell."""
-        if isinstance(self.owner, CellType):
-            return None
-        return vars(self.owner) if isinstance(self.owner, type) else self.owner
 
     def read(self) -> Any:
         """The value, or a mark if there is none."""
-        if self.namespace is not None:
-            return self.namespace.get(self.name, _ABSENT)
-        try:
-            return self.owner.cell_contents  # type: ignore[union-attr]
-        except ValueError:  # not assigned yet
-            return _ABSENT
-
-    def write(self, value: Any) -> None:
-        """Put another value there."""
-        if isinstance(self.owner, dict):
-            self.owner[self.name] = value
-        else:
-            setattr(self.owner, "cell_contents" if isinstance(self.owner, CellType) else self.name, value)
+        return self.kind.read(self.owner, self.name)
 
 
 class _Noted:
     """The value at a place as it is now."""
 
-    __slots__ = ("_before", "_entries", "_namespace", "_seen", "_value", "place")
+    __slots__ = ("_before", "_entries", "_seen", "_value", "place")
 
     def __init__(self, place: Place) -> None:
-        self.place, self._namespace = place, place.namespace
-        self._value = place.read()
+        self.place, self._value = place, place.read()
         self._entries = _entries(self._value)
         # What is one object for ever, or equal to itself, need not be looked at again as long as it is the same.
         is_fixed = type(self._value) in PLAIN or _is_object(self._value)
         self._seen = None if is_fixed else frozen(self._value, objects=False)
-        self._before = None if is_fixed else Snapshot((self._value,), hooks=False, objects=False)
+        self._before = Snapshot(() if is_fixed else (self._value,), hooks=False, objects=False)
 
     def holds(self) -> bool:
         """True if the value is still the same. This runs for every place at every training call."""
-        value = self.place.read() if self._namespace is None else self._namespace.get(self.place.name, _ABSENT)
+        value = self.place.read()
         if value is self._value and (self._seen is None or self._has_same_entries(value)):
             return True
         seen = frozen(self._value, objects=False) if self._seen is None else self._seen
@@ -94,10 +68,8 @@ class _Noted:
 
     def restore(self) -> None:
         """Put the value back, and what was in it."""
-        if self.place.read() is not self._value:
-            self.place.write(self._value)
-        if self._before is not None:
-            self._before.restore()
+        self.place.kind.put(self.place.owner, {self.place.name: self._value}, None)
+        self._before.restore()
 
 
 def _is_object(value: Any) -> bool:
@@ -124,8 +96,9 @@ class Notes:
 
     def take(self, place: Place, module_path: str) -> None:
         """Note what is at a place, unless it was noted before, and whose code is about to read it."""
-        if place.key not in self._noted:
-            self._noted[place.key] = _Noted(place), module_path
+        key = id(place.owner), place.name
+        if key not in self._noted:
+            self._noted[key] = _Noted(place), module_path
 
     def changed(self) -> tuple[str, str] | None:
         """Path of a module and a variable that has changed since it was read, but for loggers and caches; or None."""
@@ -164,7 +137,7 @@ class Closures:
             for function in gc.get_objects():
                 if type(function) is FunctionType and function.__closure__ and is_users(function.__code__.co_filename):
                     cells = zip(function.__closure__, function.__code__.co_freevars, strict=True)
-                    self._found[function.__code__].append(tuple(Place(cell, name) for cell, name in cells))
+                    self._found[function.__code__].append(tuple(Place(kinds.CELL, cell, name) for cell, name in cells))
         return self._found.get(code, ())
 
 
@@ -248,7 +221,7 @@ class Surroundings:
             places += _named(frame, kind)
         # A frame has the values of enclosing functions' variables and not their cells.
         for enclosing in self._closures.of(code) if code.co_freevars else ():
-            if all(place.read() is frame.f_locals.get(place.name, _ABSENT) for place in enclosing):
+            if all(place.read() is frame.f_locals.get(place.name, kinds.ABSENT) for place in enclosing):
                 places += enclosing
         with without_modes():  # looking at a tensor or a generator is none of the operations that are recorded
             for place in places:
@@ -263,7 +236,7 @@ def _named(frame: FrameType, kind: type) -> Iterator[Place]:
     holders: list[Any] = [kind]
     for name in globals_of(code):
         if name in outside:
-            yield Place(outside, name)
+            yield Place(kinds.ENTRIES, outside, name)
             holders.append(outside[name])
     for holder in holders:
         yield from _entries_of_class(holder, names)
@@ -275,7 +248,7 @@ def _entries_of_class(holder: Any, names: tuple[str, ...]) -> Iterator[Place]:
         for kind in holder.__mro__:
             file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""  # a notebook has none
             if kind.__module__ != "builtins" and is_users(file):
-                yield from (Place(kind, name) for name in names if name in vars(kind))
+                yield from (Place(kinds.CLASS_ENTRIES, kind, name) for name in names if name in vars(kind))
         return
     if isinstance(holder, ModuleType):
         if not is_users(getattr(holder, "__file__", None) or "<frozen "):
@@ -284,4 +257,4 @@ def _entries_of_class(holder: Any, names: tuple[str, ...]) -> Iterator[Place]:
         return
     namespace = namespace_of(holder)
     if namespace is not None:
-        yield from (Place(namespace, name) for name in names if name in namespace)
+        yield from (Place(kinds.ENTRIES, namespace, name) for name in names if name in namespace)

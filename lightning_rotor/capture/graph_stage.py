@@ -5,9 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
 from functools import lru_cache
-from operator import attrgetter
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -25,25 +23,21 @@ CONSTANT = "_lightning_rotor_constant_"
 """With a number behind it, the name under which a graph reads a tensor that the forward made out of nothing."""
 SIZE = "size"
 """Where the node of a size keeps what it was in the recording."""
-IN_PLACE = tuple(
-    getattr(operator, f"i{name}")
-    for name in [
-        "add",
-        "sub",
-        "mul",
-        "truediv",
-        "floordiv",
-        "mod",
-        "pow",
-        "matmul",
-        "and",
-        "or",
-        "xor",
-        "lshift",
-        "rshift",
-    ]
+IN_PLACE = (
+    *(operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod, operator.ipow),
+    *(operator.imatmul, operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift),
 )
 """Python's operators that change a tensor."""
+
+
+def is_constant(node: fx.Node) -> bool:
+    """True if a node is a tensor that the forward made out of nothing."""
+    return node.op == "get_attr" and str(node.target).startswith(CONSTANT)
+
+
+def number_of(constant: fx.Node) -> int:
+    """Which of a recording's constants a node is."""
+    return int(str(constant.target)[len(CONSTANT) :])
 
 
 def spell_value(value: Any) -> Any:
@@ -80,111 +74,51 @@ def appearance_of(output: Any, *, sizes: bool) -> Any:
 # Python functions for runs of operations, so that a step costs the host no more than the user's own code does.
 
 
-@dataclass(frozen=True, slots=True)
-class Ref:
-    """A value that an operation reads, by its place in the run."""
+class Source:
+    """Spells operations as Python, and binds what cannot be spelled to names."""
 
-    index: int
+    def __init__(self) -> None:
+        self.bound: dict[str, Any] = {}
+        self._names: dict[fx.Node, str] = {}
 
+    def name(self, node: fx.Node) -> str:
+        """The variable that holds a node's value."""
+        return self._names.setdefault(node, f"v{len(self._names)}")
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Step:
-    """An operation: what to call, with which values, and which values nobody needs afterwards."""
+    def call(self, node: fx.Node, called: str) -> str:
+        """The call of an operation by the name of its function; of a tensor's method by its own."""
+        args = node.args
+        if node.op == "call_method":
+            called, args = f"getattr({self.spell(args[0])}, {node.target!r})", args[1:]
+        words = [*map(self.spell, args)]
+        if node.kwargs:
+            words.append(f"**{self.spell(node.kwargs)}")
+        return f"{called}({', '.join(words)})"
 
-    kind: str
-    target: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    frees: tuple[int, ...]
+    def spell(self, value: Any) -> str:
+        """An argument: containers are made anew at each call, as they would be by the user's code."""
+        if isinstance(value, fx.Node):
+            return self._names[value]
+        if isinstance(value, tuple) and not isinstance(value, Size):
+            return f"({''.join(f'{self.spell(entry)}, ' for entry in value)})"
+        if isinstance(value, list):
+            return f"[{', '.join(map(self.spell, value))}]"
+        if isinstance(value, dict):
+            return f"{{{', '.join(f'{self.spell(key)}: {self.spell(entry)}' for key, entry in value.items())}}}"
+        if isinstance(value, slice):
+            return f"slice({self.spell(value.start)}, {self.spell(value.stop)}, {self.spell(value.step)})"
+        return repr(value) if type(value) in (bool, int, str, type(None)) else self.bind(value)
 
-
-def encoded(value: Any, places: Mapping[fx.Node, int]) -> Any:
-    """Arguments with references in the place of nodes, and fx's immutable containers as plain ones."""
-    if isinstance(value, fx.Node):
-        return Ref(places[value])
-    if isinstance(value, tuple) and not isinstance(value, Size):
-        return tuple(encoded(entry, places) for entry in value)
-    if isinstance(value, list):
-        return [encoded(entry, places) for entry in value]
-    if isinstance(value, dict):
-        return {key: encoded(entry, places) for key, entry in value.items()}
-    if isinstance(value, slice):
-        return slice(*(encoded(entry, places) for entry in (value.start, value.stop, value.step)))
-    return value
-
-
-def function_of(inputs: int, steps: Sequence[Step], output: Any) -> Callable[[Any], Any]:
-    """A function that runs operations: inputs have the first places, each step makes the next one.
-
-    It lets go of values as the user's code would. It binds by name what it calls and reads, so equal operations on
-    other modules share their code.
-    """
-    writer = _Writer()
-    lines = [f"{', '.join(_value(place) for place in range(inputs))} = value"] if inputs else []
-    lines.append("del value")
-    for place, step in enumerate(steps, inputs):
-        lines.append(f"{_value(place)} = {writer.call(step)}")
-        if step.frees:
-            lines.append(f"del {', '.join(map(_value, step.frees))}")
-    lines.append(f"return {writer.spell(output)}")
-    namespace = dict(writer.bound)
-    exec(_code("\n    ".join(["def run(value):", *lines])), namespace)
-    run: Callable[[Any], Any] = namespace["run"]
-    return run
+    def bind(self, value: Any) -> str:
+        """A name for a value."""
+        name = f"c{len(self.bound)}"
+        self.bound[name] = value
+        return name
 
 
 @lru_cache(maxsize=4096)  # recordings for other lengths have other numbers in them
 def _code(source: str) -> CodeType:
     return compile(source, "<stage of lightning_rotor>", "exec")
-
-
-def _value(place: int) -> str:
-    return f"v{place}"
-
-
-class _Writer:
-    """Spells operations as Python, and binds what cannot be spelled to names."""
-
-    def __init__(self) -> None:
-        self.bound: dict[str, Any] = {}
-
-    def call(self, step: Step) -> str:
-        if step.kind == "constant":
-            return self._bind(step.target)
-        if step.kind == "read":
-            owner, name = step.target
-            return f"getattr({self._bind(owner)}, {name!r})"
-        args = step.args
-        if step.kind == "call_method":
-            called, args = f"getattr({self.spell(args[0])}, {step.target!r})", args[1:]
-        else:
-            called = self._bind(step.target)
-        words = [*map(self.spell, args)]
-        if step.kwargs:
-            words.append(f"**{self.spell(step.kwargs)}")
-        return f"{called}({', '.join(words)})"
-
-    def spell(self, value: Any) -> str:
-        """An argument: containers are made anew at each call, as they would be by the user's code."""
-        kind = type(value)
-        if kind is Ref:
-            return _value(value.index)
-        if kind is tuple:
-            return f"({''.join(f'{self.spell(entry)}, ' for entry in value)})"
-        if kind is list:
-            return f"[{', '.join(map(self.spell, value))}]"
-        if kind is dict:
-            return f"{{{', '.join(f'{self.spell(key)}: {self.spell(entry)}' for key, entry in value.items())}}}"
-        if kind is slice:
-            return f"slice({self.spell(value.start)}, {self.spell(value.stop)}, {self.spell(value.step)})"
-        if kind in (bool, int, str) or value is None:
-            return repr(value)
-        return self._bind(value)
-
-    def _bind(self, value: Any) -> str:
-        name = f"c{len(self.bound)}"
-        self.bound[name] = value
-        return name
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -194,7 +128,13 @@ class GraphSlice(nn.Module):
     """Runs consecutive operations of a graph; a single input or output is itself, several are a tuple.
 
     It reads the user's modules and parameters where they are at that moment, so it sees a replaced parameter. A value
-    is let go after the last operation that reads it, as in the user's code.
+    is let go after the last operation that reads it, as in the user's code. What it calls and reads is bound by name,
+    so equal operations on other modules share their code.
+
+    Attributes:
+        known_functions: All functions that it calls are torch's, draw nothing and give the same bits each time.
+        operators: What it runs, in order: modules, functions, and tensors' methods by name.
+        reads: The parameters, buffers and attributes that it reads by itself: who has them, and under which name.
     """
 
     def __init__(
@@ -208,103 +148,94 @@ class GraphSlice(nn.Module):
         constants: Sequence[torch.Tensor],
     ) -> None:
         super().__init__()
-        self._inputs = len(inputs)
-        self._reads: list[tuple[nn.Module, str]] = []
+        self.reads: list[tuple[nn.Module, str]] = []
         self._constants: list[torch.Tensor] = []
-        self._targets: dict[int, nn.Module] = {}
-        self._steps: list[Step] = []
+        self._calls: dict[str, nn.Module] = {}
         self._function: Callable[[Any], Any] | None = None  # made at the first call
-        places = {node: index for index, node in enumerate(inputs)}
+        source = Source()
+        lines = ["del value"]
+        if inputs:
+            lines.insert(0, f"{', '.join(map(source.name, inputs))} = value")
         last = {used: node for node in nodes for used in node.all_input_nodes}
         kept = dict.fromkeys(_nodes_in(outputs))
-        for node in self._with_reads(nodes, kept):
+        for node in _with_reads(nodes, kept):
+            if is_constant(node):
+                self._constants.append(constants[number_of(node)])
+                called = source.bind(self._constants[-1])
+            elif node.op == "get_attr":
+                owner, attribute = owners[str(node.target)]
+                self.reads.append((owner, attribute))
+                called = f"getattr({source.bind(owner)}, {attribute!r})"
+            else:
+                called = source.call(node, self._target(node, source, root))
+            lines.append(f"{source.name(node)} = {called}")
             dying = [used for used in node.all_input_nodes if last[used] is node and used not in kept]
             if node not in last and node not in kept:
                 dying.append(node)
-            places[node] = len(places)
-            kind, target = self._target(node, root, owners, constants)
-            args, kwargs = encoded(node.args, places), encoded(node.kwargs, places)
-            self._steps.append(Step(kind, target, args, kwargs, tuple(places[each] for each in dying)))
-        self._output = encoded(outputs, places)
+            if dying:
+                lines.append(f"del {', '.join(map(source.name, dying))}")
+        lines.append(f"return {source.spell(outputs)}")
+        self._source, self._bound = "\n    ".join(["def run(value):", *lines]), source.bound
+        self.operators = tuple(
+            root.get_submodule(str(node.target)) if node.op == "call_module" else node.target for node in nodes
+        )
         self.known_functions = all(node.op == "call_module" or _is_known(node) for node in nodes)
-        """True if all functions that it calls are torch's, draw nothing and give the same bits each time."""
+        working = [node for node in nodes if node.target is not require_as_recorded]
+        self._is_call = len(working) == len(self._calls) == len(inputs) == 1 and (
+            (working[0].args, working[0].kwargs, outputs) == ((inputs[0],), {}, working[0])
+        )
 
-    @staticmethod
-    def _with_reads(nodes: Sequence[fx.Node], kept: Iterable[fx.Node]) -> dict[fx.Node, None]:
-        """The operations, each after the parameters and attributes that it is the first to read."""
-        found: dict[fx.Node, None] = {}
-        for node in nodes:
-            found.update((used, None) for used in node.all_input_nodes if used.op == "get_attr")
-            found[node] = None
-        found.update((node, None) for node in kept if node.op == "get_attr")
-        return found
-
-    def _target(
-        self,
-        node: fx.Node,
-        root: nn.Module,
-        owners: Mapping[str, tuple[nn.Module, str]],
-        constants: Sequence[torch.Tensor],
-    ) -> tuple[str, Any]:
-        """Kind and target of a node's step."""
-        name = str(node.target)
-        if node.op == "get_attr" and name.startswith(CONSTANT):
-            self._constants.append(constants[int(name[len(CONSTANT) :])])
-            return "constant", self._constants[-1]
-        if node.op == "get_attr":
-            self._reads.append(owners[name])
-            return "read", owners[name]
+    def _target(self, node: fx.Node, source: Source, root: nn.Module) -> str:
+        """The name of what an operation calls."""
+        if node.op == "call_method":
+            return ""
         if node.op != "call_module":
-            return node.op, node.target
-        module = root.get_submodule(name)
-        if id(module) not in self._targets:
-            self._targets[id(module)] = module
+            return source.bind(node.target)
+        module = root.get_submodule(str(node.target))
+        if module not in self._calls.values():
             self._modules[str(len(self._modules))] = module
-        return node.op, module
+        name = source.bind(module)
+        self._calls[name] = module
+        return name
 
     # Not nn.Module's: hooks for all modules are the business of the user's modules.
     def __call__(self, value: Any) -> Any:
         """Run the operations."""
         if self._function is None:
-            self._function = function_of(self._inputs, self._steps, self._output)
+            namespace = dict(self._bound)
+            exec(_code(self._source), namespace)
+            self._function = namespace["run"]
         return self._function(value)
 
     @property
     def only_module(self) -> nn.Module | None:
         """The module that it calls, if it does nothing else."""
-        match [step for step in self._steps if step.target is not require_as_recorded]:
-            case [Step(kind="call_module", target=module, args=(Ref(0),), kwargs={}) as step] if (
-                self._inputs == 1 and not step.kwargs and self._output == Ref(1)
-            ):
-                return module if isinstance(module, nn.Module) else None
-            case _:
-                return None
+        return self.called_modules[0] if self._is_call else None
 
     def calling(self, replacements: Mapping[nn.Module, Callable[..., Any]]) -> GraphSlice:
         """The same operations, with other callables in the place of some modules."""
         other = copy(self)
         other._function = None
-        other._steps = [
-            replace(step, target=replacements.get(step.target, step.target)) if step.kind == "call_module" else step
-            for step in self._steps
-        ]
+        other._bound = self._bound | {name: replacements.get(each, each) for name, each in self._calls.items()}
         return other
 
     # ---------------------------------------------------------------- what belongs to it
 
+    @property
+    def called_modules(self) -> tuple[nn.Module, ...]:
+        """The user's modules that it calls."""
+        return tuple(dict.fromkeys(self._calls.values()))
+
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Parameters of the modules that it calls, and those that it reads by itself."""
-        for module in self._modules.values():
-            if module is not None:
-                yield from module.parameters()
-        for tensor in self.direct_tensors():
+        for module in self.called_modules:
+            yield from module.parameters()
+        for tensor in self._direct_tensors():
             if isinstance(tensor, nn.Parameter):
                 yield tensor
 
-    def direct_tensors(self) -> Iterator[torch.Tensor]:
-        """Parameters, buffers and tensors in attributes that it reads by itself."""
-        for owner, name in self._reads:
-            yield getattr(owner, name)
+    def _direct_tensors(self) -> Iterator[torch.Tensor]:
+        return (getattr(owner, name) for owner, name in self.reads)
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -313,60 +244,37 @@ class GraphSlice(nn.Module):
         memo = set() if memo is None else memo
         if not self.known_functions:
             yield prefix, self
-        for name, module in self._modules.items():
-            if module is not None:
-                yield from module.named_modules(memo, f"{prefix}.{name}", remove_duplicate)
-        for index, (owner, name) in enumerate(self._reads):
+        for index, module in enumerate(self.called_modules):
+            yield from module.named_modules(memo, f"{prefix}.{index}", remove_duplicate)
+        for index, (owner, name) in enumerate(self.reads):
             if owner._buffers.get(name) is not None and owner not in memo:
                 memo.add(owner)
                 yield f"{prefix}.owner{index}", owner
 
     @property
-    def constants(self) -> tuple[torch.Tensor, ...]:
-        """Tensors that the forward made out of nothing, and that every call shares."""
-        return tuple(self._constants)
-
-    @property
-    def operators(self) -> tuple[Any, ...]:
-        """What it runs, in order: modules, functions, and tensors' methods by name."""
-        return tuple(step.target for step in self._steps if step.kind not in ("read", "constant"))
-
-    @property
-    def called_modules(self) -> tuple[nn.Module, ...]:
-        """The user's modules that it calls."""
-        return tuple(self._targets.values())
-
-    @property
-    def reads(self) -> list[tuple[nn.Module, str]]:
-        """The parameters, buffers and attributes that it reads by itself: who has them, and under which name."""
-        return self._reads
-
-    @property
     def identity(self) -> tuple[Any, ...]:
         """Equal for slices that cost the same if the modules that they call do."""
-        tensors = tuple((tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in self.direct_tensors())
+        tensors = tuple((tuple(each.shape), each.dtype, each.requires_grad) for each in self._direct_tensors())
         return self.operations, tuple(map(id, self._constants)), tensors
 
     @property
     def operations(self) -> tuple[Any, ...]:
         """Equal for slices that do the same with modules and tensors of their own, whatever those look like."""
-        places = {id(module): place for place, module in enumerate(self._targets.values())}
+        places = {module: place for place, module in enumerate(self.called_modules)}
+        calls = self._calls
+        return self._source, tuple(
+            places[calls[name]] if name in calls else look_of(value) for name, value in self._bound.items()
+        )
 
-        def spell(value: Any) -> Any:
-            return spelled(value, attrgetter("index"))
 
-        def target_of(step: Step) -> Any:
-            match step.kind:
-                case "call_module":
-                    return places[id(step.target)]
-                case "read":
-                    return step.target[1]
-                case "constant":
-                    return tuple(step.target.shape)
-            return step.target
-
-        steps = ((s.kind, spell(target_of(s)), spell(s.args), spell(s.kwargs), s.frees) for s in self._steps)
-        return self._inputs, tuple(steps), spell(self._output)
+def _with_reads(nodes: Sequence[fx.Node], kept: Iterable[fx.Node]) -> dict[fx.Node, None]:
+    """The operations, each after the parameters and attributes that it is the first to read."""
+    found: dict[fx.Node, None] = {}
+    for node in nodes:
+        found.update((used, None) for used in node.all_input_nodes if used.op == "get_attr")
+        found[node] = None
+    found.update((node, None) for node in kept if node.op == "get_attr")
+    return found
 
 
 def _nodes_in(*values: Any) -> list[fx.Node]:
@@ -380,17 +288,13 @@ def _nodes_in(*values: Any) -> list[fx.Node]:
     return found
 
 
-def spelled(value: Any, place_of: Callable[[Any], int]) -> Any:
-    """A hashable that is equal for equal arguments and targets; ``place_of`` stands for each :class:`Ref` or node."""
+def look_of(value: Any) -> Any:
+    """A hashable that is equal for values with which operations do the same; modules and tensors are not compared."""
     match value:
-        case Ref() | fx.Node():
-            return "%", place_of(value)
-        case tuple() | list():
-            return type(value).__name__, tuple(spelled(entry, place_of) for entry in value)
-        case dict():
-            return "dict", tuple((key, spelled(entry, place_of)) for key, entry in value.items())
-        case slice():
-            return "slice", spelled((value.start, value.stop, value.step), place_of)
+        case nn.Module():
+            return "module"
+        case torch.Tensor():
+            return tuple(value.shape)
         case FunctionType():
             return "function", id(value.__code__)
         case MethodType():

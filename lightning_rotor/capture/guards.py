@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain, repeat, zip_longest
-from operator import attrgetter, contains, is_, itemgetter
+from operator import attrgetter, is_
 from typing import Any, TypeAlias
 
 import torch
 from torch import fx, nn
 
-from lightning_rotor.capture.graph_stage import CONSTANT, SIZE, GraphSlice, spell_value, spelled
+from lightning_rotor.capture.graph_stage import SIZE, GraphSlice, Source, is_constant, look_of, number_of, spell_value
 from lightning_rotor.private import torch_names as private
-from lightning_rotor.private.torch_names import COMPILED_CALL, HOOKS, FakeTensorMode, any_hooks_of_all
+from lightning_rotor.private.torch_names import HOOKS, FakeTensorMode, any_hooks_of_all
 from lightning_rotor.private.values import same_bits
 from lightning_rotor.stages.sequential import has_own_call, packed
 from lightning_rotor.stages.state import generator_state
@@ -133,7 +133,7 @@ def _operations(nodes: Iterable[fx.Node], wanted: set[fx.Node]) -> list[fx.Node]
 
 
 def _is_buffer(node: fx.Node) -> bool:
-    return node.op == "get_attr" and not str(node.target).startswith(CONSTANT)
+    return node.op == "get_attr" and not is_constant(node)
 
 
 def ancestors(nodes: Iterable[fx.Node], *, sizes: bool = True) -> set[fx.Node]:
@@ -156,29 +156,21 @@ def first_difference(
     left: fx.Graph, right: fx.Graph, constants: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
 ) -> tuple[str, ...]:
     """Paths of the modules at the first operation that two recordings do not share; empty if they agree."""
-    places: dict[fx.Node, int] = {}
-    for place, (mine, theirs) in enumerate(zip_longest(left.nodes, right.nodes)):
-        if mine is None or theirs is None or _differ(mine, theirs, places, constants):
+    sources = Source(), Source()
+    for mine, theirs in zip_longest(left.nodes, right.nodes):
+        if mine is None or theirs is None or _said(mine, sources[0]) != _said(theirs, sources[1]):
             return tuple(str(node.meta["module"]) for node in (mine, theirs) if node is not None)
-        places[mine] = places[theirs] = place
+        if is_constant(mine) and not same_bits(*(each[number_of(mine)] for each in constants)):
+            return (str(mine.meta["module"]),)
     return ()
 
 
-def _differ(mine: fx.Node, theirs: fx.Node, places: dict[fx.Node, int], constants: Any) -> bool:
-    spellings = [
-        (
-            node.op,
-            node.meta["module"],
-            *(spelled(part, places.__getitem__) for part in (node.target, node.args, node.kwargs)),
-        )
-        for node in (mine, theirs)
-    ]
-    if spellings[0] != spellings[1]:
-        return True
-    if mine.op != "get_attr" or not str(mine.target).startswith(CONSTANT):
-        return False
-    index = int(str(mine.target)[len(CONSTANT) :])
-    return not same_bits(constants[0][index], constants[1][index])
+def _said(node: fx.Node, source: Source) -> Any:
+    """What an operation does, comparable between two recordings."""
+    source.bound.clear()
+    text = source.spell((node.op, str(node.meta["module"]), node.target, node.args, node.kwargs))
+    source.name(node)
+    return text, list(map(look_of, source.bound.values()))
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -238,10 +230,8 @@ def frozen(value: Any, depth: int = 4, *, objects: bool = True) -> Any:
 # ----------------------------------------------------------------------------------------------------
 
 
-_TENSORS = ("_parameters", "_buffers")
 _STRUCTURE = (set(nn.Module().__dict__) - {"training"}) | {"_lightning_rotor", "forward"}
 _forward_of = attrgetter("forward")
-_compiled_call_of = attrgetter(COMPILED_CALL)
 
 
 class Watch:
@@ -301,49 +291,32 @@ def _own_names(module: nn.Module) -> tuple[str, ...]:
 
 
 class _Identities:
-    """The attributes of modules at one moment, as flat lists to compare object by object. No scripted modules."""
+    """The attributes of modules at one moment, as one flat list to compare object by object. No scripted modules."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
-        self._attributes = [vars(module) for module in modules]
-        names = list(map(_own_names, modules))
-        self._getters = [itemgetter("_modules", *_TENSORS, *HOOKS, *own) for own in names]
-        self._children = [attributes["_modules"] for attributes in self._attributes]
-        self._tensors = [attributes[name] for attributes in self._attributes for name in _TENSORS]
-        self._hooks = [attributes[name] for attributes in self._attributes for name in HOOKS]
-        self._values = self._now()
-        self._below = list(chain.from_iterable(map(dict.values, self._children)))
+        self._attributes = list(map(vars, modules))
+        self._children = [own["_modules"] for own in self._attributes]
+        self._tensors = [own[name] for own in self._attributes for name in ("_parameters", "_buffers")]
+        self._hooks = [own[name] for own in self._attributes for name in HOOKS]
+        self._objects = self._now()
         # What is in a list, a dict or an object may change though it stays the same object.
-        values = [attributes[name] for attributes, own in zip(self._attributes, names, strict=True) for name in own]
+        values = [own[name] for own, each in zip(self._attributes, modules, strict=True) for name in _own_names(each)]
         self._filled = [v for v in values if type(v) not in PLAIN and not isinstance(v, (nn.Module, type))]
-        self._seen = self._look()
+        self._seen = list(map(frozen, self._filled))
 
     def hold(self) -> bool:
         """True if surely nothing has changed."""
-        try:
-            return (
-                all(map(is_, self._now(), self._values))
-                and self._look() == self._seen
-                and all(map(is_, chain.from_iterable(map(dict.values, self._children)), self._below))
-            )
-        except KeyError:  # an attribute is gone
-            return False
+        now = self._now()
+        is_same = len(now) == len(self._objects) and all(map(is_, now, self._objects))
+        return is_same and list(map(frozen, self._filled)) == self._seen
 
     def _now(self) -> list[Any]:
-        return list(chain.from_iterable(get(own) for get, own in zip(self._getters, self._attributes, strict=True)))
-
-    def _look(self) -> Any:
         kinds = list(map(type, self._modules))
-        return (
-            kinds,
-            list(map(len, self._attributes)),
-            list(map(contains, self._attributes, repeat("forward"))),
-            list(map(id, map(_forward_of, kinds))),
-            list(map(id, map(_compiled_call_of, self._modules))),
-            any_hooks_of_all(),
-            list(map(bool, self._hooks)),
-            list(chain.from_iterable(self._children)),
-            list(chain.from_iterable(self._tensors)),
-            list(map(is_, chain.from_iterable(map(dict.values, self._tensors)), repeat(None))),
-            list(map(frozen, self._filled)),
-        )
+        tables = (*self._attributes, *self._children)
+        return [
+            *(*kinds, *map(_forward_of, kinds), any_hooks_of_all(), *map(bool, self._hooks)),
+            *chain.from_iterable((*tables, *self._tensors)),
+            *chain.from_iterable(map(dict.values, tables)),
+            *map(is_, chain.from_iterable(map(dict.values, self._tensors)), repeat(None)),
+        ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import BuiltinFunctionType, ClassMethodDescriptorType, FunctionType
@@ -26,33 +26,10 @@ class UntraceableError(Exception):
 
 
 # ----------------------------------------------------------------------------------------------------
-# What is so in one thread alone: whether its code is recorded, and functions that are others meanwhile.
+# Functions that are others in one thread alone.
 
 #     nn.Module.__call__ ─► dispatch ─┬─► the replacement, in the thread that records
 #                                     └─► the original, in any other: one that loads data, or serves another model
-
-
-class _Tracing(threading.local):
-    active = False
-
-
-_tracing = _Tracing()
-
-
-@contextmanager
-def tracing(active: bool = True) -> Iterator[None]:
-    """Context of code that is recorded, or of code inside of it that is not."""
-    before, _tracing.active = _tracing.active, active
-    try:
-        yield
-    finally:
-        _tracing.active = before
-
-
-def require_untraced(what: str) -> None:
-    """Raise ``UntraceableError`` if a tracer or exporter takes the running code down."""
-    if _tracing.active:
-        raise UntraceableError(what)
 
 
 _CLASS_METHODS = (classmethod, ClassMethodDescriptorType)
@@ -113,16 +90,19 @@ def replaced(owner: Any, name: str, replacement: Callable[[Any], Any]) -> Iterat
 
 
 class ModuleCalls:
-    """Follows the calls of submodules while a module is recorded; ``culprit`` is the innermost that could not be."""
+    """Follows the calls of submodules while a module is recorded.
 
-    def __init__(
-        self, root: nn.Module, opaque: set[nn.Module], opaque_types: set[type], not_whole: Set[nn.Module]
-    ) -> None:
-        self.modules = dict(root.named_modules())
+    Attributes:
+        is_opaque: True for modules that are one operation.
+        leaves: Those that were one.
+        culprit: The innermost module that could not be recorded.
+    """
+
+    def __init__(self, root: nn.Module, is_opaque: Callable[[nn.Module], bool]) -> None:
+        self.is_opaque = is_opaque
         self.leaves: set[nn.Module] = set()
         self.culprit: nn.Module | None = None
-        self._opaque, self._opaque_types, self._not_whole = opaque, opaque_types, not_whole
-        self._paths: dict[nn.Module, str] = {module: path for path, module in self.modules.items()}
+        self._paths: dict[nn.Module, str] = {module: path for path, module in root.named_modules()}
         self._running = [""]
 
     @property
@@ -132,15 +112,6 @@ class ModuleCalls:
 
     def __contains__(self, module: nn.Module) -> bool:
         return module in self._paths
-
-    def is_opaque(self, module: nn.Module) -> bool:
-        """True if a module cannot be recorded, does more than its code says, or can be inverted as a whole alone."""
-        found = module in self._opaque or type(module) in self._opaque_types
-        return found or hides_code(module) or self.inverts_as_a_whole(module)
-
-    def inverts_as_a_whole(self, module: nn.Module) -> bool:
-        """True if a module stays one operation for the sake of its inverse."""
-        return module not in self._not_whole and is_invertible_as_a_whole(module)
 
     def path_of(self, module: nn.Module) -> str:
         """The path of a called module; ``UntraceableError`` if it is no submodule."""

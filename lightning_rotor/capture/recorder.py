@@ -37,7 +37,6 @@ from lightning_rotor.capture.modules import (
     hides_code,
     is_torchs_module,
     replaced,
-    tracing,
 )
 from lightning_rotor.capture.operations import (
     FUNCTIONS,
@@ -73,13 +72,15 @@ class Recording:
     Attributes:
         owners: For each name of a ``get_attr`` node, the module that has the tensor and its name there.
         constants: Tensors that the forward made out of nothing, in the order of their ``get_attr`` nodes.
+        leaves: Modules that were one operation.
+        notes: What the code read outside of modules.
     """
 
     graph: fx.Graph
     root: nn.Module
     owners: Mapping[str, tuple[nn.Module, str]]
     constants: Sequence[torch.Tensor]
-    calls: ModuleCalls
+    leaves: Set[nn.Module]
     guards: Guards
     notes: Notes
 
@@ -93,28 +94,21 @@ class Recording:
 
     def runs_the_same(self, other: Recording) -> bool:
         """True if another recording has the same operations on the same modules and tensors."""
-        targets = [str(node.target) for node in self.graph.nodes if node.op in ("call_module", "get_attr")]
-        return not self.difference(other) and all(
-            self.calls.modules.get(target) is other.calls.modules.get(target)
-            and self.owners.get(target) == other.owners.get(target)
-            for target in targets
-        )
+        return not self.difference(other) and self._called() == other._called()
+
+    def _called(self) -> list[Any]:
+        """The modules that it calls, and where the tensors are that it reads."""
+        return [
+            self.root.get_submodule(str(node.target)) if node.op == "call_module" else self.owners.get(str(node.target))
+            for node in self.graph.nodes
+        ]
 
 
 class Recorder:
     """Records one call of a module, and knows what torch has computed and what the code read outside of modules."""
 
-    def __init__(
-        self,
-        root: nn.Module,
-        call: Call,
-        opaque: set[nn.Module],
-        opaque_types: set[type],
-        *,
-        closures: Closures,
-        not_whole: Set[nn.Module] = frozenset(),
-    ) -> None:
-        self.calls = ModuleCalls(root, opaque, opaque_types, not_whole)
+    def __init__(self, root: nn.Module, call: Call, is_opaque: Callable[[nn.Module], bool], closures: Closures) -> None:
+        self.calls = ModuleCalls(root, is_opaque)
         self.check = DispatchCheck()
         self._root, self._call = root, call
         self._seen: list[tuple[fx.Node, Any]] = []
@@ -153,7 +147,7 @@ class Recorder:
         )
         writer.erase([node for node, _ in (*self._seen, *asked)])
         notes = self.surroundings.notes
-        return Recording(writer.graph, self._root, writer.owners, writer.constants, self.calls, guards, notes)
+        return Recording(writer.graph, self._root, writer.owners, writer.constants, self.calls.leaves, guards, notes)
 
     @contextmanager
     def _listening(self) -> Iterator[None]:
@@ -162,15 +156,14 @@ class Recorder:
             stack.enter_context(self.check)
             stack.enter_context(self._mode)
             stack.enter_context(self.surroundings.listening())
-            stack.enter_context(tracing())
             stack.enter_context(repeating(False))  # what the code does in a real run must be seen
             yield
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
         """Context of code that is one operation, without the mode: torch's fast paths ask whether there is one."""
-        with self.check.aside(), self.surroundings.paused(), tracing(False), repeating(), ExitStack() as stack:
-            if private.function_mode() is self._mode:
+        with self.check.aside(), self.surroundings.paused(), repeating(), ExitStack() as stack:
+            if private.function_modes()[-1:] == [self._mode]:
                 stack.enter_context(private.without_function_mode())
             yield
 
@@ -374,10 +367,21 @@ class _Mode(TorchFunctionMode):
         super().__init__()
         self._recorder = recorder
 
+    @property
+    def listens(self) -> bool:
+        """True while the recorded code runs, and no operation of it."""
+        return self._recorder.check.listens
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return self._recorder.operate(func, args, kwargs or {})
+
+
+def require_unrecorded(what: str) -> None:
+    """Raise ``UntraceableError`` if the running code is recorded."""
+    if any(isinstance(mode, _Mode) and mode.listens for mode in private.function_modes()):
+        raise UntraceableError(what)
 
 
 # -------------------------------------------------------------------- small things

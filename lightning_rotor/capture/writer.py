@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import fx, nn
 
-from lightning_rotor.capture.graph_stage import CONSTANT, SIZE
+from lightning_rotor.capture.graph_stage import CONSTANT, SIZE, is_constant
 from lightning_rotor.capture.guards import ancestors
 from lightning_rotor.capture.modules import PLAIN, ModuleCalls, UntraceableError, tensor_slots
 from lightning_rotor.capture.operations import CHANGES, DispatchCheck
@@ -381,11 +381,6 @@ class GraphWriter:
             pure = node in needed or node.target is operator.getitem or node.op == "get_attr" or SIZE in node.meta
             if pure and not node.users and node.op not in ("placeholder", "output"):
                 self.graph.erase_node(node)
-
-
-def is_constant(node: fx.Node) -> bool:
-    """True if a node is a tensor that the forward made out of nothing."""
-    return node.op == "get_attr" and str(node.target).startswith(CONSTANT)
 
 
 def _is_plain(value: Any) -> bool:

@@ -133,8 +133,8 @@ LAYERS: Any = torch._C._nn
 # -------------------------------------------------------------------- modes and transforms
 
 
-function_mode: Callable[[], TorchFunctionMode | None] = torch.overrides._get_current_function_mode
-"""The innermost mode that sees calls of torch's functions. Modes can be entered in public, but not looked at."""
+function_modes: Callable[[], list[TorchFunctionMode]] = torch.overrides._get_current_function_mode_stack
+"""The modes that see calls of torch's functions, innermost last. Modes can be entered in public, but not looked at."""
 without_function_mode: Callable[[], AbstractContextManager[Any]] = torch.overrides._pop_mode_temporarily
 """Context without the innermost such mode. A mode steps aside in its own handler, and nowhere else in public."""
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_rotor.capture.cuts import GraphCut
-from lightning_rotor.capture.modules import firsts_of
+from lightning_rotor.capture.modules import Call, firsts_of
 from lightning_rotor.errors import InverseError, ModelError
 from lightning_rotor.execution.options import kept_attributes, lent_buffers, run_stage, undisturbed
 from lightning_rotor.execution.recomputation import recomputed, repeating
@@ -171,9 +171,7 @@ def require_same(module: nn.Module, cut: GraphCut, args: Sequence[Any], kwargs: 
         leaves, spec = tree_flatten(boundary.fresh())
         return tree_unflatten([leaves[first] for first in firsts], spec)
 
-    constants = [
-        constant for stage in cut.stages for piece in stage.modules for constant in getattr(piece, "constants", ())
-    ]
+    constants = cut.recording.constants
     versions = [version_of(constant) for constant in constants]
 
     def plain() -> Any:
@@ -181,7 +179,9 @@ def require_same(module: nn.Module, cut: GraphCut, args: Sequence[Any], kwargs: 
         return type(module).forward(module, *args, **kwargs)
 
     def staged() -> Any:
-        return wiring_of(cut.stages).run(cut.take(*fresh()), [partial(run_stage, stage) for stage in cut.stages])
+        return wiring_of(cut.stages).run(
+            cut.take(Call.of(module, *fresh())), [partial(run_stage, stage) for stage in cut.stages]
+        )
 
     device = tensors_in((args, kwargs))[0].device
     whole = Stage(type(module).__name__, (module,))

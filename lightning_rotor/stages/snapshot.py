@@ -43,7 +43,8 @@ _MUCH_BYTES = 64 * 1024**2
 _MOST_VALUES = 20_000
 _MOST_ENTRIES = 1_000
 """What is in a longer list or dict is put back, but not followed."""
-_ABSENT = object()
+ABSENT = object()
+"""In the place of a variable that has no value."""
 
 _OURS_TO_KEEP = frozenset(("_lightning_rotor", "training"))
 _LIBRARIES = frozenset(
@@ -166,12 +167,13 @@ def _lost(tensor: torch.Tensor) -> ExecutionError:
 # -------------------------------------------------------------------- how each kind of thing is put back
 
 
-class _Kind(NamedTuple):
+class Kind(NamedTuple):
     """How to compare what something holds, to put it back, possibly with loans, and which values are in it."""
 
     same: Callable[[Any, Any], bool]
     put: Callable[[Any, Any, Mapping[int, Any] | None], None]
     values: Callable[[Any], Iterable[Any]]
+    read: Callable[[Any, str], Any] = getattr
 
 
 def _lent(value: Any, loans: Mapping[int, Any] | None) -> Any:
@@ -206,7 +208,7 @@ def _drop_names(namespace: dict[str, Any], then: Mapping[str, Any]) -> None:
 def _put_names(namespace: dict[str, Any], then: Mapping[str, Any], loans: Mapping[int, Any] | None) -> None:
     """Set attributes one by one: another thread may look at them meanwhile, and their order does not matter."""
     _drop_names(namespace, then)
-    _GLOBALS.put(namespace, then, loans)
+    ENTRIES.put(namespace, then, loans)
 
 
 def _put_tensors(tensors: dict[str, Any], then: Mapping[str, Any], loans: Mapping[int, Any] | None) -> None:
@@ -247,7 +249,7 @@ def _put_array(array: Any, then: Any, loans: Mapping[int, Any] | None) -> None:
         array[...] = then
 
 
-def _by_name(read: Callable[[Any, str], Any], write: Callable[..., None], remove: Callable[..., None]) -> _Kind:
+def _by_name(read: Callable[[Any, str], Any], write: Callable[..., None], remove: Callable[..., None]) -> Kind:
     """The values of some names of an owner."""
 
     def same(owner: Any, then: Mapping[str, Any]) -> bool:
@@ -258,38 +260,40 @@ def _by_name(read: Callable[[Any, str], Any], write: Callable[..., None], remove
             value = _lent(value, loans)
             if read(owner, name) is value:
                 continue
-            if value is _ABSENT:
+            if value is ABSENT:
                 remove(owner, name)
             else:
                 write(owner, name, value)
 
-    return _Kind(same, put, dict.values)
+    return Kind(same, put, dict.values, read)
 
 
-def _content(cell: CellType, _: str = "") -> Any:
+def _content(cell: CellType, _: str) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # not assigned yet
-        return _ABSENT
+        return ABSENT
 
 
 def _slot(owner: Any, name: str) -> Any:
-    return getattr(owner, name, _ABSENT)
+    return getattr(owner, name, ABSENT)
 
 
 def _nothing(_: Any) -> Iterable[Any]:
     return ()
 
 
-_DICT = _Kind(_same_entries, _put_entries, dict.values)
-_NAMESPACE = _Kind(_same_entries, _put_names, dict.values)
-_TENSORS = _Kind(_same_entries, _put_tensors, _nothing)
-_LIST = _Kind(_same_list, _put_list, iter)
-_SET = _Kind(lambda now, then: set(now) == then, _put_set, _nothing)
-_ARRAY = _Kind(_same_bytes, _put_array, _nothing)
-_GLOBALS = _by_name(lambda names, name: names.get(name, _ABSENT), dict.__setitem__, dict.__delitem__)
+_DICT = Kind(_same_entries, _put_entries, dict.values)
+_NAMESPACE = Kind(_same_entries, _put_names, dict.values)
+_TENSORS = Kind(_same_entries, _put_tensors, _nothing)
+_LIST = Kind(_same_list, _put_list, iter)
+_SET = Kind(lambda now, then: set(now) == then, _put_set, _nothing)
+_ARRAY = Kind(_same_bytes, _put_array, _nothing)
+ENTRIES = _by_name(lambda names, name: names.get(name, ABSENT), dict.__setitem__, dict.__delitem__)
+"""Some entries of a namespace; of a class; the variable of a closure, whatever it is called."""
+CLASS_ENTRIES = _by_name(lambda kind, name: vars(kind).get(name, ABSENT), setattr, delattr)
 _SLOTS = _by_name(_slot, object.__setattr__, object.__delattr__)
-_CELL = _by_name(
+CELL = _by_name(
     _content,
     lambda cell, _, value: setattr(cell, "cell_contents", value),
     lambda cell, _: delattr(cell, "cell_contents"),
@@ -303,7 +307,7 @@ class _Look:
     """Follows what can be reached; ``kept`` has how each thing is put back, the thing, and what was in it."""
 
     def __init__(self, hooks: bool, objects: bool, small_bytes: int) -> None:
-        self.kept: list[tuple[_Kind, Any, Any]] = []
+        self.kept: list[tuple[Kind, Any, Any]] = []
         self.tensors: list[tuple[torch.Tensor, int, torch.Tensor | None]] = []
         self.generators: list[Callable[[], object]] = []
         self.seen: dict[int, Any] = {}
@@ -328,7 +332,7 @@ class _Look:
                 self.seen[id(value)] = value
                 look(self, value)
 
-    def _keep(self, kind: _Kind, owner: Any, content: Any) -> None:
+    def _keep(self, kind: Kind, owner: Any, content: Any) -> None:
         self.kept.append((kind, owner, content))
         self._follow(kind.values(content))
 
@@ -402,13 +406,13 @@ class _Look:
         if function.__code__.co_filename.startswith(_OURS):
             return
         for cell in function.__closure__ or ():
-            self._keep(_CELL, cell, {"": _content(cell)})
+            self._keep(CELL, cell, {"": CELL.read(cell, "")})
         self._follow(function.__defaults__ or ())
         self._follow((function.__kwdefaults__ or {}).values())
         self._keep(_NAMESPACE, function.__dict__, dict(function.__dict__))
         if is_users(function.__code__.co_filename):
             names = function.__globals__
-            self._keep(_GLOBALS, names, {name: names.get(name, _ABSENT) for name in globals_of(function.__code__)})
+            self._keep(ENTRIES, names, {name: names.get(name, ABSENT) for name in globals_of(function.__code__)})
 
     def _method(self, method: Any) -> None:
         self._follow((method.__func__,) if isinstance(method, MethodType) else ())
