@@ -108,10 +108,9 @@ def record(net: nn.Module, *args: Any, **kwargs: Any) -> GraphCut:
 def operations(cut: GraphCut) -> list[str]:
     """What the stages run, by name."""
     return [
-        step.target if isinstance(step.target, str) else getattr(step.target, "__name__", type(step.target).__name__)
+        operator if isinstance(operator, str) else getattr(operator, "__name__", type(operator).__name__)
         for piece in cut.slices
-        for step in piece._steps
-        if step.kind not in ("read", "constant")
+        for operator in piece.operators
     ]
 
 

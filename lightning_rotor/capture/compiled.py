@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import FunctionType
 from typing import Any, Literal, TypeAlias, get_args
@@ -27,7 +27,7 @@ from torch import fx, nn
 from lightning_rotor.capture.graph_stage import GraphSlice
 from lightning_rotor.errors import UnitError
 from lightning_rotor.private import torch_names as private
-from lightning_rotor.private.torch_names import FakeTensor, TorchDispatchMode
+from lightning_rotor.private.torch_names import CompilerSettings, FakeTensor, TorchDispatchMode
 from lightning_rotor.stages.sequential import Stage
 
 Variants: TypeAlias = Literal["exact", "close", "off"]
@@ -38,15 +38,6 @@ BUDGETS = (0.7, 0.5, 0.3, 0.1, 0.0)
 
 class CannotRepeatError(Exception):
     """A compiled module can have no variants; says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Settings:
-    """What the user asked ``torch.compile`` for."""
-
-    backend: Callable[..., Any]
-    fullgraph: bool
-    dynamic: bool | None
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -77,7 +68,7 @@ class CompiledModules:
 
     def __init__(self, variants: Variants = "exact") -> None:
         self.choice = check_variants(variants)
-        self._settings: list[_Settings] = []
+        self._settings: list[CompilerSettings] = []
         self._functions: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]] = {}  # with their backends
 
     def variants(self, stage: Stage) -> dict[str, Callable[[Any], Any]]:
@@ -117,7 +108,7 @@ class CompiledModules:
             (private.COMPILED_CALL,)
         )
 
-    def _number(self, settings: _Settings) -> int:
+    def _number(self, settings: CompilerSettings) -> int:
         """A number for a backend, equal for equal ones. Backends can be compared, but not hashed."""
         if settings not in self._settings:
             self._settings.append(settings)
@@ -194,15 +185,14 @@ def _may_draw(graph: fx.GraphModule) -> bool:
 # -------------------------------------------------------------------- what the user asked for
 
 
-def _settings_of(module: nn.Module) -> _Settings:
+def _settings_of(module: nn.Module) -> CompilerSettings:
     """How a module was compiled."""
-    found = private.compiler_settings(module)
-    if found is None:
+    settings = private.compiler_settings(module)
+    if settings is None:
         raise CannotRepeatError("this version of torch does not tell how it was compiled")
-    settings = _Settings(found.backend, found.fullgraph, found.dynamic)
     if private.is_compiler_wrapper(module) and any(getattr(module, hooks) for hooks in private.HOOKS):
         raise CannotRepeatError("there are hooks on what torch.compile returned: register them on the module itself")
-    if found.has_more:
+    if settings.has_more:
         raise CannotRepeatError("it was compiled with guard_filter_fn or dynamic_shapes")
     if (getattr(settings.backend, "config", None) or {}).get("triton.cudagraphs"):
         raise CannotRepeatError("CUDA graphs hold on to their memory")

@@ -55,7 +55,9 @@ class Observers:
 
     def watch(self) -> None:
         """Begin to watch."""
-        for table in (table for module in (None, *self._modules) for table in private.forward_hook_tables(module)):
+        for table in (
+            table for module in (None, *self._modules) for table in private.hook_tables(module, private.HOOKS[:2])
+        ):
             for key, hook in [*table.items()]:
                 # A watch of a surrounding pass hears of it, too.
                 table[key] = watched = _Watched(hook)
@@ -86,7 +88,8 @@ class Observers:
             table.pop(key, None)
         # A recomputation ends with an error where it has all that it needs, which no hook should hear of.
         for module in (None, *self._modules):
-            private.forget_always_called_hooks(module)
+            for table in private.hook_tables(module, private.ALWAYS_CALLED):
+                table.clear()
 
 
 class _Watched:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from inspect import getclosurevars
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -154,23 +154,16 @@ def is_transformed() -> bool:
 # -------------------------------------------------------------------- tensors and operators
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor was changed in place. torch's notes on autograd describe it; only ``_version`` tells it."""
-    return tensor._version
-
-
-def identity_of(storage: torch.UntypedStorage) -> int:
-    """A number for a storage while it lives. ``data_ptr()`` is 0 for those on meta or in fake tensors."""
-    return int(storage._cdata)
-
-
-_version, _identity = attrgetter("_version"), attrgetter("_cdata")
+version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
+"""How often a tensor was changed in place. torch's notes on autograd describe it; only ``_version`` tells it."""
+identity_of: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+"""A number for a storage while it lives. ``data_ptr()`` is 0 for those on meta or in fake tensors."""
 
 
 def stamps(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Numbers that change with tensors: their :func:`version_of`, then :func:`identity_of` their storages."""
     try:
-        return [*map(_version, tensors), *map(_identity, map(torch.Tensor.untyped_storage, tensors))]
+        return [*map(version_of, tensors), *map(identity_of, map(torch.Tensor.untyped_storage, tensors))]
     except RuntimeError:  # tensors of inference mode have no version, sparse ones no storage
         return [_stamp(tensor, of_storage=of_storage) for of_storage in (False, True) for tensor in tensors]
 
@@ -187,24 +180,14 @@ def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return tensor._indices(), tensor._values()
 
 
-def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy tensors in one call, as optimizers do: on a GPU a tenth of the time. There is no public name."""
-    torch._foreach_copy_(list(targets), list(sources))
-
-
-def schema_of(operator: Any) -> Any:
-    """Names, types and aliases of an operator's arguments. ``torch.ops`` shows tags in public, and no schema."""
-    return operator._schema
-
-
-def packet_of(operator: OpOverload) -> OpOverloadPacket:
-    """All overloads of the name that an operator is one of, for which torch keeps formulas."""
-    return operator._overloadpacket
-
-
-def take_back(library: torch.library.Library) -> None:
-    """Undo what a library has registered. Else that happens whenever garbage is collected."""
-    library._destroy()
+copy_each: Callable[[list[torch.Tensor], list[torch.Tensor]], Any] = torch._foreach_copy_
+"""Copy tensors in one call, as optimizers do: on a GPU a tenth of the time. There is no public name."""
+schema_of: Callable[[Any], Any] = attrgetter("_schema")
+"""Names, types and aliases of an operator's arguments. ``torch.ops`` shows tags in public, and no schema."""
+packet_of: Callable[[OpOverload], OpOverloadPacket] = attrgetter("_overloadpacket")
+"""All overloads of the name that an operator is one of, for which torch keeps formulas."""
+take_back: Callable[[torch.library.Library], None] = methodcaller("_destroy")
+"""Undo what a library has registered. Else that happens whenever garbage is collected."""
 
 
 # -------------------------------------------------------------------- modules and optimizers
@@ -212,11 +195,11 @@ def take_back(library: torch.library.Library) -> None:
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Attributes in which a module keeps the hooks around its forward and backward. Nothing public reads them."""
 _HOOKS_OF_ALL: tuple[dict[int, Any], ...] = tuple(getattr(nn_module, f"_global{name}") for name in HOOKS)
-STRUCTURE = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *HOOKS}) | {
-    key for key in nn.Module().__dict__ if key.endswith("hooks") or "hooks_" in key or key.startswith("_backward")
-}
+STRUCTURE = frozenset(vars(nn.Module())) - {"training", "_is_full_backward_hook"}
 """Attributes of a module that are torch's own bookkeeping."""
-_HOOK_TABLES = (*HOOKS, "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
+ALWAYS_CALLED = ("_forward_hooks_always_called",)
+"""Where a module keeps which hooks are called after an error."""
+_HOOK_TABLES = (*HOOKS, "_forward_hooks_with_kwargs", *ALWAYS_CALLED, "_forward_pre_hooks_with_kwargs")
 OPTIMIZER_HOOKS = tuple(
     f"_optimizer_{event}_{when}_hooks"
     for event in ("step", "state_dict", "load_state_dict")
@@ -235,26 +218,11 @@ def has_backward_hooks(module: nn.Module) -> bool:
     return any((module._backward_hooks, module._backward_pre_hooks, *_HOOKS_OF_ALL[2:]))
 
 
-def hook_tables(module: nn.Module | None) -> list[dict[int, Any]]:
+def hook_tables(module: nn.Module | None, names: Sequence[str] = _HOOK_TABLES) -> list[dict[int, Any]]:
     """Where a module keeps hooks, and how they are called; None is all modules."""
-    return _tables_of(module, _HOOK_TABLES)
-
-
-def _tables_of(module: nn.Module | None, names: Sequence[str]) -> list[dict[int, Any]]:
     # Not all that a module has, torch has for all modules; a scripted module has them elsewhere.
     owner, prefix = (vars(nn_module), "_global") if module is None else (vars(module), "")
     return [owner[f"{prefix}{name}"] for name in names if f"{prefix}{name}" in owner]
-
-
-def forward_hook_tables(module: nn.Module | None) -> list[dict[int, Any]]:
-    """Where a module keeps its hooks around the forward; None is all modules."""
-    return _tables_of(module, HOOKS[:2])
-
-
-def forget_always_called_hooks(module: nn.Module | None) -> None:
-    """Call no hook after an error; None is all modules."""
-    for table in _tables_of(module, ("_forward_hooks_always_called",)):
-        table.clear()
 
 
 def gradient_hooks(tensor: torch.Tensor) -> list[Any]:

@@ -154,7 +154,7 @@ class LayerSettings:
         before = [now.copy() for now, _ in changed]
         hooks = [now[name] for now in self._now for name in private.HOOKS[:2] if now[name]]
         if not self._all_hooked:
-            hooks += filter(None, private.forward_hook_tables(None))
+            hooks += filter(None, private.hook_tables(None, private.HOOKS[:2]))
         hooked = [table.copy() for table in hooks]
         try:
             for now, then in changed:
