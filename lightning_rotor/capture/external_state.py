@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_rotor.capture.guards import LONG, PLAIN, frozen
+from lightning_rotor.capture.guards import LONG, frozen
 from lightning_rotor.private.torch_names import without_modes
 from lightning_rotor.stages import snapshot as kinds
-from lightning_rotor.stages.snapshot import Kind, Snapshot, globals_of, is_users, namespace_of
+from lightning_rotor.stages.snapshot import PLAIN, Kind, Snapshot, globals_of, is_users, namespace_of
 from lightning_rotor.stages.state import generator_state
 
 _CONTAINERS = (list, dict, set, deque)

@@ -22,6 +22,7 @@ from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.torch_names import HOOKS, FakeTensorMode, any_hooks_of_all
 from lightning_rotor.private.values import same_bits
 from lightning_rotor.stages.sequential import has_own_call, packed
+from lightning_rotor.stages.snapshot import PLAIN
 from lightning_rotor.stages.state import generator_state
 
 OWN = "own"
@@ -177,8 +178,6 @@ def _said(node: fx.Node, source: Source) -> Any:
 # What values look like at one moment, comparable.
 
 
-PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-"""Types of values that never change."""
 LONG = 1000
 """Entries of a list or dict that are looked at; of a longer one, it counts which object it is and how long."""
 

@@ -37,26 +37,20 @@ _lock = threading.Lock()
 
 
 class _Shared:
-    """A function that some threads have replaced."""
+    """A function that some threads have replaced; ``mine`` is what each of them finds."""
 
     def __init__(self, original: Any) -> None:
         self.original = original
-        self.users = 0
-        self.mine = threading.local()
-
-    @property
-    def current(self) -> Any:
-        """The function that this thread finds."""
-        return getattr(self.mine, "function", self.original)
+        self.mine: dict[int, Any] = {}
 
     def dispatch(self) -> Any:
         """The function that stands in the place of the shared one."""
 
         def function(*args: Any, **kwargs: Any) -> Any:
-            return self.current(*args, **kwargs)
+            return self.mine.get(threading.get_ident(), self.original)(*args, **kwargs)
 
         def class_method(cls: type, *args: Any, **kwargs: Any) -> Any:
-            return self.current.__get__(None, cls)(*args, **kwargs)
+            return self.mine.get(threading.get_ident(), self.original).__get__(None, cls)(*args, **kwargs)
 
         return classmethod(class_method) if type(self.original) in _CLASS_METHODS else function
 
@@ -67,22 +61,22 @@ _replaced: dict[tuple[int, str], _Shared] = {}
 @contextmanager
 def replaced(owner: Any, name: str, replacement: Callable[[Any], Any]) -> Iterator[None]:
     """Context in which this thread finds another function in a module or class, made from the one found now."""
-    key = id(owner), name
+    key, thread = (id(owner), name), threading.get_ident()
     with _lock:
         if key not in _replaced:
             _replaced[key] = _Shared(vars(owner)[name])
             setattr(owner, name, _replaced[key].dispatch())
         shared = _replaced[key]
-        shared.users += 1
-    before = shared.current
-    shared.mine.function = replacement(before)
+        before = shared.mine.get(thread, shared.original)
+        shared.mine[thread] = replacement(before)
     try:
         yield
     finally:
-        shared.mine.function = before
         with _lock:
-            shared.users -= 1
-            if not shared.users:
+            shared.mine[thread] = before
+            if before is shared.original:
+                del shared.mine[thread]
+            if not shared.mine:
                 setattr(owner, name, _replaced.pop(key).original)
 
 

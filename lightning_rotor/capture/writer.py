@@ -120,18 +120,14 @@ def plain(value: Any) -> Any:
 # Which node of the graph a tensor is the value of, and which tensors share memory.
 
 
-class _Family:
-    """Values that share memory: one changes when another is changed in place."""
-
-    changed = False
-
-
 class _Values:
     """Tensors and their nodes. It keeps no tensor alive: the forward decides how long they live."""
 
     def __init__(self) -> None:
         self._nodes: dict[int, tuple[weakref.ref[torch.Tensor], fx.Node]] = {}
-        self._families: dict[fx.Node, _Family] = {}
+        # One changes when another that shares its memory is changed in place: for each the first of those that share.
+        self._firsts: dict[fx.Node, fx.Node] = {}
+        self._changed: set[fx.Node] = set()
 
     def node_of(self, tensor: torch.Tensor) -> fx.Node | None:
         """The newest node that the tensor is the value of."""
@@ -143,22 +139,22 @@ class _Values:
         """Make the tensor the value of this node; it may be a view of one that it was made from."""
         storage = _storage(tensor)
         like = (
-            self.node_of(other)
+            self._firsts.get(self.node_of(other), node)  # type: ignore[arg-type]
             for other in made_from
             if other is tensor or (storage is not None and _storage(other) == storage)
         )
-        self._families[node] = self._families.get(next(like, None), _Family())  # type: ignore[arg-type]
+        self._firsts[node] = next(like, node)
         self._nodes[id(tensor)] = weakref.ref(tensor), node
 
     def mark_changed(self, tensor: torch.Tensor) -> None:
         """Note that an operation in place has changed the tensor."""
         node = self.node_of(tensor)
-        if node in self._families:
-            self._families[node].changed = True
+        if node in self._firsts:
+            self._changed.add(self._firsts[node])
 
     def has_changed(self, node: fx.Node) -> bool:
         """True if the node's value is no longer what the node computed."""
-        return node in self._families and self._families[node].changed
+        return self._firsts.get(node) in self._changed
 
 
 def _storage(tensor: torch.Tensor) -> int | None:

@@ -51,9 +51,10 @@ _LIBRARIES = frozenset(
     ("torch", "numpy", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_rotor",
      *sys.stdlib_module_names)
 )  # fmt: skip
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+"""Types of values that never change."""
 _GENERATORS = (random.Random, torch.Generator, np.random.Generator, np.random.RandomState)
-_DATA = (*_PLAIN, list, dict, set, deque, tuple, torch.Tensor, np.ndarray, nn.Module, type, ContextVar, *_GENERATORS)
+_DATA = (*PLAIN, list, dict, set, deque, tuple, torch.Tensor, np.ndarray, nn.Module, type, ContextVar, *_GENERATORS)
 
 
 class Snapshot:
@@ -461,7 +462,7 @@ _FILLED: tuple[tuple[type | tuple[type, ...], Callable[[_Look, Any], None]], ...
     ((tuple, frozenset), _Look._tuple),
 )
 _KINDS: tuple[tuple[Any, Callable[[_Look, Any], None] | None], ...] = (
-    ((*_PLAIN, type, ModuleType, BaseException, Dataset, DataLoader), None),
+    ((*PLAIN, type, ModuleType, BaseException, Dataset, DataLoader), None),
     (torch.Tensor, _Look._tensor),
     (nn.Module, _Look._module),
     (np.ndarray, _Look._array),
@@ -473,7 +474,7 @@ _KINDS: tuple[tuple[Any, Callable[[_Look, Any], None] | None], ...] = (
 )
 _OBJECTS = tuple(look for base, look in _KINDS if base is not _GENERATORS)
 _LOOKS: dict[type, Callable[[_Look, Any], None] | None] = {
-    **dict.fromkeys(_PLAIN), list: _Look._list, dict: _Look._dict, tuple: _Look._tuple,
+    **dict.fromkeys(PLAIN), list: _Look._list, dict: _Look._dict, tuple: _Look._tuple,
 }  # fmt: skip
 
 
