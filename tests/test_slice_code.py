@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from lightning_rotor.capture.graph_stage import GraphSlice
+from lightning_rotor.capture.graph_stage import OF, GraphSlice
 
 
 def slice_of(graph: fx.Graph, output: Any) -> GraphSlice:
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     nodes = [node for node in graph.nodes if node.op != "placeholder"]
-    return GraphSlice(inputs, nodes, output, root=nn.Module(), owners={}, constants=())
+    return GraphSlice(inputs, nodes, output)
 
 
 def test_arguments_of_every_kind_arrive_as_they_were_written() -> None:
@@ -92,7 +92,8 @@ def test_what_is_read_is_looked_up_at_each_call_and_equal_operations_share_their
         x, weight = graph.placeholder("x"), graph.get_attr("weight")
         y = graph.call_module("0", (x,))
         z = graph.call_method("add", (y, weight), {"alpha": 2})
-        return GraphSlice([x], [y, z], z, root=nn.Sequential(layer), owners={"weight": (layer, "weight")}, constants=())
+        weight.meta[OF], y.meta[OF] = (layer, "weight"), layer
+        return GraphSlice([x], [y, z], z)
 
     first, second = map(run_of, layers)
     assert first.operations == second.operations

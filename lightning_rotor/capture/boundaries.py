@@ -26,7 +26,7 @@ import torch
 from torch import fx
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_rotor.capture.graph_stage import IN_PLACE, SIZE, require_as_recorded
+from lightning_rotor.capture.graph_stage import IN_PLACE, OF, SIZE, GraphSlice, require_as_recorded
 from lightning_rotor.capture.modules import is_invertible_as_a_whole
 from lightning_rotor.capture.recorder import Recording
 from lightning_rotor.errors import ModelError
@@ -71,7 +71,7 @@ def op_memory_of(recording: Recording, tensors: Sequence[torch.Tensor]) -> dict[
     found: dict[fx.Node, OpMemory] = {}
     for index, node in enumerate(body):
         reads = [used for used in node.all_input_nodes if used.op != "get_attr"]
-        values[node], saved = _run(recording.slice_of(reads, [node], node), packed([values[used] for used in reads]))
+        values[node], saved = _run(GraphSlice(reads, [node], node), packed([values[used] for used in reads]))
         old = {address: number for used in reads for address, number in numbered.get(used, {}).items()}
         sizes = sizes_by_address(tensors_in(values[node]))
         made = {address: size for address, size in sizes.items() if address not in lasting}
@@ -200,7 +200,7 @@ def stages_of(recording: Recording, memory: Mapping[fx.Node, OpMemory] | None = 
         raise ModelError(
             f"the forward of {type(recording.root).__name__} computes nothing: expected at least one operation"
         )
-    lives = _Lives(recording, inputs, body, result)
+    lives = _Lives(inputs, body, result)
     cuts = lives.behind_results(lives.single_cuts() if memory is None else lives.cuts(memory))
     names = Names(body)
     values = (*inputs, *body)
@@ -213,7 +213,7 @@ def stages_of(recording: Recording, memory: Mapping[fx.Node, OpMemory] | None = 
         reads = sorted({number[node] for node in read if node in number and node not in inside})
         outputs = [node for node in nodes if lives.last_use[node] >= end]
         given = result.args[0] if is_last else packed(outputs)
-        piece = recording.slice_of([values[index] for index in reads], nodes, given)
+        piece = GraphSlice([values[index] for index in reads], nodes, given)
         writes = (len(values),) if is_last else tuple(number[node] for node in outputs)
         stages.append(Stage(names.of(nodes), (piece,), Wiring.of([Wire(tuple(reads), writes)], writes)))
     return stages
@@ -222,10 +222,7 @@ def stages_of(recording: Recording, memory: Mapping[fx.Node, OpMemory] | None = 
 class _Lives:
     """What is alive after each operation."""
 
-    def __init__(
-        self, recording: Recording, inputs: Sequence[fx.Node], body: Sequence[fx.Node], result: fx.Node
-    ) -> None:
-        self._module = recording.root
+    def __init__(self, inputs: Sequence[fx.Node], body: Sequence[fx.Node], result: fx.Node) -> None:
         self._body = body
         position = {node: index for index, node in enumerate(body)} | {result: len(body)}
         self.last_use = {node: max((position[user] for user in node.users), default=-1) for node in (*inputs, *body)}
@@ -281,7 +278,7 @@ class _Lives:
         return 0 < place < len(self._body) and self._is_possible(place)
 
     def _inverts_as_a_whole(self, node: fx.Node) -> bool:
-        return node.op == "call_module" and is_invertible_as_a_whole(self._module.get_submodule(str(node.target)))
+        return node.op == "call_module" and is_invertible_as_a_whole(node.meta[OF])
 
     def behind_results(self, cuts: Sequence[int]) -> list[int]:
         """Cuts before which something is made that is read behind them."""
@@ -328,7 +325,7 @@ class _Lives:
 
     def _in_place(self, node: fx.Node) -> bool:
         # Such a stage cannot start behind a cut: the profiler would merge the two.
-        target = self._module.get_submodule(str(node.target)) if node.op == "call_module" else node.target
+        target = node.meta[OF] if node.op == "call_module" else node.target
         return (
             bool(getattr(target, "inplace", False))
             or node.kwargs.get("inplace") is True

@@ -20,7 +20,7 @@ from torch import fx, nn
 from lightning_rotor.capture.boundaries import OpMemory, op_memory_of, stages_of
 from lightning_rotor.capture.compiled import is_compiled
 from lightning_rotor.capture.external_state import Closures, Notes
-from lightning_rotor.capture.graph_stage import GraphSlice
+from lightning_rotor.capture.graph_stage import OF, GraphSlice
 from lightning_rotor.capture.guards import Watch
 from lightning_rotor.capture.modules import Call, hide_trainers, hides_code, is_invertible_as_a_whole
 from lightning_rotor.capture.recorder import Recorder, Recording, ambient
@@ -133,10 +133,9 @@ def _key(call: Call) -> Any:
 
 def _watch(recording: Recording) -> Watch:
     """What must stay as it is: the modules whose code was recorded, and what it read outside of them."""
-    names = dict(recording.root.named_modules())
-    called = [names[str(node.target)] for node in recording.graph.nodes if node.op == "call_module"]
+    called = [node.meta[OF] for node in recording.graph.nodes if node.op == "call_module"]
     inside = {below for leaf in (*recording.leaves, *called) for below in leaf.modules()}
-    watched = [submodule for submodule in names.values() if submodule not in inside]
+    watched = [submodule for submodule in recording.root.modules() if submodule not in inside]
     return Watch(recording.root, watched, outside=recording.notes.holds)
 
 

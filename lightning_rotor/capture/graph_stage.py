@@ -19,8 +19,9 @@ from lightning_rotor.errors import ExecutionError
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.values import tree_flatten
 
-CONSTANT = "_lightning_rotor_constant_"
-"""With a number behind it, the name under which a graph reads a tensor that the forward made out of nothing."""
+OF = "of"
+"""Where a node keeps the module that it calls; the module whose tensor it reads, and the tensor's name there; or a
+constant, a tensor that the forward made out of nothing."""
 SIZE = "size"
 """Where the node of a size keeps what it was in the recording."""
 IN_PLACE = (
@@ -32,12 +33,7 @@ IN_PLACE = (
 
 def is_constant(node: fx.Node) -> bool:
     """True if a node is a tensor that the forward made out of nothing."""
-    return node.op == "get_attr" and str(node.target).startswith(CONSTANT)
-
-
-def number_of(constant: fx.Node) -> int:
-    """Which of a recording's constants a node is."""
-    return int(str(constant.target)[len(CONSTANT) :])
+    return node.op == "get_attr" and isinstance(node.meta[OF], torch.Tensor)
 
 
 def spell_value(value: Any) -> Any:
@@ -137,16 +133,7 @@ class GraphSlice(nn.Module):
         reads: The parameters, buffers and attributes that it reads by itself: who has them, and under which name.
     """
 
-    def __init__(
-        self,
-        inputs: Sequence[fx.Node],
-        nodes: Sequence[fx.Node],
-        outputs: Any,
-        *,
-        root: nn.Module,
-        owners: Mapping[str, tuple[nn.Module, str]],
-        constants: Sequence[torch.Tensor],
-    ) -> None:
+    def __init__(self, inputs: Sequence[fx.Node], nodes: Sequence[fx.Node], outputs: Any) -> None:
         super().__init__()
         self.reads: list[tuple[nn.Module, str]] = []
         self._constants: list[torch.Tensor] = []
@@ -160,14 +147,14 @@ class GraphSlice(nn.Module):
         kept = dict.fromkeys(_nodes_in(outputs))
         for node in _with_reads(nodes, kept):
             if is_constant(node):
-                self._constants.append(constants[number_of(node)])
-                called = source.bind(self._constants[-1])
+                self._constants.append(node.meta[OF])
+                called = source.bind(node.meta[OF])
             elif node.op == "get_attr":
-                owner, attribute = owners[str(node.target)]
-                self.reads.append((owner, attribute))
-                called = f"getattr({source.bind(owner)}, {attribute!r})"
+                self.reads.append(node.meta[OF])
+                owner, name = node.meta[OF]
+                called = f"getattr({source.bind(owner)}, {name!r})"
             else:
-                called = source.call(node, self._target(node, source, root))
+                called = source.call(node, self._target(node, source))
             lines.append(f"{source.name(node)} = {called}")
             dying = [used for used in node.all_input_nodes if last[used] is node and used not in kept]
             if node not in last and node not in kept:
@@ -176,22 +163,20 @@ class GraphSlice(nn.Module):
                 lines.append(f"del {', '.join(map(source.name, dying))}")
         lines.append(f"return {source.spell(outputs)}")
         self._source, self._bound = "\n    ".join(["def run(value):", *lines]), source.bound
-        self.operators = tuple(
-            root.get_submodule(str(node.target)) if node.op == "call_module" else node.target for node in nodes
-        )
+        self.operators = tuple(node.meta[OF] if node.op == "call_module" else node.target for node in nodes)
         self.known_functions = all(node.op == "call_module" or _is_known(node) for node in nodes)
         working = [node for node in nodes if node.target is not require_as_recorded]
         self._is_call = len(working) == len(self._calls) == len(inputs) == 1 and (
             (working[0].args, working[0].kwargs, outputs) == ((inputs[0],), {}, working[0])
         )
 
-    def _target(self, node: fx.Node, source: Source, root: nn.Module) -> str:
+    def _target(self, node: fx.Node, source: Source) -> str:
         """The name of what an operation calls."""
         if node.op == "call_method":
             return ""
         if node.op != "call_module":
             return source.bind(node.target)
-        module = root.get_submodule(str(node.target))
+        module = node.meta[OF]
         if module not in self._calls.values():
             self._modules[str(len(self._modules))] = module
         name = source.bind(module)

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx, nn
 
-from lightning_rotor.capture.graph_stage import SIZE, GraphSlice, Source, is_constant, look_of, number_of, spell_value
+from lightning_rotor.capture.graph_stage import OF, SIZE, GraphSlice, Source, is_constant, look_of, spell_value
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.torch_names import HOOKS, FakeTensorMode, any_hooks_of_all
 from lightning_rotor.private.values import same_bits
@@ -42,18 +42,19 @@ class Guards:
         inputs: Sequence[fx.Node],
         sizes: Sequence[Question],
         values: Sequence[Question],
-        slice_of: Callable[[Sequence[fx.Node], Sequence[fx.Node], Any], GraphSlice],
     ) -> None:
         nodes = list(inputs[0].graph.nodes) if inputs else []
         needed = ancestors([node for node, _ in values], sizes=False)
         read = [node for node in nodes if SIZE in node.meta and node in needed]
         self._value_answers = [spell_value([value for _, value in values])]
-        self._values = slice_of([*inputs, *read], _operations(nodes, needed - set(read)), [node for node, _ in values])
+        self._values = GraphSlice(
+            [*inputs, *read], _operations(nodes, needed - set(read)), [node for node, _ in values]
+        )
         self.asks_values = any(node.op == "placeholder" or _is_buffer(node) for node in needed)
         asked = [*(node for node, _ in sizes), *read]
         self._size_answers = [spell_value([value for _, value in sizes])]
         behind = ancestors(asked)
-        self._sizes = slice_of(inputs, _operations(nodes, behind), asked)
+        self._sizes = GraphSlice(inputs, _operations(nodes, behind), asked)
         self._is_general = not any(node.meta.get(OWN) for node in behind)
         self._recorded = [signature]
         self._varied: set[tuple[int, int]] = set()
@@ -153,15 +154,13 @@ def ancestors(nodes: Iterable[fx.Node], *, sizes: bool = True) -> set[fx.Node]:
 # Whether two recordings agree.
 
 
-def first_difference(
-    left: fx.Graph, right: fx.Graph, constants: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
-) -> tuple[str, ...]:
+def first_difference(left: fx.Graph, right: fx.Graph) -> tuple[str, ...]:
     """Paths of the modules at the first operation that two recordings do not share; empty if they agree."""
     sources = Source(), Source()
     for mine, theirs in zip_longest(left.nodes, right.nodes):
         if mine is None or theirs is None or _said(mine, sources[0]) != _said(theirs, sources[1]):
             return tuple(str(node.meta["module"]) for node in (mine, theirs) if node is not None)
-        if is_constant(mine) and not same_bits(*(each[number_of(mine)] for each in constants)):
+        if is_constant(mine) and not same_bits(mine.meta[OF], theirs.meta[OF]):
             return (str(mine.meta["module"]),)
     return ()
 

@@ -153,20 +153,15 @@ def is_torchs_module(module: nn.Module) -> bool:
     return type(module).__module__.startswith(("torch.nn.", "torch.ao.nn."))
 
 
-def tensor_slots(
-    root: nn.Module,
-) -> tuple[dict[str, tuple[nn.Module, str]], dict[int, tuple[torch.Tensor, str]]]:
-    """Parameters, buffers and attribute tensors: by name their owners, and by address the tensor and its first name."""
-    owners: dict[str, tuple[nn.Module, str]] = {}
-    names: dict[int, tuple[torch.Tensor, str]] = {}
+def tensor_slots(root: nn.Module) -> dict[int, tuple[torch.Tensor, str, Any]]:
+    """Parameters, buffers and attribute tensors by address: their first names, and the module and the name in it."""
+    slots: dict[int, tuple[torch.Tensor, str, Any]] = {}
     for path, module in root.named_modules():
         plain = {key: value for key, value in module.__dict__.items() if isinstance(value, torch.Tensor)}
         for key, tensor in (*module._parameters.items(), *module._buffers.items(), *plain.items()):
             if tensor is not None:
-                name = f"{path}.{key}" if path else key
-                owners[name] = (module, key)
-                names.setdefault(id(tensor), (tensor, name))
-    return owners, names
+                slots.setdefault(id(tensor), (tensor, f"{path}.{key}" if path else key, (module, key)))
+    return slots
 
 
 class _Hidden:

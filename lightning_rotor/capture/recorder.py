@@ -16,7 +16,7 @@ What it cannot hold is an error; the module whose forward it happened in then be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from lightning_rotor.capture.external_state import Closures, Notes, Surroundings
-from lightning_rotor.capture.graph_stage import GraphSlice, appearance_of, require_as_recorded
+from lightning_rotor.capture.graph_stage import OF, appearance_of, is_constant, require_as_recorded
 from lightning_rotor.capture.guards import OWN, Guards, ancestors, first_difference, version_of
 from lightning_rotor.capture.modules import (
     Call,
@@ -70,38 +70,28 @@ class Recording:
     """What one call of a module did.
 
     Attributes:
-        owners: For each name of a ``get_attr`` node, the module that has the tensor and its name there.
-        constants: Tensors that the forward made out of nothing, in the order of their ``get_attr`` nodes.
+        constants: Tensors that the forward made out of nothing.
         leaves: Modules that were one operation.
         notes: What the code read outside of modules.
     """
 
     graph: fx.Graph
     root: nn.Module
-    owners: Mapping[str, tuple[nn.Module, str]]
     constants: Sequence[torch.Tensor]
     leaves: Set[nn.Module]
     guards: Guards
     notes: Notes
 
-    def slice_of(self, inputs: Sequence[fx.Node], nodes: Sequence[fx.Node], outputs: Any) -> GraphSlice:
-        """A module that runs some of the operations."""
-        return GraphSlice(inputs, nodes, outputs, root=self.root, owners=self.owners, constants=self.constants)
-
     def difference(self, other: Recording) -> tuple[str, ...]:
         """Paths of the modules at the first operation that another recording does not share; none if they agree."""
-        return first_difference(self.graph, other.graph, (self.constants, other.constants))
+        return first_difference(self.graph, other.graph)
 
     def runs_the_same(self, other: Recording) -> bool:
         """True if another recording has the same operations on the same modules and tensors."""
-        return not self.difference(other) and self._called() == other._called()
-
-    def _called(self) -> list[Any]:
-        """The modules that it calls, and where the tensors are that it reads."""
-        return [
-            self.root.get_submodule(str(node.target)) if node.op == "call_module" else self.owners.get(str(node.target))
-            for node in self.graph.nodes
-        ]
+        return not self.difference(other) and all(
+            is_constant(mine) or mine.meta.get(OF) == theirs.meta.get(OF)
+            for mine, theirs in zip(self.graph.nodes, other.graph.nodes, strict=True)
+        )
 
 
 class Recorder:
@@ -138,16 +128,10 @@ class Recorder:
         for leaf, check, appearance in self._leaves:
             if leaf in behind:
                 check.args = (leaf, appearance, True)
-        guards = Guards(
-            self._call.signature,
-            inputs,
-            asked,
-            self._seen,
-            partial(GraphSlice, root=self._root, owners=writer.owners, constants=writer.constants),
-        )
+        guards = Guards(self._call.signature, inputs, asked, self._seen)
         writer.erase([node for node, _ in (*self._seen, *asked)])
         notes = self.surroundings.notes
-        return Recording(writer.graph, self._root, writer.owners, writer.constants, self.calls.leaves, guards, notes)
+        return Recording(writer.graph, self._root, writer.constants, self.calls.leaves, guards, notes)
 
     @contextmanager
     def _listening(self) -> Iterator[None]:

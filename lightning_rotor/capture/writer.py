@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import fx, nn
 
-from lightning_rotor.capture.graph_stage import CONSTANT, SIZE, is_constant
+from lightning_rotor.capture.graph_stage import OF, SIZE, is_constant
 from lightning_rotor.capture.guards import ancestors
 from lightning_rotor.capture.modules import PLAIN, ModuleCalls, UntraceableError, tensor_slots
 from lightning_rotor.capture.operations import CHANGES, DispatchCheck
@@ -174,18 +174,18 @@ class GraphWriter:
     def __init__(self, calls: ModuleCalls, check: DispatchCheck) -> None:
         self.graph = fx.Graph()
         self.constants: list[torch.Tensor] = []
-        self.owners: dict[str, tuple[nn.Module, str]] = {}
         self.asked: list[tuple[fx.Node, Any]] = []
         self._calls = calls
         self._check = check
-        self._named: dict[int, tuple[torch.Tensor, str]] = {}
+        self._named: dict[int, tuple[torch.Tensor, str, Any]] = {}
         self._reads: dict[str, fx.Node] = {}
         self._values = _Values()
         self._impure: dict[fx.Node, str] = {}
 
     def begin(self, root: nn.Module, tensors: Sequence[torch.Tensor]) -> list[fx.Node]:
         """Placeholders for the tensors of a call. Parameters and buffers are those that the root has now."""
-        self.owners, self._named = tensor_slots(root)
+        self._root = root
+        self._named = tensor_slots(root)
         inputs = [self.node("placeholder", f"input_{index}", (), {}) for index in range(len(tensors))]
         for tensor, node in reversed(list(zip(tensors, inputs, strict=True))):
             self._values.put(tensor, node)
@@ -196,6 +196,8 @@ class GraphWriter:
         name = target if isinstance(target, str) else getattr(target, "__name__", "operation")
         node = self.graph.create_node(kind, target, args, kwargs, str(name).replace(".", "_"))
         node.meta["module"] = self._calls.path
+        if kind == "call_module":
+            node.meta[OF] = self._root.get_submodule(target)
         for used in node.all_input_nodes:
             if used in self._impure:
                 self._impure[node] = self._impure[used]
@@ -203,7 +205,7 @@ class GraphWriter:
 
     def node_of(self, tensor: torch.Tensor) -> fx.Node:
         """The node of a tensor that an operation reads; ``UntraceableError`` if nobody has seen it being made."""
-        owned, name = self._named.get(id(tensor), (None, ""))
+        owned, name, of = self._named.get(id(tensor), (None, "", None))
         if owned is not tensor:
             node = self._values.node_of(tensor)
             if node is not None:
@@ -215,11 +217,12 @@ class GraphWriter:
                 )
             if tensor.requires_grad:
                 raise UntraceableError("it computes with parameters that it keeps elsewhere than in attributes")
-            name = f"{CONSTANT}{len(self.constants)}"
+            name, of = f"_lightning_rotor_constant_{len(self.constants)}", tensor
             self.constants.append(tensor)
-            self._named[id(tensor)] = tensor, name
+            self._named[id(tensor)] = tensor, name, of
         if name not in self._reads:
             self._reads[name] = self.node("get_attr", name, (), {})
+            self._reads[name].meta[OF] = of
             if tensor.requires_grad:
                 self._impure[self._reads[name]] = f"the parameter {name!r}, which learns"
             self._values.put(tensor, self._reads[name])
