@@ -18,10 +18,10 @@ from lightning_rotor.memory.devices import resolve_limit
 from lightning_rotor.planned.forward import PlannedForward, attached
 from lightning_rotor.planned.plans import BudgetSource, PlanSettings
 from lightning_rotor.planning import Frontier, Plan, frontier
+from lightning_rotor.private.sharding import units_below
 from lightning_rotor.private.torch_names import is_compiler_wrapper, module_inside
 from lightning_rotor.profiling import Profile
 from lightning_rotor.schedule import Schedule
-from lightning_rotor.stages.sharding import units_below
 from lightning_rotor.units import MemoryLimit, parse_limit
 
 _WRAPPED = "module"

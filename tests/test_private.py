@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 from lightning_rotor.private import lightning_names
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private import values as pytree
+from lightning_rotor.private.sharding import Unit, UnitSizes, units_in
 from tests.private_names import private_names, private_names_below
 from tests.processes import ROOT
 
@@ -389,19 +390,21 @@ def test_fsdp_units(alone: None) -> None:
     mesh = init_device_mesh("cpu", (1,))
     fully_shard(model[0], mesh=mesh)
     fully_shard(model, mesh=mesh)
-    (inner,), (outer,) = private.fsdp_groups(model[0]), private.fsdp_groups(model)
-    assert list(private.fsdp_modules_of_unit(model[0])) == [model[0]]
-    assert sum(map(private.fsdp_shard_elements, inner.fsdp_params)) == 20
-    assert not private.fsdp_stays_whole(inner)
+    outer, inner = units_in((model,))
+    assert inner == Unit(model[0])
+    assert not inner.shares_hooks
+    assert inner.sizes == UnitSizes(80, 80, 80, 80)
+    assert not inner.stays_whole
     loss = model(torch.ones(1, 4)).sum()
-    assert [len(order) for order in private.fsdp_order(inner)] == [1, 2]
+    assert [len(order) for order in inner._orders] == [1, 2]
     loss.backward()
-    assert private.fsdp_order(inner)[1] is private.fsdp_order(outer)[1]
-    before = len(private.fsdp_order(inner)[0])
-    model[0].unshard()
-    with private.fsdp_before_backward(model[0]):
+    assert inner._orders[1] is outer._orders[1]
+    before = len(inner._orders[0])
+    with inner.gathered():
+        assert inner.is_whole
         model[0](torch.ones(1, 4))
-    assert len(private.fsdp_order(inner)[0]) == before
+    assert len(inner._orders[0]) == before
+    assert not inner.is_whole
 
 
 # -------------------------------------------------------------------- Lightning

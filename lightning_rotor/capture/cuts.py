@@ -27,10 +27,10 @@ from lightning_rotor.capture.recorder import Recorder, Recording, ambient
 from lightning_rotor.errors import InverseError, ModelError
 from lightning_rotor.execution.options import kept_attributes, kept_parameters, lent_buffers, undisturbed
 from lightning_rotor.invertible.check import try_inverse
+from lightning_rotor.private.sharding import Unit, units_below, units_in, wrapped_by_fsdp1
 from lightning_rotor.private.torch_names import is_compiler_wrapper, module_inside, noticed_checkpoints
 from lightning_rotor.private.values import is_fake, require_tensors
 from lightning_rotor.stages.sequential import Stage, packed, sequential_members, sequential_stages, wiring_of
-from lightning_rotor.stages.sharding import Unit, units_below, units_in, wrapped_by_fsdp1
 from lightning_rotor.stages.snapshot import Snapshot, is_users
 from lightning_rotor.stages.state import GeneratorStates
 

@@ -53,8 +53,8 @@ from lightning_rotor.capture.operations import (
 from lightning_rotor.capture.writer import GraphWriter, plain
 from lightning_rotor.execution.recomputation import repeating
 from lightning_rotor.private import torch_names as private
+from lightning_rotor.private.sharding import units_in
 from lightning_rotor.private.values import tensors_in, tree_leaves
-from lightning_rotor.stages.sharding import units_in
 from lightning_rotor.stages.state import GeneratorStates
 
 _CONTAINERS = (

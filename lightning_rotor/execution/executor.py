@@ -24,12 +24,12 @@ from lightning_rotor.execution.inversion import FusedInversion, Inversion, Outpu
 from lightning_rotor.execution.options import run_stage, way_of
 from lightning_rotor.execution.recomputation import recomputed
 from lightning_rotor.execution.segment_state import SegmentState
+from lightning_rotor.private.sharding import Unit, left_as_found, units_in
 from lightning_rotor.private.torch_names import backward_keeps_graph, backward_number
 from lightning_rotor.private.values import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from lightning_rotor.schedule import Item, Leaf, Schedule, Segment, make_room_for
 from lightning_rotor.simulator import check_schedule
 from lightning_rotor.stages.sequential import Stage, Wire, Wiring, unpacked
-from lightning_rotor.stages.sharding import Unit, left_as_found, units_in
 
 # Calls that one more level of segments takes, most of them torch's.
 _CALLS = 60

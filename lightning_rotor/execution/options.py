@@ -15,9 +15,9 @@ from lightning_rotor.execution.inversion import Way
 from lightning_rotor.execution.recomputation import repeating
 from lightning_rotor.execution.segment_state import SegmentState
 from lightning_rotor.private import torch_names as private
+from lightning_rotor.private.sharding import units_in
 from lightning_rotor.private.values import is_fake, tensors_in
 from lightning_rotor.stages.sequential import Stage
-from lightning_rotor.stages.sharding import units_in
 from lightning_rotor.stages.snapshot import Snapshot
 from lightning_rotor.stages.state import HostGenerators
 

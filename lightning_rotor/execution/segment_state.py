@@ -31,10 +31,10 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_rotor.private import torch_names as private
+from lightning_rotor.private.sharding import units_in
 from lightning_rotor.private.torch_names import any_hooks_of_all
 from lightning_rotor.private.values import tensors_in
 from lightning_rotor.stages.sequential import NORMALIZATIONS, Stage, has_own_code, is_plain_stock
-from lightning_rotor.stages.sharding import units_in
 from lightning_rotor.stages.snapshot import SMALL_BYTES, Snapshot
 from lightning_rotor.stages.state import HostGenerators, LayerSettings, Settings, Slot, TensorsRead
 from lightning_rotor.units import in_blocks

@@ -22,6 +22,7 @@ from lightning_rotor.errors import ModelError, RotorError, RotorWarning
 from lightning_rotor.execution.executor import Executor
 from lightning_rotor.planning import Plan
 from lightning_rotor.planning.plan import from_plain
+from lightning_rotor.private.sharding import unrecorded
 from lightning_rotor.private.torch_names import HOOKS
 from lightning_rotor.private.values import require_tensors, tensors_in
 from lightning_rotor.profiling import Profile
@@ -29,7 +30,6 @@ from lightning_rotor.profiling.chain import group_sizes, profile_over, remembere
 from lightning_rotor.profiling.dry_run import require_same
 from lightning_rotor.schedule import Leaf
 from lightning_rotor.stages.sequential import Stage, is_plain_stock
-from lightning_rotor.stages.sharding import unrecorded
 
 # ----------------------------------------------------------------------------------------------------
 # The ways in which one module was cut into stages, each for other calls, and what plans depend on.

@@ -17,8 +17,8 @@ from lightning_rotor.memory.budget import ResidentMemory, allocated_bytes, named
 from lightning_rotor.memory.held import existing_gradient_bytes, gradient_bytes, storage_bytes
 from lightning_rotor.planned.ranks import Agreement
 from lightning_rotor.planned.target import StepCompute
+from lightning_rotor.private.sharding import messages_bytes
 from lightning_rotor.private.torch_names import has_rebuilt_buckets
-from lightning_rotor.stages.sharding import messages_bytes
 from lightning_rotor.units import MemoryLimit
 
 

@@ -1,7 +1,7 @@
-"""Every private name of torch and Lightning that this package touches, as a function with a plain name.
+"""Every private name of torch and Lightning that this package touches, under a plain name.
 
 A private name may be gone in the next release. Here each stands once, with the versions that have it and why nothing
 public serves, and ``tests/test_private.py`` asks each what it must do. Three habits count as public, for half the
 world relies on them: the dicts ``_parameters``, ``_buffers`` and ``_modules`` of an ``nn.Module``, operators of
-``torch.ops``, and what Python documents (``sys._getframe``).
+``torch.ops``, and what Python documents (``sys._getframe``). ``sharding`` knows FSDP2's units, ``values`` nestings.
 """

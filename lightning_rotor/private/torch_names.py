@@ -341,49 +341,6 @@ def has_rebuilt_buckets(wrapped: nn.parallel.DistributedDataParallel) -> bool:
     return bool(wrapped._get_ddp_logging_data().get("has_rebuilt_buckets"))
 
 
-# -------------------------------------------------------------------- FSDP2, whose public surface has no questions
-
-
-def fsdp_groups(unit: Any) -> list[Any]:
-    """The groups of parameters of a module that ``fully_shard`` was called on: several since torch 2.13."""
-    state = unit._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    return [state._fsdp_param_group] * (state._fsdp_param_group is not None) if groups is None else groups
-
-
-def fsdp_modules_of_unit(unit: Any) -> Sequence[nn.Module]:
-    """The modules that were given to ``fully_shard`` as one unit."""
-    return unit._get_fsdp_state()._modules  # type: ignore[no-any-return]
-
-
-def fsdp_stays_whole(group: Any) -> bool:
-    """True if parameters stay gathered from their forward to their backward."""
-    return not group._reshard_after_forward
-
-
-@contextmanager
-def fsdp_before_backward(unit: Any) -> Iterator[None]:
-    """Context in which a unit takes each forward for a recomputation: its hooks convert types and nothing else."""
-    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-
-    state = unit._get_fsdp_state()
-    before, state._training_state = state._training_state, TrainingState.PRE_BACKWARD
-    try:
-        yield
-    finally:
-        state._training_state = before
-
-
-def fsdp_order(group: Any) -> tuple[list[int], Any]:
-    """In which order forwards ran, by which backwards gather in advance: a group's places, and the shared list."""
-    return group._post_forward_indices, group.comm_ctx.post_forward_order
-
-
-def fsdp_shard_elements(parameter: Any) -> int:
-    """How many elements this process keeps of a parameter, padding included."""
-    return int(parameter._sharded_param_data.numel())
-
-
 # ----------------------------------------------------------------------------------------------------
 # What differs between releases of :mod:`torch.distributed.pipelining` and no public function tells.
 

@@ -38,6 +38,7 @@ from lightning_rotor.execution.options import (
 )
 from lightning_rotor.execution.segment_state import SegmentState, Statistic, state_of
 from lightning_rotor.invertible.check import Objections, try_inverse
+from lightning_rotor.private.sharding import UnitSizes, gathered, units_in
 from lightning_rotor.private.torch_names import HOOKS, STRUCTURE, noticed_checkpoints, version_of
 from lightning_rotor.private.values import is_fake, require_tensors, same_bits, tensors_in
 from lightning_rotor.profiling.gradients import StageEnds
@@ -57,7 +58,6 @@ from lightning_rotor.profiling.settling import (
 from lightning_rotor.profiling.stage import WORTH_MENTIONING_BYTES, StageMeasurement, StageProfiler
 from lightning_rotor.profiling.storages import Boundary, merged, scout
 from lightning_rotor.stages.sequential import DROPOUTS, Stage, is_plain_stock, unpacked, wiring_of
-from lightning_rotor.stages.sharding import UnitSizes, gathered, units_in
 from lightning_rotor.stages.state import GeneratorStates
 from lightning_rotor.units import BLOCK_BYTES, in_blocks
 

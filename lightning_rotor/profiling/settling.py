@@ -25,6 +25,7 @@ from lightning_rotor.chain import Option, StageCost
 from lightning_rotor.execution.inversion import Way
 from lightning_rotor.execution.options import kept_attributes, kept_parameters, lent_buffers, run_stage
 from lightning_rotor.execution.recomputation import recomputed
+from lightning_rotor.private.sharding import UnitSizes, gathered, units_in
 from lightning_rotor.profiling.gradients import NO_LAYOUTS, Layouts, SkipGradient
 from lightning_rotor.profiling.inverted import with_inversion
 from lightning_rotor.profiling.meters import Meter
@@ -32,7 +33,6 @@ from lightning_rotor.profiling.stage import StageMeasurement, StageProfiler, typ
 from lightning_rotor.profiling.storages import Boundary, UnmeasuredSkip
 from lightning_rotor.profiling.variants import KnownSeconds, VariantsMeasurement, measure
 from lightning_rotor.stages.sequential import Stage, unpacked, wiring_of
-from lightning_rotor.stages.sharding import UnitSizes, gathered, units_in
 
 # Each takes a forward of the chain; longer rows of unlike stages that hand on an order are rare.
 _MOST_FORWARDS = 4

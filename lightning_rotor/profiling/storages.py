@@ -17,6 +17,7 @@ import torch
 from lightning_rotor.chain import Skip
 from lightning_rotor.errors import ModelError
 from lightning_rotor.execution.options import kept_attributes, lent_buffers, run_stage
+from lightning_rotor.private.sharding import gathered, units_in
 from lightning_rotor.private.torch_names import version_of
 from lightning_rotor.private.values import (
     TreeSpec,
@@ -28,7 +29,6 @@ from lightning_rotor.private.values import (
     tree_unflatten,
 )
 from lightning_rotor.stages.sequential import Stage, merge, unpacked, wiring_of
-from lightning_rotor.stages.sharding import gathered, units_in
 from lightning_rotor.stages.state import GeneratorStates
 from lightning_rotor.units import in_blocks
 

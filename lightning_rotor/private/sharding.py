@@ -11,7 +11,7 @@ A recomputation finds a unit as its backward does, gathered, if the backward sta
 gathers again, and FSDP leaves it so until its own backward: :func:`left_as_found` spreads it, so that a long segment
 takes no more than one unit.
 
-FSDP has no public question for most of this, so that all answers are here.
+FSDP has no public question for most of this, so that all answers are here, as read in torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_rotor.private import torch_names as private
+from lightning_rotor.private.torch_names import backward_number
 
 
 def wrapped_by_fsdp1(module: nn.Module) -> list[str]:
@@ -84,12 +84,12 @@ class Unit:
     @property
     def stays_whole(self) -> bool:
         """True if it is left gathered up to its backward, as the root and ``reshard_after_forward=False`` are."""
-        return any(map(private.fsdp_stays_whole, self._groups))
+        return not all(group._reshard_after_forward for group in self._groups)
 
     @property
     def shares_hooks(self) -> bool:
         """True if it is one of several modules that were given to ``fully_shard`` as one unit."""
-        return len(private.fsdp_modules_of_unit(self.module)) > 1
+        return len(self.module._get_fsdp_state()._modules) > 1
 
     @property
     def sizes(self) -> UnitSizes:
@@ -98,17 +98,30 @@ class Unit:
 
     @property
     def _groups(self) -> list[Any]:
-        return private.fsdp_groups(self.module)
+        """Its groups of parameters, several since torch 2.13."""
+        state = self.module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        return [state._fsdp_param_group] * (state._fsdp_param_group is not None) if groups is None else groups
+
+    @property
+    def _orders(self) -> list[list[Any]]:
+        """In which order forwards ran, by which backwards gather in advance: places of groups, and the shared lists."""
+        return [
+            order for each in self._groups for order in (each._post_forward_indices, each.comm_ctx.post_forward_order)
+        ]
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Context with its parameters in place. Its hooks take each forward for a recomputation: they convert types."""
-        was_whole = self.is_whole
+        from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+        was_whole, state = self.is_whole, self.module._get_fsdp_state()
         self.module.unshard()
+        before, state._training_state = state._training_state, TrainingState.PRE_BACKWARD
         try:
-            with private.fsdp_before_backward(self.module):
-                yield
+            yield
         finally:
+            state._training_state = before
             if not was_whole:
                 self.module.reshard()
 
@@ -125,7 +138,7 @@ def gathered(units: Iterable[Unit]) -> Iterator[None]:
 @contextmanager
 def left_as_found(units: Iterable[Unit]) -> Iterator[None]:
     """Spread again what a recomputation gathers, except where the backward stands: it needs the parameters next."""
-    in_backward = private.backward_number() is not None
+    in_backward = backward_number() is not None
     spread = [unit for unit in units if not unit.is_whole] if in_backward else []
     yield  # a recomputation that stops early ends in an exception, in the very unit where the backward stands
     for unit in spread:
@@ -135,8 +148,7 @@ def left_as_found(units: Iterable[Unit]) -> Iterator[None]:
 @contextmanager
 def unrecorded(module: nn.Module) -> Iterator[None]:
     """Context of forwards without a backward: FSDP would take them for the order in which backwards come."""
-    groups = [group for unit in units_in((module,)) for group in unit._groups]
-    orders = [order for group in groups for order in private.fsdp_order(group)]
+    orders = [order for unit in units_in((module,)) for order in unit._orders]
     before = [list(order) for order in orders]
     try:
         yield
@@ -157,7 +169,7 @@ def _sizes_of(group: Any) -> UnitSizes:
     processes = getattr(group.mesh_info, "shard_mesh_size", 1)
     total = UnitSizes()
     for parameter in group.fsdp_params:
-        shard = private.fsdp_shard_elements(parameter)
+        shard = int(parameter._sharded_param_data.numel())
         original = parameter.sharded_param.dtype
         computed = getattr(parameter, "param_dtype", None) or original
         reduced = getattr(parameter, "reduce_dtype", None) or computed
