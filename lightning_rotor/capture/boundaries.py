@@ -27,7 +27,7 @@ from torch import fx
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_rotor.capture.graph_stage import IN_PLACE, OF, SIZE, GraphSlice, require_as_recorded
-from lightning_rotor.capture.modules import is_invertible_as_a_whole
+from lightning_rotor.capture.modules import is_invertible_as_a_whole, words
 from lightning_rotor.capture.recorder import Recording
 from lightning_rotor.errors import ModelError
 from lightning_rotor.private.values import address_of, sizes_by_address, tensors_in
@@ -123,15 +123,9 @@ def _never_unpacked(_: None) -> torch.Tensor:
 _SPLITS = ("chunk", "split", "unbind", "tensor_split", "split_with_sizes")
 """Several views of one storage, of which a stage cannot be measured alone: a copy of each is another storage."""
 _PIECES = (*_SPLITS, torch.chunk, torch.split, torch.unbind, torch.tensor_split)
-_VIEWS = {*_SPLITS} | {
-    name
-    for line in (
-        "contiguous expand flatten getitem narrow permute reshape select squeeze swapaxes t transpose "
-        "unflatten unsqueeze",
-        "view",
-    )
-    for name in line.split()
-}
+_VIEWS = words(
+    "contiguous expand flatten getitem narrow permute reshape select squeeze swapaxes t transpose unflatten unsqueeze view"
+).union(_SPLITS)
 """What a stage is not named after: it shows its input in another way; a few of these copy if they must."""
 
 
@@ -267,15 +261,13 @@ class _Lives:
                 cuts.add(min(places, key=lambda place: (held[place], len(self._alive[place]), -place)))
         alone = {index for index, node in enumerate(self._body) if self._inverts_as_a_whole(node)}
         ends = {index: index + 1 + self._is_check(index + 1) for index in alone}
-        cuts.update(place for ends_of in ends.items() for place in ends_of if self._may_cut(place))
+        around = (place for ends_of in ends.items() for place in ends_of if 0 < place < len(self._body))
+        cuts.update(filter(self._is_possible, around))
         return thinned(sorted(cuts), [memory[node].made_bytes + memory[node].saved_bytes for node in self._body], alone)
 
     def _is_check(self, place: int) -> bool:
         """True if an operation checks what the one before it, code that runs as it is, has returned."""
         return place < len(self._body) and self._body[place].target is require_as_recorded
-
-    def _may_cut(self, place: int) -> bool:
-        return 0 < place < len(self._body) and self._is_possible(place)
 
     def _inverts_as_a_whole(self, node: fx.Node) -> bool:
         return node.op == "call_module" and is_invertible_as_a_whole(node.meta[OF])

@@ -71,30 +71,25 @@ class CompiledModules:
         self._settings: list[CompilerSettings] = []
         self._functions: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]] = {}  # with their backends
 
-    def variants(self, stage: Stage) -> dict[str, Callable[[Any], Any]]:
+    def variants(self, stage: Stage, *, one_graph: bool = True) -> dict[str, Callable[[Any], Any]]:
         """By name, the stage with each of its compiled modules under each budget; empty if it calls none.
 
-        Nothing is compiled before a variant is called. Code that is not a single graph is an error then: its pieces
-        would count among the user's compiled code, of which torch allows a few. Raises ``CannotRepeatError`` if a
-        compiled module cannot be compiled in the same way again.
+        Nothing is compiled before a variant is called. With ``one_graph``, code that is not a single graph is an error
+        then: its pieces would count among the user's compiled code, of which torch allows a few. Raises
+        ``CannotRepeatError`` if a compiled module cannot be compiled in the same way again.
         """
-        return self._variants(stage, one_graph=True)
-
-    def with_variants(self, stage: Stage, names: Sequence[str]) -> Stage:
-        """The stage with these variants, to train with: the compiler gives up where it would for the user."""
-        variants = self._variants(stage, one_graph=False) if names else {}
-        return replace(stage, variants=tuple(variants[name] for name in names))
-
-    def _variants(self, stage: Stage, *, one_graph: bool) -> dict[str, Callable[[Any], Any]]:
         modules = _compiled_in(stage) if self.choice != "off" else []
-        if not modules:
-            return {}
         return {
             f"budget {budget:g}": _calling(
                 stage, {module: self._under(budget, module, one_graph=one_graph) for module in modules}
             )
-            for budget in BUDGETS
+            for budget in (BUDGETS if modules else ())
         }
+
+    def with_variants(self, stage: Stage, names: Sequence[str]) -> Stage:
+        """The stage with these variants, to train with: the compiler gives up where it would for the user."""
+        variants = self.variants(stage, one_graph=False) if names else {}
+        return replace(stage, variants=tuple(variants[name] for name in names))
 
     def identity(self, module: nn.Module) -> tuple[Any, frozenset[str]]:
         """A module's compilation settings, equal for equal ones; and the attributes that say nothing more."""

@@ -25,6 +25,11 @@ class UntraceableError(Exception):
     """The code of a module does what a recording cannot hold."""
 
 
+def words(*lines: str) -> frozenset[str]:
+    """Names, several to a line."""
+    return frozenset(" ".join(lines).split())
+
+
 # ----------------------------------------------------------------------------------------------------
 # Functions that are others in one thread alone.
 

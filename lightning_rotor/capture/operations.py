@@ -15,44 +15,34 @@ import torch.nn.functional as F
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_rotor.capture.modules import UntraceableError, hides_code
+from lightning_rotor.capture.modules import UntraceableError, hides_code, words
 from lightning_rotor.private.torch_names import OpOverload, OpOverloadPacket, TorchDispatchMode, schema_of
 from lightning_rotor.private.values import address_of, tensors_in, tree_leaves
 
-METADATA = frozenset(
-    name
-    for line in (
-        "dtype device ndim layout requires_grad names itemsize nbytes is_cuda is_cpu is_xpu is_mps is_meta "
-        "is_mkldnn is_xla is_hpu",
-        "is_ipu is_mtia is_maia is_vulkan is_sparse is_sparse_csr is_quantized is_nested is_floating_point "
-        "is_complex is_signed is_contiguous",
-        "is_same_size is_conj is_neg is_inference is_tensor is_coalesced dim ndimension stride storage_offset",
-        "element_size get_device dim_order result_type can_cast promote_types has_names __len__ __hash__ "
-        "__dir__ _is_view",
-    )
-    for name in line.split()
+METADATA = words(
+    "dtype device ndim layout requires_grad names itemsize nbytes is_cuda is_cpu is_xpu is_mps is_meta is_mkldnn",
+    "is_xla is_hpu is_ipu is_mtia is_maia is_vulkan is_sparse is_sparse_csr is_quantized is_nested is_floating_point",
+    "is_complex is_signed is_contiguous is_same_size is_conj is_neg is_inference is_tensor is_coalesced dim ndimension",
+    "stride storage_offset element_size get_device dim_order result_type can_cast promote_types has_names __len__",
+    "__hash__ __dir__ _is_view",
 )
 """What a call of the same shapes has in common with this one. Reading it makes no node."""
 
-SIZES = frozenset(("shape", "size", "numel", "nelement"))
+SIZES = words("shape size numel nelement")
 """What gives sizes, see :mod:`lightning_rotor.capture.writer`."""
 
+_MEMORY, _AUTOGRAD = "it asks for a tensor's memory", "it asks what autograd knows about a tensor"
 REFUSED = {
-    name: reason
-    for reason, line in (
-        (
-            "it asks for a tensor's memory",
-            "data_ptr const_data_ptr storage untyped_storage _typed_storage share_memory_",
-        ),
-        (
-            "it asks for a tensor's memory",
-            "numpy __array__ __array_wrap__ __dlpack__ to_dlpack __cuda_array_interface__",
-        ),
-        ("it asks what autograd knows about a tensor", "grad_fn is_leaf _base _version _cdata output_nr retains_grad"),
-        ("it computes or changes gradients by itself", "backward grad _grad retain_grad requires_grad_ detach_ set_"),
-        ("it sets a hook on a tensor", "register_hook register_post_accumulate_grad_hook _backward_hooks"),
-    )
-    for name in line.split()
+    **dict.fromkeys(words("data_ptr const_data_ptr storage untyped_storage _typed_storage share_memory_"), _MEMORY),
+    **dict.fromkeys(words("numpy __array__ __array_wrap__ __dlpack__ to_dlpack __cuda_array_interface__"), _MEMORY),
+    **dict.fromkeys(words("grad_fn is_leaf _base _version _cdata output_nr retains_grad"), _AUTOGRAD),
+    **dict.fromkeys(
+        words("backward grad _grad retain_grad requires_grad_ detach_ set_"),
+        "it computes or changes gradients by itself",
+    ),
+    **dict.fromkeys(
+        words("register_hook register_post_accumulate_grad_hook _backward_hooks"), "it sets a hook on a tensor"
+    ),
 }
 """Names of what cannot be held, and why."""
 

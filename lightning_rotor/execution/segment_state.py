@@ -227,9 +227,9 @@ class SegmentState:
 
     def tensors_read(self, more: Iterable[Slot] = ()) -> TensorsRead:
         """Parameters and buffers that a replay reads as they are now, and others."""
-        return TensorsRead((*self._slots(), *more), self._spell)
+        return TensorsRead((*self._slots(), *more), self.spell)
 
-    def _spell(self, table: dict[str, Any], name: str) -> str:
+    def spell(self, table: dict[str, Any], name: str) -> str:
         """The name of a tensor in messages."""
         modules = (*self.parametrized, *self.buffered, *self.remembered, *(owner for owner, _ in self.direct_reads))
         owner = next(each for each in modules if table is each._parameters or table is each._buffers)
@@ -309,7 +309,7 @@ class FirstPass:
         self.generators: HostGenerators | None = None
         self.settings = Settings()
         self.layers = LayerSettings(())
-        self.read = TensorsRead()
+        self.read = TensorsRead((), state.spell)
 
     def __enter__(self) -> None:
         copies: dict[int, torch.Tensor] = {}

@@ -382,16 +382,6 @@ def require_invertible(module: object, *, name: str) -> None:
         )
 
 
-def require_untouched(inputs: Sequence[torch.Tensor], versions: Sequence[int], *, name: str) -> None:
-    """Raise ``InverseError`` if a module has changed its input in place since ``versions``, of :func:`version_of`."""
-    if [version_of(tensor) for tensor in inputs] != list(versions):
-        raise InverseError(
-            f"{name!r} changes its input in place: expected an untouched input, which its other readers rely on. "
-            "Use an operation that is not in place",
-            stage=name,
-        )
-
-
 def shares_memory(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> bool:
     """True if outputs show memory of inputs."""
     return bool(
@@ -402,9 +392,17 @@ def shares_memory(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor
 def require_own_output(
     inputs: Sequence[torch.Tensor], versions: Sequence[int], output: Any, *, name: str
 ) -> list[torch.Tensor]:
-    """The tensors of an output for which the input can be dropped, or ``InverseError``."""
+    """The tensors of an output for which the input can be dropped, or ``InverseError``.
+
+    ``versions`` are those of the inputs before the forward, which must not change them.
+    """
     made = require_tensors(output, name=name, what="output")
-    require_untouched(inputs, versions, name=name)
+    if [version_of(tensor) for tensor in inputs] != list(versions):
+        raise InverseError(
+            f"{name!r} changes its input in place: expected an untouched input, which its other readers rely on. "
+            "Use an operation that is not in place",
+            stage=name,
+        )
     taken_bytes, made_bytes = (sum(tensor.nbytes for tensor in tensors) for tensors in (inputs, made))
     if made_bytes < taken_bytes:
         raise InverseError(

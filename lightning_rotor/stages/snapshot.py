@@ -399,8 +399,7 @@ class _Look:
             self.kept.append((_ARRAY, array, array.copy()))
 
     def _generator(self, generator: Any) -> None:
-        if not isinstance(generator, random.SystemRandom):
-            self.generators.append(rewinding(generator))
+        self.generators += filter(None, [rewinding(generator)])
 
     def _function(self, function: FunctionType) -> None:
         """Look at a function: variables around it, defaults, attributes, globals."""

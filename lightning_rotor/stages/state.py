@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -83,26 +84,30 @@ class GeneratorStates:
 
 def generator_state(value: Any) -> Any:
     """The state of a random generator, comparable; None for anything else."""
-    if isinstance(value, random.Random):
-        return None if isinstance(value, random.SystemRandom) else value.getstate()
-    if isinstance(value, torch.Generator):
-        return value.get_state().numpy().tobytes()
-    if isinstance(value, np.random.Generator):
-        return repr(value.bit_generator.state)  # a NumPy array in a state has no truth value
-    if isinstance(value, np.random.RandomState):
-        legacy: Any = value.get_state()
-        name, keys, *rest = legacy
-        return name, keys.tobytes(), *rest
+    access = _access_to(value)
+    return None if access is None else pickle.dumps(access[0]())
+
+
+def rewinding(generator: Any) -> Callable[[], object] | None:
+    """A function that sets a random generator back to its present state; None if it has none."""
+    access = _access_to(generator)
+    return None if access is None else partial(access[1], access[0]())
+
+
+def _access_to(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
+    """What reads and what sets the state of a random generator; None for anything else."""
+    match value:
+        case random.SystemRandom():
+            return None
+        case random.Random():
+            return value.getstate, value.setstate
+        case np.random.Generator():
+            return partial(getattr, value.bit_generator, "state"), partial(setattr, value.bit_generator, "state")
+        case np.random.RandomState():
+            return value.get_state, value.set_state
+        case torch.Generator():
+            return lambda: value.get_state().numpy(), lambda state: value.set_state(torch.from_numpy(state))
     return None
-
-
-def rewinding(generator: Any) -> Callable[[], object]:
-    """A function that sets a random generator back to its present state."""
-    if isinstance(generator, random.Random):
-        return partial(generator.setstate, generator.getstate())
-    if isinstance(generator, np.random.Generator):
-        return partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
-    return partial(generator.set_state, generator.get_state())
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -284,14 +289,10 @@ def first_changed(before: Sequence[int], tensors: Sequence[torch.Tensor], *, or_
     return min(place % len(tensors) for place in range(len(now)) if now[place] != before[place])
 
 
-def _spell(_: dict[str, Any], name: str) -> str:
-    return f"tensor {name!r}"
-
-
 class TensorsRead:
     """Parameters and buffers that a forward reads. A slot may hold None; ``spell`` names it in messages."""
 
-    def __init__(self, slots: Iterable[Slot] = (), spell: Callable[[dict[str, Any], str], str] = _spell) -> None:
+    def __init__(self, slots: Iterable[Slot], spell: Callable[[dict[str, Any], str], str]) -> None:
         self.slots = list(slots)
         self._spell = spell
         self._read = [slot for slot in self.slots if isinstance(slot[2], torch.Tensor)]
