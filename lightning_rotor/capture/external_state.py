@@ -5,23 +5,18 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import is_
-from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
-from lightning_rotor.capture.guards import LONG, frozen
+from lightning_rotor.capture.guards import Same, frozen
 from lightning_rotor.private.torch_names import without_modes
 from lightning_rotor.stages import snapshot as kinds
 from lightning_rotor.stages.snapshot import PLAIN, Kind, Snapshot, globals_of, is_users, namespace_of
-from lightning_rotor.stages.state import generator_state
-
-_CONTAINERS = (list, dict, set, deque)
-_FIXED = frozenset((*PLAIN, FunctionType, BuiltinFunctionType, ModuleType, type))
 
 
 class Place(NamedTuple):
@@ -39,27 +34,19 @@ class Place(NamedTuple):
 class _Noted:
     """The value at a place as it is now."""
 
-    __slots__ = ("_before", "_entries", "_seen", "_value", "place")
+    __slots__ = ("_before", "_is_fixed", "_seen", "_value", "place")
 
     def __init__(self, place: Place) -> None:
         self.place, self._value = place, place.read()
-        self._entries = _entries(self._value)
+        self._seen = frozen(self._value, objects=False)
         # What is one object for ever, or equal to itself, need not be looked at again as long as it is the same.
-        is_fixed = type(self._value) in PLAIN or _is_object(self._value)
-        self._seen = None if is_fixed else frozen(self._value, objects=False)
-        self._before = Snapshot(() if is_fixed else (self._value,), hooks=False, objects=False)
+        self._is_fixed = type(self._value) in PLAIN or _is_object(self._value)
+        self._before = Snapshot(() if self._is_fixed else (self._value,), hooks=False, objects=False)
 
     def holds(self) -> bool:
         """True if the value is still the same. This runs for every place at every training call."""
         value = self.place.read()
-        if value is self._value and (self._seen is None or self._has_same_entries(value)):
-            return True
-        seen = frozen(self._value, objects=False) if self._seen is None else self._seen
-        return bool(frozen(value, objects=False) == seen)
-
-    def _has_same_entries(self, value: Any) -> bool:
-        now = None if self._entries is None else _entries(value)
-        return now is not None and len(now) == len(self._entries or ()) and all(map(is_, now, self._entries or ()))
+        return bool((self._is_fixed and value is self._value) or frozen(value, objects=False) == self._seen)
 
     @property
     def is_of_objects(self) -> bool:
@@ -74,18 +61,7 @@ class _Noted:
 
 def _is_object(value: Any) -> bool:
     """True if only the identity of a value counts."""
-    if type(value) in PLAIN or issubclass(type(value), (*_CONTAINERS, tuple, torch.Tensor)):
-        return False
-    return generator_state(value) is None
-
-
-def _entries(value: Any) -> tuple[Any, ...] | None:
-    """Entries of a short list, tuple or dict, if each can only be replaced and not changed; else None."""
-    kind = type(value)
-    if kind not in (list, tuple, dict):
-        return None
-    entries = (*value, *value.values()) if kind is dict else tuple(value)
-    return entries if len(entries) <= LONG and all(type(entry) in _FIXED for entry in entries) else None
+    return frozen(value, objects=False) == Same(value)
 
 
 class Notes:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain, repeat, zip_longest
 from operator import attrgetter, is_
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, TypeAlias
 
 import torch
@@ -181,6 +182,10 @@ LONG = 1000
 """Entries of a list or dict that are looked at; of a longer one, it counts which object it is and how long."""
 
 
+_FIXED = frozenset((bool, int, str, bytes, type(None), type, FunctionType, BuiltinFunctionType, ModuleType))
+"""Types of values that only another value can be unequal to."""
+
+
 class Same:
     """Compares by identity, and keeps the object alive so that no other one gets its address."""
 
@@ -211,11 +216,12 @@ def frozen(value: Any, depth: int = 4, *, objects: bool = True) -> Any:
     if isinstance(value, (list, tuple, dict, set, deque)):
         if len(value) > LONG or depth == 0:
             return Same(value), len(value)
-        if isinstance(value, dict):
-            # Not the methods of a class of the user's, which may make its entries anew whenever they are asked for.
-            entries = dict.items(value)
-            return kind, tuple((frozen(key, 0), frozen(entry, depth - 1, objects=objects)) for key, entry in entries)
-        return kind, tuple(frozen(entry, depth - 1, objects=objects) for entry in value)
+        # Not the methods of a class of the user's, which may make its entries anew whenever they are asked for.
+        entries = (*dict.keys(value), *dict.values(value)) if isinstance(value, dict) else tuple(value)
+        kinds = tuple(map(type, entries))
+        if _FIXED.issuperset(kinds):
+            return kind, kinds, entries
+        return kind, tuple(frozen(entry, depth - 1, objects=objects) for entry in entries)
     state = generator_state(value)
     if state is not None:
         return Same(value), state
