@@ -21,7 +21,7 @@ from lightning_rotor.capture.boundaries import OpMemory, op_memory_of, stages_of
 from lightning_rotor.capture.compiled import is_compiled
 from lightning_rotor.capture.external_state import Closures, Notes
 from lightning_rotor.capture.graph_stage import OF, GraphSlice
-from lightning_rotor.capture.guards import Watch
+from lightning_rotor.capture.guards import Watch, first_difference
 from lightning_rotor.capture.modules import Call, hide_trainers, hides_code, is_invertible_as_a_whole
 from lightning_rotor.capture.recorder import Recorder, Recording, ambient
 from lightning_rotor.errors import InverseError, ModelError
@@ -270,7 +270,7 @@ class _Attempts:
         if any(cut.recording.runs_the_same(recording) for cut in self._known):
             return first
         again = self._attempt()
-        paths = () if again.recording is None else recording.difference(again.recording)
+        paths = () if again.recording is None else first_difference(recording.graph, again.recording.graph)
         if not paths:
             return again if again.recording is None else first
         # Where one has an operation more, the other is at what comes after it, a layer most likely.

@@ -82,28 +82,24 @@ class Recording:
     guards: Guards
     notes: Notes
 
-    def difference(self, other: Recording) -> tuple[str, ...]:
-        """Paths of the modules at the first operation that another recording does not share; none if they agree."""
-        return first_difference(self.graph, other.graph)
-
     def runs_the_same(self, other: Recording) -> bool:
         """True if another recording has the same operations on the same modules and tensors."""
-        return not self.difference(other) and all(
+        return not first_difference(self.graph, other.graph) and all(
             is_constant(mine) or mine.meta.get(OF) == theirs.meta.get(OF)
             for mine, theirs in zip(self.graph.nodes, other.graph.nodes, strict=True)
         )
 
 
-class Recorder:
+class Recorder(TorchFunctionMode):
     """Records one call of a module, and knows what torch has computed and what the code read outside of modules."""
 
     def __init__(self, root: nn.Module, call: Call, is_opaque: Callable[[nn.Module], bool], closures: Closures) -> None:
+        super().__init__()
         self.calls = ModuleCalls(root, is_opaque)
         self.check = DispatchCheck()
         self._root, self._call = root, call
         self._seen: list[tuple[fx.Node, Any]] = []
         self._writer = GraphWriter(self.calls, self.check)
-        self._mode = _Mode(self)
         self._leaves: list[tuple[fx.Node, fx.Node, Any]] = []
         self.surroundings = Surroundings(lambda: None if self.check.inside else self.calls.path, closures)
 
@@ -138,7 +134,7 @@ class Recorder:
         with ExitStack() as stack:
             stack.enter_context(_shown_modules(self))
             stack.enter_context(self.check)
-            stack.enter_context(self._mode)
+            stack.enter_context(self)
             stack.enter_context(self.surroundings.listening())
             stack.enter_context(repeating(False))  # what the code does in a real run must be seen
             yield
@@ -147,7 +143,7 @@ class Recorder:
     def _aside(self) -> Iterator[None]:
         """Context of code that is one operation, without the mode: torch's fast paths ask whether there is one."""
         with self.check.aside(), self.surroundings.paused(), repeating(), ExitStack() as stack:
-            if private.function_modes()[-1:] == [self._mode]:
+            if private.function_modes()[-1:] == [self]:
                 stack.enter_context(private.without_function_mode())
             yield
 
@@ -186,8 +182,11 @@ class Recorder:
 
     # ---------------------------------------------------------------- operations
 
-    def operate(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation that the mode has seen, and record it."""
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation, and record it."""
+        function, kwargs = func, kwargs or {}
         with self.surroundings.paused():
             name = name_of(function)
             if self.check.inside:
@@ -200,7 +199,7 @@ class Recorder:
                 own_code = "" if is_torchs(function) else f"{name}, which is not torch's own"
                 run = partial(function, *plain(args), **plain(kwargs))
                 return self._operate(kind, target, positional, kwargs, lambda *_, **__: run(), own_code=own_code)
-        with self._mode:
+        with self:
             return body_of(function)(*args, **kwargs)
 
     def _look(self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -344,27 +343,9 @@ def _shown_modules(recorder: Recorder) -> Iterator[None]:
         yield
 
 
-class _Mode(TorchFunctionMode):
-    """Hands every operation to the recorder."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    @property
-    def listens(self) -> bool:
-        """True while the recorded code runs, and no operation of it."""
-        return self._recorder.check.listens
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return self._recorder.operate(func, args, kwargs or {})
-
-
 def require_unrecorded(what: str) -> None:
     """Raise ``UntraceableError`` if the running code is recorded."""
-    if any(isinstance(mode, _Mode) and mode.listens for mode in private.function_modes()):
+    if any(isinstance(mode, Recorder) and mode.check.listens for mode in private.function_modes()):
         raise UntraceableError(what)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -10,29 +12,21 @@ TRAINERS = ("_trainer", "_fabric")
 """Attributes in which a LightningModule keeps who trains it. The public ``trainer`` cannot be hidden."""
 
 
-def trainer_of(module: Any) -> Any | None:
-    """The Trainer of a LightningModule. Without one, the public attribute raises."""
-    return module._trainer
+trainer_of: Callable[[Any], Any | None] = attrgetter("_trainer")
+"""The Trainer of a LightningModule. Without one, the public attribute raises."""
+logs_this_step: Callable[[Any], bool] = attrgetter("_logger_connector.should_update_logs")
+"""True if the Trainer gives numbers to its loggers after this step. Nothing public counts ``log_every_n_steps``."""
+logging_step: Callable[[Any], int] = attrgetter("fit_loop.epoch_loop._batches_that_stepped")
+"""The step under which the Trainer logs; ``global_step`` counts optimizers, of which there may be several."""
+logs_hyperparameters: Callable[[Any], bool] = attrgetter("_log_hyperparams")
+"""True if a module's or data module's hyperparameters are for loggers (``save_hyperparameters(logger=...)``)."""
+last_value: Callable[[Any], Any] = attrgetter("_forward_cache")
+"""What a metric of torchmetrics returned for the latest batch. In public it would compute over all batches."""
 
 
 def is_compiled(module: Any) -> bool:
     """True if ``torch.compile`` was called on a whole LightningModule, which Lightning has taken apart again."""
     return module._compiler_ctx is not None
-
-
-def logs_this_step(trainer: Any) -> bool:
-    """True if the Trainer gives numbers to its loggers after this step. Nothing public counts ``log_every_n_steps``."""
-    return bool(trainer._logger_connector.should_update_logs)
-
-
-def logging_step(trainer: Any) -> int:
-    """The step under which the Trainer logs; ``global_step`` counts optimizers, of which there may be several."""
-    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
-
-
-def logs_hyperparameters(owner: Any) -> bool:
-    """True if a module's or data module's hyperparameters are for loggers (``save_hyperparameters(logger=...)``)."""
-    return bool(owner._log_hyperparams)
 
 
 CLASS_PATH = "_class_path"
@@ -81,11 +75,6 @@ def synchronizes_layers(strategy: Any) -> bool:
     return strategy._layer_sync is not None
 
 
-def last_value(metric: Any) -> Any:
-    """What a metric of torchmetrics returned for the latest batch. In public it would compute over all batches."""
-    return metric._forward_cache
-
-
 def set_last_value(metric: Any, value: Any) -> None:
-    """Set it to another one."""
+    """Set what a metric returned for the latest batch."""
     metric._forward_cache = value
