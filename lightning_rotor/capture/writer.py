@@ -17,7 +17,7 @@ from lightning_rotor.capture.guards import ancestors
 from lightning_rotor.capture.modules import PLAIN, ModuleCalls, UntraceableError, tensor_slots
 from lightning_rotor.capture.operations import CHANGES, DispatchCheck
 from lightning_rotor.private.torch_names import identity_of
-from lightning_rotor.private.values import TreeSpec, tensors_in, tree_flatten, tree_leaves, tree_unflatten
+from lightning_rotor.private.values import tensors_in, tree_flatten, tree_leaves, tree_unflatten
 
 # ----------------------------------------------------------------------------------------------------
 # Sizes that recorded code asks for: numbers that know their node, so that the recording holds for other sizes.
@@ -305,7 +305,7 @@ class GraphWriter:
             raise UntraceableError(
                 f"it hands {kind.__name__} to an operation, which may hold tensors or be another one next time"
             )
-        return self.node("call_function", tree_unflatten, (self.encode(leaves, exact=exact), _interned(spec)), {})
+        return self.node("call_function", tree_unflatten, (self.encode(leaves, exact=exact), spec), {})
 
     def encode_output(self, output: Any) -> Any:
         """The module's output with nodes in the place of tensors; ``UntraceableError`` if it may hide tensors."""
@@ -387,16 +387,3 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, FunctionType):
         return not value.__closure__
     return isinstance(value, (*PLAIN, np.generic, np.ndarray))
-
-
-_SPECS: dict[str, list[TreeSpec]] = {}
-
-
-def _interned(spec: TreeSpec) -> TreeSpec:
-    """One object for equal structures, so that two recordings of the same code have equal operations."""
-    known = _SPECS.setdefault(repr(spec), [])
-    for other in known:
-        if other == spec:
-            return other
-    known.append(spec)
-    return spec

@@ -68,15 +68,14 @@ def hooks_for_saved_tensors() -> tuple[Callable[..., Any], Callable[..., Any]] |
 
 @contextmanager
 def noticed_checkpoints() -> Iterator[set[bool]]:
-    """Context that yields a list of the ``use_reentrant`` of each call of ``torch.utils.checkpoint`` in it.
+    """Context that yields the ``use_reentrant`` of each call of ``torch.utils.checkpoint`` in it.
 
     The function is imported by name everywhere, so what it calls is replaced. The only public trace is that a call
     saves nothing.
     """
     seen: set[bool] = set()
     module: Any = torch.utils.checkpoint
-    names = {False: "_CheckpointFrame", True: "CheckpointFunction"}
-    originals = {reentrant: getattr(module, name) for reentrant, name in names.items()}
+    originals = module._CheckpointFrame, module.CheckpointFunction
 
     def noticing(reentrant: bool, function: Callable[..., Any]) -> Callable[..., Any]:
         def noticed(*args: Any, **kwargs: Any) -> Any:
@@ -85,13 +84,12 @@ def noticed_checkpoints() -> Iterator[set[bool]]:
 
         return noticed
 
-    setattr(module, names[False], noticing(False, originals[False]))
-    setattr(module, names[True], SimpleNamespace(apply=noticing(True, originals[True].apply)))
+    module._CheckpointFrame = noticing(False, originals[0])
+    module.CheckpointFunction = SimpleNamespace(apply=noticing(True, originals[1].apply))
     try:
         yield seen
     finally:
-        for reentrant, name in names.items():
-            setattr(module, name, originals[reentrant])
+        module._CheckpointFrame, module.CheckpointFunction = originals
 
 
 # -------------------------------------------------------------------- settings
