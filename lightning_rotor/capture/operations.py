@@ -47,23 +47,9 @@ REFUSED = {
 """Names of what cannot be held, and why."""
 
 
-def _operators(names: str, prefix: str = "") -> dict[str, Any]:
-    """Python's functions for the methods of these names, ``__and__`` and ``__iadd__`` for instance."""
-    return {f"__{prefix}{name}__": getattr(operator, f"__{prefix}{name}__") for name in names.split()}
-
-
-_BINARY = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift"
-_IN_ORDER = {
-    **_operators(_BINARY),
-    **_operators(_BINARY, "i"),
-    **_operators("eq ne lt le gt ge neg pos invert abs getitem setitem"),
-    "__div__": operator.truediv,
-    "__idiv__": operator.itruediv,
-}
-_SWAPPED = {
-    **{f"__r{name}__": getattr(operator, f"__{name}__") for name in _BINARY.split()},
-    "__rdiv__": operator.truediv,
-}
+_DIVISIONS = {"__div__": "__truediv__", "__idiv__": "__itruediv__", "__rdiv__": "__rtruediv__"}
+"""What older names of operators are called today."""
+_OPERATORS = {name: function for name, function in vars(operator).items() if name[:2] == "__" and callable(function)}
 
 
 def name_of(function: Any) -> str:
@@ -86,10 +72,11 @@ def spell(function: Any, args: tuple[Any, ...]) -> tuple[str, Any, tuple[Any, ..
     if getattr(function, "__name__", "") == "__get__":
         return "call_function", getattr, (args[0], name)
     if args and getattr(torch.Tensor, name, None) is function:
-        if name in _IN_ORDER:
-            return "call_function", _IN_ORDER[name], args
-        if name in _SWAPPED:
-            return "call_function", _SWAPPED[name], (args[1], args[0])
+        name = _DIVISIONS.get(name, name)
+        if name in _OPERATORS:
+            return "call_function", _OPERATORS[name], args
+        if name.startswith("__r") and f"__{name[3:]}" in _OPERATORS:
+            return "call_function", _OPERATORS[f"__{name[3:]}"], (args[1], args[0])
         if isinstance(args[0], torch.Tensor):
             return "call_method", name, args
     return "call_function", function, args
