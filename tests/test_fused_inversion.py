@@ -1,36 +1,30 @@
-"""Inverted stages whose module has a ``reversible_backward``: one node of autograd's graph, beside the way that needs an inverse alone."""
+"""Inverted stages whose module has a ``reversible_backward``, beside those that have an inverse alone."""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_rotor.chain import StageCost
 from lightning_rotor.errors import ExecutionError, InverseError
 from lightning_rotor.execution.executor import Executor
 from lightning_rotor.invertible import AdditiveCoupling, AffineCoupling
-from lightning_rotor.profiling import Profile, inverted, profile_chain
-from lightning_rotor.schedule import Leaf, Schedule
+from lightning_rotor.profiling import Profile, profile_chain
+from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
 from lightning_rotor.stages.sequential import sequential_stages
-from tests.invertible import assert_same_step
+from tests.invertible import Unfused, assert_same_step
 from tests.models import Case, training_step
 
 LOSS_BYTES = 16
 NUMBER_BYTES = 16  # the affine coupling's clamp, which its graph holds unless its backward is fused
 WIDTH = 32
-
-
-@pytest.fixture(autouse=True)
-def both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep both options, whichever is better."""
-    monkeypatch.setattr(inverted, "_replaces", lambda *_: False)
 
 
 def branch(half: int = WIDTH // 2, made: int = WIDTH // 2) -> nn.Module:
@@ -39,18 +33,19 @@ def branch(half: int = WIDTH // 2, made: int = WIDTH // 2) -> nn.Module:
     )
 
 
-def network() -> nn.Sequential:
+def network(kind: str = "invert, fused") -> nn.Sequential:
+    wrap: Any = Unfused if kind == "invert" else lambda block: block
     torch.manual_seed(0)
     frozen, *others = (AdditiveCoupling(branch(), branch()) for _ in range(3))
     frozen.f.requires_grad_(False)
     return nn.Sequential(
         nn.Linear(WIDTH, WIDTH),
         nn.Tanh(),
-        others[0],
-        AffineCoupling(branch(made=WIDTH)),
+        wrap(others[0]),
+        wrap(AffineCoupling(branch(made=WIDTH))),
         nn.Sigmoid(),
-        frozen,
-        others[1],
+        wrap(frozen),
+        wrap(others[1]),
     )
 
 
@@ -58,28 +53,19 @@ def profile_of(net: nn.Sequential, sample: torch.Tensor) -> Profile:
     return profile_chain(sequential_stages(net), sample, repeats=1)
 
 
-def way(stage: StageCost, kind: str) -> int:
-    """Number of an option of a stage, 0 where there is none of that name."""
-    return next((number for number, option in enumerate(stage.options) if option.name == kind), 0)
+def executor(profile: Profile, text: str = "0-1 2-3:1 4 5-6:1") -> Executor:
+    return Executor(profile.stages, profile.chain, Schedule.parse(text), profile.states)
 
 
-def inverted_schedule(profile: Profile, kind: str, text: str) -> Schedule:
-    """A schedule with the stages that can be inverted so, where the text says ``:1``."""
-    return Schedule.parse(text.replace(":1", f":{way(profile.chain.stages[2], kind)}"))
-
-
-def executor(profile: Profile, kind: str, text: str = "0-1 2-3:1 4 5-6:1") -> Executor:
-    return Executor(profile.stages, profile.chain, inverted_schedule(profile, kind, text), profile.states)
+Profiles: TypeAlias = dict[tuple[torch.dtype, str], tuple[Case, Profile]]
 
 
 @pytest.fixture(scope="module")
-def profiles() -> dict[torch.dtype, tuple[Case, Profile]]:
+def profiles() -> Profiles:
     found = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(inverted, "_replaces", lambda *_: False)
-        for dtype in (torch.float32, torch.float64):
-            net, batch = network().to(dtype), torch.randn(128, WIDTH, dtype=dtype)
-            found[dtype] = Case(net, batch), profile_of(net, batch)
+    for dtype, kind in itertools.product((torch.float32, torch.float64), ("invert", "invert, fused")):
+        net, batch = network(kind).to(dtype), torch.randn(128, WIDTH, dtype=dtype)
+        found[dtype, kind] = Case(net, batch), profile_of(net, batch)
     return found
 
 
@@ -89,34 +75,33 @@ def profiles() -> dict[torch.dtype, tuple[Case, Profile]]:
     "text", ["0-1 2-3:1 4 5-6:1", "0 (1 2-3:1 4) 5-6:1", "((0-1 2:1) 3:1 4) 5 6:1", "0 ((1 2:1) 3-4) 5-6:1"]
 )
 def test_a_step_is_that_of_plain_autograd_and_its_peak_as_simulated(
-    profiles: dict[torch.dtype, tuple[Case, Profile]], dtype: torch.dtype, kind: str, text: str
+    profiles: Profiles, dtype: torch.dtype, kind: str, text: str
 ) -> None:
-    case, profile = profiles[dtype]
-    assert [option.name for option in profile.chain.stages[2].options] == ["keep", "invert", "invert, fused"]
+    case, profile = profiles[dtype, kind]
+    assert [option.name for option in profile.chain.stages[2].options] == ["keep", kind]
     state = {key: value.clone() for key, value in case.net.state_dict().items()}
     for gradients_exist in (False, True):
         plain = training_step(case, case.net, state, gradients_exist=gradients_exist)
-        planned = training_step(case, executor(profile, kind, text), state, gradients_exist=gradients_exist)
+        planned = training_step(case, executor(profile, text), state, gradients_exist=gradients_exist)
         assert_same_step(plain.tensors, planned.tensors, 1e-12 if dtype == torch.float64 else 1e-5)
-        schedule = inverted_schedule(profile, kind, text)
+        schedule = Schedule.parse(text)
         simulated = simulate(profile.chain, schedule, gradients_exist=gradients_exist).peak_bytes
         assert -NUMBER_BYTES <= planned.peak_bytes - simulated <= LOSS_BYTES
 
 
-def test_it_takes_less_memory_and_one_evaluation_less(profiles: dict[torch.dtype, tuple[Case, Profile]]) -> None:
-    case, profile = profiles[torch.float64]
-    _, unfused, fused = profile.chain.stages[2].options
-    assert fused.backward_peak_bytes < unfused.backward_peak_bytes
-    counts = {}
-    linear = case.net[3].net[0]
+def test_it_takes_less_memory_and_one_evaluation_less(profiles: Profiles) -> None:
+    counts, peaks = {}, {}
     for kind in ("invert", "invert, fused"):
+        case, profile = profiles[torch.float64, kind]
+        linear = (case.net[3].module if kind == "invert" else case.net[3]).net[0]
         calls: list[str] = []
         # No hook: what it counts in a recomputation is undone.
-        linear.forward = lambda x, calls=calls: calls.append("net") or nn.Linear.forward(linear, x)
-        executor(profile, kind)(case.batch).sum().backward()
+        linear.forward = lambda x, calls=calls, linear=linear: calls.append("net") or nn.Linear.forward(linear, x)
+        executor(profile)(case.batch).sum().backward()
         del linear.forward
-        counts[kind] = len(calls)
+        counts[kind], peaks[kind] = len(calls), profile.chain.stages[2].options[1].backward_peak_bytes
     assert counts == {"invert": 3, "invert, fused": 2}
+    assert peaks["invert, fused"] < peaks["invert"]
 
 
 def test_parameters_accumulate_and_their_hooks_fire_as_in_plain_training() -> None:
@@ -124,7 +109,7 @@ def test_parameters_accumulate_and_their_hooks_fire_as_in_plain_training() -> No
     net[6].f = net[2].g  # tied
     case, profile = Case(net, batch), profile_of(net, batch)
     fired: dict[str, Any] = {}
-    for name, run in {"plain": case.net, "fused": executor(profile, "invert, fused")}.items():
+    for name, run in {"plain": case.net, "fused": executor(profile)}.items():
         case.net.zero_grad()
         counts = fired[name] = Counter[str]()
         learning = [(key, parameter) for key, parameter in case.net.named_parameters() if parameter.requires_grad]
@@ -144,17 +129,15 @@ def test_parameters_accumulate_and_their_hooks_fire_as_in_plain_training() -> No
     torch.testing.assert_close(fired["plain gradients"], fired["fused gradients"], rtol=1e-10, atol=1e-9)
 
 
-def test_distributed_data_parallel_reduces_each_gradient_once(
-    tmp_path: Path, profiles: dict[torch.dtype, tuple[Case, Profile]]
-) -> None:
+def test_distributed_data_parallel_reduces_each_gradient_once(tmp_path: Path, profiles: Profiles) -> None:
     """Its reducer refuses a gradient that is ready twice, and waits for one that never is."""
-    case, profile = profiles[torch.float64]
+    case, profile = profiles[torch.float64, "invert, fused"]
 
     class Planned(nn.Module):
         def __init__(self, *, fused: bool) -> None:
             super().__init__()
             self.net = case.net
-            self.run = executor(profile, "invert, fused") if fused else case.net.forward
+            self.run = executor(profile) if fused else case.net.forward
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.run(x)
@@ -175,10 +158,8 @@ def test_distributed_data_parallel_reduces_each_gradient_once(
 
 
 @pytest.mark.parametrize("text", ["0-1 2-3:1 4 5-6:1", "0 (1 2-3:1 4) 5-6:1"])
-def test_graphs_that_are_kept_and_gradients_of_some(
-    profiles: dict[torch.dtype, tuple[Case, Profile]], text: str
-) -> None:
-    case, profile = profiles[torch.float64]
+def test_graphs_that_are_kept_and_gradients_of_some(profiles: Profiles, text: str) -> None:
+    case, profile = profiles[torch.float64, "invert, fused"]
 
     def gradients(forward: nn.Module | Executor) -> list[torch.Tensor]:
         case.net.zero_grad()
@@ -192,25 +173,23 @@ def test_graphs_that_are_kept_and_gradients_of_some(
         return [*some, *(each.grad for each in case.net.parameters() if each.grad is not None)]
 
     plain = [gradient.clone() for gradient in gradients(case.net)]
-    torch.testing.assert_close(plain, gradients(executor(profile, "invert, fused", text)), rtol=1e-10, atol=1e-9)
+    torch.testing.assert_close(plain, gradients(executor(profile, text)), rtol=1e-10, atol=1e-9)
 
 
-def test_gradients_of_gradients_are_refused_by_name(profiles: dict[torch.dtype, tuple[Case, Profile]]) -> None:
-    case, profile = profiles[torch.float64]
+def test_gradients_of_gradients_are_refused_by_name(profiles: Profiles) -> None:
+    case, profile = profiles[torch.float64, "invert, fused"]
     batch = case.batch.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(
-        executor(profile, "invert, fused")(batch).square().sum(), batch, create_graph=True
-    )
+    (gradient,) = torch.autograd.grad(executor(profile)(batch).square().sum(), batch, create_graph=True)
     with pytest.raises(ExecutionError, match="gradients of the gradients of '2' are wanted"):
         gradient.sum().backward()
 
 
-def test_bfloat16_autocast(profiles: dict[torch.dtype, tuple[Case, Profile]]) -> None:
-    case, _ = profiles[torch.float32]
+def test_bfloat16_autocast(profiles: Profiles) -> None:
+    case, _ = profiles[torch.float32, "invert, fused"]
     results = []
     with torch.autocast("cpu", torch.bfloat16):
         profile = profile_of(case.net, case.batch)
-        for forward in (case.net, executor(profile, "invert, fused")):
+        for forward in (case.net, executor(profile)):
             torch.manual_seed(2)
             learning = [parameter for parameter in case.net.parameters() if parameter.requires_grad]
             results.append(torch.autograd.grad(forward(case.batch).float().square().sum(), learning))
@@ -232,7 +211,7 @@ def test_an_inverse_that_drifts_later_is_an_error_with_the_stages_name() -> None
 
     net = nn.Sequential(nn.Linear(4, 4), Shifted(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Tanh())
     profile = profile_of(net, torch.randn(8, 4))
-    run = Executor(profile.stages, profile.chain, Schedule((Leaf(0), Leaf(1, 2), Leaf(2))), profile.states)
+    run = Executor(profile.stages, profile.chain, Schedule.parse("0 1:1 2"), profile.states)
     loss = run(torch.randn(8, 4)).sum()
     Shifted.error = 0.5
     with pytest.raises(InverseError, match="the input of '1' as rebuilt by its inverse is off by"):

@@ -140,6 +140,7 @@ def test_a_network_in_bfloat16_keeps_dtypes():
     assert net.inverse(net(x)).dtype == torch.bfloat16
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_compiled_branches():
     plain = InvertibleSequential(*(AdditiveCoupling(branch(), branch()) for _ in range(2)))
     compiled = InvertibleSequential(

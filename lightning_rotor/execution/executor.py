@@ -11,6 +11,7 @@ The recursion of the schedule is the recursion of the calls, so there is nothing
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,8 +21,8 @@ from torch import nn
 
 from lightning_rotor.chain import Chain, Option
 from lightning_rotor.errors import ExecutionError
-from lightning_rotor.execution.inversion import FusedInversion, Inversion, Output, SavedOutput
-from lightning_rotor.execution.options import run_stage, way_of
+from lightning_rotor.execution.inversion import SavedOutput, Way, run_inverted
+from lightning_rotor.execution.options import run_stage
 from lightning_rotor.execution.recomputation import recomputed
 from lightning_rotor.execution.segment_state import SegmentState
 from lightning_rotor.private.sharding import Unit, left_as_found, units_in
@@ -96,20 +97,24 @@ class Executor:
                 wires.append(self._stages[item.stage].wiring.wire)
                 steps.append(_step(self._stages[item.stage], item.option))
             needed.update(wires[-1].reads)
-        inversions = tuple(map(self._inversion, items))
-        save_output = tuple(isinstance(item, Leaf) and bool(self._option(item).saved_output_bytes) for item in items)
-        return _Row(Wiring.of(reversed(wires), wanted), tuple(reversed(steps)), inversions, save_output)
+        ways = tuple(map(self._way, items))
+        names = [
+            self._stages[item.stage].name
+            if isinstance(item, Leaf) and self._option(item).saved_output_bytes and way is None and behind is not None
+            else None
+            for item, way, behind in zip(items, ways, (*ways[1:], None), strict=True)
+        ]
+        return _Row(Wiring.of(reversed(wires), wanted), tuple(reversed(steps)), ways, tuple(names))
 
     def _option(self, leaf: Leaf) -> Option:
         return self._chain.stages[leaf.stage].options[leaf.option]
 
-    def _inversion(self, item: Item) -> Callable[[Any], Inversion | FusedInversion] | None:
-        """What begins a run of an inverted stage; None for other items."""
+    def _way(self, item: Item) -> Way | None:
+        """How an inverted stage runs; None for other items."""
         if not isinstance(item, Leaf) or not self._option(item).inverts:
             return None
         draws_random = self._chain.stages[item.stage].draws_random
-        way = way_of(self._stages[item.stage], draws_random=draws_random, state=self._states[item.stage])
-        return partial(FusedInversion if self._option(item).fused else Inversion, way)
+        return Way(self._stages[item.stage], self._option(item).fused, draws_random, self._states[item.stage])
 
     def _how_to_run(self, segment: Segment) -> Callable[..., Any]:
         numbers = range(segment.first, segment.last + 1)
@@ -123,19 +128,33 @@ class Executor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Row:
-    """Items that run one after the other: ``inversions`` begin runs of inverted stages, ``steps`` run the others."""
+    """Items that run one after the other.
+
+    ``steps`` run those that are not inverted, ``ways`` are of those that are; ``watched`` has the names of stages that
+    save the output which an inverted one drops.
+    """
 
     wiring: Wiring
     steps: tuple[Callable[[Any], Any], ...]
-    inversions: tuple[Callable[[Any], Inversion | FusedInversion] | None, ...]
-    save_output: tuple[bool, ...]
+    ways: tuple[Way | None, ...]
+    watched: tuple[str | None, ...]
 
     def run(self, value: Any) -> Any:
         """The output of the items."""
-        if any(self.inversions):
-            run_item = _InvertingRun(self).run_item
-            return self.wiring.run(value, [partial(run_item, index) for index in range(len(self.steps))])
-        return self.wiring.run(value, self.steps)
+        if not any(self.ways):
+            return self.wiring.run(value, self.steps)
+        saved = [None if name is None else SavedOutput(name) for name in self.watched]
+        before = [None, *saved]
+        return self.wiring.run(
+            value, [partial(self._run_item, index, saved[index], before[index]) for index in range(len(self.steps))]
+        )
+
+    def _run_item(self, index: int, saved: SavedOutput | None, before: SavedOutput | None, value: Any) -> Any:
+        way = self.ways[index]
+        if way is not None:
+            return run_inverted(way, value, before)
+        with nullcontext() if saved is None else saved.watching():
+            return self.steps[index](value)
 
     def run_flat(self, spec: TreeSpec, *flat: Any) -> Any:
         """The output of the items for a nesting that was flattened."""
@@ -165,37 +184,6 @@ def _name_of_leaf(names: Sequence[str], spec: TreeSpec, leaf: int) -> str:
     """The name of the value that a leaf belongs to."""
     values = unpacked(tree_unflatten(range(spec.num_leaves), spec), len(names))
     return next(name for name, value in zip(names, values, strict=True) if leaf in tree_leaves(value))
-
-
-class _InvertingRun:
-    """One run of items with inverted stages: each tells the item before what becomes of the boundary between them."""
-
-    def __init__(self, row: _Row) -> None:
-        self._row = row
-        self._before: SavedOutput | Output | None = (
-            None  # what the item before needs of its output, if that is not settled
-        )
-
-    def run_item(self, index: int, value: Any) -> Any:
-        """Run one of the items."""
-        row, begin, before = self._row, self._row.inversions[index], self._before
-        self._before = None
-        inversion = None if begin is None else begin(value)
-        if inversion is not None and before is not None:
-            before.refer(inversion.boundary, tree_flatten(value)[0])
-        is_dropped = index + 1 < len(row.inversions) and row.inversions[index + 1] is not None
-        if inversion is not None:
-            output = inversion.run()
-            if is_dropped:
-                self._before = inversion.output
-            else:
-                inversion.output.keep(tree_flatten(output)[0])
-            return output
-        if is_dropped and row.save_output[index]:
-            self._before = saved = SavedOutput()
-            with saved.watching():
-                return row.steps[index](value)
-        return row.steps[index](value)
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -1,23 +1,28 @@
-"""One inverted stage: it drops its input when it has run, and rebuilds it from its output in the backward.
+"""Modules that run without their input: it is dropped after the forward, and rebuilt from the output in the backward.
 
-There are two ways, with these evaluations of the stage, where a plain step takes a forward and a backward::
+Each run is one node of autograd's graph, whose inputs are the module's input and parameters. So accumulation and hooks
+(DistributedDataParallel's) are those of plain training. The node evaluates the module in one of two ways, where a plain
+step takes a forward and a backward::
 
-    Inversion         any module with an        forward ┄┄┄┄ inverse, forward, backward: the second forward is that of
-                      inverse                   a recomputed segment of one stage, which starts from ``inverse(y)``
-    FusedInversion    one that also has a       forward ┄┄┄┄ reversible_backward(y, dy): one node of autograd's graph,
-                      ``reversible_backward``   whose inputs are the stage's input and parameters. So accumulation and
-                                                hooks (DistributedDataParallel's) are those of plain training
+    any module with an inverse           forward ┄┄┄┄ inverse, forward, backward
+    with a ``reversible_backward``       forward ┄┄┄┄ reversible_backward(y, dy)
 
-In both, generators, autocast and buffers are those of the first run. A few noted elements of the input say whether the
-inverse has drifted (:mod:`.reverse`). Inside a segment this happens only when the segment is recomputed: its first pass
-drops what is saved through its hooks.
+Between two nodes is a boundary. The second one drops it, and fills it again in its backward::
+
+    x ─▶ first ─▶ y ─▶ second ─▶ z       forward: y is dropped, z is held
+    x ◀─ first ◀─ y ◀─ second ◀─ z       backward: z is given up, y is there until the first node has it
+
+Generators, autocast and buffers are those of the first run. A few noted elements of the input say whether the inverse
+has drifted (:mod:`.reverse`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -25,63 +30,122 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_rotor.errors import ExecutionError
-from lightning_rotor.execution.recomputation import is_checkpointing, is_last_backward_through, recomputed
-from lightning_rotor.execution.reverse import Guard, Moment, first_derivatives_only, stand_ins
-from lightning_rotor.execution.segment_state import FirstPass, Replay, SegmentState
-from lightning_rotor.private.torch_names import backward_keeps_graph, hooks_for_saved_tensors, identity_of, version_of
+from lightning_rotor.execution.options import run_stage
+from lightning_rotor.execution.recomputation import is_checkpointing, without_saved_tensors
+from lightning_rotor.execution.reverse import Guard, Moment, Roots, first_derivatives_only, learning, stand_ins
+from lightning_rotor.execution.segment_state import SegmentState, state_of
+from lightning_rotor.private.torch_names import (
+    backward_keeps_graph,
+    has_backward_hooks,
+    hooks_for_saved_tensors,
+    identity_of,
+    version_of,
+)
 from lightning_rotor.private.values import TreeSpec, tree_flatten, tree_unflatten
-from lightning_rotor.stages.sequential import require_like
-from lightning_rotor.stages.state import GeneratorStates
+from lightning_rotor.stages.sequential import (
+    Stage,
+    has_fused_backward,
+    require_like,
+    require_own_output,
+    require_tensors,
+)
 
 # ----------------------------------------------------------------------------------------------------
-# Boundaries that are dropped in the forward, and what those who saved them refer to until they are rebuilt.
+# Boundaries: tensors that are held, or can be rebuilt.
 
 
 class Boundary:
-    """Tensors that a stage dropped, for those who refer to them until it rebuilds them."""
+    """The output of a module, or those parts of it that are ``asked`` for, for the modules around it."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, asked: Collection[int] | None = None) -> None:
         self._name = name
-        self._tensors: dict[int, torch.Tensor] = {}
-        self._referred_to: set[int] = set()
+        self._asked = asked
+        self._held: list[Callable[[], Any]] | None = None
+        self._versions: list[int] | None = None  # None where hooks bring back what they like
+        self._after: Inversion | None = None
 
-    def refer(self, *numbers: int) -> None:
-        """Note that the tensors with these numbers will be asked for."""
-        self._referred_to.update(numbers)
+    def hold(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Hold the tensors."""
+        asked = [
+            tensor if self._asked is None or number in self._asked else None for number, tensor in enumerate(tensors)
+        ]
+        self._held = [partial(_same, None) if tensor is None else _holding(tensor) for tensor in asked]
+        self._versions = None if _are_hooked() else _versions_of(asked)
 
-    def fill(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Keep those rebuilt tensors that will be asked for."""
-        self._tensors = {number: tensors[number] for number in self._referred_to}
+    def hand_over(self, after: Inversion, tensors: Sequence[torch.Tensor]) -> None:
+        """Drop the tensors, which a run can rebuild from its output; only the first call does so."""
+        if self._after is None:
+            self._require_untouched(tensors)
+            self._held, self._after = None, after
+
+    def refill(self, tensors: Sequence[torch.Tensor], *, for_good: bool) -> None:
+        """Take tensors that a run has rebuilt, ``for_good`` if it cannot do so again."""
+        if self._after is not None:
+            self.hold(tensors)
+            if for_good:
+                self._after = None
 
     def get(self, number: int) -> torch.Tensor:
-        """One of the tensors; raises ExecutionError if the backward has not rebuilt them."""
-        if number not in self._tensors:
-            raise ExecutionError(
-                f"a backward asks for the input of {self._name!r}, which was dropped and is not rebuilt: expected a "
-                "backward that passes through all of that stage. Do not invert it, or differentiate with respect to "
-                "what comes before it as well"
-            )
-        return self._tensors[number]
+        """One of the tensors, for a saved tensor."""
+        if self._held is None:
+            self.hold(self._rebuilt())
+        assert self._held is not None
+        tensor: torch.Tensor = self._held[number]()
+        return tensor
 
-    def take(self) -> list[torch.Tensor]:
-        """All tensors, for the one who refers to them all."""
-        tensors = [self.get(number) for number in sorted(self._referred_to)]
-        self._tensors.clear()
+    def lend(self, *, for_good: bool) -> list[torch.Tensor]:
+        """The tensors; what can be rebuilt is then dropped, and everything is if they are lent ``for_good``."""
+        tensors = self._rebuilt()
+        if for_good:
+            self._held = self._after = None
+        elif self._after is not None:
+            self._held = None
         return tensors
 
+    def _rebuilt(self) -> list[torch.Tensor]:
+        """The tensors, rebuilt where a backward has not passed through what comes after."""
+        runs: list[Inversion] = []
+        boundary = self
+        while boundary._held is None:
+            if boundary._after is None:
+                raise second_backward(self._name)
+            runs.append(boundary._after)
+            boundary = boundary._after.output
+        tensors = [get() for get in boundary._held]
+        boundary._require_untouched(tensors)
+        for run in reversed(runs):
+            tensors = run.rebuild(tensors)
+        return tensors
 
-class _Kept:
-    """A tensor saved through whatever hooks are set, so that a surrounding segment drops it and brings it back."""
+    def _require_untouched(self, tensors: Sequence[torch.Tensor]) -> None:
+        if self._versions is not None and _versions_of(tensors) != self._versions:
+            raise ExecutionError(
+                f"the output of {self._name!r} was changed in place, so its input cannot be rebuilt: expected it "
+                "untouched until the backward. Use an operation that is not in place on it"
+            )
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        # Detached: with its graph it would hold the node that holds it. Its output stays, too: before torch 2.13 the
-        # node alone does not hold what it has saved.
-        self._held = _Save.apply(_root(), tensor.detach())
 
-    def get(self) -> torch.Tensor:
-        """The tensor. A surrounding recomputation hands it out once for each backward."""
-        (tensor,) = self._held.grad_fn.saved_tensors
-        return tensor  # type: ignore[no-any-return]
+def _versions_of(tensors: Sequence[torch.Tensor | None]) -> list[int]:
+    return [0 if tensor is None else version_of(tensor) for tensor in tensors]
+
+
+def _holding(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """A function that gives a tensor back, which went through whatever hooks are set."""
+    # Detached: with its graph it would hold the node that holds it.
+    if not _are_hooked():
+        return partial(_same, tensor.detach())
+    # All of the output is held: before torch 2.13 its node alone does not hold what it has saved.
+    return partial(_saved_by, _Save.apply(torch.empty(0, requires_grad=True), tensor.detach()))
+
+
+def _are_hooked() -> bool:
+    """True if a tensor that is saved now goes through hooks, so that a surrounding segment drops it."""
+    return torch.is_grad_enabled() and hooks_for_saved_tensors() is not None
+
+
+def _saved_by(held: Any) -> torch.Tensor:
+    (tensor,) = held.grad_fn.saved_tensors
+    return tensor  # type: ignore[no-any-return]
 
 
 class _Save(torch.autograd.Function):
@@ -97,85 +161,72 @@ class _Save(torch.autograd.Function):
         raise AssertionError("nobody differentiates it")
 
 
-def _root() -> torch.Tensor:
-    return torch.empty(0, requires_grad=True)
+def second_backward(name: str) -> ExecutionError:
+    """The error for a backward through what an earlier one has used up."""
+    return ExecutionError(
+        f"backward ran a second time through {name!r}, whose output is held no more: expected one backward per "
+        "forward. Call backward(retain_graph=True) the first time, or run the forward again"
+    )
 
 
-# -------------------------------------------------------------------- a stage before that saves its own output
+# -------------------------------------------------------------------- a kept stage before that saves its own output
 
 
-@dataclass(slots=True, eq=False)
 class _Saved:
-    """One saved tensor of a stage: itself, kept for a surrounding segment, or shown by a boundary at an index."""
+    """One saved tensor of a stage: ``get`` gives it back."""
 
-    storage: StorageWeakRef
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    device: torch.device
-    tensor: torch.Tensor | None
-    kept: _Kept | None = None
-    shown: tuple[Boundary, int] | None = None
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._storage = StorageWeakRef(tensor.untyped_storage())
+        self._dtype = tensor.dtype
+        self._show = partial(
+            torch.as_strided, size=tensor.shape, stride=tensor.stride(), storage_offset=int(tensor.storage_offset())
+        )
+        # The first pass of a segment keeps nothing but the looks, which segments compare. Detached: an output would
+        # hold the node that holds it until a backward.
+        kept = tensor.detach()
+        if is_checkpointing():
+            kept = torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+        self.get = partial(_same, kept)
 
     def shows(self, tensor: torch.Tensor) -> bool:
         """True if it is the same memory, read as the same numbers."""
-        return (
-            self.storage.cdata == identity_of(tensor.untyped_storage())
-            and self.dtype == tensor.dtype
-            and is_whole(tensor)
-        )
+        same_memory = self._storage.cdata == identity_of(tensor.untyped_storage())
+        return same_memory and self._dtype == tensor.dtype and is_whole(tensor)
 
-    def stand_in(self) -> torch.Tensor:
-        """A tensor of one element that looks like it to a segment, which compares what its two passes save."""
-        return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
-
-    def get(self) -> torch.Tensor:
-        if self.shown is not None:
-            boundary, index = self.shown
-            return boundary.get(index).as_strided(self.shape, self.stride, self.offset)
-        if self.kept is not None:
-            return self.kept.get()
-        assert self.tensor is not None
-        return self.tensor
+    def take_from(self, boundary: Boundary, number: int) -> None:
+        """Refer to a tensor of a boundary instead of holding it."""
+        show = self._show
+        self.get = lambda: show(boundary.get(number))  # type: ignore[assignment]
 
 
 class SavedOutput:
     """What a stage saves while :meth:`watching`, until it is known which of it is its output."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._saved: list[_Saved] = []
 
     def watching(self) -> saved_tensors_hooks:
         """Context in which the stage runs."""
-        return saved_tensors_hooks(self._pack, _Saved.get)
+        return saved_tensors_hooks(self._pack, lambda saved: saved.get())
 
     def _pack(self, tensor: torch.Tensor) -> _Saved:
-        saved = _Saved(
-            StorageWeakRef(tensor.untyped_storage()),
-            tensor.shape,
-            tensor.stride(),
-            int(tensor.storage_offset()),
-            tensor.dtype,
-            tensor.device,
-            # The first pass of a segment keeps nothing. Detached: an output would hold the node that holds it until a
-            # backward.
-            None if is_checkpointing() else tensor.detach(),
-        )
-        self._saved.append(saved)
-        return saved
+        self._saved.append(_Saved(tensor))
+        return self._saved[-1]
 
-    def refer(self, boundary: Boundary, outputs: Sequence[torch.Tensor]) -> None:
-        """Let what shows the output refer to the boundary; the rest goes where it would have gone without the watch."""
+    def boundary(self, outputs: Sequence[torch.Tensor]) -> Boundary:
+        """What shows the outputs; the rest of what was saved goes where it would have gone without the watch."""
         found, self._saved = self._saved, []  # whoever holds the hooks must not hold these
+        asked: set[int] = set()
+        boundary = Boundary(self._name, asked)
         for saved in found:
-            index = next((index for index, output in enumerate(outputs) if saved.shows(output)), None)
-            if index is not None:
-                saved.tensor, saved.shown = None, (boundary, index)
-                boundary.refer(index)
-            elif hooks_for_saved_tensors() is not None:
-                saved.kept = _Kept(saved.stand_in() if saved.tensor is None else saved.tensor)
-                saved.tensor = None
+            number = next((number for number, output in enumerate(outputs) if saved.shows(output)), None)
+            if number is not None:
+                saved.take_from(boundary, number)
+                asked.add(number)
+            elif _are_hooked():
+                saved.get = _holding(saved.get())  # type: ignore[assignment]
+        return boundary
 
 
 def is_whole(tensor: torch.Tensor) -> bool:
@@ -184,191 +235,195 @@ def is_whole(tensor: torch.Tensor) -> bool:
     return tensor.nbytes == memory and torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
-# -------------------------------------------------------------------- an inverted stage before
-
-
-class Output:
-    """How an inverted stage gets its output back."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._source: list[_Kept] | Boundary | None = None
-        self._is_given_up = False
-
-    def refer(self, boundary: Boundary, outputs: Sequence[torch.Tensor]) -> None:
-        """Take the output from the boundary, which the next stage rebuilds."""
-        self._source = boundary
-        boundary.refer(*range(len(outputs)))
-
-    def keep(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Hold the output until the backward."""
-        self._source = [_Kept(output) for output in outputs]
-
-    def get(self, *, for_good: bool) -> list[torch.Tensor]:
-        """The output, ``for_good`` if no other backward needs it; raises ExecutionError if it is gone."""
-        match self._source:
-            case Boundary() as boundary:
-                return boundary.take()
-            case None:
-                raise second_backward(self.name)
-            case kept:
-                if for_good:
-                    self._source, self._is_given_up = None, True
-                return [each.get() for each in kept]
-
-    def require_there(self, *_: Any) -> None:
-        """Raise ExecutionError if a backward has given it up."""
-        if self._is_given_up:
-            raise second_backward(self.name)
-
-
-def second_backward(name: str) -> ExecutionError:
-    """The error for a backward through an inverted stage whose output an earlier one has given up."""
-    return ExecutionError(
-        f"{name!r} is rebuilt again after a backward that did not keep the graph: pass retain_graph=True to all but "
-        "the last backward"
-    )
-
-
 # ----------------------------------------------------------------------------------------------------
-
-_NO_STATE = SegmentState()
+# One run.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Way:
-    """How a stage runs and how it is inverted; ``state`` is what the forward changes besides."""
+    """How a module with an inverse runs without its input.
 
-    name: str
-    module: nn.Module
-    forward: Callable[[Any], Any]
-    inverse: Callable[[Any], Any]
+    Attributes:
+        stage: It runs that module alone.
+        fused: The backward is the module's own.
+        draws_random: It may draw random numbers.
+        known_state: What the forward changes besides; None: look at each call.
+    """
+
+    stage: Stage
+    fused: bool
     draws_random: bool = True
-    state: SegmentState = _NO_STATE
+    known_state: SegmentState | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the stage."""
+        return self.stage.name
+
+    @property
+    def module(self) -> nn.Module:
+        """The module."""
+        assert self.stage.invertible is not None
+        return self.stage.invertible
+
+    def state(self) -> SegmentState:
+        """What the forward changes besides."""
+        if self.known_state is not None:
+            return self.known_state
+        return replace(state_of(self.stage, (), {}), root=(self.module, self.name.partition(" (")[0]))
+
+
+def can_be_fused(module: nn.Module) -> bool:
+    """True if a module has a fused backward, and no hooks: around that nobody calls the module, so none would fire."""
+    return has_fused_backward(module) and not has_backward_hooks(module)
+
+
+def run_inverted(way: Way, value: Any, before: SavedOutput | Boundary | None = None) -> Any:
+    """The output of a module; ``before`` is what the stage before has saved, if that is no inverted one.
+
+    Raises:
+        InverseError: The module changes its input in place, or returns less than it takes.
+    """
+    inputs = require_tensors(value, name=way.name, what="input")
+    parameters = tuple(way.module.parameters())
+    learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*inputs, *parameters))
+    if isinstance(before, SavedOutput):
+        before = before.boundary(inputs if learns else ())
+    if not learns:
+        return run_stage(way.stage, value)
+    return Inversion(way, inputs, parameters, before or _boundary_of(inputs)).run(value)
+
+
+def _boundary_of(inputs: Sequence[torch.Tensor]) -> Boundary | None:
+    """The boundary behind the run whose outputs, all of them in order, the inputs are, if there is one."""
+    runs = (getattr(tensor.grad_fn, "run", None) for tensor in inputs)
+    run = next((found for found in runs if isinstance(found, Inversion)), None)
+    return run.output if run is not None and run.has_made(inputs) else None
 
 
 class Inversion:
-    """One run of an inverted stage, whose input the caller lets go of; ``boundary`` is that input once rebuilt."""
+    """One run of a module, whose input the caller lets go of. ``source`` is the boundary that has the input."""
 
-    def __init__(self, way: Way, value: Any) -> None:
-        leaves, self._taken = tree_flatten(value)
-        self.boundary = Boundary(way.name)
-        self.output = Output(way.name)
-        self._way = way
-        self._value: Any = value
-        self._nodes = [leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None]
-        self._requires_grad = [leaf.requires_grad for leaf in leaves]
-        self._like = torch.empty_strided((0,), (1,), dtype=leaves[0].dtype, device=leaves[0].device)
-        self._shapes = [(leaf.shape, leaf.dtype) for leaf in leaves]
-        self._strides = [leaf.stride() for leaf in leaves]
-        self._guard = Guard.of(leaves, name=way.name)
-        self._made: TreeSpec
+    _made: TreeSpec
 
-    def run(self) -> Any:
-        """Run the stage, whose output belongs to the caller; raises ExecutionError if it changes its input in place."""
-        leaves = tree_flatten(self._value)[0]
-        versions = [version_of(leaf) for leaf in leaves]
-        output = self._first_run(leaves)
-        self._made = tree_flatten(output)[1]
-        if [version_of(leaf) for leaf in leaves] != versions:
-            raise ExecutionError(
-                f"{self._way.name!r} changes its input in place, so it cannot be inverted: expected an untouched "
-                "input. Use an operation that is not in place there, or measure again if the model has changed since"
-            )
-        return output
-
-    def _first_run(self, leaves: Sequence[torch.Tensor]) -> Any:
-        way = self._way
-        output = recomputed(self._run, self._like, name=repr(way.name), draws_random=way.draws_random, state=way.state)
-        # Before autograd, which does not know the stage, finds its own tensors gone.
-        for node in {leaf.grad_fn for leaf in tree_flatten(output)[0] if leaf.grad_fn is not None}:
-            node.register_prehook(self.output.require_there)
-        return output
-
-    def _run(self, _: torch.Tensor) -> Any:
-        """Run in the forward, and again in the backward. The argument says on which device."""
-        if self._value is not None:
-            value, self._value = self._value, None
-            return self._way.forward(value)
-        leaves = [
-            leaf.requires_grad_(wanted) for leaf, wanted in zip(self._rebuilt(), self._requires_grad, strict=True)
-        ]
-        return self._way.forward(tree_unflatten(leaves, self._taken))
-
-    def _rebuilt(self) -> list[torch.Tensor]:
-        with torch.no_grad():
-            states = GeneratorStates(self._like.device) if self._way.draws_random else None
-            before = FirstPass(self._way.state)
-            with before:
-                pass
-            before.generators = None  # they are among the states
-            with Replay(before):
-                outputs = self.output.get(for_good=is_last_backward_through(self._nodes))
-                value = self._way.inverse(tree_unflatten(_drained(outputs), self._made))
-            if states is not None:
-                states.restore()
-            return self._accepted(value, what="inverse")
-
-    def _accepted(self, value: Any, *, what: str) -> list[torch.Tensor]:
-        """The rebuilt tensors, checked, laid out as they were, and given to those who refer to them."""
-        leaves = require_like(value, self._shapes, name=self._way.name, what=what)
-        self._guard.check(leaves, draws_random=self._way.draws_random)
-        placed = [_placed(leaf, stride) for leaf, stride in zip(leaves, self._strides, strict=True)]
-        self.boundary.fill(placed)
-        return [leaf.detach() for leaf in placed]
-
-
-class FusedInversion(Inversion):
-    """One run of an inverted stage whose module has a ``reversible_backward``."""
-
-    def __init__(self, way: Way, value: Any) -> None:
-        super().__init__(way, value)
-        self._parameters = tuple(way.module.parameters())
-        self._moment = Moment(way.module, self._like.device, state=way.state, may_draw=way.draws_random)
+    def __init__(
+        self, way: Way, inputs: Sequence[torch.Tensor], parameters: tuple[torch.Tensor, ...], source: Boundary | None
+    ) -> None:
+        self.way = way
+        self.output = Boundary(way.name)
+        self._inputs_like = [(tensor.shape, tensor.dtype) for tensor in inputs]
+        self._strides = [tensor.stride() for tensor in inputs]
+        self._parameters = parameters
+        # Weakly: nobody who could ask for it is left when it goes.
+        self._source = None if source is None else weakref.ref(source)
+        self._outputs: list[weakref.ref[torch.Tensor]] = []
+        self._hooks = hooks_for_saved_tensors()
+        self.moment = Moment(inputs[0].device, way.state, may_draw=way.draws_random)
+        self._guard = Guard.of(inputs, name=way.name)
 
     @property
     def inputs(self) -> int:
-        """The number of tensors that the stage takes."""
-        return len(self._shapes)
+        """The number of tensors that it takes."""
+        return len(self._strides)
 
-    def _first_run(self, leaves: Sequence[torch.Tensor]) -> Any:
-        self._value = None
-        return tree_unflatten(_Fused.apply(self, *leaves, *self._parameters), self._made)
+    def has_made(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """True if these are its outputs, all of them in order, as it made them, and no segment has begun or ended."""
+        if len(tensors) != len(self._outputs) or self._hooks != hooks_for_saved_tensors():
+            return False
+        return all(
+            made() is tensor and (not tensor.requires_grad or getattr(tensor.grad_fn, "run", None) is self)
+            for made, tensor in zip(self._outputs, tensors, strict=True)
+        )
 
-    def require_unchanged(self) -> None:
-        """Check that the parameters and buffers that the module reads are unchanged."""
-        self._moment.require_unchanged()
+    def run(self, value: Any) -> Any:
+        """The output of the module, whose graph is the one node."""
+        inputs, self._taken = tree_flatten(value)
+        versions = [version_of(tensor) for tensor in inputs]
+        # With gradients: kernels may give other last bits where none is wanted.
+        with self.moment.first():
+            output = without_saved_tensors(
+                partial(run_stage, self.way.stage),
+                value,
+                self.moment.first_pass,
+                draws_random=self.way.draws_random,
+            )
+        made = require_own_output(inputs, versions, output, name=self.way.name)
+        self._made = tree_flatten(output)[1]
+        learns = [tensor.requires_grad for tensor in made]
+        outputs = _Node.apply(self, [tensor.detach() for tensor in made], learns, *inputs, *self._parameters)
+        del output, made
+        self._outputs = list(map(weakref.ref, outputs))
+        self.output.hold(outputs)
+        source = self._source and self._source()
+        if source is not None:
+            source.hand_over(self, inputs)
+        return tree_unflatten(outputs, self._made)
 
-    def forward(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors of the module's output."""
-        with self._moment.first():
-            outputs, self._made = tree_flatten(self._way.forward(tree_unflatten(leaves, self._taken)))
-        return outputs
+    def rebuild(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The input, by the inverse. Empties the list, so that the outputs can be freed."""
+        module: Any = self.way.module
+        with torch.no_grad(), self.moment.again():
+            return self._accepted(module.inverse(tree_unflatten(_drained(outputs), self._made)), what="inverse")
 
-    def backward(self, gradients: Sequence[torch.Tensor], *, for_good: bool) -> Sequence[torch.Tensor | None]:
-        """Rebuild the input; the gradients for it and the parameters, ``for_good`` if no other backward follows."""
-        way: Any = self._way
+    def _accepted(self, value: Any, *, what: str) -> list[torch.Tensor]:
+        """The rebuilt tensors, checked and laid out as they were."""
+        leaves = require_like(value, self._inputs_like, name=self.way.name, what=what)
+        self._guard.check(leaves, draws_random=self.moment.draws_random)
+        return [_placed(leaf, stride).detach() for leaf, stride in zip(leaves, self._strides, strict=True)]
+
+    def backward(
+        self, gradients: Sequence[torch.Tensor], wanted: Sequence[bool], *, for_good: bool
+    ) -> Sequence[torch.Tensor | None]:
+        """The wanted gradients for the input and the parameters; ``for_good`` if no other backward follows."""
+        run = self._fused_backward if self.way.fused else self._autograds
+        with torch.no_grad():
+            inputs, found = run(self.output.lend(for_good=for_good), gradients, wanted)
+        source = self._source and self._source()
+        if source is not None:
+            source.refill(inputs, for_good=for_good)
+        return found
+
+    def _fused_backward(
+        self, outputs: list[torch.Tensor], gradients: Sequence[torch.Tensor], wanted: Sequence[bool]
+    ) -> _Found:
+        module: Any = self.way.module
         substitutes = stand_ins(self._parameters)
-        outputs = self.output.get(for_good=for_good)
-        with torch.no_grad(), self._moment.again(dict(zip(map(id, self._parameters), substitutes, strict=True))):
-            rebuilt, for_input = way.module.reversible_backward(
+        with self.moment.again(zip(self._parameters, substitutes, strict=True)):
+            rebuilt, for_input = module.reversible_backward(
                 tree_unflatten(_drained(outputs), self._made), tree_unflatten(gradients, self._made)
             )
-        self._accepted(rebuilt, what="fused backward")
-        needed = require_like(for_input, self._shapes, name=way.name, what="fused backward")
-        found = [gradient if wanted else None for gradient, wanted in zip(needed, self._requires_grad, strict=True)]
-        return first_derivatives_only(way.name, [*found, *(substitute.grad for substitute in substitutes)])
+        inputs = self._accepted(rebuilt, what="fused backward")
+        needed = require_like(for_input, self._inputs_like, name=self.way.name, what="fused backward")
+        found = [gradient if want else None for gradient, want in zip(needed, wanted, strict=True)]
+        return inputs, [*found, *(substitute.grad for substitute in substitutes)]
+
+    def _autograds(
+        self, outputs: list[torch.Tensor], gradients: Sequence[torch.Tensor], wanted: Sequence[bool]
+    ) -> _Found:
+        inputs = self.rebuild(outputs)
+        leaves = [learning(tensor, wanted=want) for tensor, want in zip(inputs, wanted, strict=True)]
+        substitutes = stand_ins(self._parameters)
+        with torch.enable_grad(), self.moment.again(zip(self._parameters, substitutes, strict=True)):
+            again = run_stage(self.way.stage, tree_unflatten(leaves, self._taken))
+            roots = Roots(require_tensors(again, name=self.way.name, what="output"), gradients)
+            del again
+        return inputs, roots.gradients_for([*leaves, *substitutes], name=self.way.name)
 
 
-class _Fused(torch.autograd.Function):
-    """The node of one fused run; parameters are among its inputs and get their gradients from it."""
+_Found: TypeAlias = tuple[list[torch.Tensor], list[torch.Tensor | None]]
+"""A rebuilt input, and the wanted gradients for it and for the parameters."""
+
+
+class _Node(torch.autograd.Function):
+    """The node of one run in autograd's graph."""
 
     @staticmethod
-    def forward(ctx: Any, run: FusedInversion, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        outputs = run.forward(tensors[: run.inputs])
-        ctx.run, ctx.name = run, run.output.name
-        ctx.save_for_backward(*tensors[run.inputs :])  # whoever changes one of them meanwhile hears of it
-        ctx.mark_non_differentiable(*(each for each in outputs if not (each.is_floating_point() or each.is_complex())))
+    def forward(
+        ctx: Any, run: Inversion, outputs: Sequence[torch.Tensor], learns: Sequence[bool], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.run, ctx.name = run, run.way.name
+        ctx.save_for_backward(*tensors[run.inputs :])  # whoever changes a parameter meanwhile hears of it
+        ctx.mark_non_differentiable(*(tensor for tensor, learn in zip(outputs, learns, strict=True) if not learn))
         return tuple(outputs)
 
     @staticmethod
@@ -376,11 +431,12 @@ class _Fused(torch.autograd.Function):
         run, for_good = ctx.run, not backward_keeps_graph()
         if run is None:
             raise second_backward(ctx.name)
-        run.require_unchanged()
+        run.moment.require_unchanged()
         _ = ctx.saved_tensors  # a segment around is recomputed here
         if for_good:
             ctx.run = None  # nodes live as long as their graph, which the loss holds
-        return (None, *run.backward(gradients, for_good=for_good))
+        found = run.backward(gradients, ctx.needs_input_grad[3 : 3 + run.inputs], for_good=for_good)
+        return (None, None, None, *first_derivatives_only(ctx.name, found))
 
 
 def _placed(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
@@ -395,3 +451,7 @@ def _drained(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     content = tensors[:]
     tensors.clear()
     return content
+
+
+def _same(tensor: Any) -> Any:
+    return tensor

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_rotor.errors import InverseError
-from lightning_rotor.execution.inversion import Way
 from lightning_rotor.execution.recomputation import repeating
-from lightning_rotor.execution.segment_state import SegmentState
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.sharding import units_in
 from lightning_rotor.private.values import is_fake, tensors_in
@@ -34,28 +31,6 @@ def run_stage(stage: Stage, value: Any, option: int = 0) -> Any:
     except InverseError as error:  # modules know their type, not where they are
         raise error.located(stage.name) from error
     finally:
-        forget_casts()
-
-
-def way_of(stage: Stage, *, draws_random: bool, state: SegmentState) -> Way:
-    """How a stage with an inverse runs if it is inverted."""
-    assert stage.invertible is not None
-    return Way(
-        stage.name,
-        stage.invertible,
-        partial(run_stage, stage),
-        partial(_run_inverse, stage),
-        draws_random=draws_random,
-        state=state,
-    )
-
-
-def _run_inverse(stage: Stage, output: Any) -> Any:
-    assert stage.inverse is not None
-    try:
-        return stage.inverse(output)
-    finally:
-        # Weights cast without gradients must not serve the forward that follows.
         forget_casts()
 
 

@@ -8,14 +8,13 @@ numbers and counting calls.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch.autograd.graph import Node
 from torch.utils.checkpoint import checkpoint
 
 from lightning_rotor.errors import ExecutionError
@@ -62,7 +61,8 @@ def repeating(repeats: bool = True) -> Iterator[None]:
 
 
 @contextmanager
-def _first_pass(first_pass: FirstPass) -> Iterator[None]:
+def passing_first(first_pass: FirstPass) -> Iterator[None]:
+    """Context of a forward that drops its saved tensors."""
     _flags.checkpointing += 1
     try:
         with first_pass:
@@ -86,13 +86,6 @@ class _Again:
     ) -> None:
         _flags.recomputing -= 1
         self._replay.__exit__(kind, error, trace)
-
-
-def is_last_backward_through(nodes: Collection[Node]) -> bool:
-    """True if a backward is running that goes on to all of these nodes and frees what is before them."""
-    if private.backward_number() is None:
-        return False
-    return bool(nodes) and not private.backward_keeps_graph() and all(map(private.backward_reaches, nodes))
 
 
 class _Inputs:
@@ -131,7 +124,7 @@ class _Inputs:
         backward = private.backward_number()
         if backward is not None and backward != self._last_backward:
             nodes = [tensor.grad_fn for tensor in self._tensors if tensor is not None and tensor.grad_fn is not None]
-            if is_last_backward_through(nodes):
+            if nodes and not private.backward_keeps_graph() and all(map(private.backward_reaches, nodes)):
                 self._last_backward = backward
         return backward is not None and backward == self._last_backward
 
@@ -198,4 +191,17 @@ def recomputed(
 
 def _contexts(state: SegmentState) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     first_pass = FirstPass(state)
-    return _first_pass(first_pass), _Again(first_pass)
+    return passing_first(first_pass), _Again(first_pass)
+
+
+def without_saved_tensors(
+    function: Callable[[Any], Any], value: Any, first_pass: FirstPass, *, draws_random: bool
+) -> Any:
+    """The output of a function whose graph will be dropped; a backward inside of the function runs it again."""
+    return checkpoint(
+        function,
+        value,
+        use_reentrant=False,
+        preserve_rng_state=draws_random,
+        context_fn=lambda: (nullcontext(), _Again(first_pass)),
+    )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -17,10 +17,11 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_rotor.errors import ExecutionError, InverseError, RotorWarning
-from lightning_rotor.execution.recomputation import repeating
-from lightning_rotor.execution.segment_state import FirstPass, Replay, SegmentState, state_of
+from lightning_rotor.execution.options import forget_casts
+from lightning_rotor.execution.recomputation import passing_first, repeating
+from lightning_rotor.execution.segment_state import FirstPass, Replay, SegmentState, buffers_of
 from lightning_rotor.private.torch_names import version_of
-from lightning_rotor.stages.sequential import DRAWS, Stage
+from lightning_rotor.stages.sequential import DRAWS
 from lightning_rotor.stages.state import GeneratorStates
 
 
@@ -259,36 +260,22 @@ def _short(dtype: torch.dtype) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------
-# One call of a module that will be undone and repeated: what it saw, and how to see that again.
+# One call of a module that will be undone and repeated.
 
 
 class Moment:
-    """The state of generators, buffers, attributes and autocast at one call of a module.
+    """What one call of a module saw of generators, buffers, attributes and autocast, and how to see that again.
 
     :meth:`first` wraps the call; :meth:`again` wraps whatever undoes or repeats it. Generators are kept only if the
-    call drew, buffers only if it changed them. With ``keep_buffers`` the first call works on copies of all of them, so
-    that nothing in the module changes. ``state`` is what the module may change, if that is known.
+    call drew, buffers only if it changed them. ``state`` finds what the module may change.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        device: torch.device,
-        *,
-        keep_buffers: bool = False,
-        state: SegmentState | None = None,
-        may_draw: bool = True,
-        name: str = "",
-    ) -> None:
-        self._stage = Stage(type(module).__name__, (module,))
-        self._root = module, name
+    def __init__(self, device: torch.device, state: Callable[[], SegmentState], *, may_draw: bool = True) -> None:
         self._device = device
-        self._keep_buffers = keep_buffers
-        self._known_state = state
+        self._state = state
         self._may_draw = may_draw
-        self._first_pass = FirstPass(
-            dataclasses.replace(self._state(), statistics=())
-        )  # scratch is made when it is needed
+        # Scratch is made when it is needed.
+        self.first_pass = FirstPass(replace(state(), statistics=()))
         self._generators: GeneratorStates | None = None
         self._autocast = tuple(
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
@@ -305,46 +292,35 @@ class Moment:
     @contextmanager
     def first(self) -> Iterator[None]:
         """Context of the first call; raises ExecutionError if it changes parameters or large buffers it reads later."""
-        buffers = [(slots, name, slots[name], _version(slots[name])) for slots, name in self._remembered()]
-        with self._first_pass:
-            self._first_pass.generators = None  # they are among ours
+        first_pass = self.first_pass
+        buffers = [
+            (module, name, buffer, version_of(buffer))
+            for module, name, buffer in buffers_of(first_pass.state.remembered)
+        ]
+        with passing_first(first_pass):
+            first_pass.generators = None  # they are among ours
             before = GeneratorStates(self._device) if self._may_draw else None
-            with ExitStack() as stack:
-                if self._keep_buffers:
-                    stack.enter_context(Replay(self._first_pass))
-                    stack.enter_context(repeating())
-                yield
+            yield
             if before is not None and not before.equals(GeneratorStates(self._device)):
                 self._generators = before
-        if not self._keep_buffers:
-            changed = {
-                (id(slots), name)
-                for slots, name, buffer, version in buffers
-                if slots[name] is not buffer or _version(buffer) != version
-            }
-            unchanged = [
-                (slots, name, buffer) for slots, name, buffer, _ in buffers if (id(slots), name) not in changed
-            ]
-            self._first_pass.read = self._first_pass.state.tensors_read(unchanged)
-            self._first_pass.values = [
-                (module, name, value)
-                for module, name, value in self._first_pass.values
-                if (id(module._buffers), name) in changed
-            ]
-        clear_autocast_cache()
+        unchanged = {
+            (id(module), name): (module._buffers, name, buffer)
+            for module, name, buffer, version in buffers
+            if module._buffers.get(name) is buffer and version_of(buffer) == version
+        }
+        first_pass.read = first_pass.state.tensors_read(unchanged.values())
+        first_pass.values = [each for each in first_pass.values if (id(each[0]), each[1]) not in unchanged]
 
     def require_unchanged(self) -> None:
         """Raise ExecutionError if a parameter or buffer that the call has read has changed."""
-        self._first_pass.read.require_unchanged()
+        self.first_pass.read.require_unchanged()
 
     @contextmanager
-    def again(self, parameters: Mapping[int, torch.Tensor] | None = None) -> Iterator[None]:
-        """Context of the inverse, or of another forward (``parameters`` by id), that sees what the first call saw."""
-        replayed = FirstPass(dataclasses.replace(self._first_pass.state, statistics=self._state().statistics))
-        replayed.values = self._first_pass.values
-        replayed.before, replayed.observers = self._first_pass.before, self._first_pass.observers
-        replayed.settings, replayed.layers = self._first_pass.settings, self._first_pass.layers
-        replayed.read = self._first_pass.read.standing_in(parameters or {})
+    def again(self, exchanged: Iterable[tuple[torch.Tensor, torch.Tensor]] = ()) -> Iterator[None]:
+        """Context that sees what the first call saw, with parameters ``exchanged`` for others."""
+        replayed = copy(self.first_pass)
+        replayed.state = replace(replayed.state, statistics=self._state().statistics)
+        replayed.read = replayed.read.standing_in({id(parameter): other for parameter, other in exchanged})
         with ExitStack() as stack:
             stack.enter_context(repeating())
             if self._generators is not None:
@@ -353,29 +329,6 @@ class Moment:
             stack.enter_context(Replay(replayed))
             for kind, dtype, enabled in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype, enabled=enabled, cache_enabled=self._cache))
-            stack.callback(clear_autocast_cache)
+            # Weights cast without gradients must not serve a forward with them.
+            stack.callback(forget_casts)
             yield
-
-    def _state(self) -> SegmentState:
-        if self._known_state is not None:
-            return self._known_state
-        state = dataclasses.replace(state_of(self._stage, (), {}), root=self._root)
-        if self._keep_buffers:
-            owners = tuple(dict.fromkeys(module for _, module in self._stage.submodules() if module._buffers))
-            return dataclasses.replace(state, statistics=(), watched=(), remembered=owners, buffered=())
-        return state
-
-    def _remembered(self) -> Iterator[tuple[dict[str, torch.Tensor | None], str]]:
-        for module in self._first_pass.state.remembered:
-            for name in module._buffers:
-                yield module._buffers, name
-
-
-def clear_autocast_cache() -> None:
-    """Forget autocast's cast weights: those cast without gradients must not serve a forward with them or be pinned."""
-    if torch.is_autocast_cache_enabled() and any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
-        torch.clear_autocast_cache()
-
-
-def _version(buffer: torch.Tensor | None) -> int:
-    return 0 if buffer is None else version_of(buffer)

@@ -315,7 +315,7 @@ class FirstPass:
         copies: dict[int, torch.Tensor] = {}
         self.values = [
             (module, name, copies.setdefault(id(buffer), buffer.detach().clone()))
-            for module, name, buffer in _slots(self.state.remembered)
+            for module, name, buffer in buffers_of(self.state.remembered)
         ]
         if self.state.attributed or any_hooks_of_all():
             self.before = Snapshot(self.state.attributed, small_bytes=SMALL_BYTES)
@@ -393,7 +393,8 @@ class Replay:
         self._settings.close()
 
 
-def _slots(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+def buffers_of(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    """The modules' own buffers, with who has them and the names."""
     for module in modules:
         for name, buffer in module._buffers.items():
             if buffer is not None:

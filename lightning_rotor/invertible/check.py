@@ -9,14 +9,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_rotor.errors import InverseError
+from lightning_rotor.execution.options import kept_attributes, lent_buffers, run_stage, undisturbed
 from lightning_rotor.execution.reverse import Moment, Roots, learning, precision_of, stand_ins, tolerance_of
+from lightning_rotor.execution.segment_state import state_of
 from lightning_rotor.private.torch_names import version_of
 from lightning_rotor.private.values import is_fake, tensors_in, tree_leaves, tree_map, tree_structure, tree_unflatten
 from lightning_rotor.stages.sequential import (
     DRAWS,
+    Stage,
     has_fused_backward,
     require_invertible,
     require_like,
@@ -24,7 +26,6 @@ from lightning_rotor.stages.sequential import (
     require_tensors,
     shares_memory,
 )
-from lightning_rotor.stages.state import GeneratorStates
 
 _INEXACT = "Correct the inverse; bound what it divides by; keep activations in float32 or float64; or allow more"
 
@@ -80,14 +81,11 @@ def check_inverse(
     require_invertible(module, name=name)
     inputs = require_tensors(x, name=name, what="input")
     _require_finite(inputs, name=name, what="input")
-    device = inputs[0].device
-    trial = _Trial(module, tree_map(torch.Tensor.detach, x), name, Moment(module, device, keep_buffers=True))
-    generators = GeneratorStates(device)
-    try:
-        with torch.no_grad(), saved_tensors_hooks(torch.Tensor.detach, _same):  # whatever hooks are set around the call
-            return trial.run(rtol, atol)
-    finally:
-        generators.restore()
+    device, stage = inputs[0].device, Stage(name, (module,))
+    with undisturbed(device), kept_attributes(stage, keep_parameters=False), lent_buffers(stage), torch.no_grad():
+        # All buffers may change: these are copies.
+        state = replace(state_of(stage, module.modules(), {}), root=(module, ""))
+        return _Trial(module, tree_map(torch.Tensor.detach, x), name, Moment(device, lambda: state)).run(rtol, atol)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,13 +123,10 @@ class _Trial:
         copy = tree_map(torch.clone, self.x)
         inputs = require_tensors(copy, name=self.name, what="input")
         versions = [version_of(tensor) for tensor in inputs]
-        try:
-            with context:
-                output = self.module(copy)
-        except InverseError as error:
-            raise error.located(self.name) from error
+        with context, torch.enable_grad():  # kernels may give other last bits where no gradient is wanted
+            output = run_stage(Stage(self.name, (self.module,)), copy)
         outputs = require_own_output(inputs, versions, output, name=self.name)
-        return output, shares_memory(inputs, outputs)
+        return tree_map(torch.Tensor.detach, output), shares_memory(inputs, outputs)
 
     def _compare_inverse(
         self, inputs: Sequence[torch.Tensor], output: Any, rtol: float, atol: float
@@ -173,7 +168,7 @@ class _Trial:
         parameters = list(self.module.parameters())
         inputs, right = self._autograds(parameters, slopes)
         fused = stand_ins(parameters)
-        with self.moment.again(dict(zip(map(id, parameters), fused, strict=True))):
+        with self.moment.again(zip(parameters, fused, strict=True)):
             gradient = tree_unflatten(slopes, tree_structure(output))
             with self._named("reversible_backward(output, gradient)"):
                 _, for_input = self.module.reversible_backward(tree_map(torch.clone, output), gradient)
@@ -206,7 +201,7 @@ class _Trial:
     ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
         """The input's tensors, and autograd's gradients for them and for the parameters."""
         plain = stand_ins(parameters)
-        with self.moment.again(dict(zip(map(id, parameters), plain, strict=True))), torch.enable_grad():
+        with self.moment.again(zip(parameters, plain, strict=True)), torch.enable_grad():
             x = tree_map(learning, self.x)
             inputs = require_tensors(x, name=self.name, what="input")
             outputs = require_tensors(self.module(x), name=self.name, what="output")
@@ -235,10 +230,6 @@ def _relative(mine: torch.Tensor | None, autograds: torch.Tensor, least: float) 
     found = torch.zeros_like(autograds) if mine is None else mine
     difference = _largest_difference([found], [autograds])
     return difference / max(_largest(autograds), least) if difference else 0.0
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 # ----------------------------------------------------------------------------------------------------

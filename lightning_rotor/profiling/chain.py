@@ -27,6 +27,7 @@ from lightning_rotor.capture.cuts import NO_CHECKPOINTS
 from lightning_rotor.capture.graph_stage import GraphSlice
 from lightning_rotor.chain import Chain, StageCost
 from lightning_rotor.errors import ModelError, RotorWarning
+from lightning_rotor.execution.inversion import Way, can_be_fused
 from lightning_rotor.execution.options import (
     autocast_enabled,
     kept_attributes,
@@ -34,7 +35,6 @@ from lightning_rotor.execution.options import (
     lent_buffers,
     run_stage,
     undisturbed,
-    way_of,
 )
 from lightning_rotor.execution.segment_state import SegmentState, Statistic, state_of
 from lightning_rotor.invertible.check import Objections, try_inverse
@@ -279,8 +279,8 @@ class _Measuring:
             in_lockstep=self._in_lockstep,
         )
         tried, way = _objections(number, stage, boundary), None
-        if stage.inverse is not None and not tried.inverse:
-            way = way_of(stage, draws_random=draws_random, state=state)
+        if stage.invertible is not None and stage.inverse is not None and not tried.inverse:
+            way = Way(stage, can_be_fused(stage.invertible), draws_random, state)
         measurable = Measurable(
             profiler,
             passed.same_bits and not (number == 0 and self._seen.changes_input),

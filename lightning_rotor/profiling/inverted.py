@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_rotor.chain import BackwardPeaks, Option, StageCost
-from lightning_rotor.execution.inversion import FusedInversion, Inversion, Way, is_whole
-from lightning_rotor.private.torch_names import has_backward_hooks
-from lightning_rotor.private.values import address_of, tree_leaves
+from lightning_rotor.errors import ExecutionError
+from lightning_rotor.execution.inversion import Boundary, Way, is_whole, run_inverted
+from lightning_rotor.private.values import address_of
 from lightning_rotor.profiling.gradients import Gradients
 from lightning_rotor.profiling.stage import (
     WORTH_MENTIONING_BYTES,
@@ -23,12 +21,7 @@ from lightning_rotor.profiling.stage import (
     peak_bytes_of,
     typical,
 )
-from lightning_rotor.stages.sequential import Stage, has_fused_backward, is_invertible
-
-NAMES = {Inversion: "invert", FusedInversion: "invert, fused"}
-"""The names of the options."""
-# Above the noise of a busy machine. A well-written fused backward does less than inverse, forward and backward.
-_NOT_SLOWER = 2.0
+from lightning_rotor.stages.sequential import Stage, is_invertible
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,29 +41,14 @@ class _Run:
 def with_inversion(
     profiler: StageProfiler, way: Way, measurement: StageMeasurement, *, not_fused: str
 ) -> tuple[StageMeasurement, str]:
-    """The measurement with up to two options that invert the stage; and why one is missing, or the fused one."""
+    """The measurement with an option that inverts the stage; and why it is missing, or does without a fused backward."""
     reason = objection(profiler, measurement.cost)
     if reason:
         return measurement, reason
-    kinds = [Inversion] if not_fused else _kinds(way)
-    if len(profiler.ends.inputs) > 1 or len(profiler.ends.outputs) > 1:
-        # Autograd begins such a stage before it is done with the next one, if that one's graph is not a single node.
-        kinds = [kind for kind in kinds if kind is FusedInversion]
-    if not kinds:
-        return (
-            measurement,
-            f"it takes or makes several tensors and has no reversible_backward{' that can be used' * bool(not_fused)}",
-        )
-    ways = [_Inverted(profiler, way, kind) for kind in kinds]
-    found = [
-        each.option(measurement.cost, seconds) for each, seconds in zip(ways, _backward_seconds(ways), strict=True)
-    ]
-    options = [option for option in found if isinstance(option, Option)]
-    if len(options) == 2 and _replaces(options[1], options[0]):
-        del options[0]
-    if options:
-        measurement = replace(measurement, cost=_joined(measurement.cost, options))
-    return measurement, next((reason for reason in found if isinstance(reason, str)), not_fused)
+    option = _Inverted(profiler, replace(way, fused=way.fused and not not_fused)).option(measurement.cost)
+    if isinstance(option, str):
+        return measurement, option
+    return replace(measurement, cost=_joined(measurement.cost, option)), not_fused
 
 
 def lost_inverse(stage: Stage) -> str:
@@ -80,25 +58,6 @@ def lost_inverse(stage: Stage) -> str:
         return ""
     merged = ", since something in it changes its input in place or returns a view of it"
     return f"{', '.join(kinds)} is but a part of it{merged * (len(stage.modules) > 1)}"
-
-
-def _kinds(way: Way) -> list[type[Inversion]]:
-    module = way.module
-    # Around a fused backward nobody calls the module, so hooks of its backward would not fire.
-    fused = has_fused_backward(module) and not has_backward_hooks(module)
-    return [Inversion, FusedInversion] if fused else [Inversion]
-
-
-def _replaces(fused: Option, other: Option) -> bool:
-    """True if a fused backward takes no more memory than the other option, and no more time."""
-    no_larger = all(mine <= theirs for mine, theirs in zip(_sizes(fused), _sizes(other), strict=True))
-    return no_larger and fused.backward_seconds <= _NOT_SLOWER * other.backward_seconds
-
-
-def _sizes(option: Option) -> list[int]:
-    exist = astuple(option.backward_peaks(gradients_exist=True))
-    named = (getattr(option, field.name) for field in fields(option) if field.name.endswith("_bytes"))
-    return [*(size or 0 for size in named), *exist]
 
 
 def objection(profiler: StageProfiler, cost: StageCost) -> str:
@@ -125,18 +84,20 @@ def objection(profiler: StageProfiler, cost: StageCost) -> str:
 class _Inverted:
     profiler: StageProfiler
     way: Way
-    kind: type[Inversion]
 
-    def option(self, cost: StageCost, backward_seconds: float) -> Option | str:
+    def option(self, cost: StageCost) -> Option | str:
         """The costs as an option, or why there is none."""
         keep, pinned_bytes = cost.keep, cost.pinned_bytes
-        alone = self._run(hold_input=False)
+        try:
+            alone = self._run(hold_input=False)
+        except ExecutionError as error:  # it uses a tensor whose gradient would be lost
+            return str(error)
         if alone.input_bytes or alone.saved_output_bytes != self.profiler.ends.link_bytes:
             return "its graph keeps hold of the input"
         # Less is possible: autograd may leave slices where this leaves gradients that fill their memory.
         fewer_bytes = alone.gradients.link_bytes <= keep.input_gradient_bytes
         if not fewer_bytes or alone.gradients.parameter_bytes != keep.parameter_gradient_bytes:
-            fused = "fused " if self.kind is FusedInversion else ""
+            fused = "fused " if self.way.fused else ""
             return f"its {fused}backward leaves other gradients"
         held = self._run(hold_input=True)
         accumulating = None
@@ -145,7 +106,7 @@ class _Inverted:
             accumulating = again._peaks(again._run(hold_input=False), again._run(hold_input=True))
         peaks = self._peaks(alone, held)
         return Option(
-            name=NAMES[self.kind],
+            name="invert, fused" if self.way.fused else "invert",
             saved_bytes=max(alone.saved_bytes - pinned_bytes, 0),  # those count whatever the option
             saved_input_bytes=0,
             saved_output_bytes=alone.saved_output_bytes,
@@ -162,11 +123,11 @@ class _Inverted:
             # The same kernels: timed by itself either may seem faster by chance.
             forward_seconds=keep.forward_seconds,
             replay_seconds=keep.forward_seconds,
-            backward_seconds=max(backward_seconds, keep.backward_seconds),
+            backward_seconds=max(self._backward_seconds(), keep.backward_seconds),
             accumulating=accumulating,
             discard_peak_bytes=alone.forward_peak_bytes,
             inverts=True,
-            fused=self.kind is FusedInversion,
+            fused=self.way.fused,
         )
 
     @staticmethod
@@ -188,24 +149,23 @@ class _Inverted:
                 return tensor
 
             value = profiler.boundary.fresh()
+            boundary = Boundary(self.way.name)
             recording.mark("forward")
             # A surrounding segment is recomputed at the first of them.
             with saved_tensors_hooks(torch.Tensor.detach, unpack):
-                inversion, output = self._forward(value)
+                output = run_inverted(self.way, value, boundary)
             recording.mark("root")
             backward = profiler.backward(value, output, elsewhere)
             recording.mark("drop input")
-            boundary = inversion.boundary
-            if hold_input:
-                boundary.refer(*range(len(profiler.boundary.leaves)))
-            del value, inversion
+            if not hold_input:
+                del boundary
+            del value
             recording.mark("drop output")
             if not profiler.last:
                 del output
             recording.mark("backward")
             gradients = backward.gradients()
             recording.mark("done")
-            del boundary
         phases = Phases(recording.phases)
         start, level = phases.first("forward").start_bytes, phases.first("backward").start_bytes
         link_bytes = profiler.ends.link_bytes
@@ -222,16 +182,16 @@ class _Inverted:
             gradients=gradients,
         )
 
-    def _forward(self, value: Any) -> tuple[Inversion, Any]:
-        inversion = self.kind(self.way, value)
-        output = inversion.run()
-        inversion.output.keep(tree_leaves(output))
-        return inversion, output
+    def _backward_seconds(self) -> float:
+        """Seconds of the backward."""
+        seconds: list[float] = []
+        while not is_timed(self.profiler, seconds):
+            seconds.append(self._timed_backward())
+        return typical(seconds)
 
-    def backward_seconds(self) -> float:
-        """Seconds of one backward."""
+    def _timed_backward(self) -> float:
         meter, value = self.profiler.meter, self.profiler.boundary.fresh()
-        _, output = self._forward(value)
+        output = run_inverted(self.way, value)
         run = self.profiler.backward(value, output, self.profiler.layouts.memories_elsewhere())
         del value, output
         self.profiler.interlude()
@@ -240,17 +200,8 @@ class _Inverted:
         return meter.seconds_between(start, meter.now())
 
 
-def _backward_seconds(ways: Sequence[_Inverted]) -> list[float]:
-    """Seconds of each backward, timed by turns so that a slower moment meets all of them."""
-    seconds: list[list[float]] = [[] for _ in ways]
-    while not all(is_timed(ways[0].profiler, runs) for runs in seconds):
-        for way, runs in zip(ways, seconds, strict=True):
-            runs.append(way.backward_seconds())
-    return [typical(runs) for runs in seconds]
-
-
-def _joined(cost: StageCost, more: Sequence[Option]) -> StageCost:
-    """The stage's costs with more options."""
+def _joined(cost: StageCost, option: Option) -> StageCost:
+    """The stage's costs with one more option."""
     options = tuple(replace(each, discard_peak_bytes=cost.discard_peak_of(each)) for each in cost.options)
-    largest = max(cost.discard_peak_bytes, *(option.forward_peak_bytes for option in more))
-    return replace(cost, options=(*options, *more), discard_peak_bytes=largest)
+    largest = max(cost.discard_peak_bytes, option.forward_peak_bytes)
+    return replace(cost, options=(*options, option), discard_peak_bytes=largest)
