@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -225,20 +226,12 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @lru_cache(maxsize=256)
-def _places(shape: torch.Size) -> tuple[tuple[int, ...], ...]:
+def _places(shape: torch.Size) -> tuple[np.ndarray, ...]:
     """The positions to compare, by dimension."""
     # A regular pattern may fall into few columns of a matrix, so into one half of a coupling. The generator is our own.
     size = shape.numel()
-    numbers = random.Random(size).sample(range(size), min(SAMPLES, size))
-    return tuple(zip(*(_place(number, shape) for number in numbers), strict=True))
-
-
-def _place(number: int, shape: torch.Size) -> tuple[int, ...]:
-    place: list[int] = []
-    for size in reversed(shape):
-        number, rest = divmod(number, size)
-        place.append(rest)
-    return tuple(reversed(place))
+    numbers = np.array(random.Random(size).sample(range(size), min(SAMPLES, size)), dtype=np.int64)
+    return np.unravel_index(numbers, shape) if shape else ()
 
 
 def _error_and_scale(sample: torch.Tensor, rebuilt: torch.Tensor) -> tuple[float, float]:
