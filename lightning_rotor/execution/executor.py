@@ -98,7 +98,7 @@ class Executor:
                 steps.append(_step(self._stages[item.stage], item.option))
             needed.update(wires[-1].reads)
         ways = tuple(map(self._way, items))
-        names = [
+        names: list[str | None] = [
             self._stages[item.stage].name
             if isinstance(item, Leaf) and self._option(item).saved_output_bytes and way is None and behind is not None
             else None

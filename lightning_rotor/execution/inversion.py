@@ -54,7 +54,7 @@ from lightning_rotor.stages.sequential import (
 # Boundaries: tensors that are held, or can be rebuilt.
 
 
-class Boundary:
+class Output:
     """The output of a module, or those parts of it that are ``asked`` for, for the modules around it."""
 
     def __init__(self, name: str, asked: Collection[int] | None = None) -> None:
@@ -193,7 +193,7 @@ class _Saved:
         same_memory = self._storage.cdata == identity_of(tensor.untyped_storage())
         return same_memory and self._dtype == tensor.dtype and is_whole(tensor)
 
-    def take_from(self, boundary: Boundary, number: int) -> None:
+    def take_from(self, boundary: Output, number: int) -> None:
         """Refer to a tensor of a boundary instead of holding it."""
         show = self._show
         self.get = lambda: show(boundary.get(number))  # type: ignore[assignment]
@@ -214,11 +214,11 @@ class SavedOutput:
         self._saved.append(_Saved(tensor))
         return self._saved[-1]
 
-    def boundary(self, outputs: Sequence[torch.Tensor]) -> Boundary:
+    def boundary(self, outputs: Sequence[torch.Tensor]) -> Output:
         """What shows the outputs; the rest of what was saved goes where it would have gone without the watch."""
         found, self._saved = self._saved, []  # whoever holds the hooks must not hold these
         asked: set[int] = set()
-        boundary = Boundary(self._name, asked)
+        boundary = Output(self._name, asked)
         for saved in found:
             number = next((number for number, output in enumerate(outputs) if saved.shows(output)), None)
             if number is not None:
@@ -278,7 +278,7 @@ def can_be_fused(module: nn.Module) -> bool:
     return has_fused_backward(module) and not has_backward_hooks(module)
 
 
-def run_inverted(way: Way, value: Any, before: SavedOutput | Boundary | None = None) -> Any:
+def run_inverted(way: Way, value: Any, before: SavedOutput | Output | None = None) -> Any:
     """The output of a module; ``before`` is what the stage before has saved, if that is no inverted one.
 
     Raises:
@@ -294,7 +294,7 @@ def run_inverted(way: Way, value: Any, before: SavedOutput | Boundary | None = N
     return Inversion(way, inputs, parameters, before or _boundary_of(inputs)).run(value)
 
 
-def _boundary_of(inputs: Sequence[torch.Tensor]) -> Boundary | None:
+def _boundary_of(inputs: Sequence[torch.Tensor]) -> Output | None:
     """The boundary behind the run whose outputs, all of them in order, the inputs are, if there is one."""
     runs = (getattr(tensor.grad_fn, "run", None) for tensor in inputs)
     run = next((found for found in runs if isinstance(found, Inversion)), None)
@@ -307,15 +307,15 @@ class Inversion:
     _made: TreeSpec
 
     def __init__(
-        self, way: Way, inputs: Sequence[torch.Tensor], parameters: tuple[torch.Tensor, ...], source: Boundary | None
+        self, way: Way, inputs: Sequence[torch.Tensor], parameters: tuple[torch.Tensor, ...], source: Output | None
     ) -> None:
         self.way = way
-        self.output = Boundary(way.name)
+        self.output = Output(way.name)
         self._inputs_like = [(tensor.shape, tensor.dtype) for tensor in inputs]
         self._strides = [tensor.stride() for tensor in inputs]
         self._parameters = parameters
         # Weakly: nobody who could ask for it is left when it goes.
-        self._source = None if source is None else weakref.ref(source)
+        self._source: Callable[[], Output | None] = partial(_same, None) if source is None else weakref.ref(source)
         self._outputs: list[weakref.ref[torch.Tensor]] = []
         self._hooks = hooks_for_saved_tensors()
         self.moment = Moment(inputs[0].device, way.state, may_draw=way.draws_random)
@@ -354,7 +354,7 @@ class Inversion:
         del output, made
         self._outputs = list(map(weakref.ref, outputs))
         self.output.hold(outputs)
-        source = self._source and self._source()
+        source = self._source()
         if source is not None:
             source.hand_over(self, inputs)
         return tree_unflatten(outputs, self._made)
@@ -378,7 +378,7 @@ class Inversion:
         run = self._fused_backward if self.way.fused else self._autograds
         with torch.no_grad():
             inputs, found = run(self.output.lend(for_good=for_good), gradients, wanted)
-        source = self._source and self._source()
+        source = self._source()
         if source is not None:
             source.refill(inputs, for_good=for_good)
         return found

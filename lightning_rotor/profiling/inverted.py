@@ -9,7 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_rotor.chain import BackwardPeaks, Option, StageCost
 from lightning_rotor.errors import ExecutionError
-from lightning_rotor.execution.inversion import Boundary, Way, is_whole, run_inverted
+from lightning_rotor.execution.inversion import Output, Way, is_whole, run_inverted
 from lightning_rotor.private.values import address_of
 from lightning_rotor.profiling.gradients import Gradients
 from lightning_rotor.profiling.stage import (
@@ -149,7 +149,7 @@ class _Inverted:
                 return tensor
 
             value = profiler.boundary.fresh()
-            boundary = Boundary(self.way.name)
+            boundary = Output(self.way.name)
             recording.mark("forward")
             # A surrounding segment is recomputed at the first of them.
             with saved_tensors_hooks(torch.Tensor.detach, unpack):
