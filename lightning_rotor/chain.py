@@ -406,7 +406,7 @@ def combined(
         first = values[0]
         if isinstance(first, StageCost):
             values = _alike(values)
-        if is_dataclass(first):
+        if is_dataclass(first) and not isinstance(first, type):
             parts = {
                 each.name: one([getattr(value, each.name) for value in values], each.name) for each in fields(first)
             }

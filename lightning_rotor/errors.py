@@ -7,6 +7,8 @@ says what was expected, what was received, and what to do; the numbers in it are
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class RotorError(Exception):
     """Base class of everything that lightning-rotor raises on purpose."""
@@ -45,13 +47,8 @@ class BudgetError(RotorError, ValueError):
 class TrialError(BudgetError, RuntimeError):
     """No schedule fits in a trial of Lightning's batch size finder, which recognizes a lack of memory by text alone."""
 
-    def __init__(self, message: str, *, budget_bytes: int, minimum_bytes: int, stage: str) -> None:
-        super().__init__(
-            f"{message}. (For Lightning's tuner: this counts as CUDA out of memory.)",
-            budget_bytes=budget_bytes,
-            minimum_bytes=minimum_bytes,
-            stage=stage,
-        )
+    def __init__(self, message: str, **attributes: Any) -> None:
+        super().__init__(f"{message}. (For Lightning's tuner: this counts as CUDA out of memory.)", **attributes)
 
 
 class ShortageError(RotorError, RuntimeError):

@@ -24,7 +24,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import TypeAlias
 
 from lightning_rotor.errors import ScheduleError
@@ -192,15 +192,12 @@ def segments_in(items: Iterable[Item]) -> Iterator[Segment]:
 
 
 def _walk(items: Iterable[Item]) -> Iterator[Item]:
-    pending = [iter(items)]
+    pending = [*items][::-1]
     while pending:
-        for item in pending[-1]:
-            yield item
-            if isinstance(item, Segment):
-                pending.append(iter(item.items))
-                break
-        else:
-            pending.pop()
+        item = pending.pop()
+        yield item
+        if isinstance(item, Segment):
+            pending.extend(reversed(item.items))
 
 
 def _are_same(one: Schedule | Segment, other: Schedule | Segment) -> bool:
@@ -246,38 +243,32 @@ def _check_items(items: tuple[Item, ...]) -> None:
             raise ScheduleError(f"stage {right.first} follows stage {left.last}: expected every stage once, in order")
 
 
-def _format(items: tuple[Item, ...]) -> str:
-    """Text of items, with runs of leaves under one option shortened to ``a-b``."""
-    words: list[str] = []
-    run: list[Leaf] = []  # leaves side by side under one option
-    opening = ""  # parentheses before the next word
-
-    def add(word: str) -> None:
-        nonlocal opening
-        words.append(opening + word)
-        opening = ""
-
-    def close_run() -> None:
-        if run:
-            add(str(run[0]) if len(run) == 1 else f"{run[0].stage}-{run[-1]}")
-            run.clear()
-
-    pending = [iter(items)]
-    while pending:
-        for item in pending[-1]:
-            if isinstance(item, Segment):
-                close_run()
-                opening += "("
-                pending.append(iter(item.items))
-                break
-            if run and item.option != run[-1].option:
-                close_run()
-            run.append(item)
+def _runs(items: tuple[Item, ...]) -> Iterator[Segment | str]:
+    """Segments, and the text of each run of leaves under one option: ``a-b``."""
+    for kind, group in groupby(items, lambda item: item if isinstance(item, Segment) else item.option):
+        if isinstance(kind, Segment):
+            yield kind
         else:
-            close_run()
+            first, *others = group
+            yield f"{first.first}-{others[-1]}" if others else str(first)
+
+
+def _format(items: tuple[Item, ...]) -> str:
+    """Text of items."""
+    words: list[str] = []
+    opening = ""  # parentheses before the next word
+    pending = [_runs(items)]
+    while pending:
+        each = next(pending[-1], None)
+        if isinstance(each, Segment):
+            opening += "("
+            pending.append(_runs(each.items))
+        elif each is not None:
+            words.append(opening + each)
+            opening = ""
+        else:
             pending.pop()
-            if pending:
-                words[-1] += ")"
+            words[-1] += ")" if pending else ""
     return " ".join(words)
 
 

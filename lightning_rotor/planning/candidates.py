@@ -157,12 +157,10 @@ def _edited(items: tuple[Item, ...], chain: Chain) -> Iterator[tuple[Item, ...]]
 
 def _next_options(chain: Chain, stage: int, option: int) -> list[int]:
     """The options that save the next less and the next more bytes."""
-    options = chain.stages[stage].options
     saved = [
-        (each.saved_bytes + each.saved_input_bytes + each.saved_output_bytes, number)
-        for number, each in enumerate(options)
+        each.saved_bytes + each.saved_input_bytes + each.saved_output_bytes for each in chain.stages[stage].options
     ]
-    ranks = [number for _, number in sorted(saved)]
+    ranks = sorted(range(len(saved)), key=saved.__getitem__)
     at = ranks.index(option)
     return ranks[max(at - 1, 0) : at] + ranks[at + 1 : at + 2]
 
@@ -227,8 +225,6 @@ class Candidates:
         return self._stairs[0] * self.unit if self._stairs else math.inf
 
     def __getitem__(self, stair: int) -> Candidate:
-        if not 0 <= stair < len(self._stairs):
-            raise IndexError(f"stair {stair} of {len(self._stairs)}")
         if stair not in self._candidates:
             self._candidates[stair] = self.judge(schedule_at(self.table, self._stairs[stair]))
         return self._candidates[stair]
