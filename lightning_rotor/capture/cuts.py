@@ -22,7 +22,7 @@ from lightning_rotor.capture.compiled import is_compiled
 from lightning_rotor.capture.external_state import Closures, Notes
 from lightning_rotor.capture.graph_stage import OF, GraphSlice
 from lightning_rotor.capture.guards import Watch, first_difference
-from lightning_rotor.capture.modules import Call, hide_trainers, hides_code, is_invertible_as_a_whole
+from lightning_rotor.capture.modules import Call, firsts_of, hide_trainers, hides_code, is_invertible_as_a_whole
 from lightning_rotor.capture.recorder import Recorder, Recording, ambient
 from lightning_rotor.errors import InverseError, ModelError
 from lightning_rotor.execution.options import kept_attributes, kept_parameters, lent_buffers, undisturbed
@@ -126,9 +126,9 @@ def cut_graph(
 
 
 def _key(call: Call) -> Any:
-    # Code may ask whether autocast is on. Hooks on saved tensors are nobody's business but autograd's.
+    # Code may ask whether two tensors are one, and whether autocast is on. Hooks on saved tensors are autograd's.
     kinds = tuple((tensor.dim(), tensor.dtype, tensor.device) for tensor in call.tensors)
-    return call.key, call.firsts, ambient()[:-1], kinds
+    return call.key, firsts_of(call.tensors), ambient()[:-1], kinds
 
 
 def _watch(recording: Recording) -> Watch:

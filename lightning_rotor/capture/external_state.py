@@ -61,7 +61,7 @@ class _Noted:
 
 def _is_object(value: Any) -> bool:
     """True if only the identity of a value counts."""
-    return frozen(value, objects=False) == Same(value)
+    return bool(frozen(value, objects=False) == Same(value))
 
 
 class Notes:

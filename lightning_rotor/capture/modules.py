@@ -232,11 +232,6 @@ class Call:
         return cls(tensors, (str(spec), tuple(map(_spelled, flat))), leaves, spec, signature)
 
     @property
-    def firsts(self) -> tuple[int, ...]:
-        """For each tensor, the number of the first one that is the same object: code may ask whether two are one."""
-        return firsts_of(self.tensors)
-
-    @property
     def names(self) -> tuple[str, ...]:
         """Names of the tensors in messages: the argument, and the place in it."""
         paths, _ = tree_flatten_with_path(tree_unflatten(range(len(self.leaves)), self.spec))

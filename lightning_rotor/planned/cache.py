@@ -39,8 +39,7 @@ from lightning_rotor.stages.sequential import Stage, is_plain_stock
 
 
 _TABLES = ("_modules", *HOOKS[:2], "_parameters")
-_entries_in = itemgetter("training", *_TABLES[:-1])
-_parameters_in = itemgetter(_TABLES[-1])
+_tables_in, _training = itemgetter(*_TABLES), itemgetter("training")
 _learning = attrgetter("requires_grad", "dtype")
 
 
@@ -50,38 +49,25 @@ class ModuleFacts:
     def __init__(self, root: nn.Module) -> None:
         self._modules = tuple(root.modules())
         self._parameters = tuple(root.parameters())
-        self._attributes = [vars(module) for module in self._modules]
-        # A scripted module keeps its children and parameters elsewhere.
-        self._readable = all(_is_readable(attributes) for attributes in self._attributes)
-        if self._readable:
-            self._owners = list(map(_parameters_in, self._attributes))
-            self._tables = [attributes[name] for attributes in self._attributes for name in _TABLES]
-            self._full = [table for table in self._tables if table]
-            self._entries = list(chain.from_iterable(map(dict.values, self._full)))
-            self._seen = self._look()
+        self._attributes = list(map(vars, self._modules))
+        self._objects = self._now()
 
     def holds(self) -> bool:
         """True if all of it is as it was. False if that cannot be told so quickly."""
-        return (
-            self._readable
-            # Dicts of tensors, and tensors, are no more to be compared with == than other tensors are.
-            and all(map(is_, map(_parameters_in, self._attributes), self._owners))
-            and self._look() == self._seen
-            and all(map(is_, chain.from_iterable(map(dict.values, self._full)), self._entries))
-        )
+        now = self._now()
+        return len(now) == len(self._objects) > 0 and all(map(is_, now, self._objects))
 
-    def _look(self) -> Any:
-        return (
-            list(map(len, self._tables)),
-            list(map(type, self._modules)),
-            list(map(_entries_in, self._attributes)),
-            list(map(contains, self._attributes, repeat("forward"))),
-            list(map(_learning, self._parameters)),
-        )
-
-
-def _is_readable(attributes: dict[str, Any]) -> bool:
-    return "training" in attributes and all(isinstance(attributes.get(name), dict) for name in _TABLES)
+    def _now(self) -> list[Any]:
+        """All of it as one flat list, to compare object by object."""
+        try:
+            tables = list(filter(None, chain.from_iterable(map(_tables_in, self._attributes))))
+            return [
+                *(*map(type, self._modules), *map(contains, self._attributes, repeat("forward"))),
+                *(*map(_training, self._attributes), *chain.from_iterable(map(_learning, self._parameters))),
+                *(*tables, *chain.from_iterable(tables), *chain.from_iterable(map(dict.values, tables))),
+            ]
+        except (KeyError, TypeError):  # a scripted module keeps its children and parameters elsewhere
+            return []
 
 
 # ----------------------------------------------------------------------------------------------------
