@@ -124,7 +124,8 @@ _SPLITS = ("chunk", "split", "unbind", "tensor_split", "split_with_sizes")
 """Several views of one storage, of which a stage cannot be measured alone: a copy of each is another storage."""
 _PIECES = (*_SPLITS, torch.chunk, torch.split, torch.unbind, torch.tensor_split)
 _VIEWS = words(
-    "contiguous expand flatten getitem narrow permute reshape select squeeze swapaxes t transpose unflatten unsqueeze view"
+    "contiguous expand flatten getitem narrow permute reshape select squeeze swapaxes t transpose unflatten unsqueeze",
+    "view",
 ).union(_SPLITS)
 """What a stage is not named after: it shows its input in another way; a few of these copy if they must."""
 

@@ -296,10 +296,10 @@ def look_of(value: Any) -> Any:
 _KNOWN_METHODS = words(
     "abs add addcmul addmm adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool2d arange",
     "avg_pool2d baddbmm batch_norm bmm cat celu chunk clamp concat contiguous conv1d conv2d conv3d dim div elu exp",
-    "expand flatten gelu getattr glu group_norm hardsigmoid hardswish hardtanh interpolate layer_norm leaky_relu linear",
-    "log log_softmax masked_fill matmul max_pool2d mean mish mul narrow normalize pad permute pixel_shuffle pow relu",
-    "relu6 relu_ repeat reshape roll rms_norm rsqrt selu sigmoid silu size softmax softplus split sqrt squeeze stack sub",
-    "sum tanh to transpose unbind unflatten unsqueeze view where",
+    "expand flatten gelu getattr glu group_norm hardsigmoid hardswish hardtanh interpolate layer_norm leaky_relu",
+    "linear log log_softmax masked_fill matmul max_pool2d mean mish mul narrow normalize pad permute pixel_shuffle",
+    "pow relu relu6 relu_ repeat reshape roll rms_norm rsqrt selu sigmoid silu size softmax softplus split sqrt",
+    "squeeze stack sub sum tanh to transpose unbind unflatten unsqueeze view where",
 )
 _DROPOUT_PLACE = 4  # among the arguments of torch's attention
 _KNOWN_OPERATORS = "getitem setitem add sub mul truediv floordiv mod matmul neg eq ne lt le gt ge"  # and those in place

@@ -22,9 +22,9 @@ from lightning_rotor.private.values import address_of, tensors_in, tree_leaves
 METADATA = words(
     "dtype device ndim layout requires_grad names itemsize nbytes is_cuda is_cpu is_xpu is_mps is_meta is_mkldnn",
     "is_xla is_hpu is_ipu is_mtia is_maia is_vulkan is_sparse is_sparse_csr is_quantized is_nested is_floating_point",
-    "is_complex is_signed is_contiguous is_same_size is_conj is_neg is_inference is_tensor is_coalesced dim ndimension",
-    "stride storage_offset element_size get_device dim_order result_type can_cast promote_types has_names __len__",
-    "__hash__ __dir__ _is_view",
+    "is_complex is_signed is_contiguous is_same_size is_conj is_neg is_inference is_tensor is_coalesced dim",
+    "ndimension stride storage_offset element_size get_device dim_order result_type can_cast promote_types has_names",
+    "__len__ __hash__ __dir__ _is_view",
 )
 """What a call of the same shapes has in common with this one. Reading it makes no node."""
 
