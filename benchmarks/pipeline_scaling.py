@@ -28,9 +28,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_rotor.capture.cuts import SequentialCut
 from lightning_rotor.chain import Chain
-from lightning_rotor.pipeline.partition import Link, Partition, PartitionError, balance_by_time, partition
+from lightning_rotor.pipeline.partition import Link, Partition, PartitionError, partition
 from lightning_rotor.pipeline.partition.balance import cuts_of, even_balance, runs_of
 from lightning_rotor.pipeline.partition.problem import Costs, Problem, devices_of
+from lightning_rotor.pipeline.pipelined import balance_by_time
 from lightning_rotor.pipeline.schedule import PipelineScheduleName
 from lightning_rotor.profiling import Profile, profile_chain
 from lightning_rotor.profiling.estimates import InputSpec, estimate_profile, give_fake_tensors
@@ -102,7 +103,7 @@ def _compared(chain: Chain, state: list[int], common: dict[str, Any], per_device
         "micro_batches": 2 * common["devices"], "schedule": common["schedule"], "stages_per_device": per_device,
         "state_bytes": state, "link": _LINK,
     }  # fmt: skip
-    balances = {"equal": even_balance(len(chain), parts), "by time": balance_by_time(chain, parts)}
+    balances = {"equal": even_balance(len(chain), parts), "by time": balance_by_time(chain, partitions=parts)}
     plenty = common["schedule"] == "interleaved"
     least: dict[str, int] = {}
     if not plenty:

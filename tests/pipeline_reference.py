@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from lightning_rotor.pipeline.schedule import actions
+
 
 def load_of(stage, micro_batch, micro_batches):
     return stage.last if stage.last is not None and micro_batch == micro_batches - 1 else stage.micro_batch
@@ -9,15 +11,16 @@ def load_of(stage, micro_batch, micro_batches):
 
 def slow_step_seconds(order, loads, micro_batches):
     """A device goes on until it lacks something that another one has not sent yet; whoever sends it wakes it up."""
+    order = [actions(device) for device in order]
     home = {action.stage: number for number, device in enumerate(order) for action in device}
     arrived, link_free = {}, {}
     ends = [[] for _ in order]
     awake = list(range(len(order)))[::-1]
     while awake:
         device = awake.pop()
-        actions, done = order[device], ends[device]
-        while len(done) < len(actions):
-            stage, work, number = actions[len(done)]
+        own, done = order[device], ends[device]
+        while len(done) < len(own):
+            stage, work, number = own[len(done)]
             forward = work == "forward"
             needs_nothing = stage == 0 if forward else stage == len(loads) - 1
             ready = 0.0 if needs_nothing else arrived.pop((stage, work, number), -1.0)
@@ -39,15 +42,13 @@ def slow_step_seconds(order, loads, micro_batches):
     return max(device[-1] for device in ends)
 
 
-def slow_levels(order, loads, micro_batches, gradients_exist=False, lingering=()):
+def slow_levels(order, loads, micro_batches, lingering=None):
     """By action of a device, most that it holds meanwhile, and what it holds then."""
+    order = actions(order)
     stages = {action.stage for action in order}
     live = sum(loads[stage].static_bytes for stage in stages)
     with_gradients = set()
-    if gradients_exist:
-        live += sum(loads[stage].gradient_bytes for stage in stages)
-        with_gradients = set(stages)
-    until = lingering or range(len(order))
+    until = range(len(order)) if lingering is None else lingering
     leaves = [0] * len(order)
     outputs_until, levels = {}, []
     for place, action in enumerate(order):

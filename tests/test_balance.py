@@ -63,7 +63,7 @@ def test_what_comes_out_can_be_used_for_a_partition():
 @pytest.mark.parametrize("partitions", [0, 10, -1, 2.0, True])
 def test_a_number_of_partitions_that_cannot_be_is_refused(partitions):
     with pytest.raises(
-        PipelineError, match="the chain has 9 stages: expected an integer from 1 to 9, such as balance_by_time"
+        PipelineError, match="the chain has 9 stages: expected an integer from 1 to 9, such as partitions=9"
     ):
         balance_by_time(random_chain(random.Random(0), 9, "cnn"), partitions=partitions)
 

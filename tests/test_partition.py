@@ -17,12 +17,12 @@ from lightning_rotor.pipeline.partition import (
     PartitionError,
     PipelineDevice,
     Problem,
-    balance_by_time,
     boundary_bytes,
     partition,
     sub_chain,
 )
 from lightning_rotor.pipeline.partition.problem import Costs
+from lightning_rotor.pipeline.pipelined import balance_by_time
 from lightning_rotor.pipeline.schedule import PipelineError
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
@@ -53,12 +53,11 @@ def random_problem(rng, *, schedule, recompute="rotor", most_stages=8):
         recompute=recompute,
         state_bytes=tuple(rng.randint(0, 50) for _ in chain),
         link=rng.choice((Link(), Link(1e5, 1e-5), Link(1e6))),
-        receive_buffers=rng.choice(("micro_batches", "in_flight")),
     )
 
 
 def solved(problem, **more):
-    names = ("schedule", "stages_per_device", "recompute", "state_bytes", "link", "receive_buffers")
+    names = ("schedule", "stages_per_device", "recompute", "state_bytes", "link")
     arguments = {name: getattr(problem, name) for name in names}
     return partition(problem.chain, problem.devices, micro_batches=problem.micro_batches, **arguments, **more)
 
@@ -99,7 +98,7 @@ def test_interleaved_stages_fit_their_devices_together_and_the_bound_holds(seed)
     rng = random.Random(seed)
     problem = random_problem(rng, schedule="1f1b", most_stages=10)
     count = max(1, min(3, len(problem.chain) // 2))
-    devices = tuple(PipelineDevice(int(3 * kept_bytes(problem.chain))) for _ in range(count))
+    devices = tuple(PipelineDevice(int(6 * kept_bytes(problem.chain))) for _ in range(count))
     problem = replace(problem, devices=devices, micro_batches=2 * count, schedule="interleaved", stages_per_device=2)
     found = solved(problem)
     assert found.bound_seconds <= found.seconds
@@ -122,7 +121,6 @@ def test_interleaved_stages_get_more_memory_than_the_sum_of_their_worst_moments(
         memory_bytes=memory,
         schedule="interleaved",
         stages_per_device=2,
-        receive_buffers="in_flight",
     )
     worst = [sum(choice.bytes for choice in found.choices[device::2]) for device in range(2)]
     assert max(found.simulation.peak_bytes) <= memory < max(worst)
@@ -137,7 +135,6 @@ def test_a_large_chain_is_cut_optimally(schedule):
         micro_batches=8,
         memory_bytes=int((1.2 if schedule == "gpipe" else 0.6) * kept_bytes(chain)),
         schedule=schedule,
-        receive_buffers="in_flight",
     )
     assert found.gap < 0.01
     assert found.simulation.recompute_seconds > 0
@@ -145,7 +142,7 @@ def test_a_large_chain_is_cut_optimally(schedule):
 
 def test_many_unlike_stages_are_cut_with_a_small_gap():
     chain, devices, micro_batches = random_chain(random.Random(1), 76, "heterogeneous", grain=1024), 64, 128
-    by_time = balance_by_time(chain, devices)
+    by_time = balance_by_time(chain, partitions=devices)
     free = partition(chain, devices, micro_batches=micro_batches, balance=by_time)
     costs = Costs(free.problem)
     memory = max(costs.least_bytes(stage, each.first, each.last) for stage, each in enumerate(free.choices))
@@ -165,14 +162,14 @@ def test_short_runs_that_do_not_fit_stay_known_when_longer_ones_are_looked_at():
 
 
 def test_a_slow_device_gets_less_and_one_without_memory_recomputes():
-    chain = random_chain(random.Random(6), 24, "transformer")
-    equal = partition(chain, 3, micro_batches=6, receive_buffers="in_flight")
+    chain = random_chain(random.Random(5), 24, "transformer")
+    equal = partition(chain, 3, micro_batches=6)
     devices = [PipelineDevice(speed=1), PipelineDevice(speed=0.5), PipelineDevice(speed=1)]
-    slow = partition(chain, devices, micro_batches=6, receive_buffers="in_flight")
+    slow = partition(chain, devices, micro_batches=6)
     assert slow.balance[1] < equal.balance[1]
     peaks = equal.simulation.peak_bytes
     small = [PipelineDevice(peaks[0] * 8 // 10), PipelineDevice(), PipelineDevice()]
-    tight = partition(chain, small, micro_batches=6, receive_buffers="in_flight")
+    tight = partition(chain, small, micro_batches=6)
     assert tight.simulation.peak_bytes[0] <= small[0].memory_bytes
     assert tight.seconds >= equal.seconds
     assert tight.balance != equal.balance or tight.choices[0].load.micro_batch.recompute_seconds > 0
@@ -223,7 +220,7 @@ def test_stages_that_are_alike_are_planned_once_and_keep_their_names():
     block = random_chain(random.Random(3), 3, "cnn").stages
     stages = [replace(stage, name=f"{number}.{stage.name}") for number in range(8) for stage in block]
     chain = replace(random_chain(random.Random(3), 3, "cnn"), stages=tuple(stages))
-    found = partition(chain, 4, micro_batches=8, memory_bytes=int(0.8 * kept_bytes(chain)), receive_buffers="in_flight")
+    found = partition(chain, 4, micro_batches=8, memory_bytes=int(0.8 * kept_bytes(chain)))
     names = [name for stage in range(4) for name in found.plan(stage).chain.names if name != "hand over"]
     assert names == list(chain.names)
 
@@ -241,11 +238,8 @@ def test_weights_gradients_and_optimizer_state_count():
 @pytest.mark.parametrize("m", [1, 4])
 def test_buffers_are_those_that_torch_allocates(m):
     chain = random_chain(random.Random(5), 8, "cnn")
-    by_torch = partition(chain, 2, micro_batches=m, balance=[4, 4])
-    fewer = partition(chain, 2, micro_batches=m, balance=[4, 4], receive_buffers="in_flight")
-    size = boundary_bytes(chain, 4)
-    assert by_torch.choices[0].load.static_bytes == by_torch.choices[1].load.static_bytes == m * size
-    assert fewer.choices[0].load.static_bytes == fewer.choices[1].load.static_bytes == size  # a gradient; an input
+    found = partition(chain, 2, micro_batches=m, balance=[4, 4])
+    assert [each.load.static_bytes for each in found.choices] == [m * boundary_bytes(chain, 4)] * 2
 
 
 def test_one_device_is_a_pipeline_too():

@@ -7,15 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_rotor.pipeline.schedule import actions, lingering
+from lightning_rotor.pipeline.schedule import actions, lingering, orders
 from lightning_rotor.pipeline.simulator import DeviceMemory, MicroBatchLoad, PipelineStageLoad, simulate_pipeline
 from tests.pipeline_reference import slow_levels
 
 
 def lasting(schedule, device, devices, m, outputs_linger=True):
     """What outlives its action or its micro-batch, and until when."""
-    order = actions(schedule, devices, micro_batches=m)[device]
-    until = lingering(schedule, order, stages=devices, outputs_linger=outputs_linger)
+    order = orders(schedule, devices, micro_batches=m)[device]
+    until = lingering(schedule, order, stages=devices, outputs_linger=outputs_linger).tolist()
+    order = actions(order)
     own = [order.index((device, "backward", each.micro_batch)) for each in order]
     return {str(order[place]): str(order[last]) for place, last in enumerate(until) if last > own[place]}
 
@@ -41,7 +42,7 @@ def test_newer_loops_let_go_of_outputs():
 def test_what_lingers_counts_until_it_goes():
     micro_batch = MicroBatchLoad(1, 1, held_bytes=100, forward_peak_bytes=100, backward_peak_bytes=100)
     stage = PipelineStageLoad(micro_batch, output_bytes=30, input_gradient_bytes=7)
-    order = actions("1f1b", 3, micro_batches=4)
+    order = orders("1f1b", 3, micro_batches=4)
     until = [lingering("1f1b", each, stages=3, outputs_linger=True) for each in order]
     found = simulate_pipeline(order, [stage] * 3, micro_batches=4, lingering=until, results_bytes=1000)
     # F0 F1 B0 F2 B1 F3 B2 B3: output of 0 from B0 to B2, then the gradient of 2.
@@ -55,16 +56,16 @@ def test_a_device_holds_what_its_actions_add_up_to(seed):
     schedule, devices = rng.choice(("gpipe", "1f1b", "interleaved")), rng.randint(1, 4)
     rounds = 2 if schedule == "interleaved" else 1
     m = devices * rng.randint(1, 3)
-    device, exist = rng.randrange(devices), rng.random() < 0.5
-    order = actions(schedule, devices, micro_batches=m, stages_per_device=rounds)[device]
+    device = rng.randrange(devices)
+    order = orders(schedule, devices, micro_batches=m, stages_per_device=rounds)[device]
     until = rng.choice(
-        ((), *(lingering(schedule, order, stages=devices * rounds, outputs_linger=each) for each in (True, False)))
+        (None, *(lingering(schedule, order, stages=devices * rounds, outputs_linger=each) for each in (True, False)))
     )
-    memory = DeviceMemory(order, until, micro_batches=m, gradients_exist=exist)
+    memory = DeviceMemory(order, until, micro_batches=m)
     for _ in range(5):
-        loads = {stage: random_load(rng) for stage in {action.stage for action in order}}
-        expected = slow_levels(order, loads, m, exist, until)
-        assert memory.levels(loads) == expected
+        loads = {stage: random_load(rng) for stage in memory.stages}
+        expected = slow_levels(order, loads, m, until)
+        assert list(zip(*memory.levels(loads), strict=True)) == expected
         assert memory.peak_bytes(loads) == max(peak for peak, _ in expected)
 
 

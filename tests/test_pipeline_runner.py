@@ -19,7 +19,6 @@ from lightning_rotor.pipeline.partition import PartitionError, PipelineDevice
 from lightning_rotor.pipeline.pipelined import pipelined
 from lightning_rotor.pipeline.placement import PipelineProcesses
 from lightning_rotor.pipeline.schedule import PipelineError
-from lightning_rotor.pipeline.simulator import DeviceMemory, simulate_pipeline
 from lightning_rotor.pipeline.step import PipelinedModule, PipelineOptions
 from lightning_rotor.profiling.meters import CpuMeter
 
@@ -149,7 +148,9 @@ def levels(
         made.runner.train(inputs, lambda output, _: (output * weights).sum(), seed=1, signature=made.signature())
 
     run(), run()
-    stages, partition, problem = made.runner.stages, made.partition, made.partition.problem
+    for parameter in model.parameters():
+        parameter.grad = None
+    stages, partition = made.runner.stages, made.partition
     in_flight = dict.fromkeys((stage.stage_index for stage in stages), 0)
 
     def marked(stage: Any) -> None:
@@ -171,13 +172,13 @@ def levels(
             marked(stage)
         run()
     loads = [each.load for each in partition.choices]
-    events = simulate_pipeline(
-        problem.order, loads, micro_batches=len(sizes), gradients_exist=True, lingering=problem.lingering
-    ).events[rank]
-    memory = DeviceMemory(problem.order[rank], problem.lingering[rank], micro_batches=len(sizes), gradients_exist=True)
-    peak = memory.peak_bytes(loads, problem.results_bytes)
-    always = sum(load.static_bytes + load.gradient_bytes for load in loads[rank::world])
-    buffers = [buffer for each in stages for buffer in each.buffers]
+    peak, events = partition.simulation.peak_bytes[rank], partition.simulation.events[rank]
+    always = sum(load.static_bytes for load in loads[rank::world])
+    received = [
+        each
+        for stage in stages
+        for each in (*([] if stage.is_first else stage.inputs), *stage.output_gradients.values())
+    ]
     # What was sent is let go at the latest when the next action begins.
     starts = [phase.start_bytes for phase in recording.phases if phase.label]
     return {
@@ -185,9 +186,8 @@ def levels(
         "predicted_levels": [event.after_bytes - always for event in events[:-1]],
         "peak": max(phase.peak_bytes for phase in recording.phases),
         "predicted_peak": peak - always,
-        "buffers": sum(buffer.nbytes for buffer in buffers),
+        "buffers": sum(buffer.nbytes for each in received for buffer in each if buffer is not None),
         "always": always,
-        "static": sum(load.static_bytes for load in loads[rank::world]),
         "in_flight": list(in_flight.values()),
         "recomputed": sum(load.micro_batch.recompute_seconds for load in loads[rank::world]),
     }
@@ -214,7 +214,7 @@ def test_each_process_holds_to_the_byte_what_was_predicted(
         pairs = zip(each["levels"], each["predicted_levels"], strict=True)
         assert all(0 <= level - predicted <= losses for level, predicted in pairs), each
         assert 0 <= each["peak"] - each["predicted_peak"] <= losses, each
-        assert each["buffers"] == each["static"]
+        assert each["buffers"] == each["always"]
         if options.schedule == "1f1b":
             assert each["in_flight"] == [min(options.micro_batches, world - rank)]
     assert (options.recompute == "never") != any(each["recomputed"] for each in found)

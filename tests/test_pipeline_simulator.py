@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from lightning_rotor.pipeline.schedule import Action, PipelineError, actions
+from lightning_rotor.pipeline.schedule import PipelineError, orders
 from lightning_rotor.pipeline.simulator import (
     DeviceMemory,
     MicroBatchLoad,
@@ -34,7 +34,7 @@ def times(simulation, device):
 
 
 def test_two_stages_under_1f1b():
-    simulation = simulate_pipeline(actions("1f1b", 2, micro_batches=3), [stage(1, 2), stage(1, 2)], micro_batches=3)
+    simulation = simulate_pipeline(orders("1f1b", 2, micro_batches=3), [stage(1, 2), stage(1, 2)], micro_batches=3)
     assert times(simulation, 0) == [
         ("0F0", 0, 1),
         ("0F1", 1, 2),
@@ -58,7 +58,7 @@ def test_two_stages_under_1f1b():
 
 def test_a_message_takes_its_time_in_both_directions_and_the_sender_goes_on():
     stages = [stage(1, 1, travel=(10, 0)), stage(1, 1, travel=(0, 5))]
-    simulation = simulate_pipeline(actions("gpipe", 2, micro_batches=2), stages, micro_batches=2)
+    simulation = simulate_pipeline(orders("gpipe", 2, micro_batches=2), stages, micro_batches=2)
     assert times(simulation, 0) == [("0F0", 0, 1), ("0F1", 1, 2), ("0B0", 28, 29), ("0B1", 33, 34)]
     # The second message waits for the first one: they leave at 1 and 2 and arrive at 11 and 21.
     assert times(simulation, 1) == [("1F0", 11, 12), ("1F1", 21, 22), ("1B0", 22, 23), ("1B1", 23, 24)]
@@ -66,7 +66,7 @@ def test_a_message_takes_its_time_in_both_directions_and_the_sender_goes_on():
 
 def test_stages_of_one_device_pass_tensors_on_for_nothing():
     stages = [stage(1, 1, travel=(10, 10)), stage(1, 1, travel=(10, 10))]
-    order = actions("interleaved", 1, micro_batches=2, stages_per_device=2)
+    order = orders("interleaved", 1, micro_batches=2, stages_per_device=2)
     assert seconds_with(order, stages, micro_batches=2) == 8
 
 
@@ -82,33 +82,33 @@ def test_gpipe_takes_what_the_formula_of_a_flow_shop_says(seed):
     ]
     expected = sum(forward) + sum(backward) + 2 * sum(travel)
     expected += (m - 1) * (max(forward + travel) + max(backward + travel))
-    assert seconds_with(actions("gpipe", devices, micro_batches=m), stages, micro_batches=m) == expected
+    assert seconds_with(orders("gpipe", devices, micro_batches=m), stages, micro_batches=m) == expected
 
 
 @pytest.mark.parametrize("m", [4, 5, 9, 32])
 def test_equal_stages_under_1f1b_reach_the_ideal(m):
-    seconds = seconds_with(actions("1f1b", 4, micro_batches=m), [stage(1, 2)] * 4, micro_batches=m)
+    seconds = seconds_with(orders("1f1b", 4, micro_batches=m), [stage(1, 2)] * 4, micro_batches=m)
     assert seconds == 3 * (m + 4 - 1)
 
 
 def test_unequal_stages_under_1f1b_follow_no_simple_formula():
     """(m - 1) times the slowest stage and the sum of all: too much if the first stage is slow, too little for others."""
     faster = [stage(10, 10), stage(1, 1)]
-    assert seconds_with(actions("1f1b", 2, micro_batches=4), faster, micro_batches=4) == 80 < 22 + 3 * 20
+    assert seconds_with(orders("1f1b", 2, micro_batches=4), faster, micro_batches=4) == 80 < 22 + 3 * 20
     rng, larger = random.Random(0), 0.0
     for _ in range(500):
         loads = [stage(rng.randint(1, 20), rng.randint(1, 40)) for _ in range(rng.randint(2, 6))]
         m = rng.randint(1, 16)
         each = [load.micro_batch.forward_seconds + load.micro_batch.backward_seconds for load in loads]
-        simulated = seconds_with(actions("1f1b", len(loads), micro_batches=m), loads, micro_batches=m)
+        simulated = seconds_with(orders("1f1b", len(loads), micro_batches=m), loads, micro_batches=m)
         larger = max(larger, simulated / (sum(each) + (m - 1) * max(each)))
     assert larger > 1
 
 
 def test_interleaving_makes_the_bubble_smaller():
     m, devices = 8, 4
-    plain = simulate_pipeline(actions("1f1b", devices, micro_batches=m), [stage(2, 4)] * devices, micro_batches=m)
-    order = actions("interleaved", devices, micro_batches=m, stages_per_device=2)
+    plain = simulate_pipeline(orders("1f1b", devices, micro_batches=m), [stage(2, 4)] * devices, micro_batches=m)
+    order = orders("interleaved", devices, micro_batches=m, stages_per_device=2)
     halves = simulate_pipeline(order, [stage(1, 2)] * 2 * devices, micro_batches=m)
     assert plain.bubble == pytest.approx(3 / 11)
     assert halves.bubble == pytest.approx(1.5 / 9.5)
@@ -125,7 +125,7 @@ def test_memory_is_that_of_micro_batches_in_flight_and_the_running_one():
         backward_peak_bytes=17,
         first_backward_peak_bytes=19,
     )
-    simulation = simulate_pipeline(actions("1f1b", 2, micro_batches=4), [load, load], micro_batches=4)
+    simulation = simulate_pipeline(orders("1f1b", 2, micro_batches=4), [load, load], micro_batches=4)
     first = [(str(each.action), each.peak_bytes, each.after_bytes) for each in simulation.events[0]]
     assert first == [
         ("0F0", 1013, 1010),
@@ -138,23 +138,16 @@ def test_memory_is_that_of_micro_batches_in_flight_and_the_running_one():
         ("0B3", 1117, 1100),
     ]
     assert simulation.peak_bytes == (1127, 1117)
-    for device, order in enumerate(actions("1f1b", 2, micro_batches=4)):
+    for device, order in enumerate(orders("1f1b", 2, micro_batches=4)):
         memory = DeviceMemory(order, micro_batches=4)
         assert memory.peak_bytes([load, load]) == simulation.peak_bytes[device]
-
-
-def test_gradients_from_before_the_step_are_there_throughout():
-    load = stage(1, 2, gradient_bytes=100, held_bytes=10, backward_peak_bytes=17, first_backward_peak_bytes=500)
-    order = actions("1f1b", 1, micro_batches=1)
-    assert simulate_pipeline(order, [load], micro_batches=1).peak_bytes == (500,)
-    assert simulate_pipeline(order, [load], micro_batches=1, gradients_exist=True).peak_bytes == (117,)
 
 
 @pytest.mark.parametrize("m", [2, 8, 16])
 def test_1f1b_holds_fewer_micro_batches_than_gpipe(m):
     load = stage(1, 2, held_bytes=10, forward_peak_bytes=10, backward_peak_bytes=10)
     peaks = {
-        schedule: simulate_pipeline(actions(schedule, 4, micro_batches=m), [load] * 4, micro_batches=m).peak_bytes
+        schedule: simulate_pipeline(orders(schedule, 4, micro_batches=m), [load] * 4, micro_batches=m).peak_bytes
         for schedule in ("gpipe", "1f1b")
     }
     assert peaks["gpipe"] == (10 * m,) * 4
@@ -164,7 +157,7 @@ def test_1f1b_holds_fewer_micro_batches_than_gpipe(m):
 def test_the_last_micro_batch_may_be_another():
     usual, last = MicroBatchLoad(1, 3, 1, held_bytes=1), MicroBatchLoad(1, 2, held_bytes=7)
     simulation = simulate_pipeline(
-        actions("gpipe", 1, micro_batches=3), [PipelineStageLoad(usual, last)], micro_batches=3
+        orders("gpipe", 1, micro_batches=3), [PipelineStageLoad(usual, last)], micro_batches=3
     )
     assert simulation.seconds == 3 + 3 + 3 + 2
     assert simulation.recompute_seconds == 2
@@ -172,17 +165,15 @@ def test_the_last_micro_batch_may_be_another():
 
 
 def test_an_order_that_never_ends_is_refused():
-    backward_first = [
-        (Action(0, "backward", 0), Action(0, "forward", 0)),
-        (Action(1, "forward", 0), Action(1, "backward", 0)),
-    ]
+    backward_first = orders("gpipe", 2, micro_batches=1)[:, ::-1].copy()
+    backward_first[1] = backward_first[1, ::-1]
     with pytest.raises(PipelineError, match=r"for ever \(device 0 for 0B0, device 1 for 1F0\)"):
         seconds_with(backward_first, [stage(1, 1)] * 2, micro_batches=1)
 
 
 def test_every_stage_needs_a_load():
     with pytest.raises(PipelineError, match="none of the 1 pipeline stages"):
-        seconds_with(actions("1f1b", 2, micro_batches=2), [stage(1, 1)], micro_batches=2)
+        seconds_with(orders("1f1b", 2, micro_batches=2), [stage(1, 1)], micro_batches=2)
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -191,7 +182,7 @@ def test_all_devices_and_partitions_at_once_take_as_long_as_one_after_the_other(
     schedule = ("gpipe", "1f1b", "interleaved")[seed % 3]
     devices, rounds = rng.randint(1, 7), 2 if schedule == "interleaved" else 1
     m = devices * rng.randint(1, 3)
-    order = actions(schedule, devices, micro_batches=m, stages_per_device=rounds)
+    order = orders(schedule, devices, micro_batches=m, stages_per_device=rounds)
     stages = devices * rounds
     partitions = [[random_stage(rng) for _ in range(stages)] for _ in range(3)]
     simulator = StepSimulator(order, stages=stages, micro_batches=m)

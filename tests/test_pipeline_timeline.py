@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from lightning_rotor.pipeline.partition import partition
-from lightning_rotor.pipeline.schedule import actions
+from lightning_rotor.pipeline.schedule import orders
 from lightning_rotor.pipeline.simulator import MicroBatchLoad, PipelineStageLoad, simulate_pipeline
 from lightning_rotor.report import PlotError, plot_pipeline
 from lightning_rotor.report.timeline import PHASE_COLOURS
@@ -20,7 +20,7 @@ def simulated(devices=2, micro_batches=3, stages=1, again=1.0, held=0):
     load = PipelineStageLoad(
         MicroBatchLoad(1, 3, again, held_bytes=held, forward_peak_bytes=held, backward_peak_bytes=held)
     )
-    order = actions("interleaved", devices, micro_batches=micro_batches, stages_per_device=stages)
+    order = orders("interleaved", devices, micro_batches=micro_batches, stages_per_device=stages)
     return simulate_pipeline(order, [load] * (devices * stages), micro_batches=micro_batches)
 
 
@@ -84,4 +84,4 @@ def test_many_devices_are_drawn_thinly(tmp_path):
 def test_nothing_to_draw_is_refused():
     load = PipelineStageLoad(MicroBatchLoad(0, 0))
     with pytest.raises(PlotError, match="nothing to draw"):
-        plot_pipeline(simulate_pipeline(actions("1f1b", 1, micro_batches=1), [load], micro_batches=1))
+        plot_pipeline(simulate_pipeline(orders("1f1b", 1, micro_batches=1), [load], micro_batches=1))

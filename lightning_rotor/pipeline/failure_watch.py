@@ -25,6 +25,7 @@ _log = logging.getLogger(__name__)
 
 GRACE_SECONDS = 15.0
 """How long a process that was told of another's end may take to end by itself."""
+_HEARD_SECONDS = 5.0
 _GOODBYE = b""
 
 
@@ -67,13 +68,13 @@ class FailureWatch:
     def _start(work: Callable[..., None], *arguments: Any) -> None:
         threading.Thread(target=work, args=arguments, name="lightning-rotor failure watch", daemon=True).start()
 
-    def explain(self, error: BaseException, within_seconds: float = 5.0) -> None:
-        """Put another process's error in front of this one's error in talking to it, if it is heard in time."""
-        if _met_in_talking(error) and self._known.wait(within_seconds) and not str(error).startswith(self._cause):
-            error.args = (f"{self._cause}. Here: {error}",)
-
     def fail(self, error: BaseException) -> None:
-        """Tell the others that this process ends with an error, unless another one did first."""
+        """Tell the others that this process ends with an error, unless another one did first.
+
+        Another one's error is put in front of this one's error in talking to it, if it is heard in time.
+        """
+        if _met_in_talking(error) and self._known.wait(_HEARD_SECONDS) and not str(error).startswith(self._cause):
+            error.args = (f"{self._cause}. Here: {error}",)
         self._ended.set()
         self._learn(f"process {self._rank} failed: {type(error).__name__}: {error}", told_by=self._rank)
 

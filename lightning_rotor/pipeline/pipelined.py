@@ -18,15 +18,15 @@ from torch import nn
 from lightning_rotor.capture.cuts import GraphCut, SequentialCut, cut_graph, sequentialize
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import ModelError, RotorError, SampleError
-from lightning_rotor.pipeline import partition as partitioning
 from lightning_rotor.pipeline.micro_batches import join, rows_in, split, values_per_row
-from lightning_rotor.pipeline.partition import Partition, PipelineDevice, StagePlan, partition
+from lightning_rotor.pipeline.partition import Partition, PipelineDevice, partition
+from lightning_rotor.pipeline.partition.balance import least_largest, stage_bytes, stage_seconds
 from lightning_rotor.pipeline.placement import PipelineProcesses, Placement, first, gathered, tensors_of
 from lightning_rotor.pipeline.run_context import Call
 from lightning_rotor.pipeline.runner import PipelineRunner
 from lightning_rotor.pipeline.schedule import PipelineError
 from lightning_rotor.pipeline.stage_runner import Part
-from lightning_rotor.pipeline.step import PipelinedModule, PipelineOptions, StagedModule
+from lightning_rotor.pipeline.step import PipelinedModule, PipelineOptions
 from lightning_rotor.private.torch_names import sent_outputs_linger
 from lightning_rotor.private.values import tensors_in, tree_map_only
 from lightning_rotor.profiling import Profile, profile_chain
@@ -64,7 +64,9 @@ def pipelined(
             f"{type(module).__name__} is called without any tensor, and cannot be measured or split: expected tensors "
             "with one row for each sample. Let module=... name a part that takes tensors"
         )
-    training = _cut(module, call)
+    training = cut_for_rows(module, *call)
+    if isinstance(training, GraphCut):
+        require_same(module, training, *call)
     profile = profile_chain(training.stages, training.bind(*call))
     chain = _agreed(profile.chain, processes)
     made = _partition(profile, chain, options, devices, state_bytes(profile.stages), processes)
@@ -72,39 +74,30 @@ def pipelined(
     pieces = [profile.stages[choice.first : choice.last + 1] for choice in made.choices]
     placement = Placement(model, pieces, processes)
     norms = values_per_row(module, call) if options.deferred_batch_norm else None
+    mine = range(processes.rank, count, processes.size)
 
-    def staged(cut: SequentialCut | GraphCut, part: Callable[[int], Part]) -> StagedModule:
-        parts = {number: part(number) for number in range(processes.rank, count, processes.size)}
-        runner = PipelineRunner(parts, count, schedule=options.schedule, processes=processes, batch_norms=norms)
-        return StagedModule(module, cut, runner)
+    def runner(cut: SequentialCut | GraphCut, parts: Sequence[Part]) -> PipelineRunner:
+        by_number = {part.number: part for part in parts}
+        return PipelineRunner(module, cut, by_number, count, schedule=options.schedule, processes=processes)
 
-    trained = evaluated = staged(
-        training, lambda number: Part(profile.stages, profile.states, *_run_and_plans(made, number), chain)
-    )
+    def trained(number: int) -> Part:
+        choice = made.choices[number]
+        lasts = (False,) if choice.last_plan is None else (False, True)
+        plans = [made.plan(number, last_micro_batch=last) for last in lasts]
+        run, states = (choice.first, choice.last), profile.states
+        return Part(number, profile.stages, run, states=states, plans=plans, chain=chain, batch_norms=norms)
+
+    training_runner = evaluation = runner(training, list(map(trained, mine)))
     if isinstance(training, GraphCut):
         cut = _evaluation_cut(module, call)
         runs = _shared_out(cut.stages, profile, made, placement)
-        evaluated = staged(cut, lambda number: Part(cut.stages, (), runs[number]))
+        evaluation = runner(cut, [Part(number, cut.stages, runs[number]) for number in mine])
     _log.info("%s: %s", type(module).__name__, made.summary())
     whole = PipelinedModule(
-        module, made, placement, options, training=trained, evaluation=evaluated, processes=processes
+        module, made, placement, options, runner=training_runner, evaluation=evaluation, processes=processes
     )
     whole.runner.check(whole.inputs([call])[0], signature=whole.signature())
     return whole
-
-
-def _run_and_plans(made: Partition, number: int) -> tuple[tuple[int, int], list[StagePlan]]:
-    """Stages and plans of a part; one plan for all micro-batches if the last one is no different."""
-    choice = made.choices[number]
-    lasts = (False,) if choice.last_plan is None else (False, True)
-    return (choice.first, choice.last), [made.plan(number, last_micro_batch=last) for last in lasts]
-
-
-def _cut(module: nn.Module, call: Call) -> SequentialCut | GraphCut:
-    cut = cut_for_rows(module, *call)
-    if isinstance(cut, GraphCut):
-        require_same(module, cut, *call)
-    return cut
 
 
 def cut_for_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SequentialCut | GraphCut:
@@ -283,7 +276,7 @@ def balance_by_time(module: nn.Module | Chain, sample: Any = None, *, partitions
         >>> balance_by_time(model, torch.rand(16, 3, 224, 224), partitions=4)  # doctest: +SKIP
         [21, 18, 18, 16]
     """
-    return partitioning.balance_by_time(_chain_of(module, sample), partitions)
+    return least_largest(stage_seconds(_chain_of(module, sample)), partitions)
 
 
 def balance_by_size(
@@ -299,7 +292,7 @@ def balance_by_size(
         partitions: How many parts.
         param_scale: Bytes for each byte of trained parameters: 2 with its gradient (SGD), 3 with momentum, 4 for Adam.
     """
-    return partitioning.balance_by_size(_chain_of(module, sample), partitions, param_scale=param_scale)
+    return least_largest(stage_bytes(_chain_of(module, sample), param_scale), partitions)
 
 
 def _chain_of(module: nn.Module | Chain, sample: Any) -> Chain:

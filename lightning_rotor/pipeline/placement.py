@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parameter import is_lazy
 
 from lightning_rotor.pipeline.schedule import PipelineError
+from lightning_rotor.private.values import tree_map_only
 from lightning_rotor.stages.sequential import Stage
 from lightning_rotor.stages.state import GeneratorStates
 
@@ -218,7 +219,8 @@ class Placement:
         if self._size == 1:
             return dict(part)
         parts: list[Any] | None = [None] * self._size if self._rank == 0 else None
-        dist.gather_object(_on_host(part) if self._rank else part, parts, group=self._group, group_dst=0)
+        sent = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), dict(part)) if self._rank else part
+        dist.gather_object(sent, parts, group=self._group, group_dst=0)
         return {key: value for each in reversed(parts or []) for key, value in each.items()}
 
     # ---------------------------------------------------------------- gradients
@@ -239,14 +241,6 @@ class Placement:
         norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=self._device)
         torch.nn.utils.clip_grads_with_norm_([p for p in parameters if p.grad is not None], limit, norm)
         return norm
-
-
-def _on_host(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu()
-    if isinstance(value, Mapping):
-        return {key: _on_host(entry) for key, entry in value.items()}
-    return value
 
 
 def _stages_of_tensors(model: nn.Module, stages: Sequence[Sequence[Stage]]) -> dict[int, int]:

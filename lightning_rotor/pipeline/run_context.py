@@ -119,16 +119,12 @@ class _Abandoned(BaseException):
     """Unwinds code that will never go on. A user's ``except Exception`` does not stop it."""
 
 
-class _Current(threading.local):
-    call: PausedCall | None = None
-
-
-_current = _Current()
+_current = threading.local()
 
 
 def paused_call() -> PausedCall | None:
     """The paused call that runs in this thread, or None."""
-    return _current.call
+    return getattr(_current, "call", None)
 
 
 class PausedCall:
@@ -207,7 +203,6 @@ class PausedCall:
         except BaseException as error:  # the caller's thread raises it
             self._error = error
         finally:
-            _current.call = None
             self._theirs.release()
 
     def _turn(self) -> None:

@@ -1,4 +1,4 @@
-r"""In which order the devices of a pipeline work: one plain list of actions per device.
+r"""In which order the devices of a pipeline work: works by device, as arrays.
 
 ``0F2`` is the forward of micro-batch 2 through pipeline stage 0, ``0B2`` its backward, as torch prints them. With three
 devices and four micro-batches, ``.`` is a device that waits::
@@ -23,15 +23,18 @@ large-scale language model training on GPU clusters", arXiv:2104.04473 (interlea
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from functools import lru_cache
-from itertools import chain
 from typing import Literal, NamedTuple, TypeAlias, get_args
+
+import numpy as np
+import numpy.typing as npt
 
 from lightning_rotor.errors import RotorError
 
 PipelineScheduleName: TypeAlias = Literal["gpipe", "1f1b", "interleaved"]
 Work: TypeAlias = Literal["forward", "backward"]
+WORKS: tuple[Work, ...] = get_args(Work)
+Integers: TypeAlias = npt.NDArray[np.int64]
 
 _NO_ZERO_BUBBLES = (
     ". Zero-bubble schedules run each backward in two parts, and a stage that recomputes would do so in both"
@@ -54,25 +57,48 @@ class Action(NamedTuple):
         return f"{self.stage}{self.work[0].upper()}{self.micro_batch}"
 
 
-Actions: TypeAlias = tuple[Action, ...]
+def actions(order: Integers) -> tuple[Action, ...]:
+    """Actions of a device, from its rows in :func:`orders`.
+
+    Example:
+        >>> [str(each) for each in actions(orders("1f1b", 2, micro_batches=3)[0])]
+        ['0F0', '0F1', '0B0', '0F2', '0B1', '0B2']
+    """
+    return tuple(Action(stage, WORKS[work], micro_batch) for stage, work, micro_batch in order.tolist())
 
 
 @lru_cache(maxsize=2, typed=True)
-def actions(
-    schedule: PipelineScheduleName, devices: int, *, micro_batches: int, stages_per_device: int = 1
-) -> tuple[Actions, ...]:
-    """Actions of each device in order; stage ``s`` is on device ``s % devices``.
+def orders(schedule: PipelineScheduleName, devices: int, *, micro_batches: int, stages_per_device: int = 1) -> Integers:
+    """Work in order, ``(devices, actions, 3)``: pipeline stage, place in ``WORKS``, micro-batch.
 
-    Example:
-        >>> [str(each) for each in actions("1f1b", 2, micro_batches=3)[0]]
-        ['0F0', '0F1', '0B0', '0F2', '0B1', '0B2']
+    Stage ``s`` is on device ``s % devices``. A device runs some forwards ahead, then a forward and a backward in turn,
+    then the remaining backwards. It takes a round of micro-batches through one of its stages, then through the next.
     """
     check_numbers(schedule, devices, micro_batches, stages_per_device)
+    together = micro_batches // max(1, micro_batches // devices) if schedule == "interleaved" else micro_batches
+    total = stages_per_device * micro_batches
+    steps, device = np.arange(total), np.arange(devices)[:, None]
+    place = steps // together % stages_per_device
+    micro_batch = steps // (together * stages_per_device) * together + steps % together
+    # Stages behind a device: the first backward comes back from there.
+    behind = devices - 1 - device
     if schedule == "interleaved":
-        return tuple(_interleaved(device, devices, micro_batches, stages_per_device) for device in range(devices))
-    # GPipe runs all forwards ahead, 1F1B as many as there are stages from a device on.
-    ahead = [micro_batches if schedule == "gpipe" else devices - device for device in range(devices)]
-    return tuple(_one_by_one(device, micro_batches, ahead[device]) for device in range(devices))
+        # The last device sees the first round through all stages but its last; each hop takes a forward either way.
+        ahead = (stages_per_device - 1) * together + 2 * behind
+    else:
+        ahead = behind if schedule == "1f1b" else np.full_like(behind, total)
+    ahead = np.minimum(ahead, total - 1)
+    found = np.empty((devices, 2 * total, 3), np.int64)
+    stage = place * devices + device
+    found[device, steps + np.maximum(steps - ahead, 0)] = _rows(stage, 0, micro_batch)
+    stage = (stages_per_device - 1 - place) * devices + device
+    found[device, np.minimum(ahead + 1 + 2 * steps, total + steps)] = _rows(stage, 1, micro_batch)
+    return found
+
+
+def _rows(stage: Integers, work: int, micro_batch: Integers) -> Integers:
+    rows: Integers = np.stack(np.broadcast_arrays(stage, work, micro_batch), axis=-1)
+    return rows
 
 
 def check_numbers(schedule: PipelineScheduleName, devices: int, micro_batches: int, stages_per_device: int) -> None:
@@ -98,60 +124,23 @@ def check_numbers(schedule: PipelineScheduleName, devices: int, micro_batches: i
         )
 
 
-def most_in_flight(order: Iterable[Action]) -> dict[int, int]:
+def most_in_flight(order: Integers) -> dict[int, int]:
     """By stage of a device, the most micro-batches between the start of their forward and the end of their backward."""
-    now: dict[int, int] = {}
-    most: dict[int, int] = {}
-    for stage, work, _ in order:
-        now[stage] = now.get(stage, 0) + (1 if work == "forward" else -1)
-        most[stage] = max(most.get(stage, 0), now[stage])
-    return most
+    stages, changes = order[:, 0], 1 - 2 * order[:, 1]
+    return {stage: int(np.cumsum(changes[stages == stage]).max()) for stage in np.unique(stages).tolist()}
 
 
-def _one_by_one(device: int, micro_batches: int, ahead: int) -> Actions:
-    """Actions: ``ahead`` forwards, then a backward and a forward in turn, then the remaining backwards."""
-    order = [Action(device, "forward", number) for number in range(min(ahead, micro_batches))]
-    for number in range(micro_batches):
-        order.append(Action(device, "backward", number))
-        if number + ahead < micro_batches:
-            order.append(Action(device, "forward", number + ahead))
-    return tuple(order)
-
-
-def _interleaved(device: int, devices: int, micro_batches: int, stages: int) -> Actions:
-    """Actions of a device that takes a round of micro-batches through one of its stages, then through the next.
-
-    The last device has seen the first round through all stages but its last when the first backward can begin; a device
-    that is ``h`` hops away is ``2h`` forwards ahead of that.
-    """
-    together = micro_batches // max(1, micro_batches // devices)
-    total = stages * micro_batches
-    ahead = min((stages - 1) * together + 2 * (devices - 1 - device), total)
-
-    # By step, through which of its stages a device takes which micro-batch.
-    steps = [
-        (step // together % stages, step // (together * stages) * together + step % together) for step in range(total)
-    ]
-    forwards = [Action(place * devices + device, "forward", number) for place, number in steps]
-    backwards = [Action((stages - 1 - place) * devices + device, "backward", number) for place, number in steps]
-    turns = zip(forwards[ahead:], backwards, strict=False)
-    return (*forwards[:ahead], *chain.from_iterable(turns), *backwards[total - ahead :])
-
-
-def lingering(schedule: PipelineScheduleName, order: Actions, *, stages: int, outputs_linger: bool) -> tuple[int, ...]:
+def lingering(schedule: PipelineScheduleName, order: Integers, *, stages: int, outputs_linger: bool) -> Integers:
     """By action of a device, the last action during which torch's loop still holds its result, sent or for all."""
-    end = len(order) - 1
-    until = list(range(len(order)))
-    works = [action.work for action in order]
+    stage, is_backward = order[:, 0], order[:, 1] == 1
+    until, end = np.arange(len(order)), len(order) - 1
     if schedule == "1f1b":
-        ahead = works.index("backward")
-        first_left = len(order) - 1 - works[::-1].index("forward") + 1  # the backward behind the last forward
+        ahead = int(np.argmax(is_backward))
+        first_left = int(np.flatnonzero(~is_backward)[-1]) + 1  # the backward behind the last forward
         if ahead > 1 and outputs_linger:
             until[ahead - 2] = first_left
-        for place in range(first_left, end):
-            until[place] = place + 1
-    for place, action in enumerate(order):
-        lingers = schedule != "1f1b" and (outputs_linger or action.work == "backward")
-        if lingers or (action.stage, action.work) in ((stages - 1, "forward"), (0, "backward")):
-            until[place] = end
-    return tuple(until)
+        until[first_left:end] += 1
+    else:
+        until[is_backward | outputs_linger] = end
+    until[np.where(is_backward, stage == 0, stage == stages - 1)] = end
+    return until

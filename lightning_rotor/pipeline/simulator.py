@@ -32,12 +32,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from lightning_rotor.pipeline.schedule import Action, Actions, PipelineError
+from lightning_rotor.pipeline.schedule import WORKS, Action, Integers, PipelineError, actions
 
 Reals: TypeAlias = npt.NDArray[np.float64]
-Integers: TypeAlias = npt.NDArray[np.int64]
-# Arrival times that are kept at once: 16 MiB.
-_MOST_TIMES = 2_000_000
+# Arrival times that are kept at once: 128 MiB.
+_MOST_TIMES = 16_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,32 +113,29 @@ class PipelineSimulation:
 
 
 def simulate_pipeline(
-    order: Sequence[Actions],
+    order: Integers,
     loads: Sequence[PipelineStageLoad],
     *,
     micro_batches: int,
-    gradients_exist: bool = False,
-    lingering: Sequence[Sequence[int]] = (),
+    lingering: Sequence[Integers] = (),
     results_bytes: int = 0,
 ) -> PipelineSimulation:
-    """Run a step on paper, from actions by device and loads by pipeline stage; ``results_bytes`` come behind it.
+    """Run a step on paper, from orders and loads by pipeline stage; ``results_bytes`` come behind it.
 
     Raises a PipelineError if devices wait for one another for ever, or an action has no stage.
     """
     starts, ends = StepSimulator(order, stages=len(loads), micro_batches=micro_batches).times(loads)
     events, peaks = [], []
-    for device, actions in enumerate(order):
-        until = lingering[device] if lingering else ()
-        memory = DeviceMemory(actions, until, micro_batches=micro_batches, gradients_exist=gradients_exist)
+    for device, own in enumerate(order):
+        memory = DeviceMemory(own, lingering[device] if lingering else None, micro_batches=micro_batches)
         peaks.append(memory.peak_bytes(loads, results_bytes))
-        again = [loads[stage].both[number == micro_batches - 1].recompute_seconds for stage, _, number in actions]
-        spans = zip(actions, starts[device].tolist(), ends[device].tolist(), strict=False)
-        events.append(
-            tuple(
-                PipelineEvent(device, action, start, end, seconds if action.work == "backward" else 0.0, *levels)
-                for (action, start, end), seconds, levels in zip(spans, again, memory.levels(loads), strict=True)
-            )
-        )
+        columns = [each.tolist() for each in (starts[device], ends[device], *memory.levels(loads))]
+        found = []
+        for action, start, end, *levels in zip(actions(own), *columns, strict=True):
+            load = loads[action.stage].both[action.micro_batch == micro_batches - 1]
+            again = load.recompute_seconds if action.work == "backward" else 0.0
+            found.append(PipelineEvent(device, action, start, end, again, *levels))
+        events.append(tuple(found))
     return PipelineSimulation(float(ends.max(initial=0.0)), tuple(events), tuple(peaks))
 
 
@@ -163,40 +159,33 @@ class StepSimulator:
     ``2 (m + S)`` for ``S`` devices and ``m`` micro-batches. A few dozen partitions take hardly longer than one.
     """
 
-    def __init__(self, order: Sequence[Actions], *, stages: int, micro_batches: int) -> None:
+    def __init__(self, order: Integers, *, stages: int, micro_batches: int) -> None:
         self._stages, self._m, self._devices = stages, micro_batches, len(order)
-        if any(action.stage >= stages for actions in order for action in actions):
+        if order[..., 0].max() >= stages:
             raise PipelineError(
                 f"an action belongs to none of the {stages} pipeline stages: expected a load for each stage"
             )
-        self._longest = max(map(len, order))
         # Who needs what a work makes: nobody behind the last stage and before the first, whose own inputs are there.
         targets = np.concatenate((np.arange(1, stages + 1), np.arange(stages - 1, 2 * stages - 1)))
         targets[[stages - 1, stages]] = 2 * stages
         self._targets: Integers = targets
-        found = list(self._found(order))
-        self._kept = self._most_kept(found)
-        self._slots = np.concatenate(([0], np.cumsum(self._kept)))
-        self._rounds = tuple(self._round(*each) for each in found)
-
-    @property
-    def rounds(self) -> int:
-        """Number of rounds."""
-        return len(self._rounds)
+        self._shape = order.shape[:2]
+        self._arrivals = (2 * stages + 1) * micro_batches
+        self._rounds = tuple(self._round(*each) for each in self._found(order))
 
     def step_seconds(self, loads: Sequence[PipelineStageLoad]) -> float:
         """Seconds of a step."""
         return self.simulated(np.array([[seconds_of(load) for load in loads]]))[0]
 
     def times(self, loads: Sequence[PipelineStageLoad]) -> tuple[Reals, Reals]:
-        """Starts and ends of actions, ``(devices, longest order)`` each."""
-        times = np.zeros((2, self._devices, self._longest))
+        """Starts and ends of actions, ``(devices, actions)`` each."""
+        times = np.zeros((2, *self._shape))
         self._simulated(np.array([[seconds_of(load) for load in loads]]), times)
         return times[0], times[1]
 
     def simulated(self, seconds: Reals) -> list[float]:
         """Seconds of a step for many partitions."""
-        at_once = max(_MOST_TIMES // int(self._slots[-1]), 1)
+        at_once = max(_MOST_TIMES // self._arrivals, 1)
         parts = (seconds[start : start + at_once] for start in range(0, len(seconds), at_once))
         return [float(each) for part in parts for each in self._simulated(part)]
 
@@ -207,7 +196,7 @@ class StepSimulator:
         travel = seconds[:, :, 2].reshape(2 * stages, count) * (self._devices > 1)
         travel[[stages - 1, stages]] = 0.0  # the last stage's outputs and the gradients of the first one's inputs stay
         seconds = seconds[:, :, :2].reshape(4 * stages, count)
-        arrived = np.zeros((int(self._slots[-1]), count))
+        arrived = np.zeros((self._arrivals, count))
         done = np.zeros((self._devices, count))
         link_free = np.zeros((2 * self._devices, count))
         for now in self._rounds:
@@ -222,23 +211,18 @@ class StepSimulator:
         last: Reals = done.max(axis=0)
         return last
 
-    def _found(self, order: Sequence[Actions]) -> Iterator[tuple[Integers, Integers, Integers]]:
+    def _found(self, order: Integers) -> Iterator[tuple[Integers, Integers, Integers]]:
         """By round, devices that act, places of their actions, and which work of which stage on which micro-batch."""
         m, stages = self._m, self._stages
-        counts = np.array([len(each) for each in order])
-        needed = np.zeros((len(order), self._longest), np.int64)
-        for device, actions in enumerate(order):
-            needed[device, : len(actions)] = [
-                (stage + (work == "backward") * stages) * m + number for stage, work, number in actions
-            ]
+        needed = (order[..., 0] + order[..., 1] * stages) * m + order[..., 2]
         there = np.zeros((2 * stages + 1, m), bool)
         there[[0, 2 * stages - 1]] = True
-        places, active = np.zeros(len(order), np.int64), np.flatnonzero(counts)
+        places, active = np.zeros(len(order), np.int64), np.arange(len(order))
         while len(active):
             needs = needed[active, places[active]]
             can = there.flat[needs]
             if not can.any():
-                waiting = ", ".join(f"device {device} for {order[device][places[device]]}" for device in active[:4])
+                waiting = ", ".join(f"device {each} for {actions(order[each])[places[each]]}" for each in active[:4])
                 raise PipelineError(
                     f"the devices wait for one another for ever ({waiting}): expected an order that can be run"
                 )
@@ -246,30 +230,14 @@ class StepSimulator:
             there[self._targets[needs // m], needs % m] = True
             yield now, places[now], needs
             places[now] += 1
-            active = active[places[active] < counts[active]]
-
-    def _most_kept(self, found: Sequence[tuple[Integers, Integers, Integers]]) -> Integers:
-        """By work, so many arrivals that none is overwritten before it is needed."""
-        made = np.full((2 * self._stages + 1, self._m), len(found))
-        used = np.full_like(made, -1)
-        for number, (_, _, needs) in enumerate(found):
-            works, micro_batches = needs // self._m, needs % self._m
-            used[works, micro_batches] = number
-            made[self._targets[works], micro_batches] = number
-        kept = np.full(len(made), self._m)
-        for fewer in (1 << power for power in reversed(range(self._m.bit_length() - 1))):
-            kept[~(made[:, fewer:] < used[:, :-fewer]).any(axis=1)] = fewer
-        return kept
+            active = active[places[active] < needed.shape[1]]
 
     def _round(self, devices: Integers, places: Integers, needs: Integers) -> _Round:
         works, numbers = needs // self._m, needs % self._m
-        targets = self._targets[works]
         # Between two devices, gradients of one stage go the way of activations of another.
         links = 2 * devices + (works // self._stages if self._devices > 2 else 0)
         rows = 2 * works + (numbers == self._m - 1)
-        needed = self._slots[works] + numbers % self._kept[works]
-        makes = self._slots[targets] + numbers % self._kept[targets]
-        return _Round(devices, places, rows, needed, makes, links, works)
+        return _Round(devices, places, rows, needs, self._targets[works] * self._m + numbers, links, works)
 
 
 def seconds_of(load: PipelineStageLoad) -> tuple[float, ...]:
@@ -287,21 +255,18 @@ _OUTPUTS, _INPUT_GRADIENTS, _GRADIENTS, _LEVELS = range(2, 6)  # behind micro-ba
 class DeviceMemory:
     """Memory of one device during its actions, for many loads in turn; it does not depend on when they run."""
 
-    def __init__(
-        self, order: Actions, lingering: Sequence[int] = (), *, micro_batches: int, gradients_exist: bool = False
-    ) -> None:
-        self.stages = sorted({action.stage for action in order})
-        count, rows = len(order), np.arange(len(order))
-        stage = np.array([self.stages.index(action.stage) for action in order], np.int64)
-        number = np.array([action.micro_batch for action in order], np.int64)
-        is_forward = np.array([action.work == "forward" for action in order], bool)
+    def __init__(self, order: Integers, lingering: Integers | None = None, *, micro_batches: int) -> None:
+        stages, stage = np.unique(order[:, 0], return_inverse=True)
+        self.stages: list[int] = stages.tolist()
+        count, rows, number = len(order), np.arange(len(order)), order[:, 2]
+        is_forward = order[:, 1] == WORKS.index("forward")
         last = (number == micro_batches - 1).astype(np.int64)
-        until = np.array(lingering) if len(lingering) else rows
+        until = rows if lingering is None else lingering
         backward = np.flatnonzero(~is_forward)
-        forward_of = np.zeros((len(self.stages), micro_batches), np.int64)
+        forward_of = np.zeros((len(stages), micro_batches), np.int64)
         forward_of[stage[is_forward], number[is_forward]] = rows[is_forward]
         # What each action brings and takes away. What lingers of a micro-batch begins when its backward is done.
-        changes = np.zeros((count, len(self.stages), _LEVELS), np.int64)
+        changes = np.zeros((count, len(stages), _LEVELS), np.int64)
         changes[rows, stage, last] = np.where(is_forward, 1, -1)
         ends = ((_OUTPUTS, until[forward_of[stage[backward], number[backward]]]), (_INPUT_GRADIENTS, until[backward]))
         for kind, end in ends:
@@ -310,30 +275,23 @@ class DeviceMemory:
             changes[backward[stays], whose, kind] += 1
             np.add.at(changes[..., kind], (end[stays], whose), -1)  # several may end at once
         first = backward[np.unique(stage[backward], return_index=True)[1]]
-        changes[first, stage[first], _GRADIENTS] = not gradients_exist
+        changes[first, stage[first], _GRADIENTS] = 1
         after = np.cumsum(changes, axis=0)
-        after[..., _GRADIENTS] += gradients_exist
-        meanwhile = np.roll(after, 1, axis=0)
-        meanwhile[0] = 0
-        meanwhile[0, :, _GRADIENTS] = gradients_exist
+        meanwhile = np.concatenate((np.zeros_like(after[:1]), after[:-1]))
         # While a micro-batch goes back, its own peak counts what it held.
         meanwhile[backward, :, :_OUTPUTS] = after[backward, :, :_OUTPUTS]
         self._after, self._meanwhile = (each.reshape(count, -1).astype(np.int32) for each in (after, meanwhile))
         kinds = np.where(is_forward, 0, 1)
-        kinds[first] = 1 if gradients_exist else 2
+        kinds[first] = 2
         self._own = (stage * len(_OWN) + kinds) * 2 + last
-
-    def levels(self, loads: Loads) -> list[tuple[int, int]]:
-        """By action, the most that the device holds during it, and what it holds afterwards."""
-        peaks, after = self._levels(loads)
-        return list(zip(peaks.tolist(), after.tolist(), strict=True))
 
     def peak_bytes(self, loads: Loads, results_bytes: int = 0) -> int:
         """Most bytes that the device holds."""
         behind = sum(loads[stage].static_bytes + loads[stage].gradient_bytes for stage in self.stages) + results_bytes
-        return max(behind, int(self._levels(loads)[0].max(initial=0)))
+        return max(behind, int(self.levels(loads)[0].max(initial=0)))
 
-    def _levels(self, loads: Loads) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    def levels(self, loads: Loads) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """By action, the most that the device holds during it, and what it holds afterwards."""
         own: list[int] = []
         sizes: list[int] = []
         for stage in self.stages:

@@ -11,7 +11,7 @@ on never enters its schedule::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +26,7 @@ from lightning_rotor.chain import Chain
 from lightning_rotor.execution.executor import Executor
 from lightning_rotor.execution.options import run_stage
 from lightning_rotor.execution.segment_state import SegmentState
-from lightning_rotor.pipeline.micro_batches import BatchStatistics
+from lightning_rotor.pipeline.micro_batches import BatchNorm, BatchStatistics
 from lightning_rotor.pipeline.partition import StagePlan
 from lightning_rotor.pipeline.partition.in_flight import END
 from lightning_rotor.pipeline.placement import PipelineProcesses
@@ -95,9 +95,30 @@ class Layout:
         values: list[Any] = tree_unflatten(leaves, self.spec)
         return values
 
+    def buffers(self, device: torch.device) -> Tensors:
+        """Uninitialized tensors."""
+        return tuple(meta.buffer(device) for meta in self.metas)
+
+    def gradient_buffers(self, device: torch.device) -> Gradients:
+        """Uninitialized gradients; None where there is none."""
+        return tuple(meta.buffer(device) if meta.requires_grad else None for meta in self.metas)
+
 
 def _place(leaf: Any) -> Any:
     return True if isinstance(leaf, torch.Tensor) else None if leaf is None else (leaf,)
+
+
+Layouts: TypeAlias = tuple[tuple[Layout, ...], ...]
+"""By micro-batch, what crosses each cut, the input and the output included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What parts need to know of the micro-batches that run."""
+
+    layouts: Layouts = ()
+    seed: int = 0
+    context: ForwardContext = nullcontext  # of forwards in training
 
 
 def crossing(stages: Sequence[Stage], boundary: int) -> tuple[int, ...]:
@@ -116,48 +137,48 @@ class Part(nn.Module):
 
     ``stages`` and ``states`` (what recomputation must leave alone) are the whole chain's, ``run`` the part's first and
     last. User modules are no submodules. Without ``plans`` (of a micro-batch, of the last one) it gives no gradients;
-    with ``chain``, stages draw random numbers each of its own.
+    with ``chain``, stages draw random numbers each of its own. ``batch_norms`` are the layers with deferred statistics;
+    it says how many values of a channel a row has.
     """
 
     def __init__(
         self,
+        number: int,
         stages: Sequence[Stage],
-        states: Sequence[SegmentState],
         run: tuple[int, int],
+        *,
+        states: Sequence[SegmentState] = (),
         plans: Sequence[StagePlan] = (),
         chain: Chain | None = None,
+        batch_norms: Mapping[BatchNorm, float] | None = None,
     ) -> None:
         super().__init__()
         first, end = run[0], run[1] + 1
-        self._takes, self._gives = crossing(stages, first), crossing(stages, end)
-        self._made = tuple(number for number in self._gives if number not in self._takes)
+        self.number, self._takes, self._gives = number, crossing(stages, first), crossing(stages, end)
+        self._made = tuple(value for value in self._gives if value not in self._takes)
         self.stages, self._states = tuple(stages[first:end]), tuple(states[first:end])
         self._running = self.stages if chain is None else with_seeds(stages, chain)[first:end]
         self._plainly = Wiring.of((stage.wiring.wire for stage in self.stages), self._made)
         self._plain_steps = [partial(run_stage, stage) for stage in self._running]
         self._executors = [self._executor(plan) for plan in plans]
-        # Set for each step: layouts by micro-batch, the seed, and where to keep outputs, if anywhere.
-        self.context: ForwardContext = nullcontext
-        self.takes: Sequence[Layout] = ()
-        self.gives: Sequence[Layout] = ()
-        self.seed = 0
-        self.outputs: dict[int, list[torch.Tensor]] | None = None
-        self.statistics: BatchStatistics | None = None
-        self.rows: Sequence[int] = ()
+        inside = [module for stage in self.stages for _, module in stage.submodules()] if batch_norms else []
+        self._statistics = BatchStatistics(inside, batch_norms or {})
+        self.step = Step()
+        self.outputs: dict[int, list[torch.Tensor]] | None = None  # where to keep them, if anywhere
 
     def forward(self, *tensors: torch.Tensor, micro_batch: int) -> Tensors:
         """Run one micro-batch, under random numbers of its own."""
-        values = self.takes[micro_batch].values(tensors)
+        layouts, last = self.step.layouts[micro_batch], micro_batch == len(self.step.layouts) - 1
+        values = layouts[self.number].values(tensors)
         del tensors
-        last = micro_batch == len(self.takes) - 1
         with ExitStack() as contexts:
-            contexts.enter_context(seeded(mixed(self.seed, micro_batch)))
+            contexts.enter_context(seeded(mixed(self.step.seed, micro_batch)))
             if torch.is_grad_enabled():
-                contexts.enter_context(self.context())
-                if self.statistics is not None:
-                    contexts.enter_context(self.statistics.micro_batch(self.rows[micro_batch], last=last))
+                contexts.enter_context(self.step.context())
+                rows = next((meta.shape[0] for meta in layouts[0].metas if meta.shape), 1)
+                contexts.enter_context(self._statistics.micro_batch(rows, last=last))
             values = self.run(values, last=last)
-        made = tuple(tensor.contiguous() for tensor in self.gives[micro_batch].flat(values))
+        made = tuple(tensor.contiguous() for tensor in layouts[self.number + 1].flat(values))
         if self.outputs is not None:
             self.outputs[micro_batch] = [tensor.detach() for tensor in made]
         return made
@@ -201,29 +222,23 @@ class MicroBatchStage(PipelineStage):
     and ``set_local_…`` and ``get_local_…`` in the place of sending where the next stage is on the same device.
     """
 
-    def __init__(self, part: Part, number: int, stages: int, processes: PipelineProcesses, *, trains: bool) -> None:
+    def __init__(self, part: Part, stages: int, processes: PipelineProcesses, *, trains: bool) -> None:
         # No metadata, so torch makes no buffers. Without the argument it would run the user's modules on garbage.
         nothing, device = (torch.empty(0, device="meta"),), processes.device
-        super().__init__(part, number, stages, device, input_args=nothing, output_args=nothing, group=processes.group)
-        self._takes = tuple(part.takes)
-        received = () if self.is_first else part.takes
-        self.inputs: list[Tensors] = [tuple(meta.buffer(device) for meta in layout.metas) for layout in received]
-        returned = part.gives if trains and not self.is_last else ()
-        self._output_gradients: dict[int, Gradients] = {
-            number: tuple(meta.buffer(device) if meta.requires_grad else None for meta in layout.metas)
-            for number, layout in enumerate(returned)
-        }
+        super().__init__(
+            part, part.number, stages, device, input_args=nothing, output_args=nothing, group=processes.group
+        )
+        self.has_backward = trains
+        layouts = part.step.layouts
+        self._takes = [layout[part.number] for layout in layouts]
+        self.inputs: list[Tensors] = [] if self.is_first else [layout.buffers(device) for layout in self._takes]
+        self.output_gradients: dict[int, Gradients] = {}
+        if trains and not self.is_last:
+            gives = [layout[part.number + 1].gradient_buffers(device) for layout in layouts]
+            self.output_gradients = dict(enumerate(gives))
         self.in_flight: dict[int, tuple[Tensors, Tensors]] = {}
         self._input_gradients: dict[int, Gradients] = {}
         self._launched: list[dist.P2POp] = []
-        self.before_backwards: Callable[[MicroBatchStage], None] | None = None
-
-    @property
-    def buffers(self) -> list[torch.Tensor]:
-        """Receive buffers."""
-        inputs = [] if self.is_first else self.inputs
-        received = (*inputs, *self._output_gradients.values())
-        return [buffer for each in received for buffer in each if buffer is not None]
 
     def clear_runtime_states(self) -> None:
         """Forget what an interrupted step has left."""
@@ -231,7 +246,7 @@ class MicroBatchStage(PipelineStage):
         self.in_flight.clear()
         self._input_gradients.clear()
         if self.is_last:
-            self._output_gradients.clear()
+            self.output_gradients.clear()
 
     # ---------------------------------------------------------------- forward
 
@@ -261,12 +276,9 @@ class MicroBatchStage(PipelineStage):
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Operations that receive the gradients of a forward's outputs."""
-        if self.before_backwards is not None:
-            turn, self.before_backwards = self.before_backwards, None
-            turn(self)
         if self.is_last or not self.has_backward:
             return []
-        return self._operations(dist.irecv, self._output_gradients[bwd_chunk_id], self.stage_index + 1)
+        return self._operations(dist.irecv, self.output_gradients[bwd_chunk_id], self.stage_index + 1)
 
     def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, *_: Any, **__: Any) -> None:
         """Run the backward of a micro-batch; in a frozen stage behind others nothing may ask for gradients."""
@@ -274,7 +286,7 @@ class MicroBatchStage(PipelineStage):
             return
         self._let_go()
         given, made = self.in_flight.pop(bwd_chunk_id)
-        gradients = self._output_gradients.get(bwd_chunk_id)
+        gradients = self.output_gradients.get(bwd_chunk_id)
         if gradients is None:
             torch.autograd.backward(loss)
         else:
@@ -311,7 +323,7 @@ class MicroBatchStage(PipelineStage):
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Gradients, mb_index: int) -> None:
         """Take the gradients of a forward's outputs, from the stage behind or, for the last one, from user code."""
-        self._output_gradients[mb_index] = next_stage_bwd_outputs
+        self.output_gradients[mb_index] = next_stage_bwd_outputs
 
     def release_fwd_send_outputs(self, fwd_chunk_id: int) -> None:
         """Keep a forward's outputs for the backward; torch calls this from 2.15 on when they have been sent."""

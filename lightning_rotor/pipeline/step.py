@@ -5,7 +5,7 @@ user code of each micro-batch ──► waits at the call ──► PipelineRunn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,17 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_rotor.capture.cuts import GraphCut, SequentialCut
 from lightning_rotor.pipeline.micro_batches import join, rows_in, sizes_of, split
 from lightning_rotor.pipeline.partition import Partition, RecomputeMode
 from lightning_rotor.pipeline.partition.problem import RECOMPUTE_MODES
 from lightning_rotor.pipeline.placement import PipelineProcesses, Placement, first
 from lightning_rotor.pipeline.run_context import OUTSIDE, Call, PausedCall, RunContext, mixed, paused_call, seeded
-from lightning_rotor.pipeline.runner import Inputs, PipelineRunner
+from lightning_rotor.pipeline.runner import Inputs, OpenStep, PipelineRunner
 from lightning_rotor.pipeline.schedule import PipelineError, PipelineScheduleName, check_numbers
 from lightning_rotor.planned.forward import attach, detach
 from lightning_rotor.private.values import tensors_in, tree_flatten, tree_map, tree_unflatten
-from lightning_rotor.stages.sequential import unpacked, wiring_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,28 +45,6 @@ class PipelineOptions:
             raise PipelineError(f'balance is {self.balance!r}: expected "auto" or numbers such as [3, 4, 2]')
 
 
-class StagedModule:
-    """A module as stages, in training or in evaluation."""
-
-    def __init__(self, module: nn.Module, cut: SequentialCut | GraphCut, runner: PipelineRunner) -> None:
-        self._module, self._cut, self.runner = module, cut, runner
-        self._reads = len(wiring_of(cut.stages).wire.reads)
-
-    def inputs(self, calls: Sequence[Call]) -> list[Sequence[Any]]:
-        """By micro-batch, the values that the chain takes."""
-        found = []
-        for args, kwargs in calls:
-            value = self._cut.bind(args, kwargs)
-            if value is None:
-                raise PipelineError(
-                    f"{type(self._module).__name__} was cut into pipeline stages for another kind of call: expected "
-                    "arguments that differ in their tensors alone, and a module that has not changed since training "
-                    "began"
-                )
-            found.append(unpacked(value, self._reads))
-        return found
-
-
 class PipelinedModule:
     """Runs a module as a pipeline, in the place of its ``forward``."""
 
@@ -79,12 +55,12 @@ class PipelinedModule:
         placement: Placement,
         options: PipelineOptions,
         *,
-        training: StagedModule,
-        evaluation: StagedModule,
+        runner: PipelineRunner,
+        evaluation: PipelineRunner,
         processes: PipelineProcesses,
     ) -> None:
         self.module, self.partition, self.placement, self.options = module, partition, placement, options
-        self.processes, self._training, self._evaluation = processes, training, evaluation
+        self.processes, self.runner, self._evaluation = processes, runner, evaluation
         self._seed = first(torch.initial_seed(), processes.group)
         self._slots = [(each._parameters, name) for each in module.modules() for name in each._parameters]
         self._evaluations = 0
@@ -101,11 +77,6 @@ class PipelinedModule:
     def active(self) -> bool:
         """True; a copy has False."""
         return True
-
-    @property
-    def runner(self) -> PipelineRunner:
-        """The runner of training steps."""
-        return self._training.runner
 
     def start(self) -> None:
         """Replace the module's forward, and keep this process's part of the weights."""
@@ -134,11 +105,11 @@ class PipelinedModule:
 
     def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's output for a whole batch, on every process, without gradients."""
-        way = self._training if self.module.training else self._evaluation
+        runner = self.runner if self.module.training else self._evaluation
         calls = split((args, kwargs), sizes_of(rows_in((args, kwargs)), self.options.micro_batches))
         self._evaluations += 1
         seed = mixed(self.seed(0), self._evaluations)  # for dropout that is on without gradients
-        return join(way.runner.forward(way.inputs(calls), seed=seed, signature=self.signature()))
+        return join(runner.forward(runner.inputs(calls), seed=seed, signature=self.signature()))
 
     def seed(self, step: int) -> int:
         """Seed of a step, from its number."""
@@ -146,7 +117,7 @@ class PipelinedModule:
 
     def inputs(self, calls: Sequence[Call]) -> list[Sequence[Any]]:
         """By micro-batch, the chain's inputs in training."""
-        return self._training.inputs(calls)
+        return self.runner.inputs(calls)
 
     def signature(self) -> Any:
         """What shapes depend on besides inputs: which parameters learn."""
@@ -187,8 +158,10 @@ class PipelinedModule:
                 given.append(call.start())
             inputs = self.inputs(given)
             del given
-            done = self.runner.train(inputs, loss, seed=seed, signature=self.signature(), context=calls[0].context)
-            for place, output in enumerate(done.outputs):
+            outputs, gradients = self.runner.train(
+                inputs, loss, seed=seed, signature=self.signature(), context=calls[0].context
+            )
+            for place, output in enumerate(outputs):
                 if place in results:
                     continue
                 value = loss(_leaves(output) if outside_learns else output, place)
@@ -197,7 +170,7 @@ class PipelinedModule:
         finally:
             for call in calls:
                 call.abandon()
-        _backward_of_inputs(inputs, done.input_gradients)
+        _backward_of_inputs(inputs, gradients)
         return [results[place] for place in range(len(runs))]
 
     def train_by_hand(self, run: Callable[[], Any], number: int) -> Any:
@@ -248,15 +221,15 @@ class ManualStep:
 
     def __init__(self, pipelined: PipelinedModule, seed: int) -> None:
         self._pipelined, self._seed, self._forwards = pipelined, seed, 0
-        self._waiting: PausedCall | None = None
-        self._inputs: list[Sequence[Any]] = []
+        self._open: OpenStep | None = None  # a forward without a backward
+        self._inputs: Inputs = []
         self._leaves: list[torch.Tensor] = []
         self._spent: list[torch.Tensor] = []
         self._rows: list[list[int]] = []
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Output for a batch, on every process; its tensors are leaves."""
-        if self._waiting is not None:
+        if self._open is not None:
             raise PipelineError(
                 "training_step called the module that is cut into pipeline stages again before manual_backward: "
                 "expected a backward for each call before the next one, since a pipeline holds one batch at a time. "
@@ -265,30 +238,26 @@ class ManualStep:
         pipelined, seed = self._pipelined, mixed(self._seed, self._forwards)
         self._forwards += 1
         sizes = sizes_of(rows_in((args, kwargs)), pipelined.options.micro_batches)
-        self._inputs, context = pipelined.inputs(split((args, kwargs), sizes)), RunContext()
+        self._inputs = pipelined.inputs(split((args, kwargs), sizes))
+        outputs, self._open = pipelined.runner.run_forwards(
+            self._inputs, seed=seed, signature=pipelined.signature(), context=RunContext()
+        )
+        asking = [meta.requires_grad for meta in self._open[0].layouts[0][-1].metas]
+        joined = self._joined(outputs, asking)
+        if not any(asking):
+            self.abandon()  # nothing in the pipeline learns
+        return joined
 
-        def schedule() -> Any:
-            return pipelined.runner.train_in_phases(
-                self._inputs, _hand_over, seed=seed, signature=pipelined.signature(), context=context
-            )
-
-        waiting = PausedCall(schedule, seed=seed, device=pipelined.processes.device, what="the pipeline")
-        (outputs, asking), _ = waiting.start()
-        return self._joined(outputs, asking, waiting)
-
-    def _joined(self, outputs: Sequence[Any], asking: Sequence[bool], waiting: PausedCall) -> Any:
+    def _joined(self, outputs: Sequence[Any], asking: Iterable[bool]) -> Any:
         columns, specs = zip(*(tree_flatten(output) for output in outputs), strict=True)
         leaves: list[Any] = [join(list(column)) for column in zip(*columns, strict=True)]
         self._leaves, self._rows = [], []
-        tensors = iter(asking)
+        asks = iter(asking)
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
-                leaves[place] = leaf = leaf.detach().requires_grad_(next(tensors))
+                leaves[place] = leaf = leaf.detach().requires_grad_(next(asks))
                 self._leaves.append(leaf)
                 self._rows.append([len(column[place]) if leaf.dim() else 1 for column in columns])
-        self._waiting = waiting
-        if not any(asking):
-            self.abandon()  # nothing in the pipeline learns
         return tree_unflatten(leaves, specs[0])
 
     def backward(self, backward: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -300,31 +269,23 @@ class ManualStep:
                 "expected one backward for each call, since the pipeline has let go of what it needs. Add up the "
                 "losses, or call the module again"
             )
-        if self._waiting is None or all(leaf.grad is None for leaf in self._leaves):
+        if self._open is None or all(leaf.grad is None for leaf in self._leaves):
             return answer
-        waiting, self._waiting = self._waiting, None
+        opened, self._open = self._open, None
         by_tensor = [_shared_out(leaf, rows) for leaf, rows in zip(self._leaves, self._rows, strict=True)]
-        done = waiting.finish(list(zip(*by_tensor, strict=True)))
+        gradients = self._pipelined.runner.run_backwards(opened, list(zip(*by_tensor, strict=True)))
         for leaf in self._leaves:
             leaf.grad = None
         self._spent += self._leaves
         inputs, self._inputs = self._inputs, []
-        _backward_of_inputs(inputs, done.input_gradients)
+        _backward_of_inputs(inputs, gradients)
         return answer
 
     def abandon(self) -> None:
         """Drop a forward whose backward will never come."""
-        if self._waiting is not None:
-            self._waiting.abandon()
-            self._waiting = None
+        if self._open is not None:
+            self._open = None
             self._pipelined.runner.release()  # torch's stages hold what has no backward
-
-
-def _hand_over(outputs: tuple[Any, ...], asking: tuple[bool, ...]) -> Any:
-    """Let user code go on until it has gradients; runs in the schedule's thread."""
-    schedule = paused_call()
-    assert schedule is not None
-    return schedule.call((outputs, asking), {})
 
 
 def _shared_out(leaf: torch.Tensor, rows: Sequence[int]) -> list[torch.Tensor | None]:

@@ -8,10 +8,9 @@ What a pipeline cannot train is refused before training, on every process: each 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -42,7 +41,7 @@ from lightning_rotor.private.lightning_names import before_batch_transfer, optim
 from lightning_rotor.private.values import tensors_in
 from lightning_rotor.stages.sequential import Stage
 from lightning_rotor.stages.state import GeneratorStates
-from lightning_rotor.strategies.steps import MicroBatchLogs, kept_metrics
+from lightning_rotor.strategies.steps import MicroBatchLogs
 
 _TWICE = (
     "training_step called the module that is cut into pipeline stages {} times ({!r}): expected one call of it. "
@@ -156,21 +155,6 @@ def check_calls(trainer: pl.Trainer, name: str, part: Any) -> None:
 # -------------------------------------------------------------------- memory
 
 
-def outside_bytes(model: nn.Module, module: nn.Module, factor: float) -> int:
-    """Bytes outside of a module, gradients included, with ``factor`` bytes of optimizer state per trained byte."""
-    tensors = outside(model, module)
-    return storage_bytes(tensors) + round((1 + factor) * _trained_bytes(tensors))
-
-
-def state_bytes(stages: Sequence[Stage], factor: float, device: torch.device) -> list[int]:
-    """By stage of a chain, bytes of weights, buffers and optimizer state."""
-    found = []
-    for tensors in map(tensors_of, stages):
-        weights = sum(block_bytes(tensor.numel() * tensor.element_size(), device) for tensor in tensors)
-        found.append(weights + round(factor * _trained_bytes(tensors)))
-    return found
-
-
 def _trained_bytes(tensors: Sequence[torch.Tensor]) -> int:
     trained = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter) and tensor.requires_grad]
     return sum(tensor.numel() * tensor.element_size() for tensor in trained)
@@ -180,20 +164,12 @@ def _trained_bytes(tensors: Sequence[torch.Tensor]) -> int:
 
 
 class PipelineBuilder:
-    """Cuts a model on all processes of a pipeline at once."""
+    """Cuts a Trainer's model on all processes of a pipeline at once."""
 
-    def __init__(
-        self,
-        settings: PipelineSettings,
-        trainer: pl.Trainer,
-        processes: PipelineProcesses,
-        neighbours: int,
-        to_device: Callable[[Any], Any],
-    ) -> None:
+    def __init__(self, settings: PipelineSettings, trainer: pl.Trainer, processes: PipelineProcesses) -> None:
         self._settings, self._trainer, self._model = settings, trainer, trainer.lightning_module
         self._fits = trainer.state.fn == TrainerFn.FITTING
         self._precision, self._processes, self._device = trainer.precision_plugin, processes, processes.device
-        self._neighbours, self._to_device = neighbours, to_device
 
     def build(self, last: Target | None) -> tuple[Target, PipelinedModule] | None:
         """Cut the module. Evaluation outside of a fit is cut for time alone, since it keeps no activations."""
@@ -213,8 +189,10 @@ class PipelineBuilder:
             call, context = self._call_of(target, batch, len(optimizers))
         limit_bytes = None
         if fits:
+            around = outside(model, target.module)
             given_bytes = storage_bytes(tensors_in(settings.sample if batch is None else batch))
-            limit_bytes = self._limit_bytes() - outside_bytes(model, target.module, factor) - given_bytes
+            outside_bytes = storage_bytes(around) + round((1 + factor) * _trained_bytes(around))
+            limit_bytes = self._limit_bytes() - outside_bytes - given_bytes
         devices = self._devices(limit_bytes)
         with context.restored():
             made = pipelined(
@@ -223,10 +201,16 @@ class PipelineBuilder:
                 call,
                 options=settings.options(len(devices)),
                 devices=devices,
-                state_bytes=partial(state_bytes, factor=factor, device=self._device),
+                state_bytes=lambda stages: [self._stage_bytes(stage, factor) for stage in stages],
                 processes=self._processes,
             )
         return target, made
+
+    def _stage_bytes(self, stage: Stage, factor: float) -> int:
+        """Bytes of weights, buffers and optimizer state of a stage."""
+        tensors = tensors_of(stage)
+        weights = sum(block_bytes(tensor.numel() * tensor.element_size(), self._device) for tensor in tensors)
+        return weights + round(factor * _trained_bytes(tensors))
 
     def _first_batch(self) -> Any:
         states = GeneratorStates()
@@ -236,7 +220,8 @@ class PipelineBuilder:
                 return None
             # What Lightning's loops do with a batch before a step sees it.
             batch = self._precision.convert_input(batch)
-            batch = self._to_device(before_batch_transfer(self._model, batch))
+            batch = before_batch_transfer(self._model, batch)
+            batch = self._trainer.strategy.batch_to_device(batch, self._device)
         states.restore()
         if self._fits:
             self._settings.check_rows(rows_in(batch), "the first batch")
@@ -286,7 +271,7 @@ class PipelineBuilder:
         """Memory limit of this process's device."""
         limit_bytes = process_limit_bytes(self._settings.limit, self._model, (), (), self._device)
         shared = self._settings.limit is None and self._device.type == "cpu"
-        return limit_bytes // self._neighbours if shared else limit_bytes
+        return limit_bytes // self._trainer.strategy.num_processes if shared else limit_bytes
 
     def _devices(self, memory_bytes: int | None) -> list[PipelineDevice]:
         """Devices in the order of the pipeline; of replicas, the one with least memory."""
@@ -299,15 +284,18 @@ class PipelineBuilder:
 # -------------------------------------------------------------------- how user code calls the module
 
 
+_TASKS: dict[Any, tuple[str, str]] = {
+    TrainerFn.FITTING: ("fit_loop", "training_step"),
+    TrainerFn.VALIDATING: ("validate_loop", "validation_step"),
+    TrainerFn.TESTING: ("test_loop", "test_step"),
+    TrainerFn.PREDICTING: ("predict_loop", "predict_step"),
+}
+"""The Trainer's loop and the user's step of each task."""
+
+
 def first_batch(trainer: pl.Trainer) -> Any:
     """The first batch of the Trainer's task, as its loader gives it; None if there is none."""
-    loops: dict[Any, Any] = {
-        TrainerFn.FITTING: trainer.fit_loop,
-        TrainerFn.VALIDATING: trainer.validate_loop,
-        TrainerFn.TESTING: trainer.test_loop,
-        TrainerFn.PREDICTING: trainer.predict_loop,
-    }
-    loop = loops[trainer.state.fn]
+    loop: Any = getattr(trainer, _TASKS[trainer.state.fn][0])
     loop.setup_data()
     # The loop asks for another loader itself, and draws the same random numbers then.
     loader = take_loader(loop)
@@ -323,13 +311,7 @@ def first_call(
 ) -> tuple[Call, RunContext]:
     """Arguments of the user's step's first call of a module, and the settings around that call."""
     model = trainer.lightning_module
-    steps: dict[Any, str] = {
-        TrainerFn.FITTING: "training_step",
-        TrainerFn.VALIDATING: "validation_step",
-        TrainerFn.TESTING: "test_step",
-        TrainerFn.PREDICTING: "predict_step",
-    }
-    name = steps[trainer.state.fn]
+    _, name = _TASKS[trainer.state.fn]
     run = getattr(model, name)
     arguments = [part]
     for number, other in enumerate(("batch_idx", "dataloader_idx"), 2):
@@ -337,7 +319,7 @@ def first_call(
             arguments.append(0)
     step = PausedCall(lambda: run(*arguments), seed=0, device=device, what=name)
     logs = MicroBatchLogs(model, [rows_in(part)])
-    with _untouched(model, optimizers), kept_metrics(model), attached(module, _Stop()), logs.caught():
+    with _untouched(model, optimizers), attached(module, _Stop()), logs.caught():
         try:
             return step.start(), step.context
         finally:
@@ -348,7 +330,7 @@ def first_call(
 def _untouched(model: pl.LightningModule, optimizers: int) -> Iterator[None]:
     """Context that restores attributes, buffers and what learns; optimizers do not exist yet, and accept everything."""
     learning = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    silence: Callable[..., Any] = Silence()
+    silence: Any = Silence()
     names = ("lr_schedulers", "manual_backward", "toggle_optimizer", "untoggle_optimizer", "clip_gradients")
     stand_ins = dict.fromkeys(names, silence)
     stand_ins["optimizers"] = lambda *_, **__: silence if optimizers == 1 else [silence] * optimizers

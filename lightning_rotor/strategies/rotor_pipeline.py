@@ -33,7 +33,7 @@ from lightning_rotor.pipeline.schedule import PipelineError, PipelineScheduleNam
 from lightning_rotor.planned.target import Target
 from lightning_rotor.private import lightning_names as private
 from lightning_rotor.strategies.building import PipelineBuilder, PipelineSettings, check_optimizers
-from lightning_rotor.strategies.steps import MetricsInCommon, PipelineSteps
+from lightning_rotor.strategies.steps import PipelineSteps, metrics_in_common
 from lightning_rotor.units import parse_limit
 
 
@@ -143,7 +143,7 @@ class RotorPipelineStrategy(DDPStrategy):
         share_model(model)
         share_generators(processes)
         if stages > 1:
-            self._undo.callback(MetricsInCommon(model, processes.replicas).release)
+            self._undo.enter_context(metrics_in_common(model, processes.replicas))
         self._build(trainer, processes)
         if fits:
             self.setup_optimizers(trainer)
@@ -154,9 +154,7 @@ class RotorPipelineStrategy(DDPStrategy):
             self._undo.callback(self.precision_plugin.__dict__.pop, "clip_grad_by_norm", None)
 
     def _build(self, trainer: pl.Trainer, processes: PipelineProcesses) -> None:
-        to_device = partial(self.batch_to_device, device=self.root_device)
-        builder = PipelineBuilder(self._settings, trainer, processes, self.num_processes, to_device)
-        built = builder.build(self._target)
+        built = PipelineBuilder(self._settings, trainer, processes).build(self._target)
         if built is not None:
             self._target, cut = built
             self.partition = cut.partition
@@ -263,7 +261,6 @@ class RotorPipelineStrategy(DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
         if self._watch is not None:
-            self._watch.explain(exception)
             self._watch.fail(exception)
         forget_frames(exception)
 

@@ -20,7 +20,7 @@ from lightning_rotor.pipeline.schedule import PipelineError
 from lightning_rotor.pipeline.stage_runner import ForwardContext
 from lightning_rotor.pipeline.step import GradientsApart, PipelinedModule
 from lightning_rotor.private import lightning_names as private
-from lightning_rotor.private.values import tree_flatten, tree_map_only, tree_unflatten
+from lightning_rotor.private.values import tree_flatten, tree_unflatten
 
 
 class PipelineSteps:
@@ -248,46 +248,21 @@ def _column(entries: Sequence[_Entry]) -> torch.Tensor:
 # -------------------------------------------------------------------- metrics of torchmetrics
 
 
-class MetricsInCommon:
-    """Synchronizes metrics among copies until :meth:`release`, since processes of one pipeline see the same batches."""
-
-    def __init__(self, model: nn.Module, replicas: dist.ProcessGroup | None) -> None:
-        self._before = [
-            (metric, metric.distributed_available_fn, metric.process_group) for metric in _metrics_of(model)
-        ]
-        for metric, _, _ in self._before:
-            if replicas is None:
-                metric.distributed_available_fn = _nobody_else
-            elif metric.process_group is None:
-                metric.process_group = replicas
-
-    def release(self) -> None:
-        """Restore the metrics' synchronization."""
-        for metric, available, group in self._before:
-            metric.distributed_available_fn, metric.process_group = available, group
-        self._before = []
-
-
 @contextmanager
-def kept_metrics(model: nn.Module) -> Iterator[None]:
-    """Context that restores the metrics' states behind it; most metrics add to their state in place."""
-    before = [
-        (
-            metric,
-            dict(metric.__dict__),
-            tree_map_only(torch.Tensor, lambda each: each.detach().clone(), metric.metric_state),
-        )
-        for metric in _metrics_of(model)
-    ]
+def metrics_in_common(model: nn.Module, replicas: dist.ProcessGroup | None) -> Iterator[None]:
+    """Context in which metrics are synchronized among copies: processes of one pipeline see the same batches."""
+    metrics = [module for module in model.modules() if isinstance(module, Metric)]
+    before = [(metric.distributed_available_fn, metric.process_group) for metric in metrics]
+    for metric in metrics:
+        if replicas is None:
+            metric.distributed_available_fn = _nobody_else
+        elif metric.process_group is None:
+            metric.process_group = replicas
     try:
         yield
     finally:
-        for metric, attributes, state in before:
-            metric.__dict__.update(attributes | state)
-
-
-def _metrics_of(model: nn.Module) -> list[Metric]:
-    return [module for module in model.modules() if isinstance(module, Metric)]
+        for metric, (available, group) in zip(metrics, before, strict=True):
+            metric.distributed_available_fn, metric.process_group = available, group
 
 
 def _nobody_else() -> bool:

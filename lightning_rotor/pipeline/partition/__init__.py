@@ -11,7 +11,7 @@ between::
 Read ``balance`` (what cuts are), ``in_flight`` (runs and their plans), ``problem``, ``search``, ``solve``.
 """
 
-from lightning_rotor.pipeline.partition.balance import balance_by_size, balance_by_time, check_balance
+from lightning_rotor.pipeline.partition.balance import check_balance
 from lightning_rotor.pipeline.partition.in_flight import InFlightPlanner, StagePlan, boundary_bytes, sub_chain, with_end
 from lightning_rotor.pipeline.partition.problem import Link, PipelineDevice, Problem, RecomputeMode
 from lightning_rotor.pipeline.partition.solve import Partition, PartitionError, partition
@@ -25,8 +25,6 @@ __all__ = [
     "Problem",
     "RecomputeMode",
     "StagePlan",
-    "balance_by_size",
-    "balance_by_time",
     "boundary_bytes",
     "check_balance",
     "partition",

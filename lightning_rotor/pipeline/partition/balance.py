@@ -16,27 +16,22 @@ Cuts: TypeAlias = tuple[int, ...]
 """First stage of the chain in each pipeline stage."""
 
 
-def balance_by_time(chain: Chain, partitions: int) -> list[int]:
-    """Stages per part so that the slowest part is as fast as can be; recomputation and memory do not count."""
-    seconds = [stage.keep.forward_seconds + stage.keep.backward_seconds for stage in chain]
-    return _least_largest(seconds, partitions, "balance_by_time(chain, {})")
+def stage_seconds(chain: Chain) -> list[float]:
+    """Seconds of each stage; recomputation does not count."""
+    return [stage.keep.forward_seconds + stage.keep.backward_seconds for stage in chain]
 
 
-def balance_by_size(chain: Chain, partitions: int, *, param_scale: float = 2.0) -> list[int]:
-    """Stages per part so that the largest part takes the least memory: what plain training saves, and parameters.
-
-    A byte of trained parameters takes ``param_scale`` in all: 2 with its gradient alone, 3 with momentum, 4 for Adam.
-    """
+def stage_bytes(chain: Chain, param_scale: float = 2.0) -> list[float]:
+    """Bytes of each stage: what plain training saves, and ``param_scale`` for each byte of trained parameters."""
     if not (math.isfinite(param_scale) and param_scale >= 0):
         raise PipelineError(
             f"param_scale is {param_scale!r}: expected a number that is not negative, such as 2 for SGD, 3 with "
             "momentum, 4 for Adam"
         )
-    sizes = [
+    return [
         stage.keep.saved_bytes + stage.output_bytes + param_scale * stage.keep.parameter_gradient_bytes
         for stage in chain
     ]
-    return _least_largest(sizes, partitions, "balance_by_size(chain, {})")
 
 
 def check_balance(balance: Sequence[int], stages: int, parts: int) -> tuple[int, ...]:
@@ -80,7 +75,8 @@ def even_balance(stages: int, parts: int) -> list[int]:
 
 def simple_balances(chain: Chain, parts: int) -> list[list[int]]:
     """Balances that one would make by hand; a search must end with nothing slower."""
-    return [even_balance(len(chain), parts), balance_by_time(chain, parts), balance_by_size(chain, parts)]
+    by_time, by_size = (least_largest(values, parts) for values in (stage_seconds(chain), stage_bytes(chain)))
+    return [even_balance(len(chain), parts), by_time, by_size]
 
 
 def _corrected(given: list[int], stages: int) -> list[int]:
@@ -92,14 +88,14 @@ def _corrected(given: list[int], stages: int) -> list[int]:
     return [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
-def _least_largest(values: Sequence[float], partitions: int, call: str) -> list[int]:
+def least_largest(values: Sequence[float], partitions: int) -> list[int]:
     """Contiguous parts whose largest sum is least."""
     n = len(values)
     parts: object = partitions
     if not isinstance(parts, int) or isinstance(parts, bool) or not 1 <= parts <= n:
         raise PipelineError(
-            f"partitions is {partitions!r}, but the chain has {n} stages: expected an integer from 1 to {n}, "
-            f"such as {call.format(n)}"
+            f"partitions is {partitions!r}, but the chain has {n} stages: expected an integer from 1 to {n}, such as "
+            f"partitions={n}"
         )
     before = np.concatenate(([0.0], np.cumsum(np.asarray(values, float))))
     # No part needs more than an equal share and one stage, which bounds its length.

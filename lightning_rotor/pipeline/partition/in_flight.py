@@ -30,7 +30,7 @@ from __future__ import annotations
 import heapq
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -151,15 +151,6 @@ class StagePlan:
 
     chain: Chain
     schedule: Schedule
-    in_flight: int
-
-    def with_in_flight(self, in_flight: int) -> StagePlan:
-        """The plan for another number of micro-batches, with the simulations it has."""
-        if in_flight == self.in_flight:
-            return self
-        made = replace(self, in_flight=in_flight)
-        made.__dict__.update(self.__dict__ | {"in_flight": in_flight})
-        return made
 
     @cached_property
     def simulation(self) -> Simulation:
@@ -181,10 +172,9 @@ class StagePlan:
         """Bytes of a micro-batch between forward and backward."""
         return self.simulation.held_bytes
 
-    @property
-    def bytes(self) -> int:
-        """Most bytes of all micro-batches together, without the gradients of parameters."""
-        return (self.in_flight - 1) * self.held_bytes + self.simulation.peak_bytes
+    def bytes(self, in_flight: int) -> int:
+        """Most bytes of so many micro-batches together, without the gradients of parameters."""
+        return (in_flight - 1) * self.held_bytes + self.simulation.peak_bytes
 
     @cached_property
     def load(self) -> MicroBatchLoad:
@@ -204,29 +194,33 @@ class StagePlan:
         )
 
 
-def keep_all(chain: Chain, in_flight: int = 1) -> StagePlan:
-    """Plan without recomputation, every stage under the fastest of its options."""
-    return StagePlan(chain, keep_all_fastest(chain), in_flight)
-
-
-def checkpoint_all(chain: Chain, in_flight: int = 1, *, received: bool = False) -> StagePlan:
-    """Plan with the whole stage in one segment, as torchgpipe's partitions; what must be kept, is."""
-    items = segments_around(chain, 0, len(chain) - 1)
-    if isinstance(items[-1], Segment):
-        chain = with_end(chain, received=received)
-        items.append(Leaf(len(chain) - 1))
-    return StagePlan(chain, Schedule(tuple(items)), in_flight)
-
-
 class InFlightPlanner:
-    """Plans one part of a chain for any number of micro-batches in flight and any budget."""
+    """Plans one part of a chain for any number of micro-batches in flight and any budget; known plans are kept."""
 
     def __init__(self, chain: Chain, *, gradients_exist: bool = True, received: bool = False) -> None:
-        self._chain, self._received = chain, received
+        self._chain, self._received, self._gradients_exist = chain, received, gradients_exist
         self._slots = int(min(max(_SUMS / (len(chain) ** 3 / 6), _LEAST_SLOTS), _MOST_SLOTS))
-        self._gradients_exist = gradients_exist
-        self._solver = Solver(chain, slots=self._slots, gradients_exist=gradients_exist)
         self._columns: dict[bool, _Columns] = {}
+        self._plans: list[tuple[int, int, StagePlan | None]] = []  # by micro-batches in flight and budget
+        self.least = cache(self._least)
+
+    @cached_property
+    def kept(self) -> StagePlan:
+        """Plan without recomputation, every stage under the fastest of its options."""
+        return StagePlan(self._chain, keep_all_fastest(self._chain))
+
+    @cached_property
+    def checkpointed(self) -> StagePlan:
+        """Plan with the whole part in one segment, as torchgpipe's partitions; what must be kept, is."""
+        chain, items = self._chain, segments_around(self._chain, 0, len(self._chain) - 1)
+        if isinstance(items[-1], Segment):
+            chain = with_end(chain, received=self._received)
+            items.append(Leaf(len(chain) - 1))
+        return StagePlan(chain, Schedule(tuple(items)))
+
+    @cached_property
+    def _solver(self) -> Solver:
+        return Solver(self._chain, slots=self._slots, gradients_exist=self._gradients_exist)
 
     def plan(self, in_flight: int, budget_bytes: int) -> StagePlan | None:
         """The fastest plan that fits, or None if none does.
@@ -234,12 +228,27 @@ class InFlightPlanner:
         Optimal up to slots and the table's approximations if the search ends, as it nearly always does; else up to the
         bound of the nodes left.
         """
-        kept = keep_all(self._chain, in_flight)
-        if (kept.bytes if self._gradients_exist else kept.first_simulation.peak_bytes) <= budget_bytes:
-            return kept
+        if self._fits(self.kept, in_flight, budget_bytes):
+            return self.kept
+        # The best plan for more memory is best wherever it fits.
+        for fewer, more, known in self._plans:
+            if fewer <= in_flight and more >= budget_bytes:
+                if known is None or (fewer, more) == (in_flight, budget_bytes):
+                    return known
+                if self._fits(known, in_flight, budget_bytes):
+                    return known
+        found = self._planned(in_flight, budget_bytes)
+        self._plans.append((in_flight, budget_bytes, found))
+        return found
+
+    def _fits(self, plan: StagePlan, in_flight: int, budget_bytes: int) -> bool:
+        alone = plan.simulation if self._gradients_exist else plan.first_simulation
+        return (in_flight - 1) * plan.held_bytes + alone.peak_bytes <= budget_bytes
+
+    def _planned(self, in_flight: int, budget_bytes: int) -> StagePlan | None:
         if in_flight == 1:
             try:
-                return StagePlan(self._chain, self._solver.plan(max(budget_bytes, 1)).schedule, 1)
+                return StagePlan(self._chain, self._solver.plan(max(budget_bytes, 1)).schedule)
             except BudgetError:
                 return None
         if budget_bytes <= 0:
@@ -250,31 +259,29 @@ class InFlightPlanner:
             best = _Search(self._columns_for(False, budget_bytes), in_flight, budget_bytes, best).run()
         return best
 
-    def least(self, in_flight: int) -> StagePlan:
+    def _least(self, in_flight: int) -> StagePlan:
         """The plan of least memory, up to one part in a thousand."""
         if in_flight == 1:
-            return StagePlan(self._chain, self._solver.minimum().schedule, 1)
-        best = min((keep_all(self._chain, in_flight), self._checkpointed(in_flight)), key=lambda plan: plan.bytes)
-        low, high = 0, best.bytes
+            return StagePlan(self._chain, self._solver.minimum().schedule)
+        best = min((self.kept, self.checkpointed), key=lambda plan: plan.bytes(in_flight))
+        low, high = 0, best.bytes(in_flight)
         while high - low > max(high // 1000, 1):
             found = self.plan(in_flight, (low + high) // 2)
             if found is None:
                 low = (low + high) // 2
             else:
-                best, high = found, found.bytes
+                best, high = found, found.bytes(in_flight)
         return best
 
     def _columns_for(self, ended: bool, budget_bytes: int) -> _Columns:
         """A table for budgets up to this one, of the chain with an end or without."""
         chain = with_end(self._chain, received=self._received) if ended else self._chain
         # A schedule that holds less may have a larger peak than one that keeps everything.
-        most = min(math.ceil(_ROOM * max(keep_all(chain).bytes, self._checkpointed(1).bytes)), budget_bytes)
+        kept = StagePlan(chain, keep_all_fastest(chain))
+        most = min(math.ceil(_ROOM * max(kept.bytes(1), self.checkpointed.bytes(1))), budget_bytes)
         if ended not in self._columns or self._columns[ended].most_bytes < most:
             self._columns[ended] = _Columns(chain, most, self._slots)
         return self._columns[ended]
-
-    def _checkpointed(self, in_flight: int) -> StagePlan:
-        return checkpoint_all(self._chain, in_flight, received=self._received)
 
 
 class _Columns:
@@ -283,19 +290,14 @@ class _Columns:
     def __init__(self, chain: Chain, most_bytes: int, slots: int) -> None:
         self.chain, self.most_bytes = chain, most_bytes
         divisor = math.gcd(*sizes_in(chain))
-        exact = divisor * slots >= most_bytes
-        self.unit = float(divisor) if exact else most_bytes / slots
+        self.exact = divisor * slots >= most_bytes
+        self.unit = float(divisor) if self.exact else most_bytes / slots
         requirements = requirements_of(chain, unit=self.unit, refined=len(chain) <= 40, gradients_exist=True)
         self._table = Table(requirements, slots=math.ceil(most_bytes / self.unit) + len(chain) // 16 + 4)
         self._table.solve()
-        self.exact = exact
+        self.top = len(self._table.seconds) - 1
         self._floor = 0
         self._known: dict[int, Seconds] = {0: self._table.seconds.copy()}
-
-    @property
-    def top(self) -> int:
-        """Number of slots."""
-        return len(self._table.seconds) - 1
 
     def seconds(self, floor: int) -> Seconds:
         """Least seconds by memory if ``floor`` slots must be left when the last stage is kept."""
@@ -304,83 +306,75 @@ class _Columns:
             self._known[floor] = self._table.seconds.copy()
         return self._known[floor]
 
-    def schedule(self, memory: int, floor: int) -> Schedule:
-        """Schedule of ``seconds(floor)[memory]``, which must be finite."""
-        if floor != self._floor:
-            self._set_floor(floor)
-        return schedule_at(self._table, memory)
+    def plan(self, memory: int, floor: int) -> StagePlan:
+        """Plan of ``seconds(floor)[memory]``, which must be finite; without the end where it needs none."""
+        self._set_floor(floor)
+        chain, schedule = self.chain, schedule_at(self._table, memory)
+        shorter = without_end(schedule) if chain.names[-1] == END else None
+        if shorter is not None:
+            chain, schedule = replace(chain, stages=chain.stages[:-1]), shorter
+        return StagePlan(chain, schedule)
 
     def _set_floor(self, floor: int) -> None:
         """Raise the needs of the last stage, and solve the intervals that end there again."""
-        self._floor = floor
-        self._table.solve_last_column(floor=floor)
+        if floor != self._floor:
+            self._floor = floor
+            self._table.solve_last_column(floor=floor)
 
 
 class _Search:
     """Best-first search over the memory that a micro-batch may hold."""
 
     def __init__(self, columns: _Columns, in_flight: int, budget_bytes: int, best: StagePlan | None) -> None:
-        self._columns, self._others, self._budget_bytes = columns, in_flight - 1, budget_bytes
+        self._columns, self._in_flight, self._budget_bytes, self._best = columns, in_flight, budget_bytes, best
+        self._nodes: list[tuple[float, int, int]] = []
         chain = columns.chain
         # Every schedule holds it, but the table does not count it.
         self._always_bytes = chain.stages[-1].output_bytes + sum(stage.pinned_bytes for stage in chain)
         self._always_bytes += sum(skip.size_bytes for skip in chain.skips if skip.in_output)
-        self._best = best
 
     def run(self) -> StagePlan | None:
         """The fastest plan that fits, or None."""
         unit = self._columns.unit
-        most = int((self._budget_bytes / (self._others + 1) - self._always_bytes) / unit) + 1
-        nodes: list[tuple[float, int, int]] = []
-        self._push(nodes, 0, min(most, self._columns.top))
+        most = int((self._budget_bytes / self._in_flight - self._always_bytes) / unit) + 1
+        self._push(0, min(most, self._columns.top))
         for _ in range(_NODES):
-            if not nodes or not self._may_be_better(nodes[0][0]):
+            if not self._nodes or not self._may_be_better(self._nodes[0][0]):
                 return self._best
-            _, low, high = heapq.heappop(nodes)
+            _, low, high = heapq.heappop(self._nodes)
             memory, floor = self._memory(low), max(self._memory(low) - high, 0)
-            plan = self._judged(memory, floor)
-            if plan.bytes <= self._budget_bytes:
-                self._take(plan)
+            plan = self._columns.plan(memory, floor)
+            if self._takes(plan):
                 continue
             held = min(max(round((plan.held_bytes - self._always_bytes) / unit), low), high)
             if held == low or low == high:
                 self._take_below(memory, floor)
-            if held > low:
-                self._push(nodes, low, held - 1)
-                self._push(nodes, held, high)
-            elif low < high:
-                self._push(nodes, low, low)
-                self._push(nodes, low + 1, high)
-        for _, _, high in nodes:  # out of patience: what surely fits
+            if low < high:
+                middle = max(held, low + 1)
+                self._push(low, middle - 1)
+                self._push(middle, high)
+        for _, _, high in self._nodes:  # out of patience: what surely fits
             self._take_below(self._memory(high), max(self._memory(high) - high, 0))
         return self._best
 
     def _memory(self, held: int) -> int:
         """Slots for one micro-batch if each of the others holds ``held`` slots."""
-        others = self._others * (self._always_bytes + held * self._columns.unit)
+        others = (self._in_flight - 1) * (self._always_bytes + held * self._columns.unit)
         slots = math.floor((self._budget_bytes - others) / self._columns.unit) + (0 if self._columns.exact else 1)
         return min(slots, self._columns.top)
 
-    def _push(self, nodes: list[tuple[float, int, int]], low: int, high: int) -> None:
+    def _push(self, low: int, high: int) -> None:
         memory = self._memory(low)
         if low > high or memory < 0:
             return
         seconds = float(self._columns.seconds(max(memory - high, 0))[memory])
         if self._may_be_better(seconds):
-            heapq.heappush(nodes, (seconds, low, high))
+            heapq.heappush(self._nodes, (seconds, low, high))
 
     def _may_be_better(self, seconds: float) -> bool:
         if self._best is None:
             return seconds < math.inf
         return seconds < self._best.seconds * (1 - (1e-9 if self._columns.exact else _CLOSE_ENOUGH))
-
-    def _judged(self, memory: int, floor: int) -> StagePlan:
-        """The plan of a node, without its end where the schedule does not need one."""
-        chain, schedule = self._columns.chain, self._columns.schedule(memory, floor)
-        shorter = without_end(schedule) if chain.names[-1] == END else None
-        if shorter is not None:
-            chain, schedule = replace(chain, stages=chain.stages[:-1]), shorter
-        return StagePlan(chain, schedule, self._others + 1)
 
     def _take_below(self, memory: int, floor: int) -> None:
         """Take the first of the schedules with less memory that fits in bytes."""
@@ -389,13 +383,12 @@ class _Search:
         seconds = self._columns.seconds(floor)[: memory + 1]
         stairs = np.flatnonzero(seconds < np.concatenate(([math.inf], seconds[:-1])))[::-1]
         for stair in stairs[:_TRIES].tolist():
-            if not self._may_be_better(float(seconds[stair])):
-                return
-            plan = self._judged(stair, floor)
-            if plan.bytes <= self._budget_bytes:
-                self._take(plan)
+            if not self._may_be_better(float(seconds[stair])) or self._takes(self._columns.plan(stair, floor)):
                 return
 
-    def _take(self, plan: StagePlan) -> None:
-        if self._best is None or plan.seconds < self._best.seconds:
+    def _takes(self, plan: StagePlan) -> bool:
+        """Keep a plan if it is the fastest so far; False if it does not fit."""
+        fits = plan.bytes(self._in_flight) <= self._budget_bytes
+        if fits and (self._best is None or plan.seconds < self._best.seconds):
             self._best = plan
+        return fits

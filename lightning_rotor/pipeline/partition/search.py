@@ -23,42 +23,33 @@ Runs are planned when a candidate has them; until then a fractional knapsack bou
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, cycle
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_rotor.pipeline.partition.balance import Cuts, cuts_of, least_bottleneck, runs_of, simple_balances
-from lightning_rotor.pipeline.partition.problem import Costs, DeviceShares, Problem, StageChoice
-from lightning_rotor.pipeline.simulator import Integers, Reals
+from lightning_rotor.pipeline.partition.problem import Costs, Problem, StageChoice
+from lightning_rotor.pipeline.schedule import Integers
+from lightning_rotor.pipeline.simulator import Reals
 
-# Most cuts that are bounded one by one.
-_FEW = 20_000
-# Candidates of the dynamic program, and its cost per number, in actions.
-_CANDIDATES, _NUMBER = 50, 5
-# Actions that are simulated, of 10 ns each, and work of plans (see `Costs.work`), for the candidates and for the local
-# search each. They count work, not seconds: the answer is the same on every machine.
-_MOST_ACTIONS, _MOST_WORK = 200_000_000, 8_000
-# Partitions simulated at once, and the fixed cost of a round, in actions.
+# Most cuts that are bounded one by one, and actions that this may simulate.
+_FEW, _MOST_ACTIONS = 20_000, 200_000_000
+# Candidates of the dynamic program.
+_CANDIDATES = 50
+# Processor time after which the candidates, and then the local search, are no longer improved.
+_SECONDS = 3.0, 6.0
+# Partitions simulated at once.
 _AT_ONCE = 32
-_ROUND = 2000
 # Least number of runs with bounds, and numbers in one array of the knapsack.
 _MOST_RUNS = 4_000_000
 _MOST_AT_ONCE = 4_000_000
 _SAME = 1e-9
 Judgement: TypeAlias = tuple[int, float]
 """How many pipeline stages have too little memory, and the seconds of a step if none has."""
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """The best cuts that were found."""
-
-    choices: tuple[StageChoice, ...]
-    bound_seconds: float
 
 
 def impossible(problem: Problem, stage: int, first: Integers, last: Integers) -> npt.NDArray[np.bool_]:
@@ -259,16 +250,13 @@ class Search:
     def __init__(self, costs: Costs) -> None:
         self._problem, self._costs = costs.problem, costs
         self._n, self._stages = len(costs.problem.chain), costs.problem.stages
-        self._actions = 2 * self._problem.micro_batches * self._stages
-        self._overhead = _ROUND * self._problem.simulator.rounds
-        self._shares = DeviceShares(costs)
         self._judged: dict[Cuts, Judgement] = {}
         self._best: tuple[Judgement, Cuts] = (self._stages + 1, math.inf), ()
-        self._simulated, self._most_actions, self._most_work = 0, _MOST_ACTIONS, _MOST_WORK
         self._bounds: Bounds | None = None
+        self._began = time.process_time()
 
-    def run(self) -> Found | None:
-        """The best cuts, or None if none was found that fits."""
+    def run(self) -> tuple[list[StageChoice] | None, float]:
+        """The best cuts, or None if none was found that fits, and the least seconds that any take."""
         simple = [cuts_of(balance) for balance in simple_balances(self._problem.chain, self._stages)]
         for cuts in simple:
             self._judge(cuts)
@@ -277,19 +265,22 @@ class Search:
         while longest > 1 and self._longer_seconds(longest - 1) >= self._seconds:
             longest -= 1
         self._bounds = bounds = Bounds(self._costs, longest)
-        if self._problem.stages_per_device == 1:
-            for (stage, first, last, _), choice in self._costs.choices.items():
-                bounds.learn(stage, first, last, choice)
-        bound = min(self._candidates(bounds), self._longer_seconds(longest))
+        count = math.comb(n - 1, stages - 1)
+        if count <= _FEW and 2 * self._problem.micro_batches * stages * count <= _MOST_ACTIONS:
+            bound = self._all(bounds)
+        else:
+            bound = self._candidates(bounds)
+        bound = min(bound, self._longer_seconds(longest))
         if bound < self._seconds * (1 - _SAME):
-            self._climb_from(bounds, simple)
-        found = self.only(self._best[1])
-        return found and Found(found.choices, min(bound, self._seconds))
+            for cuts in dict.fromkeys([self._best[1], *sorted(simple, key=self._judged.__getitem__)]):
+                if not self._is_spent(_SECONDS[1]):
+                    self._climb(bounds, cuts)
+        return self.only(self._best[1]), min(bound, self._seconds)
 
-    def only(self, cuts: Cuts) -> Found | None:
+    def only(self, cuts: Cuts) -> list[StageChoice] | None:
         """These cuts, without a search."""
-        found = tuple(choice for choice in self._choices(cuts) if choice is not None)
-        return Found(found, 0.0) if len(found) == self._stages else None
+        found = [choice for choice in self._costs.together(runs_of(cuts, self._n)) if choice is not None]
+        return found if len(found) == self._stages else None
 
     def _longer_seconds(self, longest: int) -> float:
         """Least seconds of partitions with a longer run."""
@@ -301,67 +292,31 @@ class Search:
         least = (before[longest + 1 :] - before[: -longest - 1]).min()
         return float(self._problem.micro_batches * least / max(device.speed for device in self._problem.devices))
 
-    # ---------------------------------------------------------------- judgement
-
     @property
     def _seconds(self) -> float:
         return self._best[0][1]
 
-    def _choices(self, cuts: Cuts) -> list[StageChoice | None]:
-        runs = runs_of(cuts, self._n)
-        if self._problem.stages_per_device > 1:
-            return self._shares.choices(runs, thorough=self._seconds == math.inf)
-        return [self._costs.choice(stage, *run) for stage, run in enumerate(runs)]
+    def _is_spent(self, seconds: float) -> bool:
+        return time.process_time() - self._began > seconds
 
     def _judge(self, cuts: Cuts) -> Judgement:
         """Plan all runs of a partition and simulate it."""
         if cuts in self._judged:
             return self._judged[cuts]
-        choices = self._choices(cuts)
+        runs = runs_of(cuts, self._n)
+        choices = self._costs.together(runs)
         loads = [choice.load for choice in choices if choice is not None]
-        misfits, seconds = len(choices) - len(loads), math.inf
-        if not misfits:
-            self._simulated += self._actions + self._overhead
-            seconds = self._problem.simulator.step_seconds(loads)
+        misfits = len(choices) - len(loads)
+        seconds = math.inf if misfits else self._problem.simulator.step_seconds(loads)
         self._judged[cuts] = misfits, seconds
         self._best = min(self._best, ((misfits, seconds), cuts))
         if self._bounds is not None and self._problem.stages_per_device == 1:
-            for stage, (run, choice) in enumerate(zip(runs_of(cuts, self._n), choices, strict=True)):
+            for stage, (run, choice) in enumerate(zip(runs, choices, strict=True)):
                 self._bounds.learn(stage, *run, choice)
-        return self._judged[cuts]
-
-    def _is_spent(self) -> bool:
-        return self._simulated >= self._most_actions or self._costs.work >= self._most_work
-
-    def _promising(self, bounds: Bounds, cuts: Integers, below: float) -> list[Cuts]:
-        """Cuts whose bounds are below a value, the least first."""
-        self._simulated += len(cuts) * self._actions + self._overhead
-        return [tuple(cuts[place].tolist()) for place in _rising(bounds.step_seconds(cuts), below)]
-
-    # ---------------------------------------------------------------- candidates
-
-    def _candidates(self, bounds: Bounds) -> float:
-        """Judge promising cuts; returns the least seconds of any partition."""
-        count = math.comb(self._n - 1, self._stages - 1)
-        if count <= _FEW and count * self._actions <= _MOST_ACTIONS:
-            return self._all(bounds)
-        bound = 0.0
-        for number in range(self._n * self._stages):
-            through = bounds.through()
-            cuts = least_bottleneck(through)
-            if cuts is None:
-                return self._seconds
-            runs = enumerate(runs_of(cuts, self._n))
-            bound = float(max(through[stage, first, last - first] for stage, (first, last) in runs))
-            known = cuts in self._judged
-            self._judge(cuts)
-            self._simulated += _NUMBER * through.size
-            if known or ((number >= _CANDIDATES or self._is_spent()) and self._seconds < math.inf):
-                break
-        return max(bound, bounds.work_seconds())
+        return misfits, seconds
 
     def _all(self, bounds: Bounds) -> float:
-        """Judge all cuts by rising bound, until no other one can be better."""
+        """Judge all cuts by rising bound, until no other one can be better; returns the least seconds of any."""
         cuts = np.array([(0, *middle) for middle in combinations(range(1, self._n), self._stages - 1)])
         seconds = bounds.step_seconds(cuts)
         order = _rising(seconds, math.inf)
@@ -372,53 +327,54 @@ class Search:
             some = order[start : start + _AT_ONCE]
             if seconds[some[0]] >= self._seconds * (1 - _SAME):
                 break
-            if self._is_spent() and self._seconds < math.inf:
+            if self._is_spent(_SECONDS[0]) and self._seconds < math.inf:
                 return min(least, float(seconds[some[0]]))
-            for each in self._promising(bounds, cuts[some], self._seconds * (1 - _SAME)):
+            for each in _promising(bounds, cuts[some], self._seconds):
                 self._judge(each)
         return min(least, self._seconds)
 
+    def _candidates(self, bounds: Bounds) -> float:
+        """Judge cuts of the dynamic program, which learns from each; returns the least seconds of any cuts."""
+        bound = 0.0
+        for number in range(self._n * self._stages):
+            through = bounds.through()
+            cuts = least_bottleneck(through)
+            if cuts is None:
+                return self._seconds
+            runs = enumerate(runs_of(cuts, self._n))
+            bound = float(max(through[stage, first, last - first] for stage, (first, last) in runs))
+            known = cuts in self._judged
+            self._judge(cuts)
+            spent = number >= _CANDIDATES or self._is_spent(_SECONDS[0])
+            if known or (spent and self._seconds < math.inf):
+                break
+        return max(bound, bounds.work_seconds())
+
     # ---------------------------------------------------------------- local search
 
-    def _climb_from(self, bounds: Bounds, starts: Iterable[Cuts]) -> None:
-        """Improve the best cuts as far as it goes, then others, as long as there is work left."""
-        starts = list(dict.fromkeys([self._best[1], *sorted(starts, key=self._judged.__getitem__)]))
-        actions, work = self._simulated + _MOST_ACTIONS, self._costs.work + _MOST_WORK
-        through = bounds.through()
-        for number, cuts in enumerate(starts):
-            # Half of what is left, and all of it in the end.
-            share = 1 if number == len(starts) - 1 else 2
-            self._most_actions = self._simulated + (actions - self._simulated) // share
-            self._most_work = self._costs.work + (work - self._costs.work) // share
-            self._climb(bounds, through, cuts)
-
-    def _climb(self, bounds: Bounds, through: Reals, cuts: Cuts) -> None:
+    def _climb(self, bounds: Bounds, cuts: Cuts) -> None:
         """Try one kind of moves after the other, until none of them helps."""
-        kinds = self._kinds()
-        kind = in_vain = 0
-        while in_vain < len(kinds) and not self._is_spent():
-            better = self._better(bounds, through, cuts, self._moved(cuts, *kinds[kind]))
-            if better is None:
-                kind, in_vain = (kind + 1) % len(kinds), in_vain + 1
-            else:
+        through, kinds, in_vain = bounds.through(), self._kinds(), 0
+        for kind in cycle(kinds):
+            while better := self._better(bounds, through, cuts, self._moved(cuts, *kind)):
                 cuts, in_vain = better, 0
+            in_vain += 1
+            if in_vain >= len(kinds):
+                break
 
     def _better(self, bounds: Bounds, through: Reals, cuts: Cuts, moved: Integers) -> Cuts | None:
         """The first better cuts among moves, the most promising bounds first."""
         misfits, seconds = self._judged[cuts]
-        below = seconds * (1 - _SAME)
-        lengths = np.column_stack((moved[:, 1:], np.full(len(moved), self._n))) - moved
-        moved = moved[(lengths <= bounds.longest).all(axis=1)]
-        lengths = np.column_stack((moved[:, 1:], np.full(len(moved), self._n))) - moved
-        order = _rising(through[np.arange(self._stages), moved, lengths - 1].max(axis=1, initial=0.0), below)
-        at_once = min(_AT_ONCE, (self._most_actions - self._simulated) // self._actions)
-        for start in range(0, len(order), max(at_once, 1)):
-            if self._is_spent() or at_once < 1:
-                return None
-            for each in self._promising(bounds, moved[order[start : start + at_once]], below):
-                if self._is_spent():
-                    return None
-                if self._judge(each) < (misfits, below):
+        lengths = np.diff(moved, axis=1, append=self._n)
+        possible = (lengths <= bounds.longest).all(axis=1)
+        moved, lengths = moved[possible], lengths[possible]
+        least = through[np.arange(self._stages), moved, lengths - 1].max(axis=1, initial=0.0)
+        order = _rising(least, seconds * (1 - _SAME))
+        for start in range(0, len(order), _AT_ONCE):
+            if self._is_spent(_SECONDS[1]):
+                break
+            for each in _promising(bounds, moved[order[start : start + _AT_ONCE]], seconds):
+                if self._judge(each) < (misfits, seconds * (1 - _SAME)):
                     return each
         return None
 
@@ -436,9 +392,13 @@ class Search:
         places = np.arange(1, self._stages)
         moving = (places[:, None] <= np.arange(self._stages)) & (np.arange(self._stages) < places[:, None] + count)
         moved = np.array(cuts) + step * np.concatenate((moving, -moving.astype(np.int64)))
-        ends = np.column_stack((moved[:, 1:], np.full(len(moved), self._n)))
-        allowed: Integers = moved[(moved < ends).all(axis=1)]
+        allowed: Integers = moved[(np.diff(moved, axis=1, append=self._n) > 0).all(axis=1)]
         return allowed
+
+
+def _promising(bounds: Bounds, cuts: Integers, seconds: float) -> list[Cuts]:
+    """Cuts whose steps may be shorter, the least bounds first."""
+    return [tuple(cuts[place].tolist()) for place in _rising(bounds.step_seconds(cuts), seconds * (1 - _SAME))]
 
 
 def _before(values: Iterable[float]) -> Reals:

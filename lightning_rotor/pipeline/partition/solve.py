@@ -60,8 +60,7 @@ class Partition:
             self.problem.order,
             [choice.load for choice in self.choices],
             micro_batches=self.problem.micro_batches,
-            gradients_exist=self.problem.gradients_exist,
-            lingering=self.problem.lingering,
+            lingering=list(map(self.problem.lingering, range(len(self.problem.devices)))),
             results_bytes=self.problem.results_bytes,
         )
 
@@ -116,7 +115,7 @@ class Partition:
                 str(stage),
                 str(stage % devices),
                 f"{len(self.chain(stage))}: {' … '.join(dict.fromkeys(ends))}",
-                str(choice.plan.in_flight),
+                str(self.problem.in_flight[stage]),
                 format_seconds(load.forward_seconds),
                 format_seconds(load.backward_seconds),
                 format_seconds(load.recompute_seconds),
@@ -176,13 +175,13 @@ def partition(
         even = even_balance(len(chain), problem.stages)
         raise PipelineError(f'balance is {asked!r}: expected "auto" or numbers such as {even}')
     by_hand: Cuts = () if isinstance(balance, str) else cuts_of(check_balance(balance, len(chain), problem.stages))
-    found = search.only(by_hand) if by_hand else search.run()
-    if found is None:
+    choices, bound_seconds = (None, 0.0) if by_hand else search.run()
+    if choices is None:
         cuts = by_hand or _least_memory_cuts(costs)
-        found = search.only(cuts)
-        if found is None:
+        choices = search.only(cuts)
+        if choices is None:
             raise _refusal(costs, cuts, f"balance={list(balance)} does not fit" if by_hand else "no partition fits")
-    return Partition(problem, found.choices, found.bound_seconds, time.perf_counter() - start)
+    return Partition(problem, tuple(choices), bound_seconds, time.perf_counter() - start)
 
 
 # -------------------------------------------------------------------- what would work
