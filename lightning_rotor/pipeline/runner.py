@@ -36,7 +36,7 @@ Loss: TypeAlias = Callable[[Any, int], torch.Tensor]
 
 
 class PipelineRunner:
-    """Pipeline stages of this process: process ``d`` of ``D`` has those numbered ``d``, ``d + D``, ... of a cut module."""
+    """Runs a cut module; process ``d`` of ``D`` has the pipeline stages numbered ``d``, ``d + D``, ..."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class PipelineRunner:
     def run_forwards(
         self, inputs: Inputs, *, seed: int, signature: Any = None, context: RunContext
     ) -> tuple[tuple[Any, ...], OpenStep]:
-        """The first half of :meth:`train` under ``"gpipe"``: outputs on every process, and what the second half needs."""
+        """First half of :meth:`train` under ``"gpipe"``: outputs on every process, and what the second half needs."""
         step = Step(self._layouts(inputs, (True, signature), context), seed, context.restored)
         _, (stage,) = self._prepared(step, inputs, training=True)
         stage.clear_runtime_states()
