@@ -28,9 +28,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_rotor.capture.cuts import SequentialCut
 from lightning_rotor.chain import Chain
-from lightning_rotor.pipeline.partition import Link, Partition, PartitionError, partition
+from lightning_rotor.pipeline.partition import Link, Partition, PartitionError, PipelineDevice, partition
 from lightning_rotor.pipeline.partition.balance import cuts_of, even_balance, runs_of
-from lightning_rotor.pipeline.partition.problem import Costs, Problem, devices_of
+from lightning_rotor.pipeline.partition.problem import Costs, Problem
 from lightning_rotor.pipeline.pipelined import balance_by_time
 from lightning_rotor.pipeline.schedule import PipelineScheduleName
 from lightning_rotor.profiling import Profile, profile_chain
@@ -147,7 +147,7 @@ class _Needs:
 
     def __init__(self, chain: Chain, devices: int, arguments: dict[str, Any]) -> None:
         names = {name: value for name, value in arguments.items() if name != "state_bytes"}
-        problem = Problem(chain, devices_of(devices), state_bytes=tuple(arguments["state_bytes"]), **names)
+        problem = Problem(chain, (PipelineDevice(),) * devices, state_bytes=tuple(arguments["state_bytes"]), **names)
         self._costs = Costs(problem)
         # One segment for each stage is simple, and takes little more than the least.
         self._simple = Costs(replace(problem, recompute="always"))

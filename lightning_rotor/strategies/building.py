@@ -43,15 +43,6 @@ from lightning_rotor.stages.sequential import Stage
 from lightning_rotor.stages.state import GeneratorStates
 from lightning_rotor.strategies.steps import MicroBatchLogs
 
-_TWICE = (
-    "training_step called the module that is cut into pipeline stages {} times ({!r}): expected one call of it. "
-    "Let one call take both inputs, or let module=... name a part that is called once"
-)
-_NO_GRAD = (
-    "training_step called the module that is cut into pipeline stages under no_grad ({!r}): "
-    "expected one call with gradients"
-)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PipelineSettings(PipelineOptions):
@@ -146,10 +137,12 @@ def check_calls(trainer: pl.Trainer, name: str, part: Any) -> None:
         compute_of_training_step(trainer, trainer.lightning_module, part, 0, prepare=watch)
     except ProfilingError:
         return  # a step that cannot run dry: training finds out
-    if len(calls) > 1:
-        raise PipelineError(_TWICE.format(len(calls), name))
-    if calls == [False]:
-        raise PipelineError(_NO_GRAD.format(name))
+    if len(calls) > 1 or calls == [False]:
+        how = "under no_grad" if calls == [False] else f"{len(calls)} times"
+        raise PipelineError(
+            f"training_step called the module that is cut into pipeline stages {how} ({name!r}): expected one call of it "
+            "with gradients. Let one call take both inputs, or let module=... name a part that is called once"
+        )
 
 
 # -------------------------------------------------------------------- memory

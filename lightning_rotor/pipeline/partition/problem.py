@@ -45,11 +45,6 @@ class PipelineDevice:
             raise PipelineError(f"speed is {self.speed}: expected a positive number, 1.0 for the measured device")
 
 
-def devices_of(devices: int | Sequence[PipelineDevice], memory_bytes: int | None = None) -> tuple[PipelineDevice, ...]:
-    """A number of equal devices, or the given ones."""
-    return (PipelineDevice(memory_bytes),) * devices if isinstance(devices, int) else tuple(devices)
-
-
 @dataclass(frozen=True, slots=True)
 class Link:
     """Bandwidth and latency of every message between neighbouring devices, in either direction."""

@@ -28,7 +28,6 @@ from lightning_rotor.pipeline.partition.problem import (
     PipelineDevice,
     Problem,
     StageChoice,
-    devices_of,
 )
 from lightning_rotor.pipeline.partition.search import Search, impossible
 from lightning_rotor.pipeline.schedule import PipelineError
@@ -165,9 +164,8 @@ def partition(
     start = time.perf_counter()
     if not isinstance(devices, int) and memory_bytes is not None:
         raise PipelineError("memory_bytes goes with a number of devices: expected memory_bytes in each PipelineDevice")
-    problem = Problem(
-        chain, devices_of(devices, memory_bytes), micro_batches, state_bytes=tuple(state_bytes), **options
-    )
+    all_devices = (PipelineDevice(memory_bytes),) * devices if isinstance(devices, int) else tuple(devices)
+    problem = Problem(chain, all_devices, micro_batches, state_bytes=tuple(state_bytes), **options)
     costs = Costs(problem)
     search = Search(costs)
     asked: object = balance
