@@ -264,7 +264,8 @@ class PipelineBuilder:
         """Memory limit of this process's device."""
         limit_bytes = process_limit_bytes(self._settings.limit, self._model, (), (), self._device)
         shared = self._settings.limit is None and self._device.type == "cpu"
-        return limit_bytes // self._trainer.strategy.num_processes if shared else limit_bytes
+        strategy: Any = self._trainer.strategy
+        return limit_bytes // strategy.num_processes if shared else limit_bytes
 
     def _devices(self, memory_bytes: int | None) -> list[PipelineDevice]:
         """Devices in the order of the pipeline; of replicas, the one with least memory."""

@@ -200,7 +200,7 @@ class Costs:
         self._memory, self._memory_alone = cache(problem.memory), cache(problem.memory_alone)
         self._planner = cache(self._made_planner)
         self._planners: dict[object, InFlightPlanner] = {}
-        self._shared: dict[object, list[StageChoice] | None] = {}
+        self._shared: dict[object, Sequence[StageChoice | None]] = {}
 
     @property
     def recomputes(self) -> bool:
@@ -337,8 +337,8 @@ class Costs:
         for device in range(devices):
             stages = tuple((stage, *runs[stage]) for stage in range(device, len(runs), devices))
             if stages not in self._shared:
-                self._shared[stages] = self._share_out(stages)
-            found[device::devices] = self._shared[stages] or [None] * len(stages)
+                self._shared[stages] = self._share_out(stages) or [None] * len(stages)
+            found[device::devices] = self._shared[stages]
         return found
 
     def _share_out(self, stages: tuple[tuple[int, int, int], ...]) -> list[StageChoice] | None:
