@@ -166,7 +166,7 @@ class Solver:
 
     @cached_property
     def _for_all(self) -> tuple[Candidates, ...]:
-        """Candidates for every budget, under both rules for skips if they differ: the simulator tells which is right."""
+        """Candidates for every budget, under both rules for skips if they differ; the simulator decides."""
         rules = (False, True) if retains_from_birth(self.chain) else (False,)
         return tuple(self._up_to(self._most_bytes, readers_pay=rule) for rule in rules)
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import groupby, takewhile
 
 from rich import box
 from rich.table import Table
@@ -159,11 +159,8 @@ def from_to(first: str, last: str, shorten: Callable[[str], str]) -> str:
 def _relative_name(start: str, end: str) -> str:
     """Name of a module without the modules that another one is in, too: ``d`` for ``a.b.d`` beside ``a.b.c``."""
     inside = end.split(".")
-    for module in start.split(".")[:-1]:
-        if len(inside) == 1 or inside[0] != module:
-            break
-        del inside[0]
-    return ".".join(inside)
+    modules = takewhile(lambda pair: pair[0] == pair[1], zip(start.split(".")[:-1], inside[:-1], strict=False))
+    return ".".join(inside[len(list(modules)) :])
 
 
 def shortened(name: str, most: int = _MOST_NAME) -> str:

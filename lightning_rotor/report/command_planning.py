@@ -111,7 +111,7 @@ def _needs(name: str, error: ModuleNotFoundError) -> ModelError:
 
 
 def optimizer_for(model: nn.Module, text: str) -> torch.optim.Optimizer | None:
-    """The optimizer called ``adamw``, ``sgd:momentum=0.9`` or ``none`` for what learns of a model; else ``ModelError``."""
+    """The optimizer called ``adamw``, ``sgd:momentum=0.9`` or ``none`` for what learns in a model, or ModelError."""
     name, _, given = text.partition(":")
     known: dict[str, type[torch.optim.Optimizer]] = {
         key.lower(): value
@@ -204,7 +204,7 @@ def find_batch_sizes(options: Namespace) -> BatchSizeAdvice:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Case:
-    """What is asked about; ``floating`` is the type of the model in the place of float32."""
+    """What is asked about; ``floating`` is the model's type in the place of float32, ``mixed`` that of autocast."""
 
     options: Namespace
     model: nn.Module
@@ -212,13 +212,15 @@ class _Case:
     budget_bytes: int
     resident: ResidentMemory
     floating: torch.dtype | None
+    mixed: torch.dtype | None
 
     @classmethod
     def of(cls, options: Namespace) -> _Case:
         """Build the model and what trains it."""
         device = torch.device(_known_device(options.device))
         limit = parse_limit(options.budget)  # wrong ones are found before anything is measured
-        floating = _HALF.get(options.precision.partition("-")[0]) if options.precision.endswith("-true") else None
+        half = _HALF.get(options.precision.partition("-")[0])
+        floating, mixed = (half, None) if options.precision.endswith("-true") else (None, half)
         model = _built(options, device, floating)
         accelerator = _accelerator(options) if device.type == "meta" else None
         batch = [spec.make(device, floating=floating) for spec in options.inputs]
@@ -229,7 +231,7 @@ class _Case:
         else:
             total = accelerator.memory_bytes
             budget = total - _CONTEXT_BYTES if limit is None else limit.on_device(total)
-        return cls(options, model, accelerator, budget, resident, floating)
+        return cls(options, model, accelerator, budget, resident, floating, mixed)
 
     def budget(self, batch_bytes: int) -> Budget:
         """What a plan may use beside a batch of that size."""
@@ -243,15 +245,15 @@ class _Case:
             if self.accelerator is None:
                 return self._measured(inputs, progress)
             # Each estimate makes the model's tensors its own.
-            model, precision = _built(self.options, torch.device("meta"), self.floating), _mixed(self.options)
+            model = _built(self.options, torch.device("meta"), self.floating)
             return estimate_profile(
-                model, inputs, self.accelerator, autocast=precision, floating=self.floating, progress=progress
+                model, inputs, self.accelerator, autocast=self.mixed, floating=self.floating, progress=progress
             )
 
     def _measured(self, inputs: Sequence[InputSpec], progress: Progress) -> Profile:
-        device, precision = torch.device(self.options.device), _mixed(self.options)
+        device = torch.device(self.options.device)
         args, kwargs = arguments(inputs, device, floating=self.floating)
-        with torch.autocast(device.type, dtype=precision, enabled=precision is not None):
+        with torch.autocast(device.type, dtype=self.mixed, enabled=self.mixed is not None):
             cut = sequentialize(self.model, args, kwargs)
             if isinstance(cut, GraphCut):
                 require_same(self.model, cut, args, kwargs)
@@ -262,10 +264,6 @@ def _built(options: Namespace, device: torch.device, floating: torch.dtype | Non
     make = model_maker(options.model, dict(options.model_arguments))
     model = build_on_meta(make) if device.type == "meta" else make().train().to(device)
     return model.to(floating) if floating is not None else model
-
-
-def _mixed(options: Namespace) -> torch.dtype | None:
-    return _HALF[options.precision.partition("-")[0]] if options.precision.endswith("-mixed") else None
 
 
 def _accelerator(options: Namespace) -> Accelerator:
