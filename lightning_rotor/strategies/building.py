@@ -140,8 +140,8 @@ def check_calls(trainer: pl.Trainer, name: str, part: Any) -> None:
     if len(calls) > 1 or calls == [False]:
         how = "under no_grad" if calls == [False] else f"{len(calls)} times"
         raise PipelineError(
-            f"training_step called the module that is cut into pipeline stages {how} ({name!r}): expected one call of it "
-            "with gradients. Let one call take both inputs, or let module=... name a part that is called once"
+            f"training_step called the module that is cut into pipeline stages {how} ({name!r}): expected one call of "
+            "it with gradients. Let one call take both inputs, or let module=... name a part that is called once"
         )
 
 
