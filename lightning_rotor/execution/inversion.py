@@ -421,7 +421,7 @@ class _Node(torch.autograd.Function):
     def forward(
         ctx: Any, run: Inversion, outputs: Sequence[torch.Tensor], learns: Sequence[bool], *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.run, ctx.name = run, run.way.name
+        ctx.run, ctx.stage = run, run.way.name
         ctx.save_for_backward(*tensors[run.inputs :])  # whoever changes a parameter meanwhile hears of it
         ctx.mark_non_differentiable(*(tensor for tensor, learn in zip(outputs, learns, strict=True) if not learn))
         return tuple(outputs)
@@ -430,13 +430,13 @@ class _Node(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         run, for_good = ctx.run, not backward_keeps_graph()
         if run is None:
-            raise second_backward(ctx.name)
+            raise second_backward(ctx.stage)
         run.moment.require_unchanged()
         _ = ctx.saved_tensors  # a segment around is recomputed here
         if for_good:
             ctx.run = None  # nodes live as long as their graph, which the loss holds
         found = run.backward(gradients, ctx.needs_input_grad[3 : 3 + run.inputs], for_good=for_good)
-        return (None, None, None, *first_derivatives_only(ctx.name, found))
+        return (None, None, None, *first_derivatives_only(ctx.stage, found))
 
 
 def _placed(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:

@@ -110,13 +110,13 @@ class _NoSecondDerivative(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, name: str, anchor: torch.Tensor, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.name = name
+        ctx.stage = name
         return tuple(gradient.view_as(gradient) for gradient in gradients)
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> None:
         raise ExecutionError(
-            f"gradients of the gradients of {ctx.name!r} are wanted, but its backward rebuilt its input outside of "
+            f"gradients of the gradients of {ctx.stage!r} are wanted, but its backward rebuilt its input outside of "
             "autograd's graph: expected first derivatives alone. Call the module plainly where create_graph=True is "
             "needed"
         )
