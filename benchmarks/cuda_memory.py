@@ -143,10 +143,10 @@ def step(net: nn.Module, forward: nn.Module, batch: torch.Tensor, autocast: bool
     return [p.grad.clone() for p in net.parameters() if p.grad is not None], peak
 
 
-def _rows(name: str, autocast: bool) -> Iterator[str]:
+def _rows(name: str, autocast: bool, times: int) -> Iterator[str]:
     make, data = MODELS[name]
     torch.manual_seed(0)
-    net, batch = make().to(GPU), data()
+    net, batch = make().to(GPU), torch.cat([data() for _ in range(times)])
     planned = Checkpointable(net, show_progress=False)
     with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
         chain = planned.measure(batch)
@@ -169,6 +169,7 @@ def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--models", nargs="*", default=list(MODELS))
+    parser.add_argument("--times", type=int, default=1, help="as large batches")
     options = parser.parse_args()
     warnings.filterwarnings("ignore", message="nvmlDeviceGetGpuFabricInfoV")
     torch.backends.cudnn.deterministic = True
@@ -184,7 +185,7 @@ def _main() -> None:
     print("\n".join(lines), flush=True)
     for name in options.models:
         for autocast in (False, True):
-            for line in _rows(name, autocast):
+            for line in _rows(name, autocast, options.times):
                 print(line, flush=True)
                 lines.append(line)
     if options.out is not None:

@@ -61,7 +61,7 @@ METHODS = ("block", "sequential", "selective", "compile-block", "compile", "ours
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34), "MALLOC_TOP_PAD_": str(2**26)}  # of glibc
 LEAST_ROUNDS = 8
 LOSS_BYTES = 8  # of the loss, outside of the module
-BETWEEN = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)  # peaks that ours is asked for in any case
+BETWEEN = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 
 
 def main() -> None:
@@ -72,7 +72,9 @@ def main() -> None:
     parser.add_argument("workloads", nargs="*", choices=[*WORKLOADS, []], help="all by default")
     parser.add_argument("--again", action="store_true", help="run workloads that have a result as well")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--small", action="store_true", help="the CPU's sizes on a GPU")
     parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
+    parser.add_argument("--between", nargs="*", type=float, default=BETWEEN, help="shares of eager's peak for ours")
     parser.add_argument("--rounds", type=int, default=4, help="timed rounds of all points")
     parser.add_argument("--final-rounds", type=int, default=40, help="timed rounds of those that are compared")
     parser.add_argument(
@@ -94,6 +96,8 @@ def main() -> None:
                     options.rounds,
                     options.final_rounds,
                     options.final_seconds,
+                    between=options.between,
+                    small=options.small or options.device == "cpu",
                 )
             )
         )
@@ -106,7 +110,8 @@ def main() -> None:
         command = [sys.executable, __file__, "--one", name, "--device", options.device]
         command += ["--rounds", str(options.rounds), "--final-rounds", str(options.final_rounds)]
         command += ["--final-seconds", str(options.final_seconds)]
-        command += ["--methods", *options.methods]
+        command += ["--between", *map(str, options.between)]
+        command += ["--methods", *options.methods, *(["--small"] if options.small else [])]
         environment = {**os.environ, **KEEP_MEMORY, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         done = subprocess.run(
             command, env=environment, stdout=subprocess.PIPE, text=True, timeout=options.limit, check=True
@@ -120,7 +125,15 @@ def main() -> None:
 
 
 def measure(
-    name: str, device: str, methods: Sequence[str], rounds: int, final_rounds: int, final_seconds: float
+    name: str,
+    device: str,
+    methods: Sequence[str],
+    rounds: int,
+    final_rounds: int,
+    final_seconds: float,
+    *,
+    between: Sequence[float],
+    small: bool,
 ) -> dict[str, Any]:
     """All methods on one workload."""
     import torch
@@ -131,7 +144,7 @@ def measure(
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = (
         1000  # a budget each, and shapes
     )
-    workload = WORKLOADS[name](device)
+    workload = WORKLOADS[name](device, small)
     plain = partial(workload.net, *workload.inputs)
     points = [Point("eager", "", plain)]
     expected = gradients(workload, plain)
@@ -144,7 +157,7 @@ def measure(
                 point.measure(workload, expected)
                 points.append(point)
     # Not more than the other's bytes, so not rounded.
-    wanted = sorted({point.peak_bytes for point in points[1:] if point.peak_bytes} | {int(base * at) for at in BETWEEN})
+    wanted = sorted({point.peak_bytes for point in points[1:] if point.peak_bytes} | {int(base * at) for at in between})
     if "ours" in methods:
         points += ours(workload, workload.net, wanted, expected, "ours", _nothing)
     if "ours-compiled" in methods:
@@ -159,7 +172,8 @@ def measure(
     eager_seconds = time_in_turns([point for point in points if not point.failed], workload, rounds)
     chosen = finalists([point.row(base) for point in points])
     final = [point for point, is_final in zip(points, chosen, strict=True) if is_final]
-    final_rounds = max(min(final_rounds, int(final_seconds / (eager_seconds * len(final)))), LEAST_ROUNDS)
+    affordable = int(final_seconds / (eager_seconds * len(final)))
+    final_rounds = min(final_rounds, max(affordable, LEAST_ROUNDS))
     time_in_turns(final, workload, final_rounds)
     for point in final:
         point.is_final = True

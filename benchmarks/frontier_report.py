@@ -58,8 +58,15 @@ def table(rows: dict[str, Any]) -> str:
         "eager's to the bit; else the largest difference by the largest gradient. Rounds: interleaved, and final ones of the others and of ours that",
         "were the fastest, or take the most memory that fits, at their peaks; then these count.",
         "",
-        *_summary(rows),
+        *body(rows),
+        "",
     ]
+    return "\n".join(lines)
+
+
+def body(rows: dict[str, Any]) -> list[str]:
+    """What all workloads show together, and each point."""
+    lines = _summary(rows)
     for name, row in rows.items():
         points = [point for point in row["points"] if "failed" not in point]
         lines += [
@@ -85,7 +92,7 @@ def table(rows: dict[str, Any]) -> str:
             if "failed" in point:
                 lines.append(f"| {NAMES[point['method']]} | {point['setting']} | | | | | failed: {point['failed']} |")
         lines += [f"| {NAMES[method]} | | | | | | not run |" for method in row.get("left_out", ())]
-    return "\n".join([*lines, ""])
+    return lines
 
 
 def _summary(rows: dict[str, Any]) -> list[str]:

@@ -178,8 +178,8 @@ class Uneven(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-def _gpt(blocks: int, device: str) -> Workload:
-    batch, length, width, heads = (8, 128, 256, 8) if device == "cpu" else (32, 1024, 1024, 16)
+def _gpt(blocks: int, device: str, small: bool) -> Workload:
+    batch, length, width, heads = (8, 128, 256, 8) if small else (32, 1024, 1024, 16)
     net = GPT(blocks, width, heads, length).to(device)
     return _workload(net, (torch.randint(0, 1000, (batch, length), device=device),), net.blocks)
 
@@ -190,43 +190,43 @@ def _vision(
     return _workload(net.to(device), (torch.randn(images, device=device),), blocks, in_a_row=in_a_row)
 
 
-def _resnet101(device: str) -> Workload:
+def _resnet101(device: str, small: bool) -> Workload:
     net = torchvision.models.resnet101()
     blocks = [block for layer in (net.layer1, net.layer2, net.layer3, net.layer4) for block in layer]
-    return _vision(net, blocks, (8, 3, 96, 96) if device == "cpu" else (256, 3, 224, 224), device)
+    return _vision(net, blocks, (8, 3, 96, 96) if small else (256, 3, 224, 224), device)
 
 
-def _densenet121(device: str) -> Workload:
+def _densenet121(device: str, small: bool) -> Workload:
     net = torchvision.models.densenet121()
     blocks = [module for module in net.modules() if type(module).__name__ == "_DenseLayer"]
-    return _vision(net, blocks, (8, 3, 96, 96) if device == "cpu" else (256, 3, 224, 224), device, in_a_row=False)
+    return _vision(net, blocks, (8, 3, 96, 96) if small else (256, 3, 224, 224), device, in_a_row=False)
 
 
-def _vgg19(device: str) -> Workload:
+def _vgg19(device: str, small: bool) -> Workload:
     net = torchvision.models.vgg19(num_classes=10)
     net.classifier = nn.Sequential(nn.Linear(512 * 49, 64), nn.ReLU(inplace=True), nn.Linear(64, 10))
     layers = list(net.features)
     ends = [0, *(place + 1 for place, layer in enumerate(layers) if isinstance(layer, nn.MaxPool2d))]
     net.features = nn.Sequential(*(nn.Sequential(*layers[start:end]) for start, end in pairwise(ends)))
-    return _vision(net, net.features, (4, 3, 96, 96) if device == "cpu" else (256, 3, 224, 224), device)
+    return _vision(net, net.features, (4, 3, 96, 96) if small else (256, 3, 224, 224), device)
 
 
-def _uneven(device: str) -> Workload:
-    net = Uneven(16 if device == "cpu" else 64)
-    return _vision(net, net.blocks, (8, 3, 96, 96) if device == "cpu" else (128, 3, 224, 224), device)
+def _uneven(device: str, small: bool) -> Workload:
+    net = Uneven(16 if small else 64)
+    return _vision(net, net.blocks, (8, 3, 96, 96) if small else (128, 3, 224, 224), device)
 
 
-def _unet(device: str) -> Workload:
-    net = UNet(16 if device == "cpu" else 64)
+def _unet(device: str, small: bool) -> Workload:
+    net = UNet(16 if small else 64)
     blocks = [*net.down, net.middle, *net.up]
-    return _vision(net, blocks, (4, 3, 128, 128) if device == "cpu" else (32, 3, 256, 256), device, in_a_row=False)
+    return _vision(net, blocks, (4, 3, 128, 128) if small else (32, 3, 256, 256), device, in_a_row=False)
 
 
-def _vit(device: str) -> Workload:
+def _vit(device: str, small: bool) -> Workload:
     net = torchvision.models.VisionTransformer(
         **(
             {"image_size": 96, "patch_size": 8, "num_layers": 8, "num_heads": 4, "hidden_dim": 192, "mlp_dim": 768}
-            if device == "cpu"
+            if small
             else {
                 "image_size": 224,
                 "patch_size": 16,
@@ -237,7 +237,7 @@ def _vit(device: str) -> Workload:
             }
         )
     )
-    return _vision(net, net.encoder.layers, (8, 3, 96, 96) if device == "cpu" else (128, 3, 224, 224), device)
+    return _vision(net, net.encoder.layers, (8, 3, 96, 96) if small else (128, 3, 224, 224), device)
 
 
 class Causal(nn.Module):
@@ -267,36 +267,36 @@ class Causal(nn.Module):
         return self.model(tokens).logits
 
 
-def _gpt2(device: str) -> Workload:
-    batch, length, layers, width, heads = (4, 128, 6, 192, 6) if device == "cpu" else (32, 1024, 12, 768, 12)
+def _gpt2(device: str, small: bool) -> Workload:
+    batch, length, layers, width, heads = (4, 128, 6, 192, 6) if small else (32, 1024, 12, 768, 12)
     net = Causal(layers, width, heads, length).to(device)
     return _workload(net, (torch.randint(0, 1000, (batch, length), device=device),), net.model.transformer.h)
 
 
-def _regnet(device: str) -> Workload:
+def _regnet(device: str, small: bool) -> Workload:
     net = torchvision.models.regnet_x_32gf(num_classes=10)
     blocks = [module for module in net.modules() if type(module).__name__ == "ResBottleneckBlock"]
-    return _vision(net, blocks, (2, 3, 96, 96) if device == "cpu" else (64, 3, 224, 224), device)
+    return _vision(net, blocks, (2, 3, 96, 96) if small else (64, 3, 224, 224), device)
 
 
-def _mixer(device: str) -> Workload:
+def _mixer(device: str, small: bool) -> Workload:
     from timm.models.mlp_mixer import MlpMixer
 
-    if device == "cpu":
+    if small:
         net = MlpMixer(img_size=96, patch_size=8, num_blocks=6, embed_dim=192, num_classes=10)
         return _vision(net, net.blocks, (8, 3, 96, 96), device)
     net = MlpMixer(patch_size=16, num_blocks=12, embed_dim=768)
     return _vision(net, net.blocks, (128, 3, 224, 224), device)
 
 
-def _transformer(device: str) -> Workload:
-    batch, length, width = (8, 96, 128) if device == "cpu" else (32, 512, 1024)
+def _transformer(device: str, small: bool) -> Workload:
+    batch, length, width = (8, 96, 128) if small else (32, 512, 1024)
     net = nn.Transformer(width, 4, 3, 3, 4 * width, dropout=0.0, batch_first=True).to(device)
     pair = (torch.randn(batch, length, width, device=device), torch.randn(batch, length, width, device=device))
     return _workload(net, pair, [*net.encoder.layers, *net.decoder.layers], in_a_row=False)
 
 
-WORKLOADS: dict[str, Callable[[str], Workload]] = {
+WORKLOADS: dict[str, Callable[[str, bool], Workload]] = {
     "gpt8": partial(_gpt, 8),
     "gpt24": partial(_gpt, 24),
     "resnet101": _resnet101,
@@ -311,4 +311,4 @@ WORKLOADS: dict[str, Callable[[str], Workload]] = {
     "mixer": _mixer,
     "transformer": _transformer,
 }
-"""By name, from the name of a device."""
+"""By name, from the name of a device, and whether they are cut down to what a CPU can do."""

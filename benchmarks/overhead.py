@@ -1,6 +1,7 @@
 """What RotorCallback costs where its plan recomputes nothing: steps with and without it, in one training.
 
     OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/overhead.py            # writes benchmarks/results/overhead.md
+    python benchmarks/overhead.py --device cuda --to FILE                   # on a GPU
 
 Two models, or two Trainers, differ by a percent for reasons of their own: where their memory lies, which of them came first. So there is one
 training of one model, in which the callback comes and goes between steps: out of the Trainer's list, the module's own forward back in its place.
@@ -9,7 +10,8 @@ Each round has three steps in random order, two of them plain::
     plain │ plain again │ with the callback          difference of the first two: what this benchmark cannot see
                                                      of the first and the third: what the callback costs
 
-Seconds are those that the thread was computing, so that what else the machine does counts little. An interval around a median is that between two
+Seconds are those that the thread was computing, so that what else the machine does counts little; on a GPU they are the clock's, up to the end of
+the device's work. An interval around a median is that between two
 order statistics, for which nothing needs to be known of the distribution. Python's calls of functions, which depend on nothing, are counted
 besides.
 """
@@ -69,13 +71,15 @@ class Turns(L.Callback):
     Args:
         other: The callback.
         rounds: How many to measure.
+        now: Seconds at which all work so far is done.
     """
 
-    def __init__(self, other: RotorCallback, rounds: int) -> None:
+    def __init__(self, other: RotorCallback, rounds: int, now: Callable[[], float]) -> None:
         order = [kind for _ in range(rounds) for kind in random.sample([PLAIN, AGAIN, CALLBACK], 3)]
         self._kinds = [CALLBACK] * WARM_UP + order + [PLAIN, CALLBACK] * COUNTED + [CALLBACK]
         self._first_counted = WARM_UP + len(order)
         self._other = other
+        self._now = now
         self._began = 0.0
         self._calls = 0
         self._planned: Any = None
@@ -89,7 +93,7 @@ class Turns(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, model: L.LightningModule, *_: Any) -> None:
         """A step is over; prepare the next."""
-        seconds, step = time.thread_time() - self._began, trainer.global_step - 1
+        seconds, step = self._now() - self._began, trainer.global_step - 1
         sys.setprofile(None)
         if step >= self._first_counted:
             self.calls[self._kinds[step]].append(self._calls)
@@ -97,7 +101,7 @@ class Turns(L.Callback):
             self.seconds[self._kinds[step]].append(seconds)
         if step + 1 < self.steps:
             self._switch(trainer, model, on=self._kinds[step + 1] == CALLBACK)
-        self._calls, self._began = 0, time.thread_time()
+        self._calls, self._began = 0, self._now()
         if step + 1 >= self._first_counted:
             sys.setprofile(self._count)
 
@@ -156,14 +160,19 @@ class Median:
         return f"{self.value / whole:+.2%} ({self.low / whole:+.2%} to {self.high / whole:+.2%})"
 
 
-def compare(make: Callable[[], tuple[nn.Module, torch.Tensor]], rounds: int) -> Turns:
+def _after_the_device() -> float:
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def compare(make: Callable[[], tuple[nn.Module, torch.Tensor]], rounds: int, device: str) -> Turns:
     """Train one model."""
     torch.manual_seed(0)
     body, batch = make()
-    rotor = RotorCallback("64GiB", "body", show_table=False)
-    turns = Turns(rotor, rounds)
+    rotor = RotorCallback("64GiB" if device == "cpu" else "90%", "body", show_table=False)
+    turns = Turns(rotor, rounds, time.thread_time if device == "cpu" else _after_the_device)
     trainer = L.Trainer(
-        accelerator="cpu", devices=1, max_steps=turns.steps, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        accelerator=device, devices=1, max_steps=turns.steps, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, callbacks=[rotor, turns],
     )  # fmt: skip
     trainer.fit(Task(body), DataLoader([batch] * turns.steps, batch_size=None))
@@ -191,6 +200,8 @@ def main() -> None:
     """Measure and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=200, help="of three steps each")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=MODELS)
     parser.add_argument("--to", type=Path, default=RESULT, help="file to write")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -199,14 +210,17 @@ def main() -> None:
         "| model | plain step | plain again adds | the callback adds | that is | Python calls in a step |",
         "|---|---:|---:|---:|---:|---:|",
     ]
-    for name, make in MODELS.items():
-        lines.append(row(name, compare(make, options.rounds)))
+    for name in options.models:
+        lines.append(row(name, compare(MODELS[name], options.rounds, options.device)))
         sys.stderr.write(lines[-1] + "\n")
     machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, one thread; load {os.getloadavg()[0]:.1f}"
+    clock = "CPU seconds of the thread"
+    if options.device == "cuda":
+        machine, clock = torch.cuda.get_device_name(), "seconds up to the end of the device's work"
     head = (
         "# Overhead of RotorCallback under a plan that recomputes nothing\n\n"
         f"`python benchmarks/overhead.py --rounds {options.rounds}`, torch {torch.__version__}, {machine}. Medians over rounds of three steps in "
-        "random order in one training, in CPU seconds of the thread, with 95 % intervals; the third column is what the benchmark cannot see.\n"
+        f"random order in one training, in {clock}, with 95 % intervals; the third column is what the benchmark cannot see.\n"
     )
     options.to.write_text(head + "\n" + "\n".join(lines) + "\n", encoding="utf-8")
 

@@ -9,7 +9,7 @@ import sys
 from lightning_rotor.units import parse_bytes
 from tests.cuda_device import environment
 
-parser = argparse.ArgumentParser(prog="python -m tests.cuda_device", description=__doc__)
+parser = argparse.ArgumentParser(prog="python -m tests.cuda_device", description=__doc__, allow_abbrev=False)
 parser.add_argument("--devices", type=int, default=1)
 parser.add_argument("--memory", type=parse_bytes, default=80 * 2**30, help="of each, such as 2GiB")
 parser.add_argument("--capability", default="8.0")
