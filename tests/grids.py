@@ -9,6 +9,11 @@ from typing import Any
 import pytest
 
 
+def few(every: Iterable[Any], *names: Any) -> list[Any]:
+    """All values, for ``parametrize``; those that are not named are wide."""
+    return [pytest.param(each, marks=[] if each in names else pytest.mark.wide) for each in every]
+
+
 def grid(*axes: Iterable[Any]) -> list[Any]:
     """Every combination of one value of each axis, for ``parametrize``. Those that are not needed for every two values to meet are wide."""
     axes = tuple(map(tuple, axes))

@@ -310,6 +310,28 @@ def test_a_device_that_is_too_small_is_refused_before_anything_fails() -> None:
     assert torch.cuda.memory_stats()["num_ooms"] == 0
 
 
+class Towers(Classifier):
+    """Two modules that ``training_step`` calls, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = Classifier().body
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) + F.cross_entropy(self.other(batch[0]), batch[1])
+
+
+def test_two_modules_on_one_device_keep_one_limit() -> None:
+    device = Device()
+    plain = fit(device, model=Towers())
+    limit = int(0.9 * device.peaks[-1][0])
+    rotors = [RotorCallback(limit, name, show_table=False) for name in ("body", "other")]
+    device = Device()
+    assert_same(plain, fit(device, *rotors, model=Towers()))
+    assert all(allocated <= limit for allocated, _ in device.peaks)
+    assert any(rotor.plan is not None and rotor.plan.recomputed for rotor in rotors)
+
+
 def test_another_process_that_takes_memory_makes_the_forward_run_again(
     roomy: tuple[dict[str, Any], RotorCallback, Device], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -21,6 +21,7 @@ from lightning_rotor.profiling.estimates import InputSpec, build_on_meta, estima
 from lightning_rotor.profiling.roofline import GPUS, Accelerator, EstimatingMeter
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
+from tests.grids import few
 from tests.processes import ROOT, run_python
 
 A100 = GPUS["A100-80GB"]
@@ -80,7 +81,7 @@ def measured(make: Callable[[], nn.Module], spec: InputSpec) -> Chain:
     return profile_chain(cut.stages, cut.bind((sample,), {}), repeats=1).chain
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", few(MODELS, "resnet18", "dropout", "sequential"))
 def test_what_autograd_saves_is_exact_and_peaks_are_close(name: str) -> None:
     make, spec = MODELS[name]
     estimated, real = estimate_profile(build_on_meta(make), [spec], A100, like="cpu").chain, measured(make, spec)

@@ -50,8 +50,8 @@ def check(make: Any, tensors: tuple[torch.Tensor, ...], folder: Path) -> None:
     ("name", "options"),
     [
         ("vit_tiny_patch16_224", {"depth": 2, "patch_size": 8, "embed_dim": 48, "drop_rate": 0.1, "drop_path_rate": 0.2}),
-        ("mixer_s16_224", {"num_blocks": 2, "patch_size": 8, "embed_dim": 32, "drop_rate": 0.1}),
-        ("convnext_atto", {"depths": (1, 1, 1, 1), "dims": (8, 8, 16, 16), "drop_path_rate": 0.2}),
+        pytest.param("mixer_s16_224", {"num_blocks": 2, "patch_size": 8, "embed_dim": 32, "drop_rate": 0.1}, marks=pytest.mark.wide),
+        pytest.param("convnext_atto", {"depths": (1, 1, 1, 1), "dims": (8, 8, 16, 16), "drop_path_rate": 0.2}, marks=pytest.mark.wide),
     ],
 )  # fmt: skip
 def test_families_of_timm(name: str, options: dict[str, Any], tmp_path: Path) -> None:
@@ -81,8 +81,11 @@ COMMON = {
             "GPT2LMHeadModel", "GPT2Config",
             {"vocab_size": 40, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16}, {"use_cache": False},
         ),
-        ("LlamaForCausalLM", "LlamaConfig", {**COMMON, "num_key_value_heads": 1}, {"use_cache": False}),
-        ("T5EncoderModel", "T5Config", {"vocab_size": 40, "d_model": 48, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}, {}),
+        pytest.param("LlamaForCausalLM", "LlamaConfig", {**COMMON, "num_key_value_heads": 1}, {"use_cache": False}, marks=pytest.mark.wide),
+        pytest.param(
+            "T5EncoderModel", "T5Config", {"vocab_size": 40, "d_model": 48, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}, {},
+            marks=pytest.mark.wide,
+        ),
     ],
 )  # fmt: skip
 def test_families_of_transformers(

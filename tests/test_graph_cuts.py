@@ -116,16 +116,16 @@ def torchvision_model(name: str) -> nn.Module:
     ("name", "stages"),
     [
         ("resnet18", 13),
-        ("densenet121", 19),
-        ("googlenet", 10),
-        ("inception_v3", 15),
+        pytest.param("densenet121", 19, marks=pytest.mark.wide),
+        pytest.param("googlenet", 10, marks=pytest.mark.wide),
+        pytest.param("inception_v3", 15, marks=pytest.mark.wide),
         ("mobilenet_v3_small", 20),
-        ("efficientnet_b0", 25),
+        pytest.param("efficientnet_b0", 25, marks=pytest.mark.wide),
         ("vit", 8),
         ("swin", 8),
-        ("convnext_tiny", 20),
+        pytest.param("convnext_tiny", 20, marks=pytest.mark.wide),
         ("shufflenet_v2_x0_5", 6),
-        ("regnet_y_400mf", 15),
+        pytest.param("regnet_y_400mf", 15, marks=pytest.mark.wide),
     ],
 )
 def test_models_of_torchvision(name: str, stages: int) -> None:
@@ -634,13 +634,13 @@ def fit(model: L.LightningModule, callback: L.Callback | None, shape: tuple[int,
 
 def test_a_resnet_is_planned_by_default_as_a_whole(tmp_path: Any) -> None:
     with pytest.raises(BudgetError, match="Raise mem_limit") as caught:
-        fit(Classifier(torchvision.models.resnet18(num_classes=4)), RotorCallback("1MiB"), (3, 64, 64), tmp_path)
+        fit(Classifier(torchvision.models.resnet18(num_classes=4)), RotorCallback("1MiB"), (3, 32, 32), tmp_path)
     least = int(1.01 * caught.value.minimum_bytes)
     models = []
     for callback in (None, RotorCallback(show_table=False), RotorCallback(least, show_table=False)):
         torch.manual_seed(2)
         models.append(Classifier(torchvision.models.resnet18(num_classes=4)))
-        fit(models[-1], callback, (3, 64, 64), tmp_path)
+        fit(models[-1], callback, (3, 32, 32), tmp_path)
         if callback is not None:
             assert callback.plan is not None
             assert callback.plan.chain.names[0] == "conv1"

@@ -17,9 +17,6 @@ from tests.rank_runs import APART, BLOCKS_LIMIT, CASES, LIMIT, STEPS, TIMEOUT, W
 from tests.training import assert_same_bits
 
 ROOT = Path(__file__).parents[1]
-# One process of the suite launches the trainings that all of these look at.
-pytestmark = pytest.mark.xdist_group("ranks")
-
 Seen = list[dict[str, Any]]
 
 

@@ -26,6 +26,7 @@ from lightning_rotor.profiling import Profile, StepMeter, profile_chain
 from lightning_rotor.profiling.gradients import Layout, Layouts
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
+from tests.grids import few
 from tests.reference import best_by_budget, judge_all
 from tests.strategies import random_chain, random_schedule, with_skips
 
@@ -254,7 +255,7 @@ def step(
     return trace.peak_bytes, left
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", few(MODELS, *(set(MODELS) - {"mixer", "vision_transformer", "encoder"})))
 def test_any_schedule_has_the_bits_and_the_simulated_peak(name: str) -> None:
     net, (args, value), profile = measured(name)
     chain = profile.chain
