@@ -229,6 +229,20 @@ def simulate(
     return _Simulator(chain, schedule, gradients_exist, lingering_bytes).run()
 
 
+def simulate_below(
+    chain: Chain, schedule: Schedule, limit_bytes: float, *, gradients_exist: bool = False, lingering_bytes: int = 0
+) -> Simulation | None:
+    """:func:`simulate`, or None as soon as ``limit_bytes`` are reached, which is found out faster."""
+    try:
+        return _Simulator(chain, schedule, gradients_exist, lingering_bytes, limit_bytes).run()
+    except _LimitReached:
+        return None
+
+
+class _LimitReached(Exception):  # noqa: N818
+    pass
+
+
 def held_by_stage(chain: Chain, schedule: Schedule) -> list[int]:
     """Bytes alive between forward and backward: saved sets and inputs by stage, skips by the stage that makes them.
 
@@ -285,7 +299,14 @@ def first_inverted(chain: Chain, schedule: Schedule) -> int | None:
 
 
 class _Simulator:
-    def __init__(self, chain: Chain, schedule: Schedule, gradients_exist: bool, lingering_bytes: int) -> None:
+    def __init__(
+        self,
+        chain: Chain,
+        schedule: Schedule,
+        gradients_exist: bool,
+        lingering_bytes: int,
+        limit_bytes: float = math.inf,
+    ) -> None:
         check_schedule(chain, schedule)
         make_room_for(_CALLS * schedule.depth)
         self._chain, self._schedule = chain, schedule
@@ -301,7 +322,7 @@ class _Simulator:
         self._segment_seconds = 0.0
         self._outermost = {id(item) for item in schedule.items}
         self._events: list[Event] = []
-        self._peak_bytes, self._peak_stage = 0, 0
+        self._peak_bytes, self._peak_stage, self._limit_bytes = 0, 0, limit_bytes
 
     def record(self) -> None:
         self._other_bytes += self._lingering_bytes
@@ -530,6 +551,8 @@ class _Simulator:
         level = self._live_bytes + extra_bytes
         if level > self._peak_bytes:
             self._peak_bytes, self._peak_stage = level, stage
+            if level >= self._limit_bytes:
+                raise _LimitReached
         return level
 
 

@@ -7,7 +7,7 @@ budget may fit it in bytes and one from slightly below may not: only the simulat
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from lightning_rotor.planning import kernel
 from lightning_rotor.planning.dynamic_program import Table
 from lightning_rotor.planning.kernel import CLASS, TAKEN, Choices, Integers, Seconds
 from lightning_rotor.schedule import Item, Leaf, Schedule, Segment, make_room_for
-from lightning_rotor.simulator import Simulation, first_inverted
+from lightning_rotor.simulator import Conditions, Simulation, first_inverted, simulate, simulate_below
 
 # -------------------------------------------------- a table → schedules: decisions found again, in O(n) per item
 
@@ -171,8 +171,6 @@ def _next_options(chain: Chain, stage: int, option: int) -> list[int]:
 # Stairs tried above the budget: at least the first number, and on short chains the second number over the stages.
 _HOPEFUL = 16
 _HOPEFUL_STAGES = 512
-# With skips, number of smallest candidates that edits make smaller.
-_DESCENTS = 6
 # Most stages for two edits, instead of one, of a candidate that is just too large.
 _TWICE_EDITED_STAGES = 8
 
@@ -195,6 +193,35 @@ class Candidate:
         return self.simulation.peak_bytes, self.simulation.seconds
 
 
+class Judge:
+    """Simulates schedules of a chain, each of them once. The tables of a solver share it."""
+
+    def __init__(self, chain: Chain, step: Conditions) -> None:
+        self._chain, self._step = chain, step
+        self._judged: dict[Schedule, Candidate] = {}
+        self._too_large: dict[Schedule, int] = {}  # takes so much, or more
+
+    def __len__(self) -> int:
+        return len(self._judged)
+
+    def __call__(self, schedule: Schedule) -> Candidate:
+        """The candidate."""
+        if schedule not in self._judged:
+            self._judged[schedule] = Candidate(schedule, simulate(self._chain, schedule, **self._step))
+        return self._judged[schedule]
+
+    def within(self, budget_bytes: int, schedule: Schedule) -> Candidate | None:
+        """The candidate if it fits a budget. That one does not is known before its simulation ends."""
+        if schedule not in self._judged and self._too_large.get(schedule, 0) <= budget_bytes:
+            found = simulate_below(self._chain, schedule, budget_bytes + 1, **self._step)
+            if found is None:
+                self._too_large[schedule] = budget_bytes + 1
+            else:
+                self._judged[schedule] = Candidate(schedule, found)
+        judged = self._judged.get(schedule)
+        return judged if judged is not None and judged.simulation.peak_bytes <= budget_bytes else None
+
+
 @dataclass(eq=False)
 class Candidates:
     """Proposals of one table, by rising memory and falling seconds; judged when asked for and remembered.
@@ -206,7 +233,7 @@ class Candidates:
     chain: Chain
     table: Table
     unit: float
-    judge: Callable[[Schedule], Candidate]
+    judge: Judge
     uncertain_bytes: int
     thorough: bool
 
@@ -214,7 +241,7 @@ class Candidates:
         seconds = self.table.seconds
         self._stairs = [int(slot) for slot in np.flatnonzero(seconds < np.concatenate(([math.inf], seconds[:-1])))]
         self._candidates: dict[int, Candidate] = {}
-        self._edited: dict[int, list[Candidate]] = {}
+        self._near: dict[int, list[Schedule]] = {}
 
     def __len__(self) -> int:
         return len(self._stairs)
@@ -235,30 +262,26 @@ class Candidates:
         for stair in range(self._hopeful_stair(budget_bytes), -1, -1):
             if best is not None and self.table.seconds[self._stairs[stair]] * _ROUNDING >= best.simulation.seconds:
                 break
-            fitting = [each for each in self._around(stair, budget_bytes) if each.simulation.peak_bytes <= budget_bytes]
+            fitting = self._fitting(stair, budget_bytes)
             best = min(fitting if best is None else [best, *fitting], key=lambda each: each.by_seconds, default=None)
         return best
 
-    def smallest(self) -> Candidate | None:
-        """The candidate of least peak among the lowest schedules and their edits."""
+    def lowest(self) -> list[Candidate]:
+        """Those that may have the least peak as far as the table tells, by rising peak."""
         # With skips the table is further from the truth, so the least may be anywhere.
         hopeful = len(self) - 1 if self.thorough and self.chain.skips else self._hopeful_stair(0)
-        lowest = [self[stair] for stair in range(hopeful + 1)]
-        lowest.sort(key=lambda each: each.by_peak)
-        starts = lowest[: _DESCENTS if self.chain.skips else 1]
-        least = min(map(self._descended, starts), key=lambda each: each.by_peak, default=None)
-        # Edits lead down from other stairs, too. What no budget finds is not there: see fastest().
-        while least is not None and (less := self.fastest(least.simulation.peak_bytes - 1)) is not None:
-            least = self._descended(less)
-        return least
+        return sorted((self[stair] for stair in range(hopeful + 1)), key=lambda each: each.by_peak)
 
-    def _descended(self, candidate: Candidate) -> Candidate:
+    def descended(self, candidate: Candidate) -> Candidate:
         """The candidate after edits, as long as they make it smaller."""
-        while self.thorough:
-            better = min([candidate, *self._neighbours(candidate)], key=lambda each: each.by_peak)
-            if better is candidate:
-                break
-            candidate = better
+        better: Candidate | None = candidate
+        while self.thorough and better is not None:
+            candidate, better = better, None
+            least = candidate
+            for schedule in self._neighbours(candidate.schedule):
+                found = self.judge.within(least.simulation.peak_bytes, schedule)
+                if found is not None and found.by_peak < least.by_peak:
+                    least = better = found
         return candidate
 
     def _hopeful_stair(self, budget_bytes: int) -> int:
@@ -266,33 +289,34 @@ class Candidates:
         fitting = int(np.searchsorted(self._stairs, budget_bytes / self.unit, side="right")) - 1
         return min(fitting + max(_HOPEFUL, _HOPEFUL_STAGES // len(self.chain)), len(self._stairs) - 1)
 
-    def _around(self, stair: int, budget_bytes: int) -> list[Candidate]:
-        """A candidate and, if it is just too large, its edits."""
+    def _fitting(self, stair: int, budget_bytes: int) -> list[Candidate]:
+        """The candidate if it fits; if it is just too large, its edits that do."""
         candidate = self[stair]
-        if not self.thorough or not 0 < candidate.simulation.peak_bytes - budget_bytes <= self.uncertain_bytes:
-            return [candidate]
-        if stair not in self._edited:
-            self._edited[stair] = self._edit(candidate)
-        return [candidate, *self._edited[stair]]
-
-    def _edit(self, candidate: Candidate) -> list[Candidate]:
-        """Edited candidates of slightly less memory; none is faster, so the stairs stay in order."""
         base = candidate.simulation
+        if base.peak_bytes <= budget_bytes:
+            return [candidate]
+        if not self.thorough or base.peak_bytes - budget_bytes > self.uncertain_bytes:
+            return []
+        if stair not in self._near:
+            self._near[stair] = self._neighbours(candidate.schedule)
+        edited = [self.judge.within(budget_bytes, schedule) for schedule in self._near[stair]]
+        # None is faster, so the stairs stay in order; and none takes so much less that other budgets would not find it.
+        least_bytes = base.peak_bytes - self.uncertain_bytes
         return [
             each
-            for each in self._neighbours(candidate)
-            # By no more than _around allows, so that an edit is tried for every budget that it fits.
-            if 0 < base.peak_bytes - each.simulation.peak_bytes <= self.uncertain_bytes
+            for each in edited
+            if each is not None
+            and each.simulation.peak_bytes >= least_bytes
             and each.simulation.seconds >= base.seconds
         ]
 
-    def _neighbours(self, candidate: Candidate) -> list[Candidate]:
-        """Candidates one edit away, or two if the chain is short."""
-        seen = {candidate.schedule}
-        front, near = [candidate.schedule], []
+    def _neighbours(self, schedule: Schedule) -> list[Schedule]:
+        """Schedules one edit away, or two if the chain is short."""
+        seen = {schedule}
+        front, near = [schedule], []
         for _ in range(2 if len(self.chain) <= _TWICE_EDITED_STAGES else 1):
-            new = {edited: None for schedule in front for edited in edits(schedule, self.chain) if edited not in seen}
+            new = {edited: None for each in front for edited in edits(each, self.chain) if edited not in seen}
             seen.update(new)
             front = list(new)
             near += front
-        return [self.judge(schedule) for schedule in near]
+        return near

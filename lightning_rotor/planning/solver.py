@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import astuple, fields
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import pairwise
 
 from typing_extensions import Unpack
 
 from lightning_rotor.chain import Chain, Option, StageCost
 from lightning_rotor.errors import BudgetError
-from lightning_rotor.planning.candidates import Candidate, Candidates
+from lightning_rotor.planning.candidates import Candidate, Candidates, Judge
 from lightning_rotor.planning.dynamic_program import Table
 from lightning_rotor.planning.frontier import (
     SAME,
@@ -24,7 +24,7 @@ from lightning_rotor.planning.frontier import (
 )
 from lightning_rotor.planning.plan import DEFAULT_SLOTS, Plan
 from lightning_rotor.planning.requirements import requirements_of, retains_from_birth
-from lightning_rotor.simulator import Conditions, simulate
+from lightning_rotor.simulator import Conditions
 from lightning_rotor.units import format_bytes
 
 _MOST_SLOTS = 20_000
@@ -47,6 +47,8 @@ _BEYOND = 1.5
 _CLOSE = 0.05
 # Questions for a curve, times the number of stages: a second or two.
 _QUESTIONS = 1500
+# With skips, number of the smallest candidates of each table that edits make smaller.
+_DESCENTS = 3
 # Least number of stages, over all candidates, that are judged for a curve.
 _JUDGED = 50_000
 
@@ -81,14 +83,13 @@ class Solver:
         self.chain = chain
         self._slots = slots
         self._step = step
-        # The tables share it, and none of them knows the solver.
-        self._judge = cache(lambda schedule: Candidate(schedule, simulate(chain, schedule, **step)))
+        self._judge = Judge(chain, step)
         self._tables: dict[tuple[int, bool], Candidates] = {}
 
     @property
     def simulations(self) -> int:
         """Number of schedules that have been judged so far."""
-        return self._judge.cache_info().currsize
+        return len(self._judge)
 
     def plan(self, budget_bytes: int) -> Plan:
         """The fastest plan that fits; a BudgetError if none does, or the budget is no positive integer."""
@@ -135,9 +136,18 @@ class Solver:
 
     @cached_property
     def _smallest(self) -> Candidate:
-        tables = [*map(self._up_to, self._finer_tops[-1:]), *self._for_all[1:]]
-        found = [self._for_all[0].smallest(), self._keep_all, *(table.smallest() for table in tables)]
-        return min((each for each in found if each is not None), key=lambda each: each.by_peak)
+        """The candidate of least peak, of those of all tables and their edits."""
+        tables = [*self._for_all, *map(self._up_to, self._finer_tops[-1:])]
+        descents = _DESCENTS if self.chain.skips else 1
+        starts = {each.schedule: each for table in tables for each in table.lowest()[:descents]}
+        descended = tables[0].descended
+        least = min([self._keep_all, *map(descended, starts.values())], key=lambda each: each.by_peak)
+        # Edits lead down from other stairs, too. What no budget finds is not there: see Candidates.fastest().
+        while found := [
+            less for table in tables if (less := table.fastest(least.simulation.peak_bytes - 1)) is not None
+        ]:
+            least = descended(min(found, key=lambda each: each.by_peak))
+        return least
 
     def _refusal(self, budget_bytes: object) -> BudgetError:
         least = self._smallest.simulation
