@@ -34,8 +34,7 @@ from lightning_rotor.pipeline.partition.problem import Costs, Problem
 from lightning_rotor.pipeline.pipelined import balance_by_time
 from lightning_rotor.pipeline.schedule import PipelineScheduleName
 from lightning_rotor.profiling import Profile, profile_chain
-from lightning_rotor.profiling.estimates import InputSpec, estimate_profile, give_fake_tensors
-from lightning_rotor.profiling.roofline import GPUS, EstimatingMeter
+from lightning_rotor.profiling.estimates import GPUS, EstimatingMeter, InputSpec, estimate_profile, give_fake_tensors
 
 DEVICES = (8, 64, 512)
 MODELS = ("ResNet-101", "U-Net", "GPT")

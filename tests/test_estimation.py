@@ -17,8 +17,14 @@ from lightning_rotor.chain import Chain
 from lightning_rotor.errors import ModelError, SampleError
 from lightning_rotor.planning import minimum_budget
 from lightning_rotor.profiling import profile_chain
-from lightning_rotor.profiling.estimates import InputSpec, build_on_meta, estimate_profile
-from lightning_rotor.profiling.roofline import GPUS, Accelerator, EstimatingMeter
+from lightning_rotor.profiling.estimates import (
+    GPUS,
+    Accelerator,
+    EstimatingMeter,
+    InputSpec,
+    build_on_meta,
+    estimate_profile,
+)
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
 from tests.grids import few
@@ -184,7 +190,7 @@ def test_a_model_of_seventy_gigabytes_is_planned_in_less_than_two() -> None:
         from pathlib import Path
         from test_estimation import Transformer
         from lightning_rotor.profiling.estimates import InputSpec, build_on_meta, estimate_profile
-        from lightning_rotor.profiling.roofline import GPUS
+        from lightning_rotor.profiling.estimates import GPUS
         from lightning_rotor.memory.held import parameter_bytes
         from lightning_rotor.units import in_blocks
 

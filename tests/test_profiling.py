@@ -15,7 +15,7 @@ from torch import nn
 from lightning_rotor.chain import StageCost
 from lightning_rotor.errors import ModelError, ProfilingError, RotorWarning
 from lightning_rotor.profiling import Profile, StepMeter, profile_chain
-from lightning_rotor.profiling.meters import CpuMeter, MeteredPhase
+from lightning_rotor.profiling.meters import CpuMeter, Recording
 from lightning_rotor.profiling.settling import Interlude
 from lightning_rotor.stages.sequential import sequential_stages
 from tests.models import CPU
@@ -64,19 +64,11 @@ class _Blind:
     needs_warm_up = False
     block_bytes = 1
 
-    def __init__(self) -> None:
-        self._marks = [""]
-
     @contextmanager
-    def recording(self) -> Iterator[_Blind]:
-        yield _Blind()
-
-    def mark(self, label: str) -> None:
-        self._marks.append(label)
-
-    @property
-    def phases(self) -> tuple[MeteredPhase, ...]:
-        return tuple(MeteredPhase(label, 0, 0, 0) for label in self._marks)
+    def recording(self) -> Iterator[Recording]:
+        recording = Recording()
+        yield recording
+        recording.mark("")
 
     def now(self) -> float:
         return 0.0

@@ -23,7 +23,7 @@ from lightning_rotor.execution.executor import Executor
 from lightning_rotor.planning import minimum_budget, plan
 from lightning_rotor.planning.solver import Solver
 from lightning_rotor.profiling import Profile, StepMeter, profile_chain
-from lightning_rotor.profiling.gradients import Layout, Layouts
+from lightning_rotor.profiling.gradients import Layout, layouts_from, memories_elsewhere
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
 from tests.grids import few
@@ -309,15 +309,14 @@ def test_layouts_of_several_readers_share_memory_if_it_is_one_reader_that_leaves
     lying = Layout(torch.Size([2, 4]), (8, 1), 0, 64, torch.float32, torch.device("cpu"))
     plain = replace(lying, stride=(4, 1), storage_bytes=32, is_plain=True)
     beside = replace(lying, offset=4, counts_elsewhere=True)
-    both = Layouts.of((beside,), 7, {0: (7, lying)})
-    assert both.link[0] == replace(beside, counts_elsewhere=False)
-    assert both.skips == ((0, lying),)
-    assert not both.memories_elsewhere()
-    assert Layouts.of((beside,), 7, {0: (8, lying)}).link == (beside,)
-    assert [memory.nbytes for memory in Layouts.of((beside,), 7, {}).memories_elsewhere().values()] == [64]
-    assert Layouts.of((), 7, {0: (7, plain), 1: (8, plain)}) == Layouts()
-    of_a_sum = Layouts.of((), 7, {0: (7, plain), 1: (7, plain)})
-    assert [place for place, _ in of_a_sum.skips] == [0, 1]
+    both = dict(layouts_from({~0: (7, beside), 0: (7, lying)}))
+    assert both == {~0: replace(beside, counts_elsewhere=False), 0: lying}
+    assert not memories_elsewhere(tuple(both.items()))
+    assert dict(layouts_from({~0: (7, beside), 0: (8, lying)}))[~0] == beside
+    assert [memory.nbytes for memory in memories_elsewhere(layouts_from({~0: (7, beside)})).values()] == [64]
+    assert layouts_from({0: (7, plain), 1: (8, plain)}) == ()
+    of_a_sum = layouts_from({0: (7, plain), 1: (7, plain)})
+    assert [place for place, _ in of_a_sum] == [0, 1]
 
 
 # ---------------------------------------------------------------------------------------------------- planning

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,10 +35,7 @@ def total_bytes(device: torch.device | str, *, system_root: Path = _ROOT) -> int
     That is a GPU's memory times ``torch.cuda.set_per_process_memory_fraction``, and on the CPU the lesser of the
     machine's memory and the tightest control group's limit.
     """
-    device = torch.device(device)
-    if device.type == "cpu":
-        return min([_machine(system_root).total_bytes, *(group.limit_bytes for group in _control_groups(system_root))])
-    return _accelerator(device).total_bytes
+    return _memory(torch.device(device), system_root).total_bytes
 
 
 def free_bytes(device: torch.device | str, *, system_root: Path = _ROOT) -> int:
@@ -48,12 +45,7 @@ def free_bytes(device: torch.device | str, *, system_root: Path = _ROOT) -> int:
     the lesser of what the machine can give without swapping and what the tightest control group has left; in both, the
     page cache of files that nobody has read lately counts as free.
     """
-    device = torch.device(device)
-    if device.type == "cpu":
-        return max(
-            0, min([_machine(system_root).free_bytes, *(group.free_bytes for group in _control_groups(system_root))])
-        )
-    return _accelerator(device).free_bytes
+    return _memory(torch.device(device), system_root).free_bytes
 
 
 def usable_bytes(device: torch.device | str, *, system_root: Path = _ROOT) -> int:
@@ -102,13 +94,19 @@ def _warn_if_larger(size_bytes: int, device: torch.device | str, system_root: Pa
         )
 
 
-# -------------------------------------------------------------------- accelerators
-
-
 @dataclass(frozen=True, slots=True)
 class _Memory:
+    """Bytes of a device, a machine or a control group."""
+
     total_bytes: int
     free_bytes: int
+
+
+def _memory(device: torch.device, system_root: Path) -> _Memory:
+    if device.type != "cpu":
+        return _accelerator(device)
+    every = [_machine(system_root), *_control_groups(system_root)]
+    return _Memory(min(each.total_bytes for each in every), max(0, min(each.free_bytes for each in every)))
 
 
 def _accelerator(device: torch.device) -> _Memory:
@@ -141,27 +139,14 @@ def _machine(system_root: Path) -> _Memory:
         # Kernels before 3.14 have no MemAvailable.
         available = sizes.get("MemAvailable", sizes.get("MemFree", 0) + sizes.get("Cached", 0))
         return _Memory(sizes["MemTotal"] * 1024, available * 1024)
-    return _machine_without_proc()
-
-
-def _machine_without_proc() -> _Memory:
-    """Memory of a machine under macOS, Windows and the rest."""
-    try:
+    try:  # macOS, Windows and the rest
         import psutil  # type: ignore[import-untyped,unused-ignore]  # not a dependency: only where /proc is missing
-    except ImportError:
-        return _machine_from_sysconf()
-    memory = psutil.virtual_memory()
-    return _Memory(int(memory.total), int(memory.available))
-
-
-def _machine_from_sysconf() -> _Memory:
-    try:
-        page = os.sysconf("SC_PAGE_SIZE")
-        return _Memory(page * os.sysconf("SC_PHYS_PAGES"), page * os.sysconf("SC_AVPHYS_PAGES"))
-    except (AttributeError, OSError, ValueError) as error:
+    except ImportError as error:
         raise ProfilingError(
             "this machine's memory cannot be read: install psutil, or give the memory limit in bytes"
         ) from error
+    memory = psutil.virtual_memory()
+    return _Memory(int(memory.total), int(memory.available))
 
 
 def _read_sizes(path: Path) -> dict[str, int]:
@@ -185,41 +170,22 @@ def _read(path: Path) -> str:
 # -------------------------------------------------------------------- control groups
 
 
-@dataclass(frozen=True, slots=True)
-class _ControlGroup:
-    limit_bytes: int
-    usage_bytes: int
-    reclaimable_bytes: int
-
-    @property
-    def free_bytes(self) -> int:
-        return self.limit_bytes - self.usage_bytes + self.reclaimable_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class _Files:
-    """Where one version of control groups keeps its numbers."""
-
-    limits: tuple[str, ...]
-    usage: str
-    reclaimable: str
-
-
 # Version 2 slows a group down, to a standstill if need be, over memory.high: for training that is a limit, too.
 _FILES = {
-    "cgroup": _Files(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
-    "cgroup2": _Files(("memory.max", "memory.high"), "memory.current", "inactive_file"),
+    "cgroup": (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
+    "cgroup2": (("memory.max", "memory.high"), "memory.current", "inactive_file"),
 }
+"""Where each version keeps limits, usage and, in ``memory.stat``, what can be reclaimed."""
 
 
-def _control_groups(system_root: Path) -> Iterator[_ControlGroup]:
+def _control_groups(system_root: Path) -> Iterator[_Memory]:
     """Every control group with a limit that this process is in, directly or through a parent."""
     for kind, path, mounted, mount_point in _memberships(system_root):
         # In a container that mounts only its own group, the path from the host's point of view goes on above the mount.
         inside = path.relative_to(mounted) if path.is_relative_to(mounted) else Path()
         own = mount_point / inside
         for folder in (own, *own.parents):
-            group = _read_group(folder, _FILES[kind])
+            group = _read_group(folder, *_FILES[kind])
             if group is not None:
                 yield group
             if folder == mount_point:
@@ -245,10 +211,11 @@ def _memberships(system_root: Path) -> Iterator[tuple[str, Path, Path, Path]]:
             yield kind, paths[kind], Path(mounted), system_root / mount_point.lstrip("/")
 
 
-def _read_group(folder: Path, files: _Files) -> _ControlGroup | None:
-    """The numbers of one control group; None if it has no limit ("max", or no such file, as at the root)."""
-    limits = [int(text) for name in files.limits if (text := _read(folder / name).strip()).isdigit()]
-    usage = _read(folder / files.usage).strip()
+def _read_group(folder: Path, limit_names: Sequence[str], usage_name: str, reclaimable: str) -> _Memory | None:
+    """The memory of one control group; None if it has no limit ("max", or no such file, as at the root)."""
+    limits = [int(text) for name in limit_names if (text := _read(folder / name).strip()).isdigit()]
+    usage = _read(folder / usage_name).strip()
     if not limits or not usage.isdigit():
         return None
-    return _ControlGroup(min(limits), int(usage), _read_sizes(folder / "memory.stat").get(files.reclaimable, 0))
+    reclaimable_bytes = _read_sizes(folder / "memory.stat").get(reclaimable, 0)
+    return _Memory(min(limits), min(limits) - int(usage) + reclaimable_bytes)

@@ -36,8 +36,7 @@ def parameter_bytes(module: nn.Module, device: torch.device | str | None = None)
 
 def buffer_bytes(module: nn.Module, device: torch.device | str | None = None) -> int:
     """Bytes of a module's buffers, persistent or not, except those that share memory with a parameter."""
-    parameters = set(_storages(_initialized(module.named_parameters())))
-    return _sum(_storages(_initialized(module.named_buffers())), device, without=parameters)
+    return _bytes_beside(_initialized(module.named_buffers()), _initialized(module.named_parameters()), device)
 
 
 def gradient_bytes(module: nn.Module, device: torch.device | str | None = None) -> int:
@@ -47,7 +46,7 @@ def gradient_bytes(module: nn.Module, device: torch.device | str | None = None) 
     """
     parameters = list(_initialized(module.named_parameters()))
     missing = (p for p in parameters if p.requires_grad and p.grad is None)
-    new_bytes = sum(_future_gradient_bytes(p) for p in missing if is_on(p.device, device))
+    new_bytes = sum(_dense_bytes(p, _gradient_type(p)) for p in missing if is_on(p.device, device))
     return existing_gradient_bytes(module, device) + new_bytes
 
 
@@ -63,13 +62,12 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer, device: torch.device
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    state = list(walk_tensors(list(optimizer.state.values())))
-    return _sum(_storages(state), device, without=set(_storages([*parameters, *gradients])))
+    return _bytes_beside(walk_tensors(list(optimizer.state.values())), [*parameters, *gradients], device)
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor], device: torch.device | str | None = None) -> int:
     """Bytes of the unique storages of tensors, those of sparse tensors and wrappers included."""
-    return _sum(_storages(tensors), device)
+    return sum(_sizes(tensors, device).values())
 
 
 def block_bytes(size_bytes: int, device: torch.device) -> int:
@@ -120,22 +118,22 @@ def storages_of(tensor: Any) -> Iterator[torch.UntypedStorage]:
         yield tensor.untyped_storage()
 
 
-def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
-    """Unique storages by identity. The address would not do: it is 0 for every tensor on ``meta``."""
-    return {identity_of(storage): storage for tensor in tensors for storage in storages_of(tensor)}
+def _sizes(tensors: Iterable[torch.Tensor], device: torch.device | str | None) -> dict[int, int]:
+    """Bytes of unique storages by identity. The address would not do: it is 0 for every tensor on ``meta``."""
+    return {
+        identity_of(storage): block_bytes(storage.nbytes(), tensor.device)
+        for tensor in tensors
+        if is_on(tensor.device, device)
+        for storage in storages_of(tensor)
+    }
 
 
-def _sum(
-    storages: dict[int, torch.UntypedStorage],
-    device: torch.device | str | None,
-    *,
-    without: set[int] | frozenset[int] = frozenset(),
+def _bytes_beside(
+    tensors: Iterable[torch.Tensor], others: Iterable[torch.Tensor], device: torch.device | str | None
 ) -> int:
-    return sum(
-        block_bytes(storage.nbytes(), storage.device)
-        for identity, storage in storages.items()
-        if identity not in without and is_on(storage.device, device)
-    )
+    """Bytes of the storages under some tensors that are under no others."""
+    known = _sizes(others, None)
+    return sum(size for identity, size in _sizes(tensors, device).items() if identity not in known)
 
 
 def _initialized(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[torch.Tensor]:
@@ -147,12 +145,15 @@ def _initialized(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[torch.Te
         yield tensor
 
 
-def _future_gradient_bytes(parameter: torch.Tensor) -> int:
-    """Bytes of a parameter's gradient, which is dense whatever the parameter's strides are."""
+def _gradient_type(parameter: torch.Tensor) -> torch.dtype:
     # In newer torch a parameter may choose its gradient's type, but not FSDP1's, which are views between steps.
-    dtype = (getattr(parameter, "grad_dtype", None) if parameter.is_leaf else None) or parameter.dtype
-    local = parameter.to_local() if hasattr(parameter, "to_local") else parameter  # a DTensor's shard
-    return block_bytes(local.numel() * dtype.itemsize, parameter.device)
+    return (getattr(parameter, "grad_dtype", None) if parameter.is_leaf else None) or parameter.dtype
+
+
+def _dense_bytes(tensor: torch.Tensor, dtype: torch.dtype) -> int:
+    """Bytes of a dense tensor of this type and a tensor's shape, whatever its strides are."""
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a DTensor's shard
+    return block_bytes(local.numel() * dtype.itemsize, tensor.device)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -182,7 +183,7 @@ def predict_optimizer_state_bytes(optimizer: torch.optim.Optimizer, device: torc
             return _bytes_after_dry_step(optimizer, device)
     except Exception as error:  # whatever a step does that was written for real tensors
         _log.debug("no dry step of %s: %s", type(optimizer).__name__, error)
-    return 2 * sum(_dense_bytes(parameter) for parameter in _trained(optimizer, device))
+    return 2 * sum(_dense_bytes(parameter, parameter.dtype) for parameter in _trained(optimizer, device))
 
 
 def _trained(optimizer: torch.optim.Optimizer, device: torch.device | str | None) -> list[torch.Tensor]:
@@ -190,11 +191,6 @@ def _trained(optimizer: torch.optim.Optimizer, device: torch.device | str | None
     return [
         p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and is_on(p.device, device)
     ]
-
-
-def _dense_bytes(tensor: torch.Tensor) -> int:
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a DTensor's shard
-    return block_bytes(local.numel() * tensor.element_size(), tensor.device)
 
 
 def _full_history_bytes(optimizer: torch.optim.LBFGS, device: torch.device | str | None) -> int:
@@ -217,14 +213,8 @@ def _bytes_after_dry_step(optimizer: torch.optim.Optimizer, device: torch.device
     with mode, torch.no_grad(), AssumedValues(0.5):  # NAdam divides by 1 minus a number that it reads
         _take_step(clone)
     gradients = [parameter.grad for parameter in stand_ins.values() if parameter.grad is not None]
-    others = {identity_of(storage) for tensor in (*stand_ins.values(), *gradients) for storage in storages_of(tensor)}
-    sizes = {
-        identity_of(storage): block_bytes(storage.nbytes(), tensor.device)
-        for tensor in walk_tensors(list(clone.state.values()))
-        if is_on(tensor.device, device)
-        for storage in storages_of(tensor)
-    }
-    return sum(size for identity, size in sizes.items() if identity not in others)
+    state = walk_tensors(list(clone.state.values()))
+    return _bytes_beside(state, [*stand_ins.values(), *gradients], device)
 
 
 def _stand_in(parameter: torch.Tensor, mode: FakeTensorMode) -> nn.Parameter:

@@ -1,4 +1,8 @@
-"""Measuring: what each stage of a chain costs, and what a whole step allocates."""
+"""Measuring: what each stage of a chain costs, and what a whole step allocates.
+
+In: stages and a sample. Out: a chain of costs. Read ``chain``, then ``scan``, ``settling`` and ``stage``; ``estimates``
+does the same without a device.
+"""
 
 from lightning_rotor.profiling.chain import Profile, profile_chain
 from lightning_rotor.profiling.meters import CpuMeter, CudaMeter, Meter, StepMeter, StepTrace, meter_for

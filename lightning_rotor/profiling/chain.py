@@ -10,10 +10,8 @@ write to copies of buffers, ``.grad`` and modes stay. Users' own counters can as
 from __future__ import annotations
 
 import logging
-import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -26,38 +24,20 @@ from lightning_rotor.capture.compiled import CompiledModules
 from lightning_rotor.capture.cuts import NO_CHECKPOINTS
 from lightning_rotor.capture.graph_stage import GraphSlice
 from lightning_rotor.chain import Chain, StageCost
-from lightning_rotor.errors import ModelError, RotorWarning
+from lightning_rotor.errors import RotorWarning
 from lightning_rotor.execution.inversion import Way, can_be_fused
-from lightning_rotor.execution.options import (
-    autocast_enabled,
-    kept_attributes,
-    kept_parameters,
-    lent_buffers,
-    run_stage,
-    undisturbed,
-)
+from lightning_rotor.execution.options import autocast_enabled, kept_attributes, undisturbed
 from lightning_rotor.execution.segment_state import SegmentState, Statistic, state_of
 from lightning_rotor.invertible.check import Objections, try_inverse
-from lightning_rotor.private.sharding import UnitSizes, gathered, units_in
-from lightning_rotor.private.torch_names import HOOKS, STRUCTURE, noticed_checkpoints, version_of
-from lightning_rotor.private.values import is_fake, require_tensors, same_bits, tensors_in
+from lightning_rotor.private.sharding import units_in
+from lightning_rotor.private.torch_names import HOOKS, STRUCTURE
+from lightning_rotor.private.values import is_fake, require_tensors, tensors_in
 from lightning_rotor.profiling.gradients import StageEnds
 from lightning_rotor.profiling.meters import Meter, meter_for
-from lightning_rotor.profiling.settling import (
-    Bench,
-    Interlude,
-    Measurable,
-    Measured,
-    given,
-    outputs_of,
-    segment_seconds,
-    settle,
-    unexpected,
-    with_units,
-)
-from lightning_rotor.profiling.stage import WORTH_MENTIONING_BYTES, StageMeasurement, StageProfiler
-from lightning_rotor.profiling.storages import Boundary, merged, scout
-from lightning_rotor.stages.sequential import DROPOUTS, Stage, is_plain_stock, unpacked, wiring_of
+from lightning_rotor.profiling.scan import Behaviour, Boundary, merged, scan, walk
+from lightning_rotor.profiling.settling import Bench, Interlude, MeasuredStage, segment_seconds, settle, unexpected
+from lightning_rotor.profiling.stage import WORTH_MENTIONING_BYTES, StageProfiler
+from lightning_rotor.stages.sequential import Stage, unpacked, wiring_of
 from lightning_rotor.stages.state import GeneratorStates
 from lightning_rotor.units import BLOCK_BYTES, in_blocks
 
@@ -170,24 +150,15 @@ def profile_chain(
             repeats=repeats,
             in_lockstep=in_lockstep,
         )
-        for number in range(len(measuring.stages)):
-            measuring.measure(number)
-            if progress is not None:
-                progress(number + 1, len(measuring.stages))
-        profile = measuring.settled()
-        _warn(profile.chain.stages, measuring.collecting)
-        if measuring.checkpointing:
-            warnings.warn(
-                f"{', '.join(map(repr, measuring.checkpointing))}: each is one stage. {NO_CHECKPOINTS}",
-                RotorWarning,
-                stacklevel=3,
-            )
+        measuring.measure(progress)
+        profile = measuring.profile()
+        _warn(profile.chain.stages, measuring.behaviours)
         _warn_of_structure(len(stages), measuring.stages)
     return profile
 
 
 class _Measuring:
-    """A chain that is measured stage by stage, while two boundaries are held."""
+    """A chain that is scanned, then measured stage by stage while two boundaries are held, then settled."""
 
     def __init__(
         self,
@@ -205,130 +176,79 @@ class _Measuring:
         reads = wiring_of(stages).wire.reads
         values = zip(reads, unpacked(sample, len(reads)), strict=True)
         self._inputs = {number: Boundary.of(value) for number, value in values}
-        began = time.perf_counter()
-        self._seen = scout(stages, self._inputs, self._device, block_bytes=meter.block_bytes)
-        stage_seconds = (time.perf_counter() - began) / len(stages) / 2  # without what else was done with them
+        self._scan = scan(stages, self._inputs, self._device, block_bytes=meter.block_bytes)
+        stage_seconds = sum(each.seconds for each in self._scan.behaviours) / len(stages)
         self._interlude = Interlude(self._device, 0.0 if is_fake(tensor) else stage_seconds)
-        self.stages = merged(stages, self._seen.groups)
-        self._wiring = wiring_of(self.stages)
-        self._skips = {storage: (number, skip) for number, (storage, skip) in enumerate(self._seen.skips().items())}
+        self.stages = merged(stages, self._scan.groups)
+        self.behaviours = [Behaviour.of_all(self._scan.behaviours[g.start : g.stop]) for g in self._scan.groups]
+        self._skips = list(self._scan.skips.values())
         self._bench = Bench(compiled)
         self._scratch: dict[tuple[nn.Module, str], Statistic] = {}
-        self._values = dict(self._inputs)
-        self._before: Boundary | None = None
-        self._measured: list[Measured] = []
-        self._states: list[SegmentState] = []
-        self._traits: list[dict[str, Any]] = []
-        self._messages: list[tuple[UnitSizes, float]] = []
-        self.collecting: set[int] = set()
-        self.checkpointing: list[str] = []
+        self._chain: list[MeasuredStage] = []
 
-    def measure(self, number: int) -> None:
-        """Measure the next stage, and the one before again if this one leaves its gradient otherwise than supposed."""
-        stage = self.stages[number]
-        boundary = Boundary.packed([self._values[read] for read in stage.reads])
-        units = units_in(stage.modules)
-        with ExitStack() as stack:
-            start = self._meter.now()
-            stack.enter_context(gathered(units))
-            gathering_seconds = self._meter.seconds_between(start, self._meter.now()) if units else 0.0
-            stack.enter_context(kept_attributes(stage, keep_parameters=False))
-            passed = self._passed(number, boundary)
-            self._traits.append(self._stage(number, boundary, passed))
-            sizes = sum((unit.sizes for unit in units), UnitSizes())
-        self._messages.append((sizes, gathering_seconds))
-        if self._before is not None:
-            previous, this = self._measured[-2:]
-            previous.expected_bytes = this.link_bytes
-            layouts = given(self._measured, number - 1)
-            if layouts != previous.layouts:
-                previous.settle(layouts, this, self._bench, self._before)
-        self._before = boundary
-        self._values.update(zip(stage.writes, passed.outputs, strict=True))
-        for dead in self._wiring.dead[number]:
-            del self._values[dead]
+    def measure(self, progress: Progress | None) -> None:
+        """Measure all stages, and those again whose gradients other stages leave otherwise than supposed."""
+        before: Boundary | None = None
+        for number, boundary in walk(self.stages, self._inputs):
+            stage = self._unmeasured(number, boundary)
+            self._bench.measure(stage, boundary)
+            self._chain.append(stage)
+            if before is not None:
+                self._chain[number - 1].expected_bytes = stage.link_bytes
+                self._bench.settle(self._chain, number - 1, before)
+            before = boundary
+            if progress is not None:
+                progress(number + 1, len(self.stages))
+        settle(self._chain, self._inputs, self._bench)
 
-    def _passed(self, number: int, boundary: Boundary) -> _Passed:
-        """What one forward of a stage shows."""
-        stage = self.stages[number]
-        with noticed_checkpoints() as noticed:
-            passed = _pass(stage, boundary, self._device)
-        if True in noticed:
-            raise ModelError(f"stage {stage.name!r} cannot be measured. {NO_CHECKPOINTS}")
-        self.checkpointing += [stage.name] * bool(noticed)
-        self._states.append(replace(state_of(stage, passed.updating, self._scratch), written=passed.written))
-        if passed.leaves_traces:
-            self.collecting.add(number)
-        return passed
-
-    def _stage(self, number: int, boundary: Boundary, passed: _Passed) -> dict[str, Any]:
-        """Measure a stage that has run once; the fields of its costs that are not measured."""
-        stage, state = self.stages[number], self._states[number]
-        draws_random = any(self._seen.draws_random[index] for index in self._seen.groups[number]) or may_draw(stage)
+    def _unmeasured(self, number: int, boundary: Boundary) -> MeasuredStage:
+        """All that is known of a stage before it is measured."""
+        stage, behaviour = self.stages[number], self.behaviours[number]
+        state = replace(state_of(stage, behaviour.updating, self._scratch), written=behaviour.written)
+        ends = StageEnds.of(stage, number, self._scan)
         profiler = StageProfiler(
             stage,
-            Boundary.of(()),
-            StageEnds.of(stage, number, self._seen, self._skips),
+            ends,
+            state,
             self._meter,
-            number == len(self.stages) - 1,
-            self._repeats,
-            state.remembered,
-            SegmentState(attributed=state.attributed),
-            GeneratorStates(self._device) if draws_random else None,
+            last=number == len(self.stages) - 1,
+            recomputable=behaviour.repeatable and not (number == 0 and self._scan.changes_input),
+            generators=GeneratorStates(self._device) if behaviour.draws_random else None,
+            repeats=self._repeats,
             interlude=self._interlude,
             in_lockstep=self._in_lockstep,
         )
-        tried, way = _objections(number, stage, boundary), None
-        if stage.invertible is not None and stage.inverse is not None and not tried.inverse:
-            way = Way(stage, can_be_fused(stage.invertible), draws_random, state)
-        measurable = Measurable(
+        objections, way = _objections(number, stage, boundary), None
+        if stage.invertible is not None and stage.inverse is not None and not objections.inverse:
+            way = Way(stage, can_be_fused(stage.invertible), behaviour.draws_random, state)
+        later = [[use for use in self._skips[skip].uses if use > number] for skip in ends.skips]
+        return MeasuredStage(
             profiler,
-            passed.same_bits and not (number == 0 and self._seen.changes_input),
             (_identity(stage, self._compiled), boundary.signature),
             (_identity(stage, self._compiled, with_numbers=False), boundary.signature),
             way,
-            tried.fused,
-            passed.written,
+            objections,
+            {place: uses[0] for place, uses in enumerate(later) if uses},
+            boundary.tensors,
         )
-        found = self._bench.measured(measurable, boundary)
-        self._measured.append(Measured.of(number, measurable, found, [skip for _, skip in self._skips.values()]))
-        return {
-            "draws_random": draws_random,
-            "state_bytes": state.remembered_bytes(self._meter.block_bytes),
-            "takes": boundary.tensors,
-            "not_inverted": found.not_inverted or tried.inverse,
-        }
 
-    def settled(self) -> Profile:
-        """The profile, once each stage is measured with gradients as the others leave them."""
-        settle(self._measured, self._inputs, self._bench)
-        for number, expected_bytes in unexpected(self._measured).items():
-            self._traits[number]["output_gradient_bytes"] = expected_bytes
-        sized = [
-            (each.measurable.profiler.ends, with_units(each.found.stage, *message))
-            for each, message in zip(self._measured, self._messages, strict=True)
-        ]
-        running = [
-            self._compiled.with_variants(stage, each.found.names)
-            for stage, each in zip(self.stages, self._measured, strict=True)
-        ]
+    def profile(self) -> Profile:
+        """The chain as measured, and what runs it."""
+        expected_bytes = unexpected(self._chain)
         waiting = waiting_gradient_bytes(self.stages, self._meter.block_bytes)
-        costs = [
-            replace(_cost(*sized[number]), name=stage.name, waiting_gradient_bytes=size_bytes, **self._traits[number])
-            for number, (stage, size_bytes) in enumerate(zip(self.stages, waiting, strict=True))
-        ]
         chain = Chain(
-            tuple(costs),
+            tuple(each.cost(waiting[number], expected_bytes.get(number)) for number, each in enumerate(self._chain)),
             input_bytes=sum(value.size_bytes(self._meter.block_bytes) for value in self._inputs.values()),
             rng_state_bytes=torch.get_rng_state().nbytes if self._device.type == "cpu" else 0,
             segment_seconds=segment_seconds(self._device, self._meter, self._interlude),
             device=str(self._device),
             skips=tuple(
-                skip.measured(self._measured[use].gradient_of(number).size_bytes for use in skip.uses)
-                for number, skip in self._skips.values()
+                replace(skip, gradient_bytes=tuple(self._chain[use].gradient_bytes(number) for use in skip.uses))
+                for number, skip in enumerate(self._skips)
             ),
         )
-        return Profile(chain, tuple(running), tuple(self._states))
+        running = (self._compiled.with_variants(each.profiler.stage, each.found.variants) for each in self._chain)
+        return Profile(chain, tuple(running), tuple(each.profiler.state for each in self._chain))
 
 
 def _objections(number: int, stage: Stage, boundary: Boundary) -> Objections:
@@ -340,89 +260,8 @@ def _objections(number: int, stage: Stage, boundary: Boundary) -> Objections:
         return Objections("its parameters are gathered for its forward alone")
     if not number:
         return Objections("the chain's input belongs to the caller")
-    return try_inverse(module, boundary.fresh(), name=stage.name)
-
-
-def _cost(ends: StageEnds, measurement: StageMeasurement) -> StageCost:
-    """The costs of a stage with skips by their numbers in the chain."""
-    options = tuple(
-        replace(option, saved_skips=tuple(sorted(ends.skips[place] for place in option.saved_skips)))
-        for option in measurement.cost.options
-    )
-    given_bytes = measurement.given_bytes if ends.skips else None
-    return replace(measurement.cost, options=options, skip_gradient_bytes=given_bytes)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Passed:
-    """What one forward of a merged stage showed."""
-
-    outputs: tuple[Boundary, ...]
-    same_bits: bool
-    leaves_traces: bool
-    updating: tuple[torch.nn.Module, ...]
-    written: tuple[torch.nn.Parameter, ...]
-
-
-def _pass(stage: Stage, boundary: Boundary, device: torch.device) -> _Passed:
-    """Run a stage; if it is not torch's own, run it again as a recomputation and compare the bits."""
-    states = GeneratorStates(device)
-    with ExitStack() as stack:
-        before = stack.enter_context(kept_attributes(stage, keep_parameters=False))
-        originals = stack.enter_context(lent_buffers(stage))
-        written = stack.enter_context(kept_parameters(stage))
-        output = run_stage(stage, boundary.fresh())
-        updating = _updating(originals)
-        leaves_traces = bool(before.changed())
-        repeatable = before.is_undoable()
-    outputs = tensors_in(output)
-    # TorchScript changes the exceptions that pass through it, and a recomputation ends in one.
-    scripted = any(isinstance(module, torch.jit.ScriptModule) for _, module in stage.submodules())
-    repeatable = repeatable and not written and not scripted
-    if repeatable and not is_stock(stage):
-        states.restore()
-        with kept_attributes(stage), lent_buffers(stage):
-            again = tensors_in(run_stage(stage, boundary.fresh()))
-        repeatable = len(again) == len(outputs) and all(map(same_bits, outputs, again))
-    return _Passed(outputs_of(stage, output), repeatable, leaves_traces, updating, tuple(written))
-
-
-# -------------------------------------------------------------------- what stages show about themselves
-
-
-def _updating(originals: Sequence[tuple[torch.nn.Module, str, torch.Tensor]]) -> tuple[torch.nn.Module, ...]:
-    """Modules whose lent buffers differ from the originals. Kernels (BatchNorm's) may write without a new version."""
-    return tuple(
-        module
-        for module, name, original in originals
-        if (current := module._buffers[name]) is None
-        or not same_bits(current, original)
-        or (is_fake(current) and version_of(current) > 0)  # a copy that was lent begins at 0
-    )
-
-
-def may_draw(stage: Stage) -> bool:
-    """True if a stage could draw random numbers in some step, since a dropout probability may be raised.
-
-    User code may do anything. Restoring a generator for nothing costs microseconds; not restoring one gives wrong
-    gradients in silence.
-    """
-    return not is_stock(stage) or any(isinstance(module, _DRAWING) for _, module in stage.submodules())
-
-
-def is_stock(stage: Stage) -> bool:
-    """True if a stage is made of torch's own layers alone."""
-    return all(is_plain_stock(module) for _, module in stage.submodules())
-
-
-_DRAWING = (
-    *DROPOUTS,
-    torch.nn.MultiheadAttention,
-    torch.nn.RNNBase,
-    torch.nn.RReLU,
-    torch.nn.FractionalMaxPool2d,
-    torch.nn.FractionalMaxPool3d,
-)
+    with kept_attributes(stage, keep_parameters=False):
+        return try_inverse(module, boundary.fresh(), name=stage.name)
 
 
 # -------------------------------------------------------------------- equal stages, overhead, warnings
@@ -482,8 +321,8 @@ def _numbers(stage: Stage) -> list[int]:
     return [number for wire in stage.wiring.steps for number in (*wire.reads, *wire.writes)]
 
 
-def _warn(costs: Sequence[StageCost], collecting: Collection[int]) -> None:
-    for number, cost in enumerate(costs):
+def _warn(costs: Sequence[StageCost], behaviours: Sequence[Behaviour]) -> None:
+    for cost, behaviour in zip(costs, behaviours, strict=True):
         if cost.not_inverted:
             _log.info("%r is not inverted: %s", cost.name, cost.not_inverted)
         if not cost.recomputable:
@@ -495,7 +334,7 @@ def _warn(costs: Sequence[StageCost], collecting: Collection[int]) -> None:
                 RotorWarning,
                 stacklevel=4,
             )
-        if cost.pinned_bytes >= WORTH_MENTIONING_BYTES and number in collecting:
+        if cost.pinned_bytes >= WORTH_MENTIONING_BYTES and behaviour.leaves_traces:
             _log.info(
                 "%r or its hooks keep %d bytes of activations, which the plan counts", cost.name, cost.pinned_bytes
             )
@@ -506,6 +345,10 @@ def _warn(costs: Sequence[StageCost], collecting: Collection[int]) -> None:
                 RotorWarning,
                 stacklevel=4,
             )
+    if checkpointing := [cost.name for cost, seen in zip(costs, behaviours, strict=True) if seen.calls_checkpoint]:
+        warnings.warn(
+            f"{', '.join(map(repr, checkpointing))}: each is one stage. {NO_CHECKPOINTS}", RotorWarning, stacklevel=4
+        )
 
 
 def _warn_of_structure(layers: int, merged: Sequence[Stage]) -> None:

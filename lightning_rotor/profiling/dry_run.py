@@ -35,7 +35,7 @@ from lightning_rotor.private.torch_names import (
     version_of,
 )
 from lightning_rotor.private.values import same_bits, tensors_in, tree_flatten, tree_leaves, tree_unflatten
-from lightning_rotor.profiling.storages import Boundary
+from lightning_rotor.profiling.scan import Boundary
 from lightning_rotor.stages.sequential import Stage, wiring_of
 from lightning_rotor.stages.snapshot import Snapshot, code_of
 from lightning_rotor.stages.state import GeneratorStates

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any, TypeAlias
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_rotor.private.torch_names import sparse_parts
-from lightning_rotor.private.values import address_of, bytes_in_blocks, tensors_in, tree_flatten
-from lightning_rotor.profiling.storages import Scouting, Storage, UnmeasuredSkip
+from lightning_rotor.private.values import address_of, tensors_in, tree_flatten
+from lightning_rotor.profiling.scan import Scan
 from lightning_rotor.stages.sequential import Stage
 from lightning_rotor.units import in_blocks
 
@@ -39,30 +36,21 @@ class StageEnds:
     made_bytes: Mapping[int, int]
 
     @classmethod
-    def of(
-        cls, stage: Stage, number: int, seen: Scouting, numbered: Mapping[Storage, tuple[int, UnmeasuredSkip]]
-    ) -> StageEnds:
+    def of(cls, stage: Stage, number: int, scan: Scan) -> StageEnds:
         """The ends of the stage with this number among the merged ones."""
-        group = seen.groups[number]
-        taken = [storage for read in stage.reads for storage in seen.storages[read]]
-        given = [storage for write in stage.writes for storage in seen.storages[write]]
-        own = dict.fromkeys(storage for storage in (*taken, *given) if storage is not None and storage in numbered)
+        taken = [storage for read in stage.reads for storage in scan.storages[read]]
+        given = [storage for write in stage.writes for storage in scan.storages[write]]
+        own = dict.fromkeys(each for each in (*taken, *given) if each is not None and each in scan.skips)
         places = {storage: place for place, storage in enumerate(own)}
-
-        def is_read_later(storage: Storage | None) -> bool:
-            if storage is None or storage not in numbered:
-                return False
-            _, skip = numbered[storage]
-            return skip.is_needed_after(number)
-
-        made = {storage for storage in given if storage is not None and storage.born in group}
+        later = {each for each in own if scan.skips[each].in_output or scan.skips[each].last_use > number}
+        made = {each for each in given if each is not None and each.born in scan.groups[number]}
         return cls(
-            tuple(numbered[storage][0] for storage in own),
+            tuple(map(list(scan.skips).index, own)),
             tuple(None if storage is None else places.get(storage) for storage in taken),
             tuple(None if storage is None else places.get(storage) for storage in given),
-            tuple(map(is_read_later, taken)),
-            sum(storage.size_bytes for storage in made if storage not in numbered),
-            {places[storage]: storage.size_bytes for storage in made if storage in numbered},
+            tuple(storage in later for storage in taken),
+            sum(storage.size_bytes for storage in made if storage not in own),
+            {places[storage]: storage.size_bytes for storage in made if storage in own},
         )
 
     @property
@@ -114,95 +102,74 @@ class Layout:
         return memories[self.memory].view(self.dtype).as_strided(self.shape, self.stride, self.offset)
 
 
-LinkLayouts: TypeAlias = tuple[Layout | None, ...]
-"""One for each tensor of a link with a gradient; None for one that lies like the tensor, in memory of its own."""
+Layouts: TypeAlias = tuple[tuple[int, Layout], ...]
+"""How gradients lie, by key: a skip's place, or ``~n`` for the link's tensor n. Others lie like their tensors."""
 
 
-@dataclass(frozen=True, slots=True)
-class Layouts:
-    """How the gradients lie that a backward is given; what is left out lies like its tensor, in memory of its own."""
-
-    link: LinkLayouts = ()
-    skips: tuple[tuple[int, Layout], ...] = ()
-
-    @classmethod
-    def of(cls, link: LinkLayouts, link_reader: int, skips: Mapping[int, tuple[int, Layout]]) -> Layouts:
-        """The layouts from several readers, given by their numbers; ``skips`` are by place."""
-        every = [(link_reader, layout) for layout in link if layout is not None] + [*skips.values()]
-        owned = {(reader, layout.memory) for reader, layout in every if not layout.counts_elsewhere}
-        shared = {
-            memory
-            for memory, count in Counter((reader, layout.memory) for reader, layout in every).items()
-            if count > 1
-        }
-        numbers: dict[tuple[int, int], int] = {}
-
-        def among_these(reader: int, layout: Layout) -> Layout:
-            memory = reader, layout.memory
+def layouts_from(left: Mapping[int, tuple[int, Layout]]) -> Layouts:
+    """How the gradients of a stage lie, by key, from the numbers of the readers that leave them and their layouts."""
+    readers = Counter((reader, layout.memory) for reader, layout in left.values())
+    owned = {(reader, layout.memory) for reader, layout in left.values() if not layout.counts_elsewhere}
+    numbers: dict[tuple[int, int], int] = {}
+    found = []
+    for key, (reader, layout) in sorted(left.items()):
+        memory = reader, layout.memory
+        if layout.counts_elsewhere or not layout.is_plain or readers[memory] > 1:
+            number = numbers.setdefault(memory, len(numbers))
             elsewhere = layout.counts_elsewhere and memory not in owned
-            return replace(layout, memory=numbers.setdefault(memory, len(numbers)), counts_elsewhere=elsewhere)
+            found.append((key, replace(layout, memory=number, counts_elsewhere=elsewhere)))
+    return tuple(found)
 
-        return cls(
-            tuple(None if layout is None else among_these(link_reader, layout) for layout in link),
-            tuple(
-                (place, among_these(reader, layout))
-                for place, (reader, layout) in sorted(skips.items())
-                if layout.counts_elsewhere or not layout.is_plain or (reader, layout.memory) in shared
-            ),
-        )
 
-    def memories_elsewhere(self) -> Memories:
-        """New memory for gradients that are counted elsewhere, so that it is not counted here."""
-        every = (*self.link, *(layout for _, layout in self.skips))
-        return {each.memory: each.new_memory() for each in every if each is not None and each.counts_elsewhere}
+def memories_elsewhere(layouts: Layouts) -> Memories:
+    """New memory for gradients that are counted elsewhere, so that it is not counted here."""
+    return {layout.memory: layout.new_memory() for _, layout in layouts if layout.counts_elsewhere}
 
 
 @dataclass(frozen=True, slots=True)
-class SkipGradient:
-    """What a reader of a skip leaves of its gradient.
+class Gradients:
+    """What a backward leaves.
 
-    ``size_bytes`` is what it keeps alive: more than its own if it is a slice, 0 if another skip's gradient counts it.
-    ``layout`` is None for several tensors, whose gradients are then taken to have memory of their own.
+    Attributes:
+        link_bytes: Gradients of its link.
+        skip_bytes: By place, what keeps alive a skip's gradient: more than its own size if it is a slice, 0 if another
+            skip's gradient counts it.
+        layouts: How they lie, by key (see :data:`Layouts`). Without a skip that several tensors show.
+        parameter_bytes: Gradients of parameters.
+        given_bytes: Gradients of skips that it was given, as far as its peaks count them.
+        passes_on: The link's gradients lie in memory that it was given.
     """
 
-    size_bytes: int
-    layout: Layout | None = None
+    link_bytes: int = 0
+    skip_bytes: Mapping[int, int] = field(default_factory=dict)
+    layouts: Mapping[int, Layout] = field(default_factory=dict)
+    parameter_bytes: int = 0
+    given_bytes: int = 0
+    passes_on: bool = False
 
 
-NO_LAYOUTS = Layouts()
-
-
-def layouts_of(
-    gradients: Sequence[torch.Tensor | None], strides: Sequence[tuple[int, ...]], places: Sequence[int | None]
-) -> tuple[Layout | None, ...]:
-    """How the gradients of a stage's inputs lie; None for missing ones. ``places`` has None for tensors of the link."""
-    addresses = [0 if gradient is None else address_of(gradient) for gradient in gradients]
+def layouts_of(gradients: Sequence[tuple[int, tuple[int, ...], torch.Tensor]]) -> list[Layout]:
+    """How gradients of a stage's inputs lie, given with the keys and strides of the inputs."""
     # What several share counts for the skip that was made first, whose gradient is needed longest.
     owners: dict[int, int] = {}
-    for address, place in zip(addresses, places, strict=True):
-        if address and place is not None:
-            owners[address] = min(place, owners.get(address, place))
-
-    def layout(
-        gradient: torch.Tensor | None, address: int, stride: tuple[int, ...], place: int | None
-    ) -> Layout | None:
-        if gradient is None:
-            return None
-        storage_bytes = gradient.untyped_storage().nbytes()
-        fills = storage_bytes == gradient.nbytes
-        return Layout(
+    for key, _, gradient in gradients:
+        if key >= 0 and (address := address_of(gradient)):
+            owners[address] = min(key, owners.get(address, key))
+    return [
+        Layout(
             gradient.shape,
             gradient.stride(),
             int(gradient.storage_offset()),
-            storage_bytes,
+            gradient.untyped_storage().nbytes(),
             gradient.dtype,
             gradient.device,
-            addresses.index(address) if address else -1,
-            fills and _same_order(gradient.shape, gradient.stride(), stride),
-            owners.get(address, place) != place,
+            address_of(gradient),
+            gradient.untyped_storage().nbytes() == gradient.nbytes
+            and _same_order(gradient.shape, gradient.stride(), stride),
+            owners.get(address_of(gradient), key) != key,
         )
-
-    return tuple(map(layout, gradients, addresses, strides, places))
+        for key, stride, gradient in gradients
+    ]
 
 
 def _same_order(shape: torch.Size, one: tuple[int, ...], other: tuple[int, ...]) -> bool:
@@ -210,240 +177,53 @@ def _same_order(shape: torch.Size, one: tuple[int, ...], other: tuple[int, ...])
     return all(size == 1 or mine == theirs for size, mine, theirs in zip(shape, one, other, strict=True))
 
 
-@dataclass(frozen=True, slots=True)
-class Gradients:
-    """What a backward leaves; it ``passes_on`` if its link's gradients lie in memory that it was given.
-
-    ``link_layouts`` is empty if each gradient of its link lies like its tensor in memory of its own.
-    """
-
-    link_bytes: int
-    link_layouts: LinkLayouts
-    of_skips: Mapping[int, SkipGradient]
-    parameter_bytes: int
-    passes_on: bool = False
+def memory_bytes(layouts: Iterable[Layout], block_bytes: int) -> int:
+    """Bytes of the distinct memories under some gradients."""
+    return sum({layout.memory: layout.counted_bytes(block_bytes) for layout in layouts}.values())
 
 
-class StageBackward:
-    """The backward of one run of a stage, without holding the tensors in between."""
-
-    def __init__(
-        self,
-        root: torch.Tensor | None,
-        inputs: list[GradientEdge],
-        strides: list[tuple[int, ...]],
-        places: list[int | None],
-        parameters: list[torch.nn.Parameter],
-        *,
-        skip_bytes: int,
-        given: Set[StorageWeakRef],
-        gradients_exist: bool,
-        block_bytes: int,
-    ) -> None:
-        self.skip_bytes = skip_bytes
-        self._root = root
-        self._block_bytes = block_bytes
-        self._given = given
-        self._inputs = inputs
-        self._strides = strides
-        self._places = places
-        self._parameters = parameters
-        self._given_up = parameters if gradients_exist else []
-
-    @classmethod
-    def of(
-        cls,
-        stage: Stage,
-        ends: StageEnds,
-        value: Any,
-        output: Any,
-        *,
-        gradients_exist: bool,
-        layouts: Layouts,
-        elsewhere: Memories,
-        block_bytes: int,
-    ) -> StageBackward:
-        """The backward of a stage that has just run.
-
-        With ``gradients_exist``, parameters' gradients are added to existing ones and freed at once. Gradients without
-        a layout lie like their tensors; those that are counted elsewhere lie in the memory ``elsewhere``.
-        """
-        leaves = tree_flatten(value)[0]
-        ending = _ending(ends, leaves, output)
-        lie = _lying(ending, layouts)
-        outputs = [leaf for leaf, _ in ending]
-        given: set[StorageWeakRef] = set()
-        root = _GradientSource.apply(lie, elsewhere, given, *outputs) if outputs else None
-        learning = [
-            (leaf, place)
-            for leaf, place in zip(leaves, ends.inputs, strict=True)
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
-        ]
-        inputs = [get_gradient_edge(leaf) for leaf, _ in learning]
-        parameters = [parameter for parameter in stage.parameters() if parameter.requires_grad]
-        return cls(
-            root,
-            inputs,
-            [leaf.stride() for leaf, _ in learning],
-            [place for _, place in learning],
-            parameters,
-            skip_bytes=_skip_bytes(
-                ((leaf, layout) for (leaf, place), layout in zip(ending, lie, strict=True) if place is not None),
-                block_bytes,
-            ),
-            given=given,
-            gradients_exist=gradients_exist,
-            block_bytes=block_bytes,
-        )
-
-    def gradients(self) -> Gradients:
-        """Run the backward once."""
-        root, self._root = self._root, None
-        if root is None or not (self._inputs or self._parameters):
-            return Gradients(0, (), {}, 0)
-        # Not backward(): .grad and the hooks of gradient accumulation are the user's.
-        ends: Any = [*self._inputs, *self._parameters]
-        hooks = [parameter.register_hook(partial(_instead, parameter)) for parameter in self._given_up]
-        try:
-            gradients: Sequence[torch.Tensor | None] = torch.autograd.grad(
-                root, ends, torch.empty_like(root), allow_unused=True
-            )
-        finally:
-            for hook in hooks:
-                hook.remove()
-        of_inputs = gradients[: len(self._inputs)]
-        layouts = layouts_of(of_inputs, self._strides, self._places)
-        sharing = Counter(layout.memory for layout in layouts if layout is not None)
-        link_layouts = tuple(
-            None
-            if layout is None or (layout.is_plain and not layout.counts_elsewhere and sharing[layout.memory] == 1)
-            else layout
-            for layout, place in zip(layouts, self._places, strict=True)
-            if place is None
-        )
-        link = [
-            gradient
-            for gradient, layout, place in zip(of_inputs, layouts, self._places, strict=True)
-            if place is None and gradient is not None and layout is not None and not layout.counts_elsewhere
-        ]
-        parameter_bytes = sum(
-            # Accumulation copies a gradient that is no dense tensor of its own (an expanded one, say).
-            in_blocks(parameter.nbytes, self._block_bytes)
-            if gradient.layout == torch.strided
-            else bytes_in_blocks(sparse_parts(gradient), self._block_bytes)
-            for parameter, gradient in zip(self._parameters, gradients[len(self._inputs) :], strict=True)
-            if gradient is not None
-        )
-        # Addresses would not do: something new may lie where a freed gradient lay.
-        passes_on = any(StorageWeakRef(gradient.untyped_storage()) in self._given for gradient in link)
-        return Gradients(
-            bytes_in_blocks(link, self._block_bytes),
-            link_layouts if any(link_layouts) else (),
-            _of_skips(zip(self._places, layouts, strict=True), self._block_bytes),
-            parameter_bytes,
-            passes_on,
-        )
+def learning(leaves: Sequence[Any], places: Sequence[int | None]) -> list[tuple[torch.Tensor, int]]:
+    """The tensors that require gradients, with their keys."""
+    tensors = [
+        (leaf, place)
+        for leaf, place in zip(leaves, places, strict=True)
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+    ]
+    numbers = count()
+    return [(leaf, ~next(numbers) if place is None else place) for leaf, place in tensors]
 
 
-def _ending(ends: StageEnds, leaves: Sequence[Any], output: Any) -> list[tuple[torch.Tensor, int | None]]:
-    """The tensors whose gradients a stage is given, with the places of those that are skips."""
+def ending(ends: StageEnds, leaves: Sequence[Any], output: Any) -> list[tuple[torch.Tensor, int]]:
+    """The tensors whose gradients a stage is given, with their keys."""
     # Later readers of a skip have left its gradient; what the stage hands on itself gets it as an output.
     handed_on = {id(tensor) for tensor in tensors_in(output)}
     passed = [
         (leaf, place)
         for leaf, place, later in zip(leaves, ends.inputs, ends.passed, strict=True)
-        if later and leaf.requires_grad and id(leaf) not in handed_on
+        if later and place is not None and leaf.requires_grad and id(leaf) not in handed_on
     ]
-    made = [
-        (leaf, place)
-        for leaf, place in zip(tree_flatten(output)[0], ends.outputs, strict=True)
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad
-    ]
-    return [*made, *passed]
+    return [*learning(tree_flatten(output)[0], ends.outputs), *passed]
 
 
-def _lying(ending: Sequence[tuple[torch.Tensor, int | None]], layouts: Layouts) -> list[Layout | None]:
+def lying(ending: Sequence[tuple[torch.Tensor, int]], layouts: Mapping[int, Layout]) -> list[Layout | None]:
     """How each of these gradients lies; None for those that lie like their tensors."""
-    link = iter(_fitting(layouts.link, [leaf for leaf, place in ending if place is None]))
-    tensors = Counter(place for _, place in ending)
-    skips = {place: layout for place, layout in layouts.skips if tensors[place] == 1}
-    found = (next(link) if place is None else skips.get(place) for _, place in ending)
+    tensors = Counter(key for _, key in ending)
+    found = [layouts.get(key) if tensors[key] == 1 else None for _, key in ending]
     return [
         layout if layout is not None and layout.shape == leaf.shape else None
         for (leaf, _), layout in zip(ending, found, strict=True)
     ]
 
 
-def _of_skips(placed: Iterable[tuple[int | None, Layout | None]], block_bytes: int) -> dict[int, SkipGradient]:
-    """Gradients of skips by place."""
-    by_place: dict[int, list[Layout]] = {}
-    for place, layout in placed:
-        if place is not None and layout is not None:
-            by_place.setdefault(place, []).append(layout)
-    return {
-        place: SkipGradient(
-            sum({each.memory: each.counted_bytes(block_bytes) for each in layouts}.values()),
-            layouts[0] if len(layouts) == 1 else None,
-        )
-        for place, layouts in by_place.items()
-    }
-
-
-def _skip_bytes(given: Iterable[tuple[torch.Tensor, Layout | None]], block_bytes: int) -> int:
-    """Bytes of gradients that lie as given, or else like their tensors."""
-    plain_bytes, memories = 0, dict[int, int]()
-    for leaf, layout in given:
-        if layout is None:
+def skip_bytes_of(
+    ending: Sequence[tuple[torch.Tensor, int]], layouts: Sequence[Layout | None], block_bytes: int
+) -> int:
+    """Bytes of gradients of skips that lie as given, or else like their tensors."""
+    plain_bytes, found = 0, []
+    for (leaf, key), layout in zip(ending, layouts, strict=True):
+        if key >= 0 and layout is None:
             like = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
             plain_bytes += in_blocks(like.untyped_storage().nbytes(), block_bytes)
-        else:
-            memories[layout.memory] = layout.counted_bytes(block_bytes)
-    return plain_bytes + sum(memories.values())
-
-
-def _fitting(layouts: LinkLayouts, leaves: Sequence[torch.Tensor]) -> LinkLayouts:
-    """The layouts if they are of gradients of these tensors, otherwise None for each."""
-    shapes = [each.shape if each else leaf.shape for each, leaf in zip(layouts, leaves, strict=False)]
-    same = len(layouts) == len(leaves) and shapes == [leaf.shape for leaf in leaves]
-    return layouts if same else (None,) * len(leaves)
-
-
-class _GradientSource(torch.autograd.Function):
-    """A tensor without elements whose backward allocates the gradient of each output, as later stages' would.
-
-    Gradients counted elsewhere lie in existing memory; all other memories are added to ``given``.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        layouts: list[Layout | None],
-        elsewhere: Memories,
-        given: set[StorageWeakRef],
-        *outputs: torch.Tensor,
-    ) -> torch.Tensor:
-        ctx.given = given
-        ctx.likes = [(tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in outputs]
-        ctx.layouts = layouts
-        ctx.elsewhere = elsewhere
-        return torch.empty(0, device=outputs[0].device)  # nothing to count
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        memories: Memories = {**ctx.elsewhere}
-        gradients = [
-            layout.ones(memories)
-            if layout is not None
-            else torch.empty_strided(shape, stride, dtype=dtype, device=device).fill_(1)
-            for layout, (shape, stride, dtype, device) in zip(ctx.layouts, ctx.likes, strict=True)
-        ]
-        old = {address_of(memory) for memory in ctx.elsewhere.values()}
-        ctx.given.update(
-            StorageWeakRef(gradient.untyped_storage()) for gradient in gradients if address_of(gradient) not in old
-        )
-        return None, None, None, *gradients
-
-
-def _instead(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
-    """A tensor like the gradient that takes no memory."""
-    return parameter.detach() if gradient.layout == torch.strided else None
+        elif key >= 0 and layout is not None:
+            found.append(layout)
+    return plain_bytes + memory_bytes(found, block_bytes)

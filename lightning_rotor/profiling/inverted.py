@@ -11,14 +11,12 @@ from lightning_rotor.chain import BackwardPeaks, Option, StageCost
 from lightning_rotor.errors import ExecutionError
 from lightning_rotor.execution.inversion import Output, Way, is_whole, run_inverted
 from lightning_rotor.private.values import address_of
-from lightning_rotor.profiling.gradients import Gradients
+from lightning_rotor.profiling.gradients import Gradients, memories_elsewhere
 from lightning_rotor.profiling.stage import (
     WORTH_MENTIONING_BYTES,
-    Phases,
     StageMeasurement,
     StageProfiler,
     is_timed,
-    peak_bytes_of,
     typical,
 )
 from lightning_rotor.stages.sequential import Stage, is_invertible
@@ -138,7 +136,7 @@ class _Inverted:
     def _run(self, *, hold_input: bool) -> _Run:
         profiler, unpacks = self.profiler, 0
         profiler.rewind()
-        elsewhere = profiler.layouts.memories_elsewhere()
+        elsewhere = memories_elsewhere(profiler.layouts)
         with profiler.meter.recording() as recording:
 
             def unpack(tensor: torch.Tensor) -> torch.Tensor:
@@ -166,19 +164,17 @@ class _Inverted:
             recording.mark("backward")
             gradients = backward.gradients()
             recording.mark("done")
-        phases = Phases(recording.phases)
-        start, level = phases.first("forward").start_bytes, phases.first("backward").start_bytes
+        start, level = recording.first("forward").start_bytes, recording.first("backward").start_bytes
         link_bytes = profiler.ends.link_bytes
-        saved_output = link_bytes - phases.first("drop output").freed_bytes
-        before, after = phases.between("backward", "unpack"), phases.between("unpack", "done")
+        saved_output = link_bytes - recording.first("drop output").freed_bytes
         return _Run(
-            forward_peak_bytes=peak_bytes_of(phases.between("forward", "root")) - start,
+            forward_peak_bytes=recording.peak_bytes("forward", "root") - start,
             saved_bytes=max(level - saved_output, 0),
             saved_output_bytes=saved_output,
-            input_bytes=max(start - phases.first("drop input").freed_bytes, 0),
-            unpack_peak_bytes=peak_bytes_of(before) - level,
-            unpack_bytes=max(before[-1].end_bytes - level, 0),
-            backward_peak_bytes=max(peak_bytes_of(after) - level, 0),
+            input_bytes=max(start - recording.first("drop input").freed_bytes, 0),
+            unpack_peak_bytes=recording.peak_bytes("backward", "unpack") - level,
+            unpack_bytes=max(recording.first("unpack").start_bytes - level, 0),
+            backward_peak_bytes=max(recording.peak_bytes("unpack", "done") - level, 0),
             gradients=gradients,
         )
 
@@ -192,7 +188,7 @@ class _Inverted:
     def _timed_backward(self) -> float:
         meter, value = self.profiler.meter, self.profiler.boundary.fresh()
         output = run_inverted(self.way, value)
-        run = self.profiler.backward(value, output, self.profiler.layouts.memories_elsewhere())
+        run = self.profiler.backward(value, output, memories_elsewhere(self.profiler.layouts))
         del value, output
         self.profiler.interlude()
         start = meter.now()

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -43,15 +44,34 @@ class MeteredPhase:
         return self.start_bytes - self.end_bytes
 
 
-class Recording(Protocol):
-    """A measurement in progress."""
+class Recording:
+    """Bytes above its start, cut into phases by marks. Meters of other devices count in other ways."""
+
+    def __init__(self) -> None:
+        self.phases: list[MeteredPhase] = []
+        self._label, self._start, self._peak, self.level = "", 0, 0, 0
 
     def mark(self, label: str) -> None:
         """End the current phase and begin the next."""
+        self.phases.append(MeteredPhase(self._label, self._start, self._peak, self.level))
+        self._label, self._start, self._peak = label, self.level, self.level
 
-    @property
-    def phases(self) -> tuple[MeteredPhase, ...]:
-        """All phases; complete once the recording has ended."""
+    def count(self, size_bytes: int) -> None:
+        """Add a block that was taken, or given back if its size is negative."""
+        self.level += size_bytes
+        self._peak = max(self._peak, self.level)
+
+    def first(self, label: str) -> MeteredPhase:
+        """The first phase with this label."""
+        return next(phase for phase in self.phases if phase.label == label)
+
+    def peak_bytes(self, begin: str, end: str) -> int:
+        """The highest level from the first mark ``begin`` up to the first mark ``end``; 0 without such marks."""
+        labels = [phase.label for phase in self.phases]
+        if begin not in labels:
+            return 0
+        between = self.phases[labels.index(begin) : labels.index(end)]
+        return max((phase.peak_bytes for phase in between), default=0)
 
 
 class Meter(Protocol):
@@ -62,17 +82,19 @@ class Meter(Protocol):
         block_bytes: The size of each block is counted as a multiple of this.
     """
 
-    needs_warm_up: bool
-    block_bytes: int
+    needs_warm_up: bool = False
+    block_bytes: int = 1
 
-    def recording(self) -> Any:
-        """A context manager that yields a :class:`Recording`."""
+    def recording(self) -> AbstractContextManager[Recording]:
+        """A context manager that yields a recording, complete at its end."""
 
     def now(self) -> Any:
-        """A point in time on the device."""
+        """A point in time on the device: by default seconds of the performance counter."""
+        return time.perf_counter()
 
     def seconds_between(self, start: Any, end: Any) -> float:
-        """Duration between two points in time."""
+        """Seconds from ``start`` to ``end``."""
+        return float(end - start)
 
 
 def meter_for(device: torch.device) -> Meter:
@@ -122,7 +144,8 @@ class AllocatorLog:
         self._profile.__exit__(None, None, None)
         results = self._profile.kineto_results
         assert results is not None
-        self.events = tuple(sorted(_allocator_events(results.experimental_event_tree()), key=_nanoseconds))
+        events = _allocator_events(results.experimental_event_tree())
+        self.events = tuple(sorted(events, key=attrgetter("nanoseconds")))
 
     @staticmethod
     def mark(label: str) -> None:
@@ -144,10 +167,6 @@ def _quiet_kineto() -> Iterator[None]:
         os.environ.pop("KINETO_LOG_LEVEL", None)
 
 
-def _nanoseconds(event: AllocatorEvent) -> int:
-    return event.nanoseconds
-
-
 def _allocator_events(tree: list[Any]) -> Iterator[AllocatorEvent]:
     pending = list(tree)
     while pending:
@@ -160,60 +179,41 @@ def _allocator_events(tree: list[Any]) -> Iterator[AllocatorEvent]:
             yield AllocatorEvent(node.start_time_ns, 0, 0, node.name.removeprefix(_MARK))
 
 
-class CpuMeter:
+class CpuMeter(Meter):
     """Bytes from the allocator's events, seconds from the performance counter."""
 
-    needs_warm_up = False
-    block_bytes = 1
-
     @contextmanager
-    def recording(self) -> Iterator[CpuRecording]:
+    def recording(self) -> Iterator[Recording]:
         """Record until the context ends."""
-        recording = CpuRecording()
-        recording.log.start()
+        log, recording = AllocatorLog(), _CpuRecording()
+        log.start()
         try:
             yield recording
         finally:
-            recording.log.stop()
-
-    def now(self) -> float:
-        """Seconds of the performance counter."""
-        return time.perf_counter()
-
-    def seconds_between(self, start: float, end: float) -> float:
-        """Seconds from ``start`` to ``end``."""
-        return end - start
+            log.stop()
+            recording.read(log.events)
 
 
-class CpuRecording:
-    """Marks go into the allocator's log; phases are read from it at the end."""
-
-    def __init__(self) -> None:
-        self.log = AllocatorLog()
+class _CpuRecording(Recording):
+    """Marks go into the allocator's log, which is read at the end."""
 
     def mark(self, label: str) -> None:
         """End the current phase and begin the next."""
-        self.log.mark(label)
+        AllocatorLog.mark(label)
 
-    @property
-    def phases(self) -> tuple[MeteredPhase, ...]:
-        """All phases, once the recording has ended."""
-        phases: list[MeteredPhase] = []
+    def read(self, events: Iterable[AllocatorEvent]) -> None:
+        """Fill the phases from the log."""
         own: dict[int, int] = {}
-        label, start, peak, level = "", 0, 0, 0
-        for event in self.log.events:
+        for event in events:
             if event.label is not None:
-                phases.append(MeteredPhase(label, start, peak, level))
-                label, start, peak = event.label, level, level
+                super().mark(event.label)
             elif event.size_bytes > 0:
                 own[event.address] = event.size_bytes
-                level += event.size_bytes
-                peak = max(peak, level)
+                self.count(event.size_bytes)
             else:
                 # A block from before the recording (a garbage cycle, say) does not count.
-                level -= own.pop(event.address, 0)
-        phases.append(MeteredPhase(label, start, peak, level))
-        return tuple(phases)
+                self.count(-own.pop(event.address, 0))
+        super().mark("")
 
 
 class CudaMeter:
@@ -230,13 +230,13 @@ class CudaMeter:
         self._device = device
 
     @contextmanager
-    def recording(self) -> Iterator[CudaRecording]:
+    def recording(self) -> Iterator[Recording]:
         """Record until the context ends."""
-        recording = CudaRecording(self._device)
+        recording = _CudaRecording(self._device)
         try:
             yield recording
         finally:
-            recording.close()
+            recording.mark("")
 
     def now(self) -> torch.cuda.Event:
         """An event on the current stream."""
@@ -250,40 +250,27 @@ class CudaMeter:
         return float(start.elapsed_time(end)) / 1e3
 
 
-class CudaRecording:
+class _CudaRecording(Recording):
     """Reads the allocator at every mark. Allocation happens on the host, so nothing has to be synchronized.
 
     Threads that communicate may free what they sent a moment later, also between two readings.
     """
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self._device = device
-        self._phases: list[MeteredPhase] = []
-        self._label = ""
         await_autograd(device)
         if torch.distributed.is_initialized():
             _wait_for_other_threads(device)
         self._base = torch.cuda.memory_allocated(device)
-        self._start = 0
         torch.cuda.reset_peak_memory_stats(device)
 
     def mark(self, label: str) -> None:
         """End the current phase and begin the next."""
-        self.close()
-        self._label = label
-
-    def close(self) -> None:
-        """End the current phase."""
-        level = torch.cuda.memory_allocated(self._device) - self._base
-        peak = max(torch.cuda.max_memory_allocated(self._device) - self._base, self._start, level)
-        self._phases.append(MeteredPhase(self._label, self._start, peak, level))
-        self._start = level
+        self.level = torch.cuda.memory_allocated(self._device) - self._base
+        self._peak = max(torch.cuda.max_memory_allocated(self._device) - self._base, self._start, self.level)
+        super().mark(label)
         torch.cuda.reset_peak_memory_stats(self._device)
-
-    @property
-    def phases(self) -> tuple[MeteredPhase, ...]:
-        """All phases so far."""
-        return tuple(self._phases)
 
 
 def await_autograd(device: torch.device) -> None:
@@ -383,18 +370,17 @@ class StepMeter:
             raise ProfilingError("StepMeter.stop() without start(): call start() before the step")
         log, self._log = self._log, None
         log.stop()
-        level, timeline = 0, [(0.0, 0)]
-        origin = log.events[0].nanoseconds if log.events else 0
-        peak = 0
-        lap_peak: int | None = None
+        recording, timeline = Recording(), [(0.0, 0)]
         for event in log.events:
-            if event.label == _LAP and lap_peak is None:
-                lap_peak = peak
-            if event.label is None:
-                level += event.size_bytes
-                peak = max(peak, level)
-                timeline.append(((event.nanoseconds - origin) / 1e9, level))
-        return StepTrace(peak, peak if lap_peak is None else lap_peak, level, tuple(timeline))
+            if event.label is not None:
+                recording.mark(event.label)
+            else:
+                recording.count(event.size_bytes)
+                seconds = (event.nanoseconds - log.events[0].nanoseconds) / 1e9
+                timeline.append((seconds, recording.level))
+        recording.mark("")
+        peak = max(phase.peak_bytes for phase in recording.phases)
+        return StepTrace(peak, recording.phases[0].peak_bytes, recording.level, tuple(timeline))
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -12,8 +12,9 @@ every such row. Makers and readers of skips likewise get the gradient that later
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -23,19 +24,85 @@ import torch
 from lightning_rotor.capture.compiled import CompiledModules
 from lightning_rotor.chain import Option, StageCost
 from lightning_rotor.execution.inversion import Way
-from lightning_rotor.execution.options import kept_attributes, kept_parameters, lent_buffers, run_stage
+from lightning_rotor.execution.options import kept_attributes, kept_parameters, lent_buffers
 from lightning_rotor.execution.recomputation import recomputed
-from lightning_rotor.private.sharding import UnitSizes, gathered, units_in
-from lightning_rotor.profiling.gradients import NO_LAYOUTS, Layouts, SkipGradient
+from lightning_rotor.invertible.check import Objections
+from lightning_rotor.private.sharding import Unit, UnitSizes, gathered, units_in
+from lightning_rotor.profiling.gradients import Layouts, layouts_from
 from lightning_rotor.profiling.inverted import with_inversion
 from lightning_rotor.profiling.meters import Meter
+from lightning_rotor.profiling.scan import Boundary, walk
 from lightning_rotor.profiling.stage import StageMeasurement, StageProfiler, typical
-from lightning_rotor.profiling.storages import Boundary, UnmeasuredSkip
-from lightning_rotor.profiling.variants import KnownSeconds, VariantsMeasurement, measure
-from lightning_rotor.stages.sequential import Stage, unpacked, wiring_of
+from lightning_rotor.profiling.variants import KnownSeconds, measure
 
 # Each takes a forward of the chain; longer rows of unlike stages that hand on an order are rare.
 _MOST_FORWARDS = 4
+
+
+@dataclass(slots=True, eq=False)
+class MeasuredStage:
+    """A stage in its chain, and what measuring has found with gradients that lay as ``layouts`` says.
+
+    Attributes:
+        profiler: It can measure wherever there is an input; its boundary is empty.
+        identity: Equal ones cost the same, for all that can be told before a run; equal ``kin`` take the same time.
+        way: How it is inverted, None if it cannot be; ``objections`` says why, or why its own backward must not.
+        readers: By place of a skip, the next stage that reads it.
+        expected_bytes: What the stage behind left of the link's gradient when it was measured.
+    """
+
+    profiler: StageProfiler
+    identity: tuple[Any, ...]
+    kin: tuple[Any, ...]
+    way: Way | None
+    objections: Objections
+    readers: Mapping[int, int]
+    takes: tuple[str, ...]
+    found: StageMeasurement = field(init=False)
+    layouts: Layouts = ()
+    expected_bytes: int = 0
+
+    @property
+    def link_bytes(self) -> int:
+        """Bytes of the gradient that it leaves for the stage before."""
+        return self.found.cost.keep.input_gradient_bytes
+
+    def gradient_bytes(self, skip: int) -> int:
+        """Bytes that the gradient which it leaves for a skip with this number keeps alive."""
+        return self.found.gradients.skip_bytes.get(self.profiler.ends.skips.index(skip), 0)
+
+    def key(self, layouts: Layouts) -> tuple[Any, ...]:
+        """All that its measurement depends on, as a key."""
+        profiler, not_fused = self.profiler, self.objections.fused
+        about = (
+            profiler.last,
+            profiler.recomputable,
+            len(profiler.state.remembered),
+            layouts,
+            self.way is None,
+            not_fused,
+        )
+        return self.identity, profiler.ends.signature, *about
+
+    def cost(self, waiting_gradient_bytes: int, output_gradient_bytes: int | None) -> StageCost:
+        """Its costs in the chain, with skips by their numbers there."""
+        found, profiler, skips = self.found, self.profiler, self.profiler.ends.skips
+        options = (
+            replace(option, saved_skips=tuple(sorted(skips[place] for place in option.saved_skips)))
+            for option in found.cost.options
+        )
+        return replace(
+            found.cost,
+            name=profiler.stage.name,
+            options=tuple(options),
+            draws_random=profiler.generators is not None,
+            state_bytes=profiler.state.remembered_bytes(profiler.meter.block_bytes),
+            takes=self.takes,
+            not_inverted=found.not_inverted or self.objections.inverse,
+            skip_gradient_bytes=found.gradients.given_bytes if skips else None,
+            waiting_gradient_bytes=waiting_gradient_bytes,
+            output_gradient_bytes=output_gradient_bytes,
+        )
 
 
 class Bench:
@@ -44,210 +111,112 @@ class Bench:
     def __init__(self, compiled: CompiledModules) -> None:
         self._compiled = compiled
         self._seconds = KnownSeconds()
-        self._known: dict[Any, VariantsMeasurement] = {}
+        self._known: dict[Any, StageMeasurement] = {}
 
-    def knows(self, stage: Measurable, layouts: Layouts) -> VariantsMeasurement | None:
-        """The measurement of an equal stage whose output's gradient lay like this, or None."""
-        return self._known.get(stage.key(layouts))
-
-    def measured(self, stage: Measurable, boundary: Boundary, layouts: Layouts = NO_LAYOUTS) -> VariantsMeasurement:
-        """The measurement of such a stage, made if it is the first."""
+    def measure(self, stage: MeasuredStage, boundary: Boundary | None = None, layouts: Layouts = ()) -> bool:
+        """Measure a stage with gradients that lie like this; False if it has to, and there is no boundary."""
         key = stage.key(layouts)
         if key not in self._known:
-            self._known[key] = stage.measured(
-                replace(stage.profiler, boundary=boundary, layouts=layouts), self._compiled, self._seconds
-            )
-        return self._known[key]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Measurable:
-    """A stage that can be measured wherever there is an input for it; its profiler's boundary has no tensors.
-
-    Equal ``identity`` means equal costs, equal ``kin`` equal times, for all that can be told before a run;
-    ``not_fused`` says why its own backward must not rebuild its input, if anything; its forward changes the parameters
-    ``written``.
-    """
-
-    profiler: StageProfiler
-    recomputable: bool
-    identity: tuple[Any, ...]
-    kin: tuple[Any, ...]
-    way: Way | None
-    not_fused: str
-    written: tuple[torch.nn.Parameter, ...] = ()
-
-    def key(self, layouts: Layouts) -> tuple[Any, ...]:
-        """All that its measurement depends on, as a key."""
-        profiler = self.profiler
-        about = profiler.last, self.recomputable, len(profiler.remembered), layouts, self.way is None, self.not_fused
-        return self.identity, profiler.ends.signature, *about
-
-    def measured(
-        self, profiler: StageProfiler, compiled: CompiledModules, seconds: KnownSeconds
-    ) -> VariantsMeasurement:
-        """Costs of the stage with its variants and its inverse."""
-        stage = profiler.stage
-        units = units_in(stage.modules)
-        with (
-            gathered(units),
-            kept_attributes(stage, keep_parameters=False) as before,
-            lent_buffers(stage),
-            kept_parameters(stage, self.written),
-        ):
-            profiler = replace(profiler, before=before)
-            if units:  # a variant would be compiled together with what gathers the parameters
-                found = VariantsMeasurement(profiler.measure(recomputable=self.recomputable))
-            else:
-                found = measure(profiler, compiled, recomputable=self.recomputable, kin=self.kin, seconds=seconds)
-            if self.way is None:
-                return found
-            inverted, reason = with_inversion(profiler, self.way, found.stage, not_fused=self.not_fused)
-            return replace(found, stage=inverted, not_inverted=reason)
-
-
-@dataclass(slots=True, eq=False)
-class Measured:
-    """A stage in its chain, measured with gradients that lay as ``layouts`` says.
-
-    ``readers`` has by place of a skip the next stage that reads it, ``expected_bytes`` what the stage behind left then.
-    """
-
-    measurable: Measurable
-    found: VariantsMeasurement
-    readers: Mapping[int, int]
-    layouts: Layouts = NO_LAYOUTS
-    expected_bytes: int = 0
-
-    @classmethod
-    def of(
-        cls, number: int, measurable: Measurable, found: VariantsMeasurement, skips: Sequence[UnmeasuredSkip]
-    ) -> Measured:
-        """The stage with this number among these skips of the chain."""
-        readers = {
-            place: next(use for use in skips[skip].uses if use > number)
-            for place, skip in enumerate(measurable.profiler.ends.skips)
-            if skips[skip].uses[-1] > number
-        }
-        return cls(measurable, found, readers)
-
-    @property
-    def link_bytes(self) -> int:
-        """Bytes of the gradient that it leaves for the stage before."""
-        return self.found.stage.cost.keep.input_gradient_bytes
-
-    def gradient_of(self, skip: int) -> SkipGradient:
-        """The gradient that it leaves for a skip with this number, which it reads."""
-        place = self.measurable.profiler.ends.skips.index(skip)
-        return self.found.stage.skip_gradients.get(place, SkipGradient(0))
-
-    def settle(self, layouts: Layouts, behind: Measured, bench: Bench, boundary: Boundary | None = None) -> bool:
-        """Take over the measurement with these layouts; False if it is unknown and there is no boundary."""
-        if boundary is not None:
-            found: VariantsMeasurement | None = bench.measured(self.measurable, boundary, layouts)
-        else:
-            found = bench.knows(self.measurable, layouts)
-        if found is None:
-            return False
-        self.found, self.layouts, self.expected_bytes = found, layouts, behind.link_bytes
+            if boundary is None:
+                return False
+            self._known[key] = self._measured(stage, replace(stage.profiler, boundary=boundary, layouts=layouts))
+        stage.found, stage.layouts = self._known[key], layouts
         return True
 
+    def settle(self, chain: Sequence[MeasuredStage], number: int, boundary: Boundary | None = None) -> bool:
+        """Measure a stage as those behind it leave its gradients; False if it has to, and there is no boundary."""
+        stage, layouts = chain[number], _given(chain, number)
+        if layouts != stage.layouts:
+            if not self.measure(stage, boundary, layouts):
+                return False
+            stage.expected_bytes = chain[number + 1].link_bytes
+        return True
 
-def given(chain: Sequence[Measured], number: int) -> Layouts:
-    """The layouts in which the stages behind leave a stage's gradients, as far as they are unambiguous and known.
+    def _measured(self, stage: MeasuredStage, profiler: StageProfiler) -> StageMeasurement:
+        """Costs of a stage with its variants and its inverse."""
+        units, meter = units_in(profiler.stage.modules), profiler.meter
+        with ExitStack() as stack:
+            start = meter.now()
+            stack.enter_context(gathered(units))
+            gathering_seconds = meter.seconds_between(start, meter.now()) if units else 0.0
+            before = stack.enter_context(kept_attributes(profiler.stage, keep_parameters=False))
+            stack.enter_context(lent_buffers(profiler.stage))
+            stack.enter_context(kept_parameters(profiler.stage, profiler.state.written))
+            profiler = replace(profiler, before=before)
+            if units:  # a variant would be compiled together with what gathers the parameters
+                return _with_units(profiler.measure(), units, gathering_seconds)
+            found = measure(profiler, self._compiled, kin=stage.kin, seconds=self._seconds)
+            if stage.way is not None:
+                found, reason = with_inversion(profiler, stage.way, found, not_fused=stage.objections.fused)
+                found = replace(found, not_inverted=reason)
+            return found
 
-    A stage that may rebuild its input leaves other gradients then: only their bytes count, see :func:`unexpected`.
-    """
-    behind, stage = chain[number + 1].found.stage, chain[number]
-    is_one = not any(option.fused for option in behind.cost.options)
-    skips = stage.measurable.profiler.ends.skips
-    found = {
-        place: (reader, layout)
-        for place, reader in stage.readers.items()
-        if reader < len(chain) and (layout := chain[reader].gradient_of(skips[place]).layout) is not None
-    }
-    return Layouts.of(behind.link_layouts if is_one else (), number + 1, found)
 
-
-def settle(chain: Sequence[Measured], inputs: Mapping[int, Boundary], bench: Bench) -> None:
+def settle(chain: Sequence[MeasuredStage], inputs: Mapping[int, Boundary], bench: Bench) -> None:
     """Measure stages of a chain again, in place, whose gradients turned out to lie otherwise."""
+    stages = [each.profiler.stage for each in chain]
     for _ in range(_MOST_FORWARDS):
         stale = _stale(chain, bench)
         if not stale:
             return
-        _measure_again(chain, stale, inputs, bench)
+        for number, boundary in walk(stages[: max(stale) + 1], inputs):
+            if number in stale:
+                bench.settle(chain, number, boundary)
     _stale(chain, bench)
 
 
-def unexpected(chain: Sequence[Measured]) -> dict[int, int]:
+def _stale(chain: Sequence[MeasuredStage], bench: Bench) -> list[int]:
+    """Numbers of the stages to be measured again, once everything known is taken over."""
+    return [number for number in reversed(range(len(chain) - 1)) if not bench.settle(chain, number)]
+
+
+def unexpected(chain: Sequence[MeasuredStage]) -> dict[int, int]:
     """Bytes by stage of gradients larger than it was measured with: slices keep alive what they are slices of."""
     found: dict[int, int] = {}
     more = False
     for number in reversed(range(len(chain) - 1)):
         behind = chain[number + 1]
-        more = behind.link_bytes > chain[number].expected_bytes or (more and behind.found.stage.passes_on)
+        more = behind.link_bytes > chain[number].expected_bytes or (more and behind.found.gradients.passes_on)
         if more:
             found[number] = chain[number].expected_bytes
     return found
 
 
-def _stale(chain: Sequence[Measured], bench: Bench) -> list[int]:
-    """Numbers of the stages to be measured again, once everything known is taken over."""
-    stale = []
-    for number in reversed(range(len(chain) - 1)):
-        layouts = given(chain, number)
-        if layouts != chain[number].layouts and not chain[number].settle(layouts, chain[number + 1], bench):
-            stale.append(number)
-    return stale
+def _given(chain: Sequence[MeasuredStage], number: int) -> Layouts:
+    """The layouts in which the stages behind leave a stage's gradients, as far as they are unambiguous and known.
 
-
-def _measure_again(
-    chain: Sequence[Measured], stale: Collection[int], inputs: Mapping[int, Boundary], bench: Bench
-) -> None:
-    stages = [each.measurable.profiler.stage for each in chain]
-    dead = wiring_of(stages).dead
-    values = dict(inputs)
-    for number, stage in enumerate(stages[: max(stale) + 1]):
-        boundary = Boundary.packed([values[read] for read in stage.reads])
-        if number in stale:
-            chain[number].settle(given(chain, number), chain[number + 1], bench, boundary)
-        if number < max(stale):
-            with gathered(units_in(stage.modules)), kept_attributes(stage), lent_buffers(stage):
-                output = run_stage(stage, boundary.fresh())
-            values.update(zip(stage.writes, outputs_of(stage, output), strict=True))
-            for value in dead[number]:
-                del values[value]
-
-
-def outputs_of(stage: Stage, output: Any) -> tuple[Boundary, ...]:
-    """What a stage made, value by value."""
-    return tuple(Boundary.of(part, whole_storages=True) for part in unpacked(output, len(stage.writes)))
+    A stage that may rebuild its input leaves other gradients then: only their bytes count, see :func:`unexpected`.
+    """
+    behind, stage = chain[number + 1].found, chain[number]
+    rebuilds = any(option.fused for option in behind.cost.options)
+    left = {key: (number + 1, layout) for key, layout in behind.gradients.layouts.items() if key < 0 and not rebuilds}
+    for place, reader in stage.readers.items():
+        if reader < len(chain):
+            other = chain[reader].profiler.ends.skips.index(stage.profiler.ends.skips[place])
+            if (layout := chain[reader].found.gradients.layouts.get(other)) is not None:
+                left[place] = reader, layout
+    return layouts_from(left)
 
 
 # ----------------------------------------------------------------------------------------------------
 # What FSDP units in a stage cost beyond the stage.
 
 
-def with_units(measurement: StageMeasurement, sizes: UnitSizes, gathering_seconds: float) -> StageMeasurement:
-    """The measurement with what FSDP units take and leave, whose parameters arrive in ``gathering_seconds``.
+def _with_units(found: StageMeasurement, units: Sequence[Unit], seconds: float) -> StageMeasurement:
+    """The measurement with what FSDP units take and leave, whose parameters arrive in so many seconds.
 
     Units inside of one unit count as if all were there at once.
     """
+    cost, sizes = found.cost, sum((unit.sizes for unit in units), UnitSizes())
     if not sizes.gathered_bytes:
-        return measurement
-    return replace(
-        measurement,
-        cost=_with_units(measurement.cost, sizes, gathering_seconds),
-    )
-
-
-def _with_units(cost: StageCost, sizes: UnitSizes, seconds: float) -> StageCost:
-    return replace(
+        return found
+    cost = replace(
         cost,
         discard_peak_bytes=cost.discard_peak_bytes + 2 * sizes.gathered_bytes,
         discard_seconds=cost.discard_seconds + seconds,
         options=tuple(_option(option, sizes, seconds) for option in cost.options),
     )
+    return replace(found, cost=cost)
 
 
 def _option(option: Option, sizes: UnitSizes, seconds: float) -> Option:

@@ -8,67 +8,43 @@ needs it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_rotor.capture.compiled import is_compiled
 from lightning_rotor.chain import Option, StageCost
 from lightning_rotor.errors import ModelError
 from lightning_rotor.execution.options import run_stage
-from lightning_rotor.execution.recomputation import NO_STATE, recomputed
+from lightning_rotor.execution.recomputation import recomputed
 from lightning_rotor.execution.segment_state import SegmentState
-from lightning_rotor.private.torch_names import version_of
+from lightning_rotor.private.torch_names import sparse_parts, version_of
 from lightning_rotor.private.values import address_of, bytes_in_blocks, tensors_in, tree_flatten, tree_unflatten
 from lightning_rotor.profiling.gradients import (
-    NO_LAYOUTS,
+    Gradients,
+    Layout,
     Layouts,
-    LinkLayouts,
     Memories,
-    SkipGradient,
-    StageBackward,
     StageEnds,
+    ending,
+    layouts_of,
+    learning,
+    lying,
+    memories_elsewhere,
+    memory_bytes,
+    skip_bytes_of,
 )
-from lightning_rotor.profiling.meters import Meter, MeteredPhase, Recording
-from lightning_rotor.profiling.storages import Boundary
+from lightning_rotor.profiling.meters import Meter, Recording
+from lightning_rotor.profiling.scan import NOTHING, Boundary
 from lightning_rotor.stages.sequential import Stage
 from lightning_rotor.stages.snapshot import Snapshot
 from lightning_rotor.stages.state import GeneratorStates
-
-# ----------------------------------------------------------------------------------------------------
-# Reading what a meter has recorded, by the labels of its marks.
-
-
-class Phases:
-    """The phases of a recording, found by their labels."""
-
-    def __init__(self, phases: Sequence[MeteredPhase]) -> None:
-        self._phases = phases
-        self._labels = [phase.label for phase in phases]
-
-    def first(self, label: str) -> MeteredPhase:
-        """The first phase with this label."""
-        return self._phases[self._labels.index(label)]
-
-    def between(self, begin: str, end: str) -> Sequence[MeteredPhase]:
-        """The phases from the first labelled ``begin`` up to the first labelled ``end``, without it."""
-        if begin not in self._labels:
-            return ()
-        return self._phases[self._labels.index(begin) : self._labels.index(end)]
-
-    def until_last_save(self) -> Sequence[MeteredPhase]:
-        """The forward's phases up to its last saved tensor; none if it saves none."""
-        saves = [index for index, label in enumerate(self._labels) if label == "save"]
-        return self._phases[self._labels.index("forward") : saves[-1]] if saves else ()
-
-
-def peak_bytes_of(phases: Sequence[MeteredPhase]) -> int:
-    """The highest level in several phases; 0 if there are none."""
-    return max((phase.peak_bytes for phase in phases), default=0)
-
+from lightning_rotor.units import in_blocks
 
 # ----------------------------------------------------------------------------------------------------
 # How often to time a run, and what to take for its duration.
@@ -79,12 +55,6 @@ _ENOUGH_SECONDS = 0.5
 _SHORT_SECONDS = 0.01
 """Seconds so few that one interruption decides what a few runs take."""
 _MORE = 3
-
-
-def is_enough(seconds: Sequence[float], repeats: int) -> bool:
-    """True if a run was timed often enough: ``repeats`` times, less often if it is long, more often if it is short."""
-    total = sum(seconds)
-    return total >= _ENOUGH_SECONDS or len(seconds) >= (repeats if total >= _SHORT_SECONDS else _MORE * repeats)
 
 
 def typical(seconds: Sequence[float]) -> float:
@@ -103,58 +73,33 @@ _NEGLIGIBLE = 1 / 256
 
 @dataclass(frozen=True, slots=True)
 class StageMeasurement:
-    """Costs of a stage, and what it does to gradients of skips (by place, see :class:`StageEnds`).
+    """Costs of a stage and what it does to gradients; why it must not be inverted although an inverse is right.
 
-    ``given_bytes`` are gradients of skips that it was given, as far as its peaks count them.
+    ``variants`` are the names of its options beside keeping and inverting, which a compiler made.
     """
 
     cost: StageCost
-    skip_gradients: Mapping[int, SkipGradient]
-    link_layouts: LinkLayouts
-    passes_on: bool
-    given_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class _KeepRun:
-    """Bytes of one recorded forward and its backward."""
-
-    forward_peak_bytes: int
-    replay_peak_bytes: int
-    saved_bytes: int
-    saved_input_bytes: int
-    saved_output_bytes: int
-    saved_tensors: int
-    unpack_peak_bytes: int
-    unpack_bytes: int
-    backward_peak_bytes: int
-    input_gradient_bytes: int
-    parameter_gradient_bytes: int
-    saved_skips: tuple[int, ...]
-    saved_state_bytes: int
-    skip_gradients: Mapping[int, SkipGradient]
-    link_layouts: LinkLayouts
-    passes_on: bool
-    given_bytes: int
-    needs_exact_output: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _SegmentRun:
-    """Bytes of a stage run as a segment; the backward counts from the state right after the recomputation."""
-
-    discard_peak_bytes: int
-    pinned_bytes: int
-    recomputed_peak_bytes: int
+    gradients: Gradients
+    variants: tuple[str, ...] = ()
+    not_inverted: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class StageSeconds:
     """Seconds of a forward, of its part up to the last saved tensor, and of a backward."""
 
-    forward: float
-    replay: float
-    backward: float
+    forward: float = 0.0
+    replay: float = 0.0
+    backward: float = 0.0
+
+    def of(self, cost: StageCost) -> StageCost:
+        """The costs of a stage that takes so long."""
+        keep = replace(
+            cost.keep, forward_seconds=self.forward, replay_seconds=self.replay, backward_seconds=self.backward
+        )
+        # The discarded forward runs the same kernels. Timed by itself it may seem faster by chance, and a plan would
+        # recompute for nothing.
+        return replace(cost, options=(keep,), discard_seconds=self.forward)
 
 
 class _Saves:
@@ -170,7 +115,7 @@ class _Saves:
         """The saved tensor with its version and its maker."""
         self.count += 1
         self.addresses[address_of(tensor)] += 1
-        self._recording.mark("save")
+        self._recording.mark(f"save {self.count}")
         return [tensor, version_of(tensor), _maker(tensor)]
 
     def unpack(self, packed: list[Any]) -> torch.Tensor:
@@ -192,8 +137,8 @@ class StageProfiler:
     """Measures one stage at one boundary, whose output the caller holds during the backward if it is the last.
 
     Attributes:
-        remembered: Modules whose buffers a recomputation works on copies of.
-        state: What else a recomputation must leave alone.
+        state: What a recomputation must leave alone.
+        recomputable: True if it may run as a segment.
         generators: Where every run of a stage that may draw starts; ``before`` is what user code can reach then.
         gradients_exist: Parameters' gradients are freed at once, as where autograd adds them to existing ones.
         layouts: How later stages leave the gradients that it is given.
@@ -203,89 +148,74 @@ class StageProfiler:
     """
 
     stage: Stage
-    boundary: Boundary
     ends: StageEnds
+    state: SegmentState
     meter: Meter
     last: bool
+    recomputable: bool
+    generators: GeneratorStates | None
     repeats: int
-    remembered: tuple[torch.nn.Module, ...] = ()
-    state: SegmentState = NO_STATE
-    generators: GeneratorStates | None = None
+    interlude: Callable[[], None]
+    in_lockstep: bool
+    boundary: Boundary = NOTHING
+    layouts: Layouts = ()
     before: Snapshot | None = None
     gradients_exist: bool = False
     option: int = 0
-    layouts: Layouts = NO_LAYOUTS
-    interlude: Callable[[], None] = lambda: None
-    in_lockstep: bool = False
 
-    def measure(self, *, recomputable: bool, seconds: StageSeconds | None = None) -> StageMeasurement:
-        """Bytes and seconds of the stage, which runs as a segment only if it is recomputable."""
+    def measure(self, *, timed: bool = True) -> StageMeasurement:
+        """Bytes and seconds of the stage."""
         # A compiler may compile the backward only when it is first asked for.
         if self.meter.needs_warm_up or any(is_compiled(module) for _, module in self.stage.submodules()):
             self._keep_run(hold_input=False, hold_output=False)
-        seconds = _timed(self) if seconds is None else seconds
-        cost, run = self._both_costs(seconds, recomputable=recomputable)
-        return StageMeasurement(cost, run.skip_gradients, run.link_layouts, run.passes_on, run.given_bytes)
+        seconds = _timed(self) if timed else StageSeconds()
+        cost, gradients = self._cost()
+        keep = cost.keep
+        if self.in_lockstep or keep.parameter_gradient_bytes > _NEGLIGIBLE * keep.backward_held_peak_bytes:
+            again, _ = replace(self, gradients_exist=True)._cost()
+            keep = replace(keep, accumulating=again.keep.backward_peaks(gradients_exist=False))
+        return StageMeasurement(seconds.of(replace(cost, options=(keep,))), gradients)
 
-    def _both_costs(self, seconds: StageSeconds, *, recomputable: bool) -> tuple[StageCost, _KeepRun]:
-        """Costs where parameters have no gradients yet, with a backward's peaks where they have."""
-        cost, run = self._cost(seconds, recomputable=recomputable)
-        negligible = cost.keep.parameter_gradient_bytes <= _NEGLIGIBLE * cost.keep.backward_held_peak_bytes
-        if negligible and not self.in_lockstep:
-            return cost, run
-        again, _ = replace(self, gradients_exist=True)._cost(seconds, recomputable=recomputable)
-        keep = replace(cost.keep, accumulating=again.keep.backward_peaks(gradients_exist=False))
-        return replace(cost, options=(keep,)), run
-
-    def _cost(self, seconds: StageSeconds, *, recomputable: bool) -> tuple[StageCost, _KeepRun]:
-        sizes = self._keep_run(hold_input=False, hold_output=False)
-        alone = self._keep_run(hold_input=False, hold_output=True) if self.last else sizes
+    def _cost(self) -> tuple[StageCost, Gradients]:
+        """Bytes, from a run for each case that differs."""
+        keep, gradients = self._keep_run(hold_input=False, hold_output=False)
+        alone = self._keep_run(hold_input=False, hold_output=True)[0] if self.last else keep
         # An input that the stage does not save does not matter to its backward, whoever holds it.
-        held = self._keep_run(hold_input=True, hold_output=self.last) if sizes.saved_input_bytes else alone
-        segment = self._segment_run() if recomputable else _never_a_segment(sizes)
-        replayed = alone
-        if recomputable and sizes.saved_tensors:
-            replayed = self._keep_run(hold_input=False, hold_output=self.last, gives_up_saved=True)
-        segment_peak = max(segment.recomputed_peak_bytes - sizes.saved_bytes - sizes.saved_output_bytes, 0)
-        keep = Option(
-            name="keep",
-            saved_bytes=max(sizes.saved_bytes - segment.pinned_bytes, 0),
-            saved_input_bytes=sizes.saved_input_bytes,
-            saved_output_bytes=sizes.saved_output_bytes,
-            saved_tensors=sizes.saved_tensors,
-            forward_peak_bytes=sizes.forward_peak_bytes,
-            replay_peak_bytes=sizes.replay_peak_bytes,
+        held = self._keep_run(hold_input=True, hold_output=self.last)[0] if keep.saved_input_bytes else alone
+        replayed, segment_peak = alone, keep.backward_peak_bytes
+        discard_peak, pinned_bytes = keep.forward_peak_bytes, 0
+        if self.recomputable:
+            discard_peak, pinned_bytes, recomputed_peak = self._segment_run()
+            segment_peak = max(recomputed_peak - keep.saved_bytes - keep.saved_output_bytes, 0)
+        if self.recomputable and keep.saved_tensors:
+            replayed, _ = self._keep_run(hold_input=False, hold_output=self.last, gives_up_saved=True)
+        option = replace(
+            keep,
+            saved_bytes=max(keep.saved_bytes - pinned_bytes, 0),
             unpack_peak_bytes=alone.unpack_peak_bytes,
             unpack_bytes=alone.unpack_bytes,
             backward_peak_bytes=alone.backward_peak_bytes,
-            backward_segment_peak_bytes=segment_peak if sizes.saved_tensors else alone.backward_peak_bytes,
+            backward_segment_peak_bytes=segment_peak if keep.saved_tensors else alone.backward_peak_bytes,
             backward_held_peak_bytes=held.backward_peak_bytes,
-            input_gradient_bytes=sizes.input_gradient_bytes,
-            parameter_gradient_bytes=sizes.parameter_gradient_bytes,
-            forward_seconds=seconds.forward,
-            replay_seconds=seconds.replay,
-            backward_seconds=seconds.backward,
-            saved_skips=sizes.saved_skips,
-            saved_state_bytes=sizes.saved_state_bytes,
-            needs_exact_output=sizes.needs_exact_output,
             backward_replayed_peak_bytes=min(replayed.backward_peak_bytes, alone.backward_peak_bytes),
         )
         cost = StageCost(
             name=self.stage.name,
             output_bytes=self.ends.link_bytes,
-            discard_peak_bytes=segment.discard_peak_bytes,
-            # The discarded forward runs the same kernels. Timed by itself it may seem faster by chance, and a plan
-            # would recompute for nothing.
-            discard_seconds=seconds.forward,
-            options=(keep,),
-            pinned_bytes=segment.pinned_bytes,
-            recomputable=recomputable,
+            discard_peak_bytes=discard_peak,
+            discard_seconds=0.0,
+            options=(option,),
+            pinned_bytes=pinned_bytes,
+            recomputable=self.recomputable,
         )
-        return cost, sizes
+        return cost, gradients
 
-    def _keep_run(self, *, hold_input: bool, hold_output: bool, gives_up_saved: bool = False) -> _KeepRun:
+    def _keep_run(
+        self, *, hold_input: bool, hold_output: bool, gives_up_saved: bool = False
+    ) -> tuple[Option, Gradients]:
+        """One recorded forward and its backward."""
         self.rewind()
-        elsewhere = self.layouts.memories_elsewhere()
+        elsewhere = memories_elsewhere(self.layouts)
         with self.meter.recording() as recording:
             saves = _Saves(recording, self.stage.name, gives_up=gives_up_saved)
             value = self.boundary.fresh()
@@ -307,48 +237,55 @@ class StageProfiler:
             saves.in_backward = True
             gradients = backward.gradients()
             recording.mark("done")
-        lasting_bytes = bytes_in_blocks(lasting, self.meter.block_bytes)
-        sizes = self._sizes(Phases(recording.phases), saves, lasting_bytes, saved_skips)
-        return _KeepRun(
-            **sizes,
-            saved_tensors=saves.count,
+        option = self._option(recording, saves, bytes_in_blocks(lasting, self.meter.block_bytes), saved_skips)
+        option = replace(
+            option,
             input_gradient_bytes=gradients.link_bytes,
             parameter_gradient_bytes=gradients.parameter_bytes,
-            saved_skips=saved_skips,
-            saved_state_bytes=self._saved_state_bytes(saves),
-            skip_gradients=gradients.of_skips,
-            link_layouts=gradients.link_layouts,
-            passes_on=gradients.passes_on,
-            given_bytes=backward.skip_bytes,
-            needs_exact_output=needs_exact_output and sizes["saved_output_bytes"] > 0,
+            needs_exact_output=needs_exact_output and option.saved_output_bytes > 0,
         )
+        return option, gradients
 
-    def _sizes(self, phases: Phases, saves: _Saves, lasting_bytes: int, saved_skips: tuple[int, ...]) -> dict[str, int]:
-        """The sizes of a run's phases, by the field names of :class:`_KeepRun`."""
-        start, level = phases.first("forward").start_bytes, phases.first("backward").start_bytes
+    def _option(self, recording: Recording, saves: _Saves, lasting_bytes: int, saved_skips: tuple[int, ...]) -> Option:
+        """The bytes of a run, from its recording, in which only this stage's backward counts."""
+        start, level = recording.first("forward").start_bytes, recording.first("backward").start_bytes
         # The copy of the input came first.
-        saved_input = max(start - lasting_bytes - phases.first("drop input").freed_bytes, 0)
+        saved_input = max(start - lasting_bytes - recording.first("drop input").freed_bytes, 0)
         link_bytes, made_bytes = self.ends.link_bytes, sum(self.ends.made_bytes.values())
         saved_made = sum(self.ends.made_bytes.get(place, 0) for place in saved_skips)
-        kept = link_bytes + made_bytes - saved_made - phases.first("drop output").freed_bytes
+        kept = link_bytes + made_bytes - saved_made - recording.first("drop output").freed_bytes
         saved_output = min(max(kept, 0), link_bytes)
-        before = phases.between("backward", "unpack" if saves.read else "done")
-        after = phases.between("unpack", "done")
-        unpack_peak = peak_bytes_of(before) - level
-        return {
-            "forward_peak_bytes": peak_bytes_of(phases.between("forward", "root")) - start,
-            "replay_peak_bytes": max(peak_bytes_of(phases.until_last_save()) - start, 0),
-            "saved_bytes": max(level - lasting_bytes - saved_input - saved_output - saved_made, 0),
-            "saved_input_bytes": saved_input,
-            "saved_output_bytes": saved_output,
-            "unpack_peak_bytes": unpack_peak,
-            "unpack_bytes": max(before[-1].end_bytes - level, 0),
-            "backward_peak_bytes": max(peak_bytes_of(after) - level, 0) if saves.read else unpack_peak,
-        }
+        replay_peak = recording.peak_bytes("forward", f"save {saves.count}") - start if saves.count else 0
+        begun = "unpack" if saves.read else "done"
+        unpack_peak = recording.peak_bytes("backward", begun) - level
+        backward_peak = max(recording.peak_bytes("unpack", "done") - level, 0) if saves.read else unpack_peak
+        return Option(
+            name="keep",
+            saved_bytes=max(level - lasting_bytes - saved_input - saved_output - saved_made, 0),
+            saved_input_bytes=saved_input,
+            saved_output_bytes=saved_output,
+            saved_tensors=saves.count,
+            forward_peak_bytes=recording.peak_bytes("forward", "root") - start,
+            replay_peak_bytes=replay_peak,
+            unpack_peak_bytes=unpack_peak,
+            unpack_bytes=max(recording.first(begun).start_bytes - level, 0),
+            backward_peak_bytes=backward_peak,
+            backward_segment_peak_bytes=backward_peak,
+            backward_held_peak_bytes=backward_peak,
+            input_gradient_bytes=0,
+            parameter_gradient_bytes=0,
+            forward_seconds=0.0,
+            replay_seconds=0.0,
+            backward_seconds=0.0,
+            saved_skips=saved_skips,
+            saved_state_bytes=self._saved_state_bytes(saves),
+        )
 
     def _saved_state_bytes(self, saves: _Saves) -> int:
         """Bytes of remembered buffers that autograd has saved."""
-        buffers = [buffer for module in self.remembered for buffer in module._buffers.values() if buffer is not None]
+        buffers = [
+            buffer for module in self.state.remembered for buffer in module._buffers.values() if buffer is not None
+        ]
         saved = (buffer for buffer in buffers if address_of(buffer) in saves.addresses)
         return bytes_in_blocks(saved, self.meter.block_bytes)
 
@@ -365,16 +302,7 @@ class StageProfiler:
 
     def backward(self, value: Any, output: Any, elsewhere: Memories) -> StageBackward:
         """The backward of a run, given gradients as later stages leave them, some in the memory ``elsewhere``."""
-        return StageBackward.of(
-            self.stage,
-            self.ends,
-            value,
-            output,
-            gradients_exist=self.gradients_exist,
-            layouts=self.layouts,
-            elsewhere=elsewhere,
-            block_bytes=self.meter.block_bytes,
-        )
+        return StageBackward(self, value, output, elsewhere)
 
     def rewind(self) -> None:
         """Set the generators, and what user code can reach, to where every run starts."""
@@ -383,9 +311,11 @@ class StageProfiler:
         if self.before is not None:
             self.before.rewind()
 
-    def _segment_run(self) -> _SegmentRun:
+    def _segment_run(self) -> tuple[int, int, int]:
+        """Peak of a segment's first pass, what it leaves pinned, and its backward's peak after the recomputation."""
+        state = SegmentState(attributed=self.state.attributed)
         self.rewind()
-        elsewhere = self.layouts.memories_elsewhere()
+        elsewhere = memories_elsewhere(self.layouts)
         with self.meter.recording() as recording:
             calls = 0
 
@@ -405,7 +335,7 @@ class StageProfiler:
             leaves, spec = tree_flatten(self.boundary.fresh())
             lasting = self.ends.lasting(leaves)
             recording.mark("forward")
-            output = recomputed(function, *leaves, draws_random=False, state=self.state)
+            output = recomputed(function, *leaves, draws_random=False, state=state)
             recording.mark("root")
             backward = self.backward(leaves, output, elsewhere)
             del output
@@ -415,15 +345,129 @@ class StageProfiler:
             backward.gradients()
             recording.mark("done")
             del lasting
-        phases = Phases(recording.phases)
-        start, level = phases.first("forward").start_bytes, phases.first("backward").start_bytes
-        after = phases.between("recomputed", "done")
-        return _SegmentRun(
-            discard_peak_bytes=peak_bytes_of(phases.between("forward", "root")) - start,
-            # A segment that saves nothing does not hold its input either.
-            pinned_bytes=max(level - start + phases.first("drop input").freed_bytes, 0),
-            recomputed_peak_bytes=max(peak_bytes_of(after) - level, 0) if after else 0,
+        start, level = recording.first("forward").start_bytes, recording.first("backward").start_bytes
+        # A segment that saves nothing does not hold its input either.
+        pinned_bytes = max(level - start + recording.first("drop input").freed_bytes, 0)
+        recomputed_peak = max(recording.peak_bytes("recomputed", "done") - level, 0)
+        return recording.peak_bytes("forward", "root") - start, pinned_bytes, recomputed_peak
+
+
+# ----------------------------------------------------------------------------------------------------
+
+
+class StageBackward:
+    """The backward of a stage that has just run, without holding the tensors in between.
+
+    Gradients are given as the profiler's layouts say, those that are counted elsewhere in the memory ``elsewhere``.
+    """
+
+    def __init__(self, profiler: StageProfiler, value: Any, output: Any, elsewhere: Memories) -> None:
+        ends, self._block_bytes = profiler.ends, profiler.meter.block_bytes
+        leaves = tree_flatten(value)[0]
+        outputs = ending(ends, leaves, output)
+        lie = lying(outputs, dict(profiler.layouts))
+        self._given_bytes = skip_bytes_of(outputs, lie, self._block_bytes)
+        self._given: set[StorageWeakRef] = set()
+        tensors = [tensor for tensor, _ in outputs]
+        self._root = _GradientSource.apply(lie, elsewhere, self._given, *tensors) if outputs else None
+        inputs = learning(leaves, ends.inputs)
+        self._inputs = [get_gradient_edge(leaf) for leaf, _ in inputs]
+        self._keys = [(key, leaf.stride()) for leaf, key in inputs]
+        self._parameters = [parameter for parameter in profiler.stage.parameters() if parameter.requires_grad]
+        self._given_up = self._parameters if profiler.gradients_exist else []
+
+    def gradients(self) -> Gradients:
+        """Run the backward once."""
+        root, self._root = self._root, None
+        if root is None or not (self._inputs or self._parameters):
+            return Gradients(given_bytes=self._given_bytes)
+        # Not backward(): .grad and the hooks of gradient accumulation are the user's.
+        ends: Any = [*self._inputs, *self._parameters]
+        hooks = [parameter.register_hook(partial(_instead, parameter)) for parameter in self._given_up]
+        try:
+            gradients: Sequence[torch.Tensor | None] = torch.autograd.grad(
+                root, ends, torch.empty_like(root), allow_unused=True
+            )
+        finally:
+            for hook in hooks:
+                hook.remove()
+        of_inputs = [
+            (key, stride, gradient)
+            for (key, stride), gradient in zip(self._keys, gradients, strict=False)
+            if gradient is not None
+        ]
+        by_key: dict[int, list[Layout]] = {}
+        for (key, *_), layout in zip(of_inputs, layouts_of(of_inputs), strict=True):
+            by_key.setdefault(key, []).append(layout)
+        link = [layout for key, layouts in by_key.items() if key < 0 for layout in layouts]
+        own = {layout.memory for layout in link if not layout.counts_elsewhere}
+        return Gradients(
+            link_bytes=memory_bytes(link, self._block_bytes),
+            skip_bytes={key: memory_bytes(each, self._block_bytes) for key, each in by_key.items() if key >= 0},
+            layouts={key: layouts[0] for key, layouts in by_key.items() if len(layouts) == 1},
+            parameter_bytes=self._parameter_bytes(gradients[len(self._inputs) :]),
+            given_bytes=self._given_bytes,
+            # Addresses would not do: something new may lie where a freed gradient lay.
+            passes_on=any(
+                StorageWeakRef(gradient.untyped_storage()) in self._given
+                for key, _, gradient in of_inputs
+                if key < 0 and address_of(gradient) in own
+            ),
         )
+
+    def _parameter_bytes(self, gradients: Sequence[torch.Tensor | None]) -> int:
+        return sum(
+            # Accumulation copies a gradient that is no dense tensor of its own (an expanded one, say).
+            in_blocks(parameter.nbytes, self._block_bytes)
+            if gradient.layout == torch.strided
+            else bytes_in_blocks(sparse_parts(gradient), self._block_bytes)
+            for parameter, gradient in zip(self._parameters, gradients, strict=True)
+            if gradient is not None
+        )
+
+
+class _GradientSource(torch.autograd.Function):
+    """A tensor without elements whose backward allocates the gradient of each output, as later stages' would.
+
+    Gradients counted elsewhere lie in existing memory; all other memories are added to ``given``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        layouts: list[Layout | None],
+        elsewhere: Memories,
+        given: set[StorageWeakRef],
+        *outputs: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.given = given
+        ctx.likes = [(tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in outputs]
+        ctx.layouts = layouts
+        ctx.elsewhere = elsewhere
+        return torch.empty(0, device=outputs[0].device)  # nothing to count
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        memories: Memories = {**ctx.elsewhere}
+        gradients = [
+            layout.ones(memories)
+            if layout is not None
+            else torch.empty_strided(shape, stride, dtype=dtype, device=device).fill_(1)
+            for layout, (shape, stride, dtype, device) in zip(ctx.layouts, ctx.likes, strict=True)
+        ]
+        old = {address_of(memory) for memory in ctx.elsewhere.values()}
+        ctx.given.update(
+            StorageWeakRef(gradient.untyped_storage()) for gradient in gradients if address_of(gradient) not in old
+        )
+        return None, None, None, *gradients
+
+
+def _instead(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
+    """A tensor like the gradient that takes no memory."""
+    return parameter.detach() if gradient.layout == torch.strided else None
+
+
+# ----------------------------------------------------------------------------------------------------
 
 
 def _timed(profiler: StageProfiler) -> StageSeconds:
@@ -447,7 +491,7 @@ def timed_run(profiler: StageProfiler) -> tuple[float, float]:
     start = profiler.meter.now()
     output = profiler.run(value)
     forward = profiler.meter.seconds_between(start, profiler.meter.now())
-    run = profiler.backward(value, output, profiler.layouts.memories_elsewhere())
+    run = profiler.backward(value, output, memories_elsewhere(profiler.layouts))
     del value, output
     profiler.interlude()
     start = profiler.meter.now()
@@ -456,8 +500,15 @@ def timed_run(profiler: StageProfiler) -> tuple[float, float]:
 
 
 def is_timed(profiler: StageProfiler, seconds: Sequence[float]) -> bool:
-    """True if runs that took so long are enough. Where other processes run along, only their number counts."""
-    return len(seconds) >= profiler.repeats if profiler.in_lockstep else is_enough(seconds, profiler.repeats)
+    """True if runs that took so long are enough: ``repeats``, fewer of long ones and more of short ones.
+
+    Where other processes run along, only their number counts.
+    """
+    total, repeats = sum(seconds), profiler.repeats
+    if not profiler.in_lockstep and total >= _ENOUGH_SECONDS:
+        return True
+    is_long = profiler.in_lockstep or total >= _SHORT_SECONDS
+    return len(seconds) >= (repeats if is_long else _MORE * repeats)
 
 
 def _replayed_part(profiler: StageProfiler) -> float:
@@ -502,9 +553,3 @@ def _spoilt(stage: str, tensor: torch.Tensor, maker: str) -> ModelError:
 def _maker(tensor: torch.Tensor) -> str:
     """Autograd's name of the operation that made or last changed a tensor; empty for a leaf."""
     return "" if tensor.grad_fn is None else tensor.grad_fn.name().removesuffix("Backward0")
-
-
-def _never_a_segment(sizes: _KeepRun) -> _SegmentRun:
-    """The run of a stage that changes its input, which no schedule recomputes."""
-    recomputed_peak = sizes.backward_peak_bytes + sizes.saved_bytes + sizes.saved_output_bytes
-    return _SegmentRun(sizes.forward_peak_bytes, 0, recomputed_peak)

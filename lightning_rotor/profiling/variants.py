@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -37,15 +37,6 @@ _CHECKS = 2
 _NOISE = 1.25  # of so few runs
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class VariantsMeasurement:
-    """Costs of a stage with its worthwhile variants; and why it must not be inverted, although an inverse is right."""
-
-    stage: StageMeasurement
-    names: tuple[str, ...] = ()
-    not_inverted: str = ""
-
-
 class KnownSeconds:
     """Seconds of options by ``kin`` of stages: timed one by one, equal stages differ by chance, and so would plans."""
 
@@ -66,75 +57,56 @@ class KnownSeconds:
         return self._known[kin]
 
 
-def measure(
-    profiler: StageProfiler, compiled: CompiledModules, *, recomputable: bool, kin: Any, seconds: KnownSeconds
-) -> VariantsMeasurement:
+def measure(profiler: StageProfiler, compiled: CompiledModules, *, kin: Any, seconds: KnownSeconds) -> StageMeasurement:
     """Measure a stage and, if the user compiled it, its variants; ``seconds`` are known for equal ``kin``."""
-    alone, name = profiler.measure(recomputable=recomputable), profiler.stage.name
-    lost = lost_inverse(profiler.stage)
+    name = profiler.stage.name
+    alone = replace(profiler.measure(), not_inverted=lost_inverse(profiler.stage))
     try:
         variants = compiled.variants(profiler.stage)
         if not variants or any(is_fake(tensor) for tensor in tensors_in(profiler.boundary.leaves)):
-            return VariantsMeasurement(alone, not_inverted=lost)
+            return alone
         expected = _repeatable_outcome(profiler)
     except CannotRepeatError as error:
         _log.info("%r runs under no other activation memory budget: %s", name, error)
-        return VariantsMeasurement(alone, not_inverted=lost)
+        return alone
     _log.info("compiling %r under %d more activation memory budgets", name, len(variants))
-    stage = replace(profiler.stage, variants=tuple(variants.values()))
-    found: dict[str, StageMeasurement] = {}
-    withheld: dict[str, str] = {}
-    for option, variant in enumerate(variants, 1):
-        outcome = _measured(
-            replace(profiler, stage=stage, option=option),
-            expected,
-            alone,
-            recomputable,
-            exact=compiled.choice == "exact",
-        )
-        if isinstance(outcome, str):
-            withheld[variant] = outcome
-        else:
-            found[variant] = outcome
-    options = [0, *(option for option, variant in enumerate(variants, 1) if variant in found)]
-    profilers = [replace(profiler, stage=stage, option=option) for option in options]
+    profiler = replace(profiler, stage=replace(profiler.stage, variants=tuple(variants.values())))
+    others = {variant: replace(profiler, option=option) for option, variant in enumerate(variants, 1)}
+    exact = compiled.choice == "exact"
+    outcomes = {variant: _measured(other, expected, alone, exact=exact) for variant, other in others.items()}
+    found = {variant: outcome for variant, outcome in outcomes.items() if not isinstance(outcome, str)}
     if found:
+        profilers = [profiler, *(others[variant] for variant in found)]
         timed = zip([alone, *found.values()], seconds.of((kin, tuple(found)), profilers), strict=True)
-        alone, *others = [replace(each, cost=_taking(each.cost, taken)) for each, taken in timed]
-        found = dict(zip(found, others, strict=True))
+        alone, *taken = [replace(each, cost=seconds_taken.of(each.cost)) for each, seconds_taken in timed]
+        found = dict(zip(found, taken, strict=True))
     names = _worthwhile({"keep": alone.cost, **{variant: each.cost for variant, each in found.items()}})[1:]
     _log.info(
         "%r can run under %s%s",
         name,
         ", ".join(names) or "no other activation memory budget that takes less memory",
-        "".join(f"; not under {variant}: {reason}" for variant, reason in withheld.items()),
+        "".join(f"; not under {variant}: {reason}" for variant, reason in outcomes.items() if isinstance(reason, str)),
     )
-    chosen = {variant: found[variant] for variant in names}
-    return VariantsMeasurement(
-        replace(alone, cost=_joined(alone.cost, {variant: each.cost for variant, each in chosen.items()})),
-        names,
-        lost,
-    )
+    cost = _joined(alone.cost, {variant: found[variant].cost for variant in names})
+    return replace(alone, cost=cost, variants=names)
 
 
 def _measured(
-    profiler: StageProfiler, expected: _Outcome, alone: StageMeasurement, recomputable: bool, *, exact: bool
+    profiler: StageProfiler, expected: _Outcome, alone: StageMeasurement, *, exact: bool
 ) -> StageMeasurement | str:
     """The costs of a variant, or why it must not be used."""
     try:
         outcome = _outcome(profiler)
-        if not (outcome.same_as(expected) if exact else outcome.close_to(expected)):
+        if not _agree(outcome, expected, exact=exact):
             return f"outputs, gradients or buffers differ {'in bits' if exact else 'by more than rounding'}"
         with lent_buffers(profiler.stage):  # the next variant starts from the same ones
-            measurement = profiler.measure(recomputable=recomputable, seconds=_UNTIMED)
+            measurement = profiler.measure(timed=False)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # a compiler's are of any type
         return str(getattr(error, "inner_exception", error)).partition("\n")[0] or type(error).__name__
-    sizes, own_sizes = (
-        {place: gradient.size_bytes for place, gradient in each.skip_gradients.items()} for each in (measurement, alone)
-    )
-    if sizes != own_sizes or measurement.cost.pinned_bytes != alone.cost.pinned_bytes:
+    sizes, pinned_bytes = measurement.gradients.skip_bytes, measurement.cost.pinned_bytes
+    if sizes != alone.gradients.skip_bytes or pinned_bytes != alone.cost.pinned_bytes:
         return "it leaves other gradients of skips, or other memory that no checkpoint can free"
     return measurement
 
@@ -159,70 +131,34 @@ def _total(seconds: Sequence[StageSeconds]) -> float:
     return sum(each.forward + each.backward for each in seconds)
 
 
-_UNTIMED = StageSeconds(0.0, 0.0, 0.0)
-
-
-def _taking(cost: StageCost, seconds: StageSeconds) -> StageCost:
-    keep = replace(
-        cost.keep,
-        forward_seconds=seconds.forward,
-        replay_seconds=seconds.replay,
-        backward_seconds=seconds.backward,
-    )
-    return replace(cost, options=(keep,), discard_seconds=seconds.forward)
-
-
 # -------------------------------------------------------------------- the same results
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Outcome:
-    """What one run of a stage makes, for given gradients of its outputs."""
-
-    outputs: Sequence[torch.Tensor | None]
-    gradients: Sequence[torch.Tensor | None]
-    buffers: Sequence[torch.Tensor | None]
-
-    def same_as(self, other: _Outcome) -> bool:
-        """True if all bits are equal."""
-        return all(
-            mine is theirs is None or (mine is not None and theirs is not None and same_bits(mine, theirs))
-            for mine, theirs in zip_longest(self._all(), other._all())
-        )
-
-    def close_to(self, other: _Outcome) -> bool:
-        """True if they are equal up to rounding."""
-        return (
-            _close(self.outputs, other.outputs)
-            and _close(self.gradients, other.gradients)
-            and all(_close([mine], [theirs]) for mine, theirs in zip_longest(self.buffers, other.buffers))
-        )
-
-    def _all(self) -> list[torch.Tensor | None]:
-        return [*self.outputs, *self.gradients, *self.buffers]
+_Outcome: TypeAlias = list[Sequence[torch.Tensor | None]]
+"""What one run of a stage makes for given gradients: its outputs, the gradients, and each buffer by itself."""
 
 
-def _close(some: Sequence[torch.Tensor | None], others: Sequence[torch.Tensor | None]) -> bool:
-    """True if tensors differ by no more than sums of some thousand numbers in two orders do.
+def _agree(one: _Outcome, other: _Outcome, *, exact: bool = True) -> bool:
+    """True if all bits are equal; if not ``exact``, what sums of some thousand numbers in two orders differ by is let be.
 
-    The scale is their largest entry: a gradient that is zero but for rounding (a bias before a normalization) has none.
+    The scale is the largest entry of a group: a gradient that is zero but for rounding (a bias before a normalization)
+    has none.
     """
-    largest = max(
-        (float(tensor.detach().abs().max()) for tensor in others if tensor is not None and tensor.numel()), default=0.0
-    )
-    for mine, theirs in zip_longest(some, others):
-        if mine is None or theirs is None:
-            if mine is not theirs:
-                return False
-        elif not same_bits(mine, theirs) and not _within(mine, theirs, largest):
+    for some, others in zip_longest(one, other, fillvalue=()):
+        entries = (float(tensor.detach().abs().max()) for tensor in others if tensor is not None and tensor.numel())
+        largest = 0.0 if exact else max(entries, default=0.0)
+        if not all(_within(mine, theirs, largest) for mine, theirs in zip_longest(some, others)):
             return False
     return True
 
 
-def _within(mine: torch.Tensor, theirs: torch.Tensor, largest: float) -> bool:
-    if (mine.shape, mine.dtype, mine.device) != (theirs.shape, theirs.dtype, theirs.device):
-        return False
-    if not mine.is_floating_point():
+def _within(mine: torch.Tensor | None, theirs: torch.Tensor | None, largest: float) -> bool:
+    if mine is None or theirs is None:
+        return mine is theirs
+    if same_bits(mine, theirs):
+        return True
+    alike = (mine.shape, mine.dtype, mine.device) == (theirs.shape, theirs.dtype, theirs.device)
+    if not alike or not largest or not mine.is_floating_point():
         return False
     tolerance: float = torch.finfo(mine.dtype).eps ** (2 / 3)
     return float((mine - theirs).detach().abs().max()) <= tolerance * largest
@@ -235,7 +171,7 @@ def _repeatable_outcome(profiler: StageProfiler) -> _Outcome:
     outcome = _outcome(profiler)
     if not before.equals(GeneratorStates(device)):
         raise CannotRepeatError("it draws random numbers, which torch would draw anew where it recomputes")
-    if not outcome.same_as(_outcome(profiler)):
+    if not _agree(outcome, _outcome(profiler)):
         raise CannotRepeatError("its gradients differ in bits from run to run")
     return outcome
 
@@ -253,7 +189,7 @@ def _outcome(profiler: StageProfiler) -> _Outcome:
         # Equal ones would hide a difference: the gradient of a normalization is then zero.
         given = [torch.randn(root.shape, dtype=root.dtype, device=root.device, generator=generator) for root in roots]
         gradients = torch.autograd.grad(roots, learning, given, allow_unused=True) if roots and learning else ()
-        return _Outcome(outputs, gradients, [module._buffers[name] for module, name, _ in slots])
+        return [outputs, gradients, *([module._buffers[name]] for module, name, _ in slots)]
 
 
 # -------------------------------------------------------------------- options

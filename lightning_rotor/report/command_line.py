@@ -20,8 +20,7 @@ from lightning_rotor.errors import RotorError, RotorWarning, SampleError
 from lightning_rotor.planned.batch_sizes import BatchSizeAdvice
 from lightning_rotor.planning import baselines
 from lightning_rotor.planning.tables import plain_simulation
-from lightning_rotor.profiling.estimates import InputSpec
-from lightning_rotor.profiling.roofline import GPUS
+from lightning_rotor.profiling.estimates import GPUS, InputSpec
 from lightning_rotor.report import (
     PlotError,
     draw_chain,

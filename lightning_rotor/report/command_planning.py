@@ -25,9 +25,8 @@ from lightning_rotor.planning import Frontier, Plan
 from lightning_rotor.profiling import Profile, profile_chain
 from lightning_rotor.profiling.chain import Progress
 from lightning_rotor.profiling.dry_run import require_same
-from lightning_rotor.profiling.estimates import InputSpec, arguments, build_on_meta, estimate_profile
+from lightning_rotor.profiling.estimates import GPUS, Accelerator, InputSpec, arguments, build_on_meta, estimate_profile
 from lightning_rotor.profiling.meters import MeasuringProgress
-from lightning_rotor.profiling.roofline import GPUS, Accelerator
 from lightning_rotor.units import parse_limit
 
 # ----------------------------------------------------------------------------------------------------
