@@ -26,7 +26,7 @@ from lightning_rotor.capture.graph_stage import GraphSlice
 from lightning_rotor.chain import Chain, StageCost
 from lightning_rotor.errors import RotorWarning
 from lightning_rotor.execution.inversion import Way, can_be_fused
-from lightning_rotor.execution.options import autocast_enabled, kept_attributes, undisturbed
+from lightning_rotor.execution.options import autocast_enabled, undisturbed
 from lightning_rotor.execution.segment_state import SegmentState, Statistic, state_of
 from lightning_rotor.invertible.check import Objections, try_inverse
 from lightning_rotor.private.sharding import units_in
@@ -220,14 +220,14 @@ class _Measuring:
         )
         objections, way = _objections(number, stage, boundary), None
         if stage.invertible is not None and stage.inverse is not None and not objections.inverse:
-            way = Way(stage, can_be_fused(stage.invertible), behaviour.draws_random, state)
+            way = Way(stage, can_be_fused(stage.invertible) and not objections.fused, behaviour.draws_random, state)
         later = [[use for use in self._skips[skip].uses if use > number] for skip in ends.skips]
         return MeasuredStage(
             profiler,
             (_identity(stage, self._compiled), boundary.signature),
             (_identity(stage, self._compiled, with_numbers=False), boundary.signature),
             way,
-            objections,
+            objections.inverse or objections.fused,
             {place: uses[0] for place, uses in enumerate(later) if uses},
             boundary.tensors,
         )
@@ -260,8 +260,7 @@ def _objections(number: int, stage: Stage, boundary: Boundary) -> Objections:
         return Objections("its parameters are gathered for its forward alone")
     if not number:
         return Objections("the chain's input belongs to the caller")
-    with kept_attributes(stage, keep_parameters=False):
-        return try_inverse(module, boundary.fresh(), name=stage.name)
+    return try_inverse(module, boundary.fresh(), name=stage.name)
 
 
 # -------------------------------------------------------------------- equal stages, overhead, warnings

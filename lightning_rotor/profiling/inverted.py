@@ -2,51 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
-import torch
-from torch.autograd.graph import saved_tensors_hooks
+from dataclasses import replace
 
 from lightning_rotor.chain import BackwardPeaks, Option, StageCost
 from lightning_rotor.errors import ExecutionError
-from lightning_rotor.execution.inversion import Output, Way, is_whole, run_inverted
+from lightning_rotor.execution.inversion import Way, is_whole
 from lightning_rotor.private.values import address_of
-from lightning_rotor.profiling.gradients import Gradients, memories_elsewhere
 from lightning_rotor.profiling.stage import (
     WORTH_MENTIONING_BYTES,
     StageMeasurement,
     StageProfiler,
     is_timed,
+    timed_run,
     typical,
 )
 from lightning_rotor.stages.sequential import Stage, is_invertible
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Bytes of one inverted forward and its backward."""
-
-    forward_peak_bytes: int
-    saved_bytes: int
-    saved_output_bytes: int
-    input_bytes: int
-    unpack_peak_bytes: int
-    unpack_bytes: int
-    backward_peak_bytes: int
-    gradients: Gradients
-
-
-def with_inversion(
-    profiler: StageProfiler, way: Way, measurement: StageMeasurement, *, not_fused: str
-) -> tuple[StageMeasurement, str]:
-    """The measurement with an option that inverts the stage; and why it is missing, or does without a fused backward."""
-    reason = objection(profiler, measurement.cost)
-    if reason:
-        return measurement, reason
-    option = _Inverted(profiler, replace(way, fused=way.fused and not not_fused)).option(measurement.cost)
+def with_inversion(profiler: StageProfiler, way: Way, measurement: StageMeasurement) -> StageMeasurement:
+    """The measurement with an option that inverts the stage, or with the reason why there is none."""
+    cost = measurement.cost
+    option = objection(profiler, cost) or _option(replace(profiler, way=way), way, cost)
     if isinstance(option, str):
-        return measurement, option
-    return replace(measurement, cost=_joined(measurement.cost, option)), not_fused
+        return replace(measurement, not_inverted=option)
+    return replace(measurement, cost=_joined(cost, option), not_inverted="")
 
 
 def lost_inverse(stage: Stage) -> str:
@@ -78,122 +57,61 @@ def objection(profiler: StageProfiler, cost: StageCost) -> str:
     return ""
 
 
-@dataclass(frozen=True, slots=True)
-class _Inverted:
-    profiler: StageProfiler
-    way: Way
+def _option(profiler: StageProfiler, way: Way, cost: StageCost) -> Option | str:
+    """The costs as an option, or why there is none."""
+    keep = cost.keep
+    try:
+        alone = _run(profiler)
+    except ExecutionError as error:  # it uses a tensor whose gradient would be lost
+        return str(error)
+    if alone.saved_input_bytes or alone.saved_output_bytes != profiler.ends.link_bytes:
+        return "its graph keeps hold of the input"
+    # Less is possible: autograd may leave slices where this leaves gradients that fill their memory.
+    fewer_bytes = alone.input_gradient_bytes <= keep.input_gradient_bytes
+    if not fewer_bytes or alone.parameter_gradient_bytes != keep.parameter_gradient_bytes:
+        return f"its {'fused ' * way.fused}backward leaves other gradients"
+    peaks, accumulating = _peaks(profiler, alone), None
+    if keep.accumulating is not None:
+        again = replace(profiler, gradients_exist=True)
+        accumulating = _peaks(again, _run(again))
+    return replace(
+        alone,
+        name="invert, fused" if way.fused else "invert",
+        saved_bytes=max(alone.saved_bytes - cost.pinned_bytes, 0),  # those count whatever the option
+        saved_tensors=1,
+        replay_peak_bytes=alone.forward_peak_bytes,
+        backward_peak_bytes=peaks.plain_bytes,
+        backward_segment_peak_bytes=peaks.segment_bytes,
+        backward_held_peak_bytes=peaks.held_bytes,
+        # The same kernels: timed by itself either may seem faster by chance.
+        forward_seconds=keep.forward_seconds,
+        replay_seconds=keep.forward_seconds,
+        backward_seconds=max(_backward_seconds(profiler), keep.backward_seconds),
+        accumulating=accumulating,
+        discard_peak_bytes=alone.forward_peak_bytes,
+        needs_exact_output=False,
+        inverts=True,
+        fused=way.fused,
+    )
 
-    def option(self, cost: StageCost) -> Option | str:
-        """The costs as an option, or why there is none."""
-        keep, pinned_bytes = cost.keep, cost.pinned_bytes
-        try:
-            alone = self._run(hold_input=False)
-        except ExecutionError as error:  # it uses a tensor whose gradient would be lost
-            return str(error)
-        if alone.input_bytes or alone.saved_output_bytes != self.profiler.ends.link_bytes:
-            return "its graph keeps hold of the input"
-        # Less is possible: autograd may leave slices where this leaves gradients that fill their memory.
-        fewer_bytes = alone.gradients.link_bytes <= keep.input_gradient_bytes
-        if not fewer_bytes or alone.gradients.parameter_bytes != keep.parameter_gradient_bytes:
-            fused = "fused " if self.way.fused else ""
-            return f"its {fused}backward leaves other gradients"
-        held = self._run(hold_input=True)
-        accumulating = None
-        if keep.accumulating is not None:
-            again = replace(self, profiler=replace(self.profiler, gradients_exist=True))
-            accumulating = again._peaks(again._run(hold_input=False), again._run(hold_input=True))
-        peaks = self._peaks(alone, held)
-        return Option(
-            name="invert, fused" if self.way.fused else "invert",
-            saved_bytes=max(alone.saved_bytes - pinned_bytes, 0),  # those count whatever the option
-            saved_input_bytes=0,
-            saved_output_bytes=alone.saved_output_bytes,
-            saved_tensors=1,
-            forward_peak_bytes=alone.forward_peak_bytes,
-            replay_peak_bytes=alone.forward_peak_bytes,
-            unpack_peak_bytes=alone.unpack_peak_bytes,
-            unpack_bytes=alone.unpack_bytes,
-            backward_peak_bytes=peaks.plain_bytes,
-            backward_segment_peak_bytes=peaks.segment_bytes,
-            backward_held_peak_bytes=peaks.held_bytes,
-            input_gradient_bytes=alone.gradients.link_bytes,
-            parameter_gradient_bytes=keep.parameter_gradient_bytes,
-            # The same kernels: timed by itself either may seem faster by chance.
-            forward_seconds=keep.forward_seconds,
-            replay_seconds=keep.forward_seconds,
-            backward_seconds=max(self._backward_seconds(), keep.backward_seconds),
-            accumulating=accumulating,
-            discard_peak_bytes=alone.forward_peak_bytes,
-            inverts=True,
-            fused=self.way.fused,
-        )
 
-    @staticmethod
-    def _peaks(alone: _Run, held: _Run) -> BackwardPeaks:
-        plain, held_bytes = alone.backward_peak_bytes, held.backward_peak_bytes
-        return BackwardPeaks(plain, held_bytes, held_bytes, plain)
+def _run(profiler: StageProfiler, *, hold_input: bool = False) -> Option:
+    """Bytes of one run, in which the rebuilt input is for this stage alone, or for others, too."""
+    return profiler.recorded_run(hold_input=hold_input, hold_output=profiler.last)[0]
 
-    def _run(self, *, hold_input: bool) -> _Run:
-        profiler, unpacks = self.profiler, 0
-        profiler.rewind()
-        elsewhere = memories_elsewhere(profiler.layouts)
-        with profiler.meter.recording() as recording:
 
-            def unpack(tensor: torch.Tensor) -> torch.Tensor:
-                nonlocal unpacks
-                unpacks += 1
-                if unpacks == 1:
-                    recording.mark("unpack")
-                return tensor
+def _peaks(profiler: StageProfiler, alone: Option) -> BackwardPeaks:
+    """Peaks of the backward, one of which is known from a run of the stage alone."""
+    plain, held = alone.backward_peak_bytes, _run(profiler, hold_input=True).backward_peak_bytes
+    return BackwardPeaks(plain, held, held, plain)
 
-            value = profiler.boundary.fresh()
-            boundary = Output(self.way.name)
-            recording.mark("forward")
-            # A surrounding segment is recomputed at the first of them.
-            with saved_tensors_hooks(torch.Tensor.detach, unpack):
-                output = run_inverted(self.way, value, boundary)
-            recording.mark("root")
-            backward = profiler.backward(value, output, elsewhere)
-            recording.mark("drop input")
-            if not hold_input:
-                del boundary
-            del value
-            recording.mark("drop output")
-            if not profiler.last:
-                del output
-            recording.mark("backward")
-            gradients = backward.gradients()
-            recording.mark("done")
-        start, level = recording.first("forward").start_bytes, recording.first("backward").start_bytes
-        link_bytes = profiler.ends.link_bytes
-        saved_output = link_bytes - recording.first("drop output").freed_bytes
-        return _Run(
-            forward_peak_bytes=recording.peak_bytes("forward", "root") - start,
-            saved_bytes=max(level - saved_output, 0),
-            saved_output_bytes=saved_output,
-            input_bytes=max(start - recording.first("drop input").freed_bytes, 0),
-            unpack_peak_bytes=recording.peak_bytes("backward", "unpack") - level,
-            unpack_bytes=max(recording.first("unpack").start_bytes - level, 0),
-            backward_peak_bytes=max(recording.peak_bytes("unpack", "done") - level, 0),
-            gradients=gradients,
-        )
 
-    def _backward_seconds(self) -> float:
-        """Seconds of the backward."""
-        seconds: list[float] = []
-        while not is_timed(self.profiler, seconds):
-            seconds.append(self._timed_backward())
-        return typical(seconds)
-
-    def _timed_backward(self) -> float:
-        meter, value = self.profiler.meter, self.profiler.boundary.fresh()
-        output = run_inverted(self.way, value)
-        run = self.profiler.backward(value, output, memories_elsewhere(self.profiler.layouts))
-        del value, output
-        self.profiler.interlude()
-        start = meter.now()
-        run.gradients()
-        return meter.seconds_between(start, meter.now())
+def _backward_seconds(profiler: StageProfiler) -> float:
+    """Seconds of the backward."""
+    seconds: list[float] = []
+    while not is_timed(profiler, seconds):
+        seconds.append(timed_run(profiler)[1])
+    return typical(seconds)
 
 
 def _joined(cost: StageCost, option: Option) -> StageCost:

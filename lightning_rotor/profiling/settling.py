@@ -26,7 +26,6 @@ from lightning_rotor.chain import Option, StageCost
 from lightning_rotor.execution.inversion import Way
 from lightning_rotor.execution.options import kept_attributes, kept_parameters, lent_buffers
 from lightning_rotor.execution.recomputation import recomputed
-from lightning_rotor.invertible.check import Objections
 from lightning_rotor.private.sharding import Unit, UnitSizes, gathered, units_in
 from lightning_rotor.profiling.gradients import Layouts, layouts_from
 from lightning_rotor.profiling.inverted import with_inversion
@@ -46,7 +45,7 @@ class MeasuredStage:
     Attributes:
         profiler: It can measure wherever there is an input; its boundary is empty.
         identity: Equal ones cost the same, for all that can be told before a run; equal ``kin`` take the same time.
-        way: How it is inverted, None if it cannot be; ``objections`` says why, or why its own backward must not.
+        way: How it is inverted, None if it cannot be; ``objection`` says why, or why not by its own backward.
         readers: By place of a skip, the next stage that reads it.
         expected_bytes: What the stage behind left of the link's gradient when it was measured.
     """
@@ -55,7 +54,7 @@ class MeasuredStage:
     identity: tuple[Any, ...]
     kin: tuple[Any, ...]
     way: Way | None
-    objections: Objections
+    objection: str
     readers: Mapping[int, int]
     takes: tuple[str, ...]
     found: StageMeasurement = field(init=False)
@@ -73,14 +72,13 @@ class MeasuredStage:
 
     def key(self, layouts: Layouts) -> tuple[Any, ...]:
         """All that its measurement depends on, as a key."""
-        profiler, not_fused = self.profiler, self.objections.fused
+        profiler, way = self.profiler, self.way
         about = (
             profiler.last,
             profiler.recomputable,
             len(profiler.state.remembered),
             layouts,
-            self.way is None,
-            not_fused,
+            None if way is None else way.fused,
         )
         return self.identity, profiler.ends.signature, *about
 
@@ -98,7 +96,7 @@ class MeasuredStage:
             draws_random=profiler.generators is not None,
             state_bytes=profiler.state.remembered_bytes(profiler.meter.block_bytes),
             takes=self.takes,
-            not_inverted=found.not_inverted or self.objections.inverse,
+            not_inverted=found.not_inverted or self.objection,
             skip_gradient_bytes=found.gradients.given_bytes if skips else None,
             waiting_gradient_bytes=waiting_gradient_bytes,
             output_gradient_bytes=output_gradient_bytes,
@@ -147,8 +145,7 @@ class Bench:
                 return _with_units(profiler.measure(), units, gathering_seconds)
             found = measure(profiler, self._compiled, kin=stage.kin, seconds=self._seconds)
             if stage.way is not None:
-                found, reason = with_inversion(profiler, stage.way, found, not_fused=stage.objections.fused)
-                found = replace(found, not_inverted=reason)
+                found = with_inversion(profiler, stage.way, found)
             return found
 
 

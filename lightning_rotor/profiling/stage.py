@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_rotor.capture.compiled import is_compiled
 from lightning_rotor.chain import Option, StageCost
 from lightning_rotor.errors import ModelError
+from lightning_rotor.execution.inversion import Output, Way, run_inverted
 from lightning_rotor.execution.options import run_stage
 from lightning_rotor.execution.recomputation import recomputed
 from lightning_rotor.execution.segment_state import SegmentState
@@ -145,6 +146,7 @@ class StageProfiler:
         interlude: Called before each timed run.
         in_lockstep: Other processes measure the same stage and wait, so neither times nor batch sizes may decide how
             often it runs.
+        way: How it is inverted; None if it is not.
     """
 
     stage: Stage
@@ -162,12 +164,13 @@ class StageProfiler:
     before: Snapshot | None = None
     gradients_exist: bool = False
     option: int = 0
+    way: Way | None = None
 
     def measure(self, *, timed: bool = True) -> StageMeasurement:
         """Bytes and seconds of the stage."""
         # A compiler may compile the backward only when it is first asked for.
         if self.meter.needs_warm_up or any(is_compiled(module) for _, module in self.stage.submodules()):
-            self._keep_run(hold_input=False, hold_output=False)
+            self.recorded_run(hold_input=False, hold_output=False)
         seconds = _timed(self) if timed else StageSeconds()
         cost, gradients = self._cost()
         keep = cost.keep
@@ -178,17 +181,17 @@ class StageProfiler:
 
     def _cost(self) -> tuple[StageCost, Gradients]:
         """Bytes, from a run for each case that differs."""
-        keep, gradients = self._keep_run(hold_input=False, hold_output=False)
-        alone = self._keep_run(hold_input=False, hold_output=True)[0] if self.last else keep
+        keep, gradients = self.recorded_run(hold_input=False, hold_output=False)
+        alone = self.recorded_run(hold_input=False, hold_output=True)[0] if self.last else keep
         # An input that the stage does not save does not matter to its backward, whoever holds it.
-        held = self._keep_run(hold_input=True, hold_output=self.last)[0] if keep.saved_input_bytes else alone
+        held = self.recorded_run(hold_input=True, hold_output=self.last)[0] if keep.saved_input_bytes else alone
         replayed, segment_peak = alone, keep.backward_peak_bytes
         discard_peak, pinned_bytes = keep.forward_peak_bytes, 0
         if self.recomputable:
             discard_peak, pinned_bytes, recomputed_peak = self._segment_run()
             segment_peak = max(recomputed_peak - keep.saved_bytes - keep.saved_output_bytes, 0)
         if self.recomputable and keep.saved_tensors:
-            replayed, _ = self._keep_run(hold_input=False, hold_output=self.last, gives_up_saved=True)
+            replayed, _ = self.recorded_run(hold_input=False, hold_output=self.last, gives_up_saved=True)
         option = replace(
             keep,
             saved_bytes=max(keep.saved_bytes - pinned_bytes, 0),
@@ -210,26 +213,29 @@ class StageProfiler:
         )
         return cost, gradients
 
-    def _keep_run(
+    def recorded_run(
         self, *, hold_input: bool, hold_output: bool, gives_up_saved: bool = False
     ) -> tuple[Option, Gradients]:
-        """One recorded forward and its backward."""
+        """One recorded forward and its backward. Who holds the input of an inverted stage wants it rebuilt."""
         self.rewind()
         elsewhere = memories_elsewhere(self.layouts)
         with self.meter.recording() as recording:
             saves = _Saves(recording, self.stage.name, gives_up=gives_up_saved)
             value = self.boundary.fresh()
             lasting = self.ends.lasting(tree_flatten(value)[0])
+            source = Output(self.stage.name)
             recording.mark("forward")
             with saved_tensors_hooks(saves.pack, saves.unpack):
-                output = self.run(value)
+                output = self.run(value, source)
             saved_skips = self._saved_skips(value, output, saves.addresses.keys())
             needs_exact_output = _needs_exact_output(output, saves.addresses)
             recording.mark("root")
             backward = self.backward(value, output, elsewhere)
             recording.mark("drop input")
-            if not hold_input:
+            if not hold_input or self.way is not None:
                 del value
+            if not hold_input:
+                del source
             recording.mark("drop output")
             if not hold_output:
                 del output
@@ -289,8 +295,10 @@ class StageProfiler:
         saved = (buffer for buffer in buffers if address_of(buffer) in saves.addresses)
         return bytes_in_blocks(saved, self.meter.block_bytes)
 
-    def run(self, value: Any) -> Any:
-        """The output of one forward under the option."""
+    def run(self, value: Any, source: Output | None = None) -> Any:
+        """The output of one forward under the option, or inverted; ``source`` refers to the input that is dropped."""
+        if self.way is not None:
+            return run_inverted(self.way, value, source)
         return run_stage(self.stage, value, self.option)
 
     def _saved_skips(self, value: Any, output: Any, saved: Set[int]) -> tuple[int, ...]:
