@@ -98,13 +98,13 @@ class Executor:
                 steps.append(_step(self._stages[item.stage], item.option))
             needed.update(wires[-1].reads)
         ways = tuple(map(self._way, items))
-        names: list[str | None] = [
+        watched = [
             self._stages[item.stage].name
             if isinstance(item, Leaf) and self._option(item).saved_output_bytes and way is None and behind is not None
             else None
             for item, way, behind in zip(items, ways, (*ways[1:], None), strict=True)
         ]
-        return _Row(Wiring.of(reversed(wires), wanted), tuple(reversed(steps)), ways, tuple(names))
+        return _Row(Wiring.of(reversed(wires), wanted), tuple(reversed(steps)), ways, tuple(watched))
 
     def _option(self, leaf: Leaf) -> Option:
         return self._chain.stages[leaf.stage].options[leaf.option]
