@@ -139,7 +139,7 @@ _Outcome: TypeAlias = list[Sequence[torch.Tensor | None]]
 
 
 def _agree(one: _Outcome, other: _Outcome, *, exact: bool = True) -> bool:
-    """True if all bits are equal; if not ``exact``, what sums of some thousand numbers in two orders differ by is let be.
+    """True if all bits are equal; if not ``exact``, sums of some thousand numbers in two orders may differ as they do.
 
     The scale is the largest entry of a group: a gradient that is zero but for rounding (a bias before a normalization)
     has none.
