@@ -27,6 +27,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, TypeAlias, TypedDict
 
+from typing_extensions import Unpack
+
 from lightning_rotor.chain import Chain, Option
 from lightning_rotor.errors import ScheduleError
 from lightning_rotor.schedule import Item, Leaf, Schedule, Segment, leaves, make_room_for, segments_in
@@ -226,15 +228,15 @@ def simulate(
     Raises:
         ScheduleError: See :func:`check_schedule`.
     """
-    return _Simulator(chain, schedule, gradients_exist, lingering_bytes).run()
+    return _Simulator(chain, schedule, gradients_exist=gradients_exist, lingering_bytes=lingering_bytes).run()
 
 
 def simulate_below(
-    chain: Chain, schedule: Schedule, limit_bytes: float, *, gradients_exist: bool = False, lingering_bytes: int = 0
+    chain: Chain, schedule: Schedule, limit_bytes: float, **step: Unpack[Conditions]
 ) -> Simulation | None:
     """:func:`simulate`, or None as soon as ``limit_bytes`` are reached, which is found out faster."""
     try:
-        return _Simulator(chain, schedule, gradients_exist, lingering_bytes, limit_bytes).run()
+        return _Simulator(chain, schedule, limit_bytes=limit_bytes, **step).run()
     except _LimitReached:
         return None
 
@@ -248,7 +250,7 @@ def held_by_stage(chain: Chain, schedule: Schedule) -> list[int]:
 
     States that segments remember are left out.
     """
-    simulator = _Simulator(chain, schedule, False, 0)
+    simulator = _Simulator(chain, schedule)
     simulator.record()
     return simulator.held_by_stage()
 
@@ -300,17 +302,15 @@ def first_inverted(chain: Chain, schedule: Schedule) -> int | None:
 
 class _Simulator:
     def __init__(
-        self,
-        chain: Chain,
-        schedule: Schedule,
-        gradients_exist: bool,
-        lingering_bytes: int,
-        limit_bytes: float = math.inf,
+        self, chain: Chain, schedule: Schedule, *, limit_bytes: float = math.inf, **step: Unpack[Conditions]
     ) -> None:
         check_schedule(chain, schedule)
         make_room_for(_CALLS * schedule.depth)
         self._chain, self._schedule = chain, schedule
-        self._gradients_exist, self._lingering_bytes = gradients_exist, lingering_bytes
+        self._gradients_exist, self._lingering_bytes = (
+            step.get("gradients_exist", False),
+            step.get("lingering_bytes", 0),
+        )
         self._states_before = [0, *accumulate(stage.state_bytes for stage in chain)]
         self._draws_before = [0, *accumulate(stage.draws_random for stage in chain)]
         self._boundaries, self._skips = _Boundaries(chain), Skips(chain)

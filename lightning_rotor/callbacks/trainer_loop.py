@@ -147,7 +147,7 @@ class TrainerLoop(TrainingLoop):
     @property
     @override
     def is_trial(self) -> bool:
-        """True if the callback is not the Trainer's: tuners take all callbacks out, and one tries another batch then."""
+        """True if the callback is not the Trainer's: tuners take all callbacks out while one tries another batch."""
         callbacks: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
         return self._callback is not None and self._callback not in callbacks
 

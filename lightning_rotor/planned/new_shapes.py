@@ -94,7 +94,7 @@ class Measurements:
 
 @dataclass(frozen=True, slots=True)
 class _Bound:
-    """A way to bound costs: one measurement times a factor, or a point between two, which are named by their numbers."""
+    """A way to bound costs: one measurement times a factor, or a point between two, named by their numbers."""
 
     total_bytes: float
     is_far: bool
