@@ -185,7 +185,8 @@ class CpuMeter(Meter):
     @contextmanager
     def recording(self) -> Iterator[Recording]:
         """Record until the context ends."""
-        log, recording = AllocatorLog(), _CpuRecording()
+        log = AllocatorLog()
+        recording = _CpuRecording(log)
         log.start()
         try:
             yield recording
@@ -197,9 +198,13 @@ class CpuMeter(Meter):
 class _CpuRecording(Recording):
     """Marks go into the allocator's log, which is read at the end."""
 
+    def __init__(self, log: AllocatorLog) -> None:
+        super().__init__()
+        self._log = log
+
     def mark(self, label: str) -> None:
         """End the current phase and begin the next."""
-        AllocatorLog.mark(label)
+        self._log.mark(label)
 
     def read(self, events: Iterable[AllocatorEvent]) -> None:
         """Fill the phases from the log."""
