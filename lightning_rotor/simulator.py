@@ -228,7 +228,9 @@ def simulate(
     Raises:
         ScheduleError: See :func:`check_schedule`.
     """
-    return _Simulator(chain, schedule, gradients_exist=gradients_exist, lingering_bytes=lingering_bytes).run()
+    return _Simulator(
+        chain, schedule, Conditions(gradients_exist=gradients_exist, lingering_bytes=lingering_bytes)
+    ).run()
 
 
 def simulate_below(
@@ -236,7 +238,7 @@ def simulate_below(
 ) -> Simulation | None:
     """:func:`simulate`, or None as soon as ``limit_bytes`` are reached, which is found out faster."""
     try:
-        return _Simulator(chain, schedule, limit_bytes=limit_bytes, **step).run()
+        return _Simulator(chain, schedule, step, limit_bytes).run()
     except _LimitReached:
         return None
 
@@ -250,7 +252,7 @@ def held_by_stage(chain: Chain, schedule: Schedule) -> list[int]:
 
     States that segments remember are left out.
     """
-    simulator = _Simulator(chain, schedule)
+    simulator = _Simulator(chain, schedule, {})
     simulator.record()
     return simulator.held_by_stage()
 
@@ -301,16 +303,12 @@ def first_inverted(chain: Chain, schedule: Schedule) -> int | None:
 
 
 class _Simulator:
-    def __init__(
-        self, chain: Chain, schedule: Schedule, *, limit_bytes: float = math.inf, **step: Unpack[Conditions]
-    ) -> None:
+    def __init__(self, chain: Chain, schedule: Schedule, step: Conditions, limit_bytes: float = math.inf) -> None:
         check_schedule(chain, schedule)
         make_room_for(_CALLS * schedule.depth)
         self._chain, self._schedule = chain, schedule
-        self._gradients_exist, self._lingering_bytes = (
-            step.get("gradients_exist", False),
-            step.get("lingering_bytes", 0),
-        )
+        self._gradients_exist = step.get("gradients_exist", False)
+        self._lingering_bytes = step.get("lingering_bytes", 0)
         self._states_before = [0, *accumulate(stage.state_bytes for stage in chain)]
         self._draws_before = [0, *accumulate(stage.draws_random for stage in chain)]
         self._boundaries, self._skips = _Boundaries(chain), Skips(chain)
