@@ -86,7 +86,8 @@ def race(small: bool) -> list[str]:
         problems += problem
         if not problem:
             found[name] = json.loads(output[-1])
-    return [*(body(found) if found else []), *problems]
+    lines = body(found) if found else []
+    return [*(f"#{line}" if line.startswith("#") else line for line in lines), *problems]
 
 
 def overhead(small: bool) -> list[str]:
