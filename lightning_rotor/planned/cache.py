@@ -32,9 +32,6 @@ from lightning_rotor.schedule import Leaf
 from lightning_rotor.stages.sequential import Stage, is_plain_stock
 
 # ----------------------------------------------------------------------------------------------------
-# The ways in which one module was cut into stages, each for other calls, and what plans depend on.
-
-# ----------------------------------------------------------------------------------------------------
 # Whether a module is still what it was at the last step, in microseconds.
 
 
@@ -71,6 +68,7 @@ class ModuleFacts:
 
 
 # ----------------------------------------------------------------------------------------------------
+# The ways in which one module was cut into stages, each for other calls, and what plans depend on.
 
 
 _log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from lightning_rotor.planning import kernel
 from lightning_rotor.planning.dynamic_program import Table
 from lightning_rotor.planning.kernel import CLASS, TAKEN, Choices, Integers, Seconds
 from lightning_rotor.schedule import Item, Leaf, Schedule, Segment, make_room_for
-from lightning_rotor.simulator import Conditions, Simulation, first_inverted, simulate, simulate_below
+from lightning_rotor.simulator import Conditions, Simulation, first_inverted, simulate_below
 
 # -------------------------------------------------- a table → schedules: decisions found again, in O(n) per item
 
@@ -199,18 +199,18 @@ class Judge:
     def __init__(self, chain: Chain, step: Conditions) -> None:
         self._chain, self._step = chain, step
         self._judged: dict[Schedule, Candidate] = {}
-        self._too_large: dict[Schedule, int] = {}  # takes so much, or more
+        self._too_large: dict[Schedule, float] = {}  # takes so much, or more
 
     def __len__(self) -> int:
-        return len(self._judged)
+        return len(self._judged.keys() | self._too_large.keys())
 
     def __call__(self, schedule: Schedule) -> Candidate:
         """The candidate."""
-        if schedule not in self._judged:
-            self._judged[schedule] = Candidate(schedule, simulate(self._chain, schedule, **self._step))
-        return self._judged[schedule]
+        judged = self.within(math.inf, schedule)
+        assert judged is not None
+        return judged
 
-    def within(self, budget_bytes: int, schedule: Schedule) -> Candidate | None:
+    def within(self, budget_bytes: float, schedule: Schedule) -> Candidate | None:
         """The candidate if it fits a budget. That one does not is known before its simulation ends."""
         if schedule not in self._judged and self._too_large.get(schedule, 0) <= budget_bytes:
             found = simulate_below(self._chain, schedule, budget_bytes + 1, **self._step)
