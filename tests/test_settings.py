@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -15,9 +15,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_rotor.execution.recomputation import recomputed
 from lightning_rotor.invertible import AdditiveCoupling, invertible_checkpoint
-from lightning_rotor.stages.state import settings
+from lightning_rotor.stages.state import Settings, settings
 
 MATMULS: tuple[tuple[str, Any], ...] = (("cuda", cuda.matmul), ("mkldnn", mkldnn.matmul))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    """torch's older setters write several settings: setting them back does not bring the others back."""
+    with Settings().restored():
+        yield
 
 
 @contextmanager
