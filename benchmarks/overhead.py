@@ -39,7 +39,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_rotor import RotorCallback
-from lightning_rotor.planned.forward import attach, detach
 
 RESULT = Path(__file__).parent / "results" / "overhead.md"
 WARM_UP = 8  # the callback measures the first steps under a plan
@@ -106,11 +105,14 @@ class Turns(L.Callback):
             sys.setprofile(self._count)
 
     def _switch(self, trainer: L.Trainer, model: L.LightningModule, *, on: bool) -> None:
+        # The very objects that the callback has put there: a step that finds others looks at the whole module.
+        attributes = vars(model.body)
         if self._planned is None:
-            self._planned = model.body.__dict__["_lightning_rotor"]
-        detach(model.body)
+            self._planned = {name: attributes[name] for name in ("_lightning_rotor", "forward")}
+        for name in self._planned:
+            attributes.pop(name, None)
         if on:
-            attach(model.body, self._planned)
+            attributes.update(self._planned)
         # Another list: the Trainer is going through the present one.
         trainer.callbacks = [self._other, self] if on else [self]
 

@@ -56,7 +56,7 @@ class CopiedStatistics:
 
     def take(self, state: SegmentState) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The statistics that a forward in training will update, each with a copy."""
-        found = (each.module._buffers[each.name] for each in state.statistics if each.module.training)
+        found = [each.module._buffers[each.name] for each in state.statistics if each.module.training]
         buffers = [buffer for buffer in found if buffer is not None]
         # Taken while it is in use: a forward inside this one makes copies of its own.
         pairs, self._kept = self._kept, None
@@ -69,9 +69,7 @@ class CopiedStatistics:
 
     def give_back(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Take the memory back when the forward is over."""
-        if all(
-            copy.device.type == "cpu" for _, copy in pairs
-        ):  # elsewhere the allocator would count them in the backward
+        if {copy.device.type for _, copy in pairs} <= {"cpu"}:  # elsewhere the backward's peak would count them
             self._kept = pairs
 
 

@@ -367,7 +367,8 @@ class _Look:
 
     def _hook_tables(self, tables: Iterable[dict[int, Any]]) -> None:
         for table in tables:
-            self._keep(_DICT, table, dict(table))
+            self.kept.append((_DICT, table, dict(table)))
+            self._pending += table.values()
 
     def _list(self, value: Any) -> None:
         entries = [*(list if isinstance(value, list) else deque).__iter__(value)]
