@@ -69,7 +69,7 @@ class CopiedStatistics:
 
     def give_back(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Take the memory back when the forward is over."""
-        if {copy.device.type for _, copy in pairs} <= {"cpu"}:  # elsewhere the backward's peak would count them
+        if pairs and pairs[0][1].device.type == "cpu":  # elsewhere the backward's peak would count them
             self._kept = pairs
 
 
