@@ -21,6 +21,7 @@ import tempfile
 import time
 import xml.etree.ElementTree as ET
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ def _group(*names: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(f"tests/{feature.file}::{feature.test}" for feature in found))
 
 
+@cache
 def rows() -> dict[str, tuple[str, ...]]:
     """What the core is made of: tests by the row of the table that they count in."""
     return {

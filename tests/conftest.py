@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 
@@ -19,11 +20,17 @@ import numpy as np
 import pytest
 import torch
 
-from tests import cuda_device
+from tests import cuda_device, grids
 from tests.cuda_device.remote import SimulatedDevices
 from tests.features import FeatureResults, declared_features
 
 torch.set_num_threads(1)
+
+# The files that take longest, longest first: one that a process begins last makes the other wait.
+LONGEST = (
+    "test_ranks",
+    "test_gpu_benchmark",
+)
 
 # Profiling takes as long as it takes, so no deadline. Continuous integration must not fail by chance; developers search anew each time.
 hypothesis.settings.register_profile("rotor", deadline=None, print_blob=True, derandomize="CI" in os.environ)
@@ -38,6 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    grids.is_whole = config.getoption("--all")
     path = config.getoption("--features")
     if path is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(FeatureResults(path.absolute()))
@@ -57,6 +65,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item.get_closest_marker("feature")]
     if not config.getoption("--all"):
         items[:] = [item for item in items if item.get_closest_marker("wide") is None]
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
     for item in items:  # reports from other processes carry properties, but no markers
         item.user_properties += [("feature", mark.args) for mark in item.iter_markers("feature")]
     for item in items:
@@ -74,6 +84,13 @@ def _why_not(mark: pytest.Mark | None) -> str | None:
         return None if missing is None else f"needs a CUDA device; {missing}"
     wanted = mark.kwargs.get("devices", 1)
     return None if torch.cuda.device_count() >= wanted else f"needs {wanted} CUDA devices"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _little_garbage_to_look_through() -> None:
+    """The library collects garbage and looks through all objects, of which imported modules have millions. Take these out."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ import ast
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 TABLE = Path(__file__).parents[1] / "docs" / "features.md"
@@ -42,6 +43,7 @@ class Feature:
     note: str = ""
 
 
+@cache
 def declared_features(folder: Path = Path(__file__).parent) -> list[Feature]:
     """What the tests in a folder say of themselves, in the order of the files."""
     return [

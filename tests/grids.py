@@ -8,6 +8,14 @@ from typing import Any
 
 import pytest
 
+is_whole = False
+"""True under ``make test-all``; set before any test is imported."""
+
+
+def examples(few: int, many: int) -> int:
+    """How many examples hypothesis draws."""
+    return many if is_whole else few
+
 
 def few(every: Iterable[Any], *names: Any) -> list[Any]:
     """All values, for ``parametrize``; those that are not named are wide."""

@@ -16,19 +16,16 @@ import torch
 import torch.distributed as dist
 
 _TIMEOUT_SECONDS = 90
+# Imported once, by the one server of a test process that all others are forked from.
+_PRELOADED = ["pipelines", "lightning.pytorch", "torch.distributed.pipelining", "lightning_rotor.strategies"]
 
 
 class Processes:
-    """So many processes that wait for jobs.
+    """So many processes that wait for jobs."""
 
-    Args:
-        count: How many.
-        preload: Modules that they import, once for all.
-    """
-
-    def __init__(self, count: int, preload: tuple[str, ...] = ("torch.distributed.pipelining",)) -> None:
+    def __init__(self, count: int) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["pipelines", *preload])
+        context.set_forkserver_preload(_PRELOADED)
         self._folder = tempfile.TemporaryDirectory()
         self._jobs = [context.Queue() for _ in range(count)]
         self._answers = context.Queue()
@@ -68,9 +65,9 @@ class Processes:
 
 
 @contextmanager
-def processes(count: int, preload: tuple[str, ...] = ("torch.distributed.pipelining",)) -> Iterator[Processes]:
+def processes(count: int) -> Iterator[Processes]:
     """:class:`Processes` that end with the context."""
-    made = Processes(count, preload)
+    made = Processes(count)
     try:
         yield made
     finally:

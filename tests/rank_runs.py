@@ -403,6 +403,8 @@ def main(folder: Path, names: list[str]) -> None:
     }
     torch.save(found, folder / f"rank{dist.get_rank()}.pt")
     dist.barrier()
+    if not names:
+        seen(cases["infeasible"], folder)  # raises an error on one process, which ends both
 
 
 if __name__ == "__main__":

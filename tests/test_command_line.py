@@ -298,8 +298,9 @@ def test_without_a_gpu_it_offers_an_estimate(nets: str, capsys: pytest.CaptureFi
     assert "use --device meta with --gpu" in capsys.readouterr().err
 
 
-def test_as_a_program_it_plans_a_model_of_torchvision(tmp_path: Path) -> None:
-    arguments = "plan --model torchvision.models.resnet101 --input 64x3x224x224 --budget 4GiB --device meta --json"
+@pytest.mark.parametrize(("model", "batch"), [("resnet50", 96), pytest.param("resnet101", 64, marks=pytest.mark.wide)])
+def test_as_a_program_it_plans_a_model_of_torchvision(tmp_path: Path, model: str, batch: int) -> None:
+    arguments = f"plan --model torchvision.models.{model} --input {batch}x3x224x224 --budget 4GiB --device meta --json"
     output, errors = run_python("-m", "lightning_rotor", *arguments.split(), cwd=tmp_path)
     assert errors == ""
     found = json.loads(output)

@@ -19,6 +19,7 @@ from lightning_rotor.profiling import Profile, profile_chain
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
 from lightning_rotor.stages.sequential import sequential_stages
+from tests.grids import examples
 from tests.models import Case, assert_same_bits, cases, schedules, training_step
 
 # The product and the sum of the loss hold one number each.
@@ -36,7 +37,7 @@ def profile_of(net: nn.Sequential, sample: object) -> Profile:
 
 
 @pytest.mark.filterwarnings("ignore:all .* layers were merged into one stage")  # of a small model that was drawn
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(20, 60), suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_any_schedule_gives_the_bits_of_plain_autograd_and_the_simulated_peak(data: st.DataObject) -> None:
     case = data.draw(cases())

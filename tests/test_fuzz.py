@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-
 import pytest
 
 from benchmarks.fuzz import draw, judge, parse
@@ -12,15 +9,6 @@ from benchmarks.fuzz import draw, judge, parse
 SEED, PROGRAMS, CHUNK = 1, 200, 10
 # Pipelines have tests with processes of their own.
 NUMBERS = [number for number in range(300) if draw(SEED, number).way != "pipeline"][:PROGRAMS]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _little_to_search() -> Iterator[None]:
-    """Each program lets the library collect garbage and look through the heap, which is large by now."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.parametrize("first", range(0, PROGRAMS, CHUNK))

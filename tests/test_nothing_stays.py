@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -32,14 +32,6 @@ class Block(nn.Module):
 
 def coupling() -> AdditiveCoupling:
     return AdditiveCoupling(Block(WIDTH // 2), Block(WIDTH // 2))
-
-
-@pytest.fixture(autouse=True)
-def only_new_objects() -> Iterator[None]:
-    """What is there already need not be looked at again and again."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def more_tensors_after(run: Callable[[], object]) -> int:

@@ -28,7 +28,7 @@ EVERY_STEP = {"save_top_k": -1, "every_n_train_steps": 1}
 @pytest.fixture
 def group() -> Iterator[Processes]:
     """Of their own for each test, since some do not survive it."""
-    with processes(3, ("lightning.pytorch", "torch.distributed.pipelining")) as made:
+    with processes(3) as made:
         yield made
 
 

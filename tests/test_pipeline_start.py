@@ -26,7 +26,7 @@ from lightning_rotor.strategies import RotorPipelineStrategy
 
 @pytest.fixture(scope="module")
 def group() -> Iterator[Processes]:
-    with processes(4, ("lightning.pytorch", "torch.distributed.pipelining")) as made:
+    with processes(4) as made:
         yield made
 
 

@@ -31,7 +31,7 @@ ROWS, BATCH = 42, 8  # the last batch has two rows
 
 @pytest.fixture(scope="module")
 def group() -> Iterator[Processes]:
-    with processes(4, ("lightning.pytorch", "torch.distributed.pipelining")) as made:
+    with processes(4) as made:
         yield made
 
 

@@ -23,7 +23,7 @@ from lightning_rotor.strategies import RotorPipelineStrategy
 
 @pytest.fixture(scope="module")
 def group() -> Iterator[Processes]:
-    with processes(2, ("lightning.pytorch", "torch.distributed.pipelining")) as made:
+    with processes(2) as made:
         yield made
 
 

@@ -29,13 +29,20 @@ def launch(folder: Path, *cases: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    """What each process saw of all cases. Lightning's own launcher (popen) starts the second one."""
+def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """All cases, the last of which ends both processes. Lightning's own launcher (popen) starts the second one."""
     folder = tmp_path_factory.mktemp("ranks")
-    done = launch(folder)
-    if done.returncode:
+    return folder, launch(folder)
+
+
+@pytest.fixture(scope="module")
+def runs(launched: tuple[Path, subprocess.CompletedProcess[str]]) -> Seen:
+    """What each process saw of all cases but the last."""
+    folder, done = launched
+    paths = [folder / f"rank{rank}.pt" for rank in range(2)]
+    if not all(path.exists() for path in paths):
         pytest.fail(f"exit status {done.returncode}: {done.stderr[-2000:]}")
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+    return [torch.load(path, weights_only=True) for path in paths]
 
 
 @pytest.mark.parametrize(
@@ -169,8 +176,9 @@ def test_ranks_get_one_advice_or_none(runs: Seen) -> None:
 
 
 @pytest.mark.feature("Strategies", "a rank whose limit fits no plan ends the others too")
-def test_a_rank_without_a_plan_ends_all(tmp_path: Path) -> None:
-    done = launch(tmp_path, "infeasible")
+def test_a_rank_without_a_plan_ends_all(launched: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    folder, done = launched
+    assert (folder / "rank1.pt").exists()  # all other cases are over
     assert done.returncode
     assert done.stderr.count("BudgetError: mem_limit") == 1  # the other one has lost its partner
 

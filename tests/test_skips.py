@@ -275,8 +275,16 @@ def test_any_schedule_has_the_bits_and_the_simulated_peak(name: str) -> None:
         assert 0.98 * simulated <= peak <= simulated + 16 * losses, schedule
 
 
-def test_dense_blocks_are_cut_between_their_layers() -> None:
-    net = torchvision.models.densenet121().train()
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torchvision.models.DenseNet(8, (3, 6, 8, 4), 16, num_classes=10),
+        pytest.param(torchvision.models.densenet121, marks=pytest.mark.wide),
+    ],
+    ids=["small", "densenet121"],
+)
+def test_dense_blocks_are_cut_between_their_layers(make: Callable[[], nn.Module]) -> None:
+    net = make().train()
     cut = sequentialize(net, (torch.randn(2, 3, 32, 32),))
     assert len(cut.stages) > 40
     chain = profile_chain(cut.stages, cut.bind((torch.randn(2, 3, 32, 32),), {}), repeats=1).chain
