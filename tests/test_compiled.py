@@ -38,7 +38,11 @@ from tests.models import Case, assert_same_bits, training_step
 from tests.strategies import random_schedule
 
 # The compiler looks at the gradient of what it is given, and hides the warning, unless warnings are errors.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    # Inductor of torch 2.11 is written with it.
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+]
 
 LOSS_BYTES = 16
 WIDTH = 32

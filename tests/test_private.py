@@ -326,6 +326,30 @@ def test_what_the_compiler_leaves_alone() -> None:
         torch.compile(lambda x: kept_out(x) * 2, backend="eager", fullgraph=True)(torch.ones(1))
 
 
+def test_code_that_was_met_under_a_mode_is_compiled_later() -> None:
+    class Block(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.sin()
+
+    class Mode(private.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **kwargs or {})
+
+    compiled = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph
+
+    module = Block()
+    module.compile(backend=backend)
+    with private.uncompiled(), Mode():
+        module(torch.ones(1))
+    assert not compiled
+    module(torch.ones(1))
+    assert len(compiled) == 1
+
+
 def test_the_activation_budget_holds_for_a_while() -> None:
     from torch._functorch import config
 

@@ -133,6 +133,7 @@ class Recorder(TorchFunctionMode):
     def _listening(self) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(_shown_modules(self))
+            stack.enter_context(private.uncompiled())
             stack.enter_context(self.check)
             stack.enter_context(self)
             stack.enter_context(self.surroundings.listening())

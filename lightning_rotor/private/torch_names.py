@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
@@ -243,6 +244,19 @@ def outside_of_graphs(function: Callable[..., Any], reason: str | None = None) -
         kept_out._torchdynamo_disable = True
         kept_out._torchdynamo_disable_msg = reason
     return kept_out  # type: ignore[no-any-return]
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Context in which what was given to ``torch.compile`` runs as it is written, as it does under a mode anyway.
+
+    torch < 2.14 never compiles code again that it has once met under a mode.
+    """
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing the compiler takes a second
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 COMPILED_CALL = "_compiled_call_impl"

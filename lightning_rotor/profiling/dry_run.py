@@ -6,7 +6,6 @@ They take no memory and little time; the originals, the generators and the outpu
 from __future__ import annotations
 
 import io
-import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
@@ -32,6 +31,7 @@ from lightning_rotor.private.torch_names import (
     FakeTensorMode,
     TorchDispatchMode,
     packet_of,
+    uncompiled,
     version_of,
 )
 from lightning_rotor.private.values import same_bits, tensors_in, tree_flatten, tree_leaves, tree_unflatten
@@ -100,8 +100,7 @@ def without_trace(device: torch.device | None = None, modules: Iterable[nn.Modul
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(redirect_stdout(io.StringIO()))
-        if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(uncompiled())
         yield
 
 
