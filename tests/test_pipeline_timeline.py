@@ -67,7 +67,7 @@ def test_memory_is_drawn_below_with_the_limit():
     highest = [max(line.get_ydata()) for line in below.lines]
     assert highest[:2] == pytest.approx([peak / 2**20 for peak in found.simulation.peak_bytes])
     assert highest[2] == pytest.approx(max(free.simulation.peak_bytes) / 2**20)
-    assert len(plot_pipeline(found, memory=False).axes) == 1
+    assert len(plot_pipeline(simulated()).axes) == 1
 
 
 def test_many_devices_are_drawn_thinly(tmp_path):

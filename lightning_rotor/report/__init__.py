@@ -2,8 +2,8 @@
 
 In come plans, frontiers and chains, which know no torch; out go tables, figures of matplotlib (``pip install
 "lightning-rotor[plot]"``) and SVG. Read in this order: :mod:`timeline` (memory over a step, budget against overhead,
-which device of a pipeline does what), :mod:`drawing` (the stages of a model), :mod:`command_planning` (options to a
-plan), :mod:`command_line` (options, and the answer). The tables are made in :mod:`lightning_rotor.planning`.
+which device of a pipeline does what), :mod:`drawing` (the stages of a model), :mod:`command_line` (options to a plan,
+and the answer). The tables are made in :mod:`lightning_rotor.planning`.
 """
 
 from lightning_rotor.planning.frontier import frontier_table

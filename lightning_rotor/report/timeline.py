@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import cycle
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from lightning_rotor.errors import RotorError
 from lightning_rotor.pipeline.partition import Partition
@@ -55,10 +54,16 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def clear_frame(axes: Axes, *, which: Literal["major", "minor"] = "major") -> None:
+def _panels(heights: Sequence[float], margin: float = 0.0) -> tuple[Figure, list[Axes]]:
+    """A figure with panels of these heights, one above the other, over one axis of time."""
+    figure = new_figure(_WIDTH, sum(heights) + margin)
+    return figure, [*figure.subplots(len(heights), 1, sharex=True, height_ratios=heights, squeeze=False).flat]
+
+
+def clear_frame(axes: Axes) -> None:
     """No box around the data, pale lines behind it at the ticks of the vertical axis."""
     axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", which=which, color="0.9", linewidth=0.6)
+    axes.grid(axis="y", color="0.9", linewidth=0.6)
     axes.set_axisbelow(True)
 
 
@@ -83,9 +88,8 @@ def legend_above(axes: Axes, title: str | None = None, *, columns: int | None = 
 
 
 _Point: TypeAlias = tuple[float, int]
-_Part: TypeAlias = tuple[int, int, str]  # of the model: its first and last stage and its name
 _WIDTH, _HEIGHT, _STAGES_HEIGHT = 7.0, 3.2, 1.7
-_MOST_NAMES, _ENOUGH_NAMES, _MOST_CHARACTERS = 13, 4, 20
+_MOST_NAMES = 13
 _PLAIN = "without recomputation"
 # A bar is at least this part of the axis high, so that 300 stages are still to be seen.
 _LEAST_BAR = 1 / 120
@@ -122,14 +126,12 @@ def plot_timeline(
         plain = plain or plain_simulation(simulation)
         budget_bytes = budget_bytes or reserved_bytes + simulation.budget_bytes
         simulation = simulation.simulation
-    heights = (_HEIGHT, _STAGES_HEIGHT) if names else (_HEIGHT,)
-    figure = new_figure(_WIDTH, sum(heights))
+    figure, panels = _panels((_HEIGHT, _STAGES_HEIGHT) if names else (_HEIGHT,))
     lines = {} if plain is None else {_PLAIN: _outline(plain.events, reserved_bytes)}
     lines |= {name: list(points) for name, points in (measured or {}).items() if points}
     events = () if simulation is None else simulation.events
     longest, highest = _extent([*lines.values(), _outline(events, reserved_bytes)], budget_bytes)
     (duration, in_seconds), (size, in_bytes) = duration_unit(longest), size_unit(highest)
-    panels: list[Axes] = [*figure.subplots(len(heights), 1, sharex=True, height_ratios=heights, squeeze=False).flat]
     axes = panels[0]
     if events:
         _draw_phases(axes, events, duration, size, reserved_bytes)
@@ -210,6 +212,8 @@ def _draw_budget(axes: Axes, budget_bytes: int, size: int, right: float) -> None
 
 def _draw_stages(axes: Axes, events: Sequence[Event], names: Sequence[str], duration: float) -> None:
     """A bar for each operation: its stage upwards, its duration to the right."""
+    from matplotlib.ticker import MaxNLocator
+
     bars: dict[str, list[tuple[int, float, float]]] = {}
     start, height = 0.0, max(1.0, _LEAST_BAR * len(names))
     for event in events:
@@ -218,41 +222,11 @@ def _draw_stages(axes: Axes, events: Sequence[Event], names: Sequence[str], dura
     for colour, spans in bars.items():
         stages, widths, lefts = zip(*spans, strict=True)
         axes.barh(stages, widths, height, lefts, color=colour, edgecolor=colour, linewidth=0.3)
-    groups, starts = name_groups(names, most=_MOST_NAMES)
-    # Lines where a part of the model begins, its name in the middle of it.
-    axes.set_yticks([start - 0.5 for start in starts], minor=True)
-    shown = [shortened(name, _MOST_CHARACTERS) for _, _, name in groups]
-    axes.set_yticks([(first + last) / 2 for first, last, _ in groups], shown, fontsize="x-small")
+    axes.yaxis.set_major_locator(MaxNLocator(_MOST_NAMES, integer=True))
+    axes.yaxis.set_major_formatter(lambda at, _: shortened(names[round(at)], 20) if 0 <= at < len(names) else "")
     axes.set(ylim=(-0.5 - (height - 1) / 2, len(names) - 0.5 + (height - 1) / 2), ylabel="stage")
-    axes.tick_params(axis="y", which="both", length=0)
-    clear_frame(axes, which="minor")
-
-
-def name_groups(names: Sequence[str], *, most: int) -> tuple[list[_Part], list[int]]:
-    """First and last stage and name (``layers.0``) of parts that do not overlap on the axis, and where parts begin."""
-    paths = [name.partition(" … ")[0].split(".") for name in names]
-    best: tuple[list[_Part], list[int]] = ([], [])
-    for depth in range(1, max(map(len, paths)) + 1):
-        parts: list[_Part] = []
-        for stage, path in enumerate(paths):
-            if not stage or path[:depth] != paths[stage - 1][:depth]:
-                parts.append((stage, stage, ".".join(path[:depth])))
-            parts[-1] = (parts[-1][0], stage, parts[-1][2])
-        shown = _spaced(parts, len(names) / most)
-        if len(shown) > len(best[0]):
-            best = shown, [part[0] for part in (parts if len(parts) <= 2 * most else shown)]
-        if len(shown) >= _ENOUGH_NAMES:
-            break
-    return best
-
-
-def _spaced(parts: Sequence[_Part], least: float) -> list[_Part]:
-    """Parts whose middles are that far apart, the longest ones first."""
-    shown: list[_Part] = []
-    for part in sorted(parts, key=lambda part: (part[0] - part[1], part[0])):
-        if all(abs(sum(part[:2]) - sum(other[:2])) >= 2 * least for other in shown):
-            shown.append(part)
-    return sorted(shown)
+    axes.tick_params(axis="y", length=0, labelsize="x-small")
+    clear_frame(axes)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -262,19 +236,13 @@ _COLOUR, _PALE = PHASE_COLOURS["forward"]
 
 
 def plot_frontier(
-    frontier: Frontier,
-    *,
-    reserved_bytes: int = 0,
-    rivals: Mapping[str, Simulation] | None = None,
-    limits: Mapping[str, int] | None = None,
-    title: str | None = None,
+    frontier: Frontier, *, reserved_bytes: int = 0, limits: Mapping[str, int] | None = None, title: str | None = None
 ) -> Figure:
     """Draw what every budget costs in time.
 
     Args:
         frontier: The curve.
         reserved_bytes: What the process holds besides activations, added to the budgets.
-        rivals: Other schedules of the same chain by name, drawn as crosses.
         limits: Sizes to mark by name, such as memories of devices, in the units of the axis.
         title: Above the picture.
     Returns:
@@ -296,7 +264,6 @@ def plot_frontier(
     axes.plot([*x, right / unit], [*y, y[-1]], drawstyle="steps-post", color=_COLOUR, linewidth=1.4)
     axes.fill_between([*x, right / unit], [*y, y[-1]], step="post", color=_PALE, alpha=0.45, linewidth=0)
     _mark(axes, frontier, reserved_bytes, unit)
-    _draw_rivals(axes, rivals or {}, reserved_bytes, unit, (left, right), top)
     for name, size in (limits or {}).items():
         if left < size < right:
             axes.axvline(size / unit, color=PLAIN_COLOUR, linewidth=0.9, linestyle=(0, (4, 2)))
@@ -333,38 +300,11 @@ def _mark(axes: Axes, frontier: Frontier, reserved_bytes: int, unit: int) -> Non
         )  # fmt: skip
 
 
-def _draw_rivals(
-    axes: Axes,
-    rivals: Mapping[str, Simulation],
-    reserved_bytes: int,
-    unit: int,
-    span: tuple[float, float],
-    top: float,
-) -> None:
-    shown: dict[str, list[tuple[float, float]]] = {}
-    for name, rival in rivals.items():
-        size, percent = reserved_bytes + rival.peak_bytes, 100 * rival.overhead
-        if span[0] <= size <= span[1] and percent <= top:
-            kind = re.sub(r"_\d+$", "", name)
-            shown.setdefault(_RIVAL_NAMES.get(kind, kind), []).append((size / unit, percent))
-    for (name, points), (marker, colour) in zip(shown.items(), cycle(_RIVAL_STYLES), strict=False):
-        axes.plot(*zip(*points, strict=True), marker, color=colour, markersize=4, label=name)
-
-
-_RIVAL_NAMES = {
-    "per_stage": "each stage",
-    "periodic": "equal segments",
-    "whole": "one segment",
-    "halving": "nested halves",
-}
-_RIVAL_STYLES = (("s", "#EE7733"), ("D", "#AA3377"), ("^", "#117733"), ("x", "#777777"))
-
-
 # ----------------------------------------------------------------------------------------------------
 # One step of a pipeline: devices upwards, time to the right, and below what each device holds.
 
 _Bar: TypeAlias = tuple[int, float, float, str]  # device, start, end, and the number in it
-_WIDTH, _ROW, _LEAST, _MOST, _MEMORY_HEIGHT, _FRAME = 7.0, 0.34, 0.9, 5.0, 1.5, 0.8
+_ROW, _LEAST, _MOST, _MEMORY_HEIGHT, _FRAME = 0.34, 0.9, 5.0, 1.5, 0.8
 _BAR = 0.84
 # A number in a bar that is narrower than this part of the axis for each of its digits would stick out.
 _LEAST_WIDTH = 0.014
@@ -375,16 +315,13 @@ _MOST_LINES = 4
 _DEVICE_COLOURS = ("#222222", "#AA3377", "#228833", "#BBAA22")
 
 
-def plot_pipeline(
-    simulation: PipelineSimulation | Partition, *, memory: bool | None = None, title: str | None = None
-) -> Figure:
+def plot_pipeline(simulation: PipelineSimulation | Partition, *, title: str | None = None) -> Figure:
     """Draw one step of a pipeline.
 
     Args:
         simulation: The step, or a partition for its step. Every action is a bar with the number of its micro-batch;
-            white is the bubble. With several stages per device, those behind the first are paler.
-        memory: Draw below what devices hold: of a few devices each, of more the one that holds most and the last one.
-            By default if the simulation knows of any.
+            white is the bubble. With several stages per device, those behind the first are paler. Below is what devices
+            hold if that is known: of a few devices each, of more the one that holds most and the last one.
         title: Above the picture. By default the duration of the step and its bubble.
     Returns:
         A figure that belongs to no window: save it with ``figure.savefig(path)``.
@@ -399,11 +336,9 @@ def plot_pipeline(
         raise PlotError("there is nothing to draw: expected actions that take time")
     devices = len(simulation.events)
     rows = min(max(_ROW * devices, _LEAST), _MOST)
-    memory = any(simulation.peak_bytes) if memory is None else memory
-    heights = (rows, _MEMORY_HEIGHT) if memory else (rows,)
-    figure = new_figure(_WIDTH, sum(heights) + _FRAME)
+    memory = any(simulation.peak_bytes)
+    figure, panels = _panels((rows, _MEMORY_HEIGHT) if memory else (rows,), _FRAME)
     scale, in_seconds = duration_unit(simulation.seconds)
-    panels: list[Axes] = [*figure.subplots(len(heights), 1, sharex=True, height_ratios=heights, squeeze=False).flat]
     several = _draw_actions(panels[0], simulation, scale)
     panels[0].set(xlim=(0, 1.01 * simulation.seconds / scale), ylim=(devices - 0.5, -0.5), ylabel="device")
     shown = range(0, devices, -(-devices // _MOST_NAMED))
@@ -464,25 +399,13 @@ def _draw_memory(axes: Axes, simulation: PipelineSimulation, scale: float, limit
         label = f"device {device}: {format_bytes(simulation.peak_bytes[device])}"
         x, y = [at / scale for at in seconds], [size / unit for size in sizes]
         axes.plot(x, y, color=colour, linewidth=1.0, label=label)
-    lines = [line for line in _limit_lines(limits, devices) if line[0] <= 2 * highest]
-    for limit, colour, style, label in lines:
-        axes.axhline(limit / unit, color=colour, linewidth=1.2, linestyle=style, label=label)
-    top = max([highest, *(limit for limit, *_ in lines)])
+    shown = sorted({limit for limit in limits if limit is not None and limit <= 2 * highest})
+    for limit in shown:
+        axes.axhline(limit / unit, color=BUDGET_COLOUR, linewidth=1.2, label=f"limit: {format_bytes(limit)}")
+    top = max([highest, *shown])
     axes.set(ylim=(0, 1.09 * top / unit), ylabel=f"memory ({in_bytes})")
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize="x-small", handlelength=1.2)
     clear_frame(axes)
-
-
-def _limit_lines(limits: Sequence[int | None], devices: Sequence[int]) -> list[tuple[int, str, str, str]]:
-    """Limits with colours, styles and names: one for all, or where devices differ, of each that is drawn."""
-    known = {limit for limit in limits if limit is not None}
-    if len(known) <= 1 and None not in limits:
-        return [(limit, BUDGET_COLOUR, "-", f"limit: {format_bytes(limit)}") for limit in known]
-    return [
-        (limit, colour, "--", f"limit of {device}: {format_bytes(limit)}")
-        for device, colour in zip(devices, _DEVICE_COLOURS, strict=False)
-        if (limit := limits[device]) is not None
-    ]
 
 
 def _levels(events: Sequence[PipelineEvent]) -> Iterator[tuple[float, int]]:
