@@ -97,10 +97,10 @@ def _built(name: PipelineScheduleName, m: int) -> PipelinedModule:
 
 def _step_seconds(made: PipelinedModule, m: int) -> float:
     rows = m * _ROWS
-    inputs = made.inputs(split(((torch.randn(rows, _WIDTH),), {}), sizes_of(rows, m)))
+    inputs = made.runner.inputs(split(((torch.randn(rows, _WIDTH),), {}), sizes_of(rows, m)))
     dist.barrier()
     start = time.perf_counter()
-    made.runner.train(inputs, lambda output, _: output.sum(), seed=0, signature=made.signature())
+    made.runner.train(inputs, lambda output, _: output.sum(), seed=0)
     dist.barrier()
     return time.perf_counter() - start
 

@@ -11,7 +11,8 @@ from torch import nn
 
 from lightning_rotor.capture.cuts import sequentialize
 from lightning_rotor.errors import SampleError
-from lightning_rotor.pipeline.partition import check_balance, partition
+from lightning_rotor.pipeline.partition import partition
+from lightning_rotor.pipeline.partition.balance import check_balance
 from lightning_rotor.pipeline.pipelined import balance_by_size, balance_by_time
 from lightning_rotor.pipeline.schedule import PipelineError
 from lightning_rotor.profiling import profile_chain

@@ -7,8 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from lightning_rotor.pipeline.partition import InFlightPlanner, StagePlan, with_end
-from lightning_rotor.pipeline.partition.in_flight import END, without_end
+from lightning_rotor.pipeline.partition.in_flight import END, InFlightPlanner, StagePlan, with_end, without_end
 from lightning_rotor.planning import plan
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate

@@ -12,15 +12,8 @@ import pytest
 
 from lightning_rotor.chain import Skip
 from lightning_rotor.errors import RotorError
-from lightning_rotor.pipeline.partition import (
-    Link,
-    PartitionError,
-    PipelineDevice,
-    Problem,
-    boundary_bytes,
-    partition,
-    sub_chain,
-)
+from lightning_rotor.pipeline.partition import Link, PartitionError, PipelineDevice, Problem, partition
+from lightning_rotor.pipeline.partition.in_flight import boundary_bytes, sub_chain
 from lightning_rotor.pipeline.partition.problem import Costs
 from lightning_rotor.pipeline.pipelined import balance_by_time
 from lightning_rotor.pipeline.schedule import PipelineError
@@ -328,7 +321,7 @@ def chain_of(n):
         ),
         (
             {"balance": [3, 6]},
-            r"balance=\[3, 6\] shares out 9 stages, but the model has 8: .* such as balance=\[3, 5\]",
+            r"balance=\[3, 6\] shares out 9 stages, but the model has 8: .* such as balance=\[4, 4\]",
         ),
         ({"balance": [8]}, r"balance=\[8\] has 1 entries for 2 pipeline stages: .* such as balance=\[4, 4\]"),
         ({"balance": [8, 0]}, r"has 0 at place 1: expected positive integers, .* such as balance=\[4, 4\]"),

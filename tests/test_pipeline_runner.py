@@ -53,7 +53,7 @@ def step(made: PipelinedModule, x: torch.Tensor, target: torch.Tensor, seed: int
         losses[number] = value.detach()
         return value * (sizes[number] / sum(sizes))
 
-    made.runner.train(made.inputs(split(((x,), {}), sizes)), loss, seed=seed, signature=made.signature())
+    made.runner.train(made.runner.inputs(split(((x,), {}), sizes)), loss, seed=seed)
     return losses
 
 
@@ -142,10 +142,10 @@ def levels(
         state_bytes=lambda stages: [0] * len(stages),
         processes=PipelineProcesses(torch.device("cpu")),
     )
-    inputs = made.inputs(calls)
+    inputs = made.runner.inputs(calls)
 
     def run() -> None:
-        made.runner.train(inputs, lambda output, _: (output * weights).sum(), seed=1, signature=made.signature())
+        made.runner.train(inputs, lambda output, _: (output * weights).sum(), seed=1)
 
     run(), run()
     for parameter in model.parameters():
@@ -244,9 +244,9 @@ def counted(rank: int, options: PipelineOptions) -> list[int]:
         processes=PipelineProcesses(torch.device("cpu")),
     )
     made.placement.give_up()
-    made.runner.train(made.inputs(calls), lambda output, _: output.sum(), seed=0)  # looks at shapes as well
+    made.runner.train(made.runner.inputs(calls), lambda output, _: output.sum(), seed=0)  # looks at shapes as well
     counting[rank].counts[:] = 0, 0
-    made.runner.train(made.inputs(calls), lambda output, _: output.sum(), seed=0)
+    made.runner.train(made.runner.inputs(calls), lambda output, _: output.sum(), seed=0)
     return list(counting[rank].counts)
 
 
@@ -273,7 +273,9 @@ def deferred(rank: int, momentum: float | None, recompute: str) -> float:
     )
     for x in batches:
         other(x)
-        made.runner.train(made.inputs(split(((x,), {}), sizes_of(len(x), 4))), lambda output, _: output.sum(), seed=0)
+        made.runner.train(
+            made.runner.inputs(split(((x,), {}), sizes_of(len(x), 4))), lambda output, _: output.sum(), seed=0
+        )
     if rank:
         return 0.0
     pairs = zip(layer.buffers(), other.buffers(), strict=True)

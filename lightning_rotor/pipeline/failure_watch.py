@@ -33,13 +33,7 @@ class FailureWatch:
     """Lines between the processes of a job, made on all of them at once."""
 
     def __init__(
-        self,
-        rank: int,
-        size: int,
-        *,
-        host: str,
-        from_first: Callable[[Any], Any],
-        grace_seconds: float = GRACE_SECONDS,
+        self, rank: int, size: int, *, host: str, from_first: Callable[[Any], Any], grace_seconds: float = GRACE_SECONDS
     ) -> None:
         self._rank, self._grace_seconds = rank, grace_seconds
         self._known, self._ended = threading.Event(), threading.Event()

@@ -9,7 +9,7 @@ running statistics are updated once for each batch, from the mean and variance o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -18,10 +18,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from lightning_rotor.execution.options import kept_attributes, lent_buffers, undisturbed
 from lightning_rotor.pipeline.schedule import PipelineError
 from lightning_rotor.private.values import tensors_in, tree_flatten, tree_unflatten
-from lightning_rotor.stages.sequential import Stage
 
 
 def rows_in(batch: Any) -> int:
@@ -77,36 +75,18 @@ def join(parts: Sequence[Any]) -> Any:
 BatchNorm: TypeAlias = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
 
 
-def values_per_row(module: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[BatchNorm, float]:
-    """By BatchNorm of a module, values of a channel in a row, found by a run that leaves no trace."""
-    found: dict[BatchNorm, float] = {}
-    layers = [layer for layer in module.modules() if isinstance(layer, BatchNorm) and layer.running_mean is not None]
-    if not layers:
-        return found
-    rows, (args, kwargs) = rows_in(call), call
-
-    def note(layer: Any, given: tuple[Any, ...]) -> None:
-        found[layer] = found.get(layer, 0.0) + given[0].numel() / given[0].shape[1] / rows
-
-    hooks = [layer.register_forward_pre_hook(note) for layer in layers]
-    device, whole = next(module.parameters()).device, Stage("", (module,))
-    try:
-        with undisturbed(device), kept_attributes(whole), lent_buffers(whole), torch.no_grad():
-            module(*args, **kwargs)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found
-
-
 @dataclass(slots=True)
 class _Layer:
     """One BatchNorm during a batch."""
 
     layer: BatchNorm
-    values_per_row: float
     before: list[torch.Tensor] = field(default_factory=list)
     seen: list[tuple[float, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    values: float = 0.0  # of a channel in the input that it was called with last
+
+    def note(self, _: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+        """Hook that counts the values of a channel."""
+        self.values = given[0].numel() / given[0].shape[1]
 
     @property
     def buffers(self) -> list[torch.Tensor]:
@@ -118,15 +98,16 @@ class _Layer:
 class BatchStatistics:
     """Collects the statistics of micro-batches, and updates running ones once for each batch."""
 
-    def __init__(self, modules: Iterable[nn.Module], counts: Mapping[BatchNorm, float]) -> None:
-        layers = [each for each in dict.fromkeys(modules) if isinstance(each, BatchNorm) and each in counts]
-        self._layers = [_Layer(layer, counts[layer]) for layer in layers]
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        layers = (each for each in dict.fromkeys(modules) if isinstance(each, BatchNorm))
+        self._layers = [_Layer(layer) for layer in layers if layer.running_mean is not None]
 
     @contextmanager
-    def micro_batch(self, rows: int, *, last: bool) -> Iterator[None]:
+    def micro_batch(self, *, last: bool) -> Iterator[None]:
         """Context of the forward of a micro-batch; after the last one, running statistics are updated."""
         active = [each for each in self._layers if each.layer.training]
         momenta = [each.layer.momentum for each in active]
+        hooks = [each.layer.register_forward_pre_hook(each.note) for each in active]
         for each in active:
             each.before = each.before or [buffer.clone() for buffer in each.buffers]
             # With this momentum the layer leaves the micro-batch's own statistics.
@@ -134,11 +115,12 @@ class BatchStatistics:
         try:
             yield
         finally:
-            for each, momentum in zip(active, momenta, strict=True):
+            for each, momentum, hook in zip(active, momenta, hooks, strict=True):
                 each.layer.momentum = momentum
+                hook.remove()
         for each in active:
             mean, variance, _ = each.buffers
-            each.seen.append((rows * each.values_per_row, mean.clone(), variance.clone()))
+            each.seen.append((each.values, mean.clone(), variance.clone()))
             if last:
                 _update(each)
 

@@ -7,10 +7,12 @@ module, sample ──► chain (cut, measured) ──► Partition ──► par
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any, TypeAlias
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +20,7 @@ from torch import nn
 from lightning_rotor.capture.cuts import GraphCut, SequentialCut, cut_graph, sequentialize
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import ModelError, RotorError, SampleError
-from lightning_rotor.pipeline.micro_batches import join, rows_in, split, values_per_row
+from lightning_rotor.pipeline.micro_batches import join, rows_in, split
 from lightning_rotor.pipeline.partition import Partition, PipelineDevice, partition
 from lightning_rotor.pipeline.partition.balance import least_largest, stage_bytes, stage_seconds
 from lightning_rotor.pipeline.placement import PipelineProcesses, Placement, first, gathered, tensors_of
@@ -35,8 +37,6 @@ from lightning_rotor.stages.sequential import Stage
 
 _log = logging.getLogger(__name__)
 
-StateBytes: TypeAlias = Callable[[Sequence[Stage]], Sequence[int]]
-"""By stage of a chain, what training keeps of it besides gradients."""
 # Ratio of durations up to which two devices count as equally fast.
 _ALIKE = 1.15
 # Least seconds of all stages: shorter ones end before a process is interrupted once.
@@ -50,14 +50,14 @@ def pipelined(
     *,
     options: PipelineOptions,
     devices: Sequence[PipelineDevice],
-    state_bytes: StateBytes,
+    state_bytes: Callable[[Sequence[Stage]], Sequence[int]],
     processes: PipelineProcesses,
 ) -> PipelinedModule:
     """Cut a module into pipeline stages; every process of the pipeline does it at once, with the whole model.
 
-    ``call`` is a micro-batch's, under settings as in training; how fast the ``devices`` are is measured. Raises on
-    every process a PipelineError, a PartitionError with the memory that would do, or a ModelError if the module is no
-    chain.
+    ``call`` is a micro-batch's, under settings as in training; ``state_bytes`` says by stage what training keeps beside
+    gradients; how fast the ``devices`` are is measured. Raises on every process a PipelineError, a PartitionError with
+    the memory that would do, or a ModelError if the module is no chain.
     """
     if not tensors_in(call):
         raise PipelineError(
@@ -73,7 +73,6 @@ def pipelined(
     count = len(made.choices)
     pieces = [profile.stages[choice.first : choice.last + 1] for choice in made.choices]
     placement = Placement(model, pieces, processes)
-    norms = values_per_row(module, call) if options.deferred_batch_norm else None
     mine = range(processes.rank, count, processes.size)
 
     def runner(cut: SequentialCut | GraphCut, parts: Sequence[Part]) -> PipelineRunner:
@@ -84,8 +83,8 @@ def pipelined(
         choice = made.choices[number]
         lasts = (False,) if choice.last_plan is None else (False, True)
         plans = [made.plan(number, last_micro_batch=last) for last in lasts]
-        run, states = (choice.first, choice.last), profile.states
-        return Part(number, profile.stages, run, states=states, plans=plans, chain=chain, batch_norms=norms)
+        run, defers = (choice.first, choice.last), options.deferred_batch_norm
+        return Part(number, profile.stages, run, states=profile.states, plans=plans, chain=chain, defers=defers)
 
     training_runner = evaluation = runner(training, list(map(trained, mine)))
     if isinstance(training, GraphCut):
@@ -96,7 +95,7 @@ def pipelined(
     whole = PipelinedModule(
         module, made, placement, options, runner=training_runner, evaluation=evaluation, processes=processes
     )
-    whole.runner.check(whole.inputs([call])[0], signature=whole.signature())
+    training_runner.check(call)
     return whole
 
 
@@ -189,34 +188,24 @@ def speeds_beside_first(seconds: Sequence[Sequence[float]]) -> list[float]:
 def _middle_ratio(seconds: Sequence[float], first: Sequence[float]) -> float:
     """Median of ``seconds / first`` over stages, weighted by duration."""
     ratios = sorted((own / other, other) for own, other in zip(seconds, first, strict=True) if own > 0 and other > 0)
-    half, passed = sum(weight for _, weight in ratios) / 2, 0.0
-    for ratio, weight in ratios:
-        passed += weight
-        if passed >= half:
-            return ratio
-    return 1.0
+    passed = list(accumulate(weight for _, weight in ratios))
+    return ratios[bisect_left(passed, passed[-1] / 2)][0] if ratios else 1.0
 
 
 # -------------------------------------------------------------------- stages of evaluation
 
 
 def _evaluation_cut(module: nn.Module, call: Call) -> SequentialCut | GraphCut:
-    # What layers before it make requires no gradients then.
+    """Stages in evaluation, cut in a mode that is set back; what layers before make requires no gradients then."""
     args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.detach, call)
-    with _evaluating(module), torch.no_grad():
-        try:
-            return cut_for_rows(module, args, kwargs)
-        except ModelError as error:
-            name = type(module).__name__
-            raise PipelineError(f"{name} can be cut in training, but not in evaluation: {error}") from None
-
-
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
     modes = [(each, each.training) for each in module.modules()]
     module.eval()
     try:
-        yield
+        with torch.no_grad():
+            return cut_for_rows(module, args, kwargs)
+    except ModelError as error:
+        name = type(module).__name__
+        raise PipelineError(f"{name} can be cut in training, but not in evaluation: {error}") from None
     finally:
         for each, mode in modes:
             each.training = mode

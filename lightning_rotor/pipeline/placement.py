@@ -7,7 +7,7 @@ for the others, so names, shapes and parameter numbers in optimizers are those o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,11 +51,11 @@ def processes_of(device: torch.device, stages: int) -> PipelineProcesses:
     return PipelineProcesses(device, mesh.get_group("stage"), mesh.get_group("replica"))
 
 
-def first(value: Any, group: dist.ProcessGroup | None = None) -> Any:
-    """The first process's value, on every process."""
+def first(value: Any, group: dist.ProcessGroup | None = None, *, source: int = 0) -> Any:
+    """The first process's value, or that of another one, on every process."""
     box = [value]
     if dist.get_world_size(group) > 1:
-        dist.broadcast_object_list(box, group=group, group_src=0)
+        dist.broadcast_object_list(box, group=group, group_src=source)
     return box[0]
 
 
@@ -101,13 +101,6 @@ def share_model(model: nn.Module) -> None:
         )
     for tensor in tensors.values():
         share(tensor)
-
-
-def share_buffers(model: nn.Module, replicas: dist.ProcessGroup | None) -> None:
-    """Give copies of a pipeline the first one's buffers, as DDP does before each forward."""
-    for buffer in model.buffers() if replicas is not None else ():
-        if not buffer.is_meta:
-            share(buffer, replicas)
 
 
 def share_generators(processes: PipelineProcesses) -> None:
@@ -262,23 +255,16 @@ def _stages_of_tensors(model: nn.Module, stages: Sequence[Sequence[Stage]]) -> d
     # A traced forward may read parameters of modules that it never calls: only outside modules hold those.
     held = [set(map(id, module._parameters.values())) for module in model.modules() if id(module) in inside]
     held_inside = set[int]().union(*held)
-    for name, parameter in _held_outside(model, inside):
-        if id(parameter) in found and id(parameter) in held_inside:
+    for name, module in model.named_modules():
+        for key, parameter in module._parameters.items() if id(module) not in inside else ():
+            if id(parameter) not in found or id(parameter) not in held_inside:
+                continue
             raise PipelineError(
-                f"pipeline stage {found[id(parameter)]} shares the parameter {name!r} with what is outside of the "
-                "pipeline: expected each parameter in one place. Let module=... name a module that holds both, or "
-                "untie the weights"
+                f"pipeline stage {found[id(parameter)]} shares the parameter {f'{name}.{key}'.lstrip('.')!r} with what "
+                "is outside of the pipeline: expected each parameter in one place. Let module=... name a module that "
+                "holds both, or untie the weights"
             )
     return found
-
-
-def _held_outside(model: nn.Module, inside: set[int]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters in modules that are not in stages, with their names."""
-    for name, module in model.named_modules():
-        if id(module) not in inside:
-            for key, parameter in module._parameters.items():
-                if parameter is not None:
-                    yield f"{name}.{key}".lstrip("."), parameter
 
 
 def outside(model: nn.Module, module: nn.Module) -> list[torch.Tensor]:

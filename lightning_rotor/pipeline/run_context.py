@@ -128,7 +128,12 @@ def paused_call() -> PausedCall | None:
 
 
 class PausedCall:
-    """Code that calls the pipeline once and waits there, in a thread with random numbers and settings of its own."""
+    """Code that calls the pipeline once and waits there, in a thread with random numbers and settings of its own.
+
+    It may stand in the place of the module's ``forward``.
+    """
+
+    active = True
 
     def __init__(self, run: Callable[[], Any], *, seed: int, device: torch.device, what: str = "training_step") -> None:
         self._run, self._device, self._what = run, device, what
@@ -172,7 +177,7 @@ class PausedCall:
                 self._mine.release()
                 self._thread.join()
 
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the pipeline from the code's thread: wait for the answer."""
         expected = None
         if self._answer is not None or self._arguments is not None:

@@ -21,10 +21,10 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 from lightning_rotor.capture.cuts import GraphCut, SequentialCut
 from lightning_rotor.capture.graph_stage import GraphSlice
 from lightning_rotor.execution.options import kept_attributes, lent_buffers, undisturbed
-from lightning_rotor.pipeline.placement import PipelineProcesses, share
+from lightning_rotor.pipeline.placement import PipelineProcesses, first, share
 from lightning_rotor.pipeline.run_context import Call, RunContext
 from lightning_rotor.pipeline.schedule import PipelineError, PipelineScheduleName, check_numbers
-from lightning_rotor.pipeline.stage_runner import Gradients, Layout, Layouts, MicroBatchStage, Part, Step
+from lightning_rotor.pipeline.stage_runner import Gradients, Layout, MicroBatchStage, Part, Step
 from lightning_rotor.stages.sequential import packed, unpacked, wiring_of
 
 Inputs: TypeAlias = Sequence[Sequence[Any]]
@@ -51,6 +51,7 @@ class PipelineRunner:
         self._module, self._cut, self._parts = module, cut, dict(sorted(parts.items()))
         self._stages, self._schedule, self._processes = stages, schedule, processes
         self._device, self._group = processes.device, processes.group
+        self._slots = [(each._parameters, name) for each in module.modules() for name in each._parameters]
         self._known: dict[Any, tuple[Layout, ...]] = {}
         # One at a time, for its buffers take memory: what is received, once for each micro-batch.
         self._ready: tuple[Any, Any, list[MicroBatchStage]] | None = None
@@ -80,32 +81,29 @@ class PipelineRunner:
         return found
 
     def train(
-        self, inputs: Inputs, loss: Loss, *, seed: int, signature: Any = None, context: RunContext | None = None
+        self, inputs: Inputs, loss: Loss, *, seed: int, context: RunContext | None = None
     ) -> tuple[tuple[Any, ...], tuple[Gradients, ...]]:
         """Run forward and backward of all micro-batches; parameter gradients are added to existing ones.
 
-        ``loss`` is called on the last stage's process, in the order of the schedule. ``seed`` and ``signature`` (which
-        parameters learn) are the same on all processes. ``context`` holds in forwards only; by default that of this
-        call. Returns, by micro-batch and on every process, outputs without a graph, and gradients of the tensors in the
-        chain's input (None where it asks for none).
+        ``loss`` is called on the last stage's process, in the order of the schedule. ``seed`` is the same on all
+        processes. ``context`` holds in forwards only; by default that of this call. Returns, by micro-batch and on
+        every process, outputs without a graph, and gradients of the tensors in the chain's input (None where it asks
+        for none).
         """
-        context = context or RunContext()
-        step = Step(self._layouts(inputs, (True, signature), context), seed, context.restored)
+        step = self._step(inputs, seed, context)
         self._loss = loss
         try:
-            schedule, stages = self._prepared(step, inputs, training=True)
+            schedule, stages = self._prepared(step, inputs)
             schedule()
         finally:
             self._loss = None
         gradients = self._shared_input_gradients(step, stages)
         return self._shared_outputs(step), gradients
 
-    def run_forwards(
-        self, inputs: Inputs, *, seed: int, signature: Any = None, context: RunContext
-    ) -> tuple[tuple[Any, ...], OpenStep]:
+    def run_forwards(self, inputs: Inputs, *, seed: int) -> tuple[tuple[Any, ...], OpenStep]:
         """First half of :meth:`train` under ``"gpipe"``: outputs on every process, and what the second half needs."""
-        step = Step(self._layouts(inputs, (True, signature), context), seed, context.restored)
-        _, (stage,) = self._prepared(step, inputs, training=True)
+        step = self._step(inputs, seed)
+        _, (stage,) = self._prepared(step, inputs)
         stage.clear_runtime_states()
         sent: list[dist.Work] = []
         for number in range(len(step.layouts)):
@@ -128,19 +126,19 @@ class PipelineRunner:
         _wait(sent)
         return self._shared_input_gradients(step, [stage])
 
-    def forward(self, inputs: Inputs, *, seed: int, signature: Any = None) -> tuple[Any, ...]:
+    def forward(self, inputs: Inputs, *, seed: int) -> tuple[Any, ...]:
         """By micro-batch, the chain's output without gradients, on every process."""
         with torch.no_grad():
-            step = Step(self._layouts(inputs, (False, signature), RunContext()), seed)
-            schedule, stages = self._prepared(step, inputs, training=False)
+            step = self._step(inputs, seed)
+            schedule, stages = self._prepared(step, inputs)
             schedule()
             for stage in stages:
                 stage.clear_runtime_states()
             return self._shared_outputs(step)
 
-    def check(self, values: Sequence[Any], *, signature: Any = None) -> None:
+    def check(self, call: Call) -> None:
         """Refuse, on every process, a micro-batch that training cannot hand from stage to stage."""
-        self._layouts([values], (True, signature), RunContext())
+        self._step(self.inputs([call]), 0)
 
     def release(self) -> None:
         """Free the memory of buffers."""
@@ -148,47 +146,46 @@ class PipelineRunner:
 
     # ---------------------------------------------------------------- shapes
 
-    def _layouts(self, inputs: Inputs, signature: Any, context: RunContext) -> Layouts:
-        """Layouts of what crosses cuts; equal micro-batches are looked at once, when first seen."""
-        found = []
+    def _step(self, inputs: Inputs, seed: int, context: RunContext | None = None) -> Step:
+        """A step with layouts of what crosses cuts; equal micro-batches are looked at once, when first seen."""
+        layouts, trains, context = [], torch.is_grad_enabled(), context or RunContext()
+        learns = tuple(each.requires_grad for table, name in self._slots if (each := table[name]) is not None)
         for values in inputs:
             layout = Layout.of(values, "the model's input")
-            key = layout, signature, context.dtypes
+            key = layout, trains, learns, context.dtypes
             if key not in self._known:
                 self._known[key] = (layout, *self._scouted(layout, layout.flat(values), context))
-            found.append(self._known[key])
-        return tuple(found)
+            layouts.append(self._known[key])
+        return Step(tuple(layouts), seed, context.restored, trains)
 
     def _scouted(self, layout: Layout, tensors: Sequence[torch.Tensor], context: RunContext) -> list[Layout]:
         """Layouts seen by running one micro-batch through all stages, without leaving a trace."""
         layouts: list[Layout] = []
-        trained = torch.is_grad_enabled()
         for number in range(self._stages):
-            answer: list[Any] = [None]
-            made: list[torch.Tensor] = []
+            answer, made, source = None, list[torch.Tensor](), number % self._processes.size
             if number in self._parts:
-                with context.restored(), torch.set_grad_enabled(trained):
-                    answer[0], made = self._looked_at(number, layout, tensors)
-            if self._processes.size > 1:
-                dist.broadcast_object_list(answer, group=self._group, group_src=number % self._processes.size)
-            if isinstance(answer[0], Exception):
-                raise answer[0]
-            layout = answer[0]
+                answer, made = self._looked_at(number, layout, tensors, context)
+            answer = first(answer, self._group, source=source)
+            if isinstance(answer, Exception):
+                raise answer
+            layout = answer
             layouts.append(layout)
-            tensors = made or [meta.buffer(self._device) for meta in layout.metas]
+            tensors = made or layout.buffers(self._device)
             for tensor in tensors:
-                share(tensor, self._group, source=number % self._processes.size)
+                share(tensor, self._group, source=source)
         return layouts
 
     def _looked_at(
-        self, number: int, layout: Layout, tensors: Sequence[torch.Tensor]
-    ) -> tuple[Layout | PipelineError, list[torch.Tensor]]:
+        self, number: int, layout: Layout, tensors: Sequence[torch.Tensor], settings: RunContext
+    ) -> tuple[Any, list[torch.Tensor]]:
+        """What a stage makes: its layout or what is wrong with it, and the tensors."""
         part, trained = self._parts[number], torch.is_grad_enabled()
         given = [
             tensor.detach().requires_grad_(meta.requires_grad)
             for tensor, meta in zip(tensors, layout.metas, strict=True)
         ]
         with ExitStack() as context:
+            context.enter_context(settings.restored())
             context.enter_context(undisturbed(self._device))
             for stage in part.stages:
                 context.enter_context(kept_attributes(stage))
@@ -204,19 +201,15 @@ class PipelineRunner:
 
     # ---------------------------------------------------------------- a step
 
-    def _prepared(
-        self, step: Step, inputs: Inputs, *, training: bool
-    ) -> tuple[Callable[[], Any], list[MicroBatchStage]]:
+    def _prepared(self, step: Step, inputs: Inputs) -> tuple[Callable[[], Any], list[MicroBatchStage]]:
         """What runs a schedule of torch for a step, and its stages; those of the last one if it was alike."""
         for part in self._parts.values():
             part.step = step
-        key = step.layouts, training
+        key = step.layouts, step.trains
         if self._ready is None or self._ready[0] != key:
             self._ready = None
-            stages = [
-                MicroBatchStage(part, self._stages, self._processes, trains=training) for part in self._parts.values()
-            ]
-            loss = self._loss_of if training else None
+            stages = [MicroBatchStage(part, self._stages, self._processes) for part in self._parts.values()]
+            loss = self._loss_of if step.trains else None
             schedule = _torch_schedule(self._schedule, stages, len(step.layouts), loss)
             # Torch cuts what it is given as targets: each micro-batch's is its number.
             numbers = torch.arange(len(step.layouts))
@@ -239,7 +232,7 @@ class PipelineRunner:
     def _shared_outputs(self, step: Step) -> tuple[Any, ...]:
         shared = []
         for number, (*_, layout) in enumerate(step.layouts):
-            tensors = self._outputs.pop(number, None) or [meta.buffer(self._device) for meta in layout.metas]
+            tensors = self._outputs.pop(number, None) or layout.buffers(self._device)
             for tensor in tensors:
                 share(tensor, self._group, source=(self._stages - 1) % self._processes.size)
             shared.append(packed(layout.values(tensors)))

@@ -11,7 +11,7 @@ on never enters its schedule::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -26,9 +26,8 @@ from lightning_rotor.chain import Chain
 from lightning_rotor.execution.executor import Executor
 from lightning_rotor.execution.options import run_stage
 from lightning_rotor.execution.segment_state import SegmentState
-from lightning_rotor.pipeline.micro_batches import BatchNorm, BatchStatistics
-from lightning_rotor.pipeline.partition import StagePlan
-from lightning_rotor.pipeline.partition.in_flight import END
+from lightning_rotor.pipeline.micro_batches import BatchStatistics
+from lightning_rotor.pipeline.partition.in_flight import END, StagePlan
 from lightning_rotor.pipeline.placement import PipelineProcesses
 from lightning_rotor.pipeline.run_context import mixed, seeded, with_seeds
 from lightning_rotor.pipeline.schedule import PipelineError
@@ -108,17 +107,14 @@ def _place(leaf: Any) -> Any:
     return True if isinstance(leaf, torch.Tensor) else None if leaf is None else (leaf,)
 
 
-Layouts: TypeAlias = tuple[tuple[Layout, ...], ...]
-"""By micro-batch, what crosses each cut, the input and the output included."""
-
-
 @dataclass(frozen=True, slots=True)
 class Step:
     """What parts need to know of the micro-batches that run."""
 
-    layouts: Layouts = ()
+    layouts: tuple[tuple[Layout, ...], ...] = ()  # by micro-batch, of each cut, input and output included
     seed: int = 0
     context: ForwardContext = nullcontext  # of forwards in training
+    trains: bool = True
 
 
 def crossing(stages: Sequence[Stage], boundary: int) -> tuple[int, ...]:
@@ -137,8 +133,7 @@ class Part(nn.Module):
 
     ``stages`` and ``states`` (what recomputation must leave alone) are the whole chain's, ``run`` the part's first and
     last. User modules are no submodules. Without ``plans`` (of a micro-batch, of the last one) it gives no gradients;
-    with ``chain``, stages draw random numbers each of its own. ``batch_norms`` are the layers with deferred statistics;
-    it says how many values of a channel a row has.
+    with ``chain``, stages draw random numbers each of its own. ``defers`` the running statistics of BatchNorm.
     """
 
     def __init__(
@@ -150,7 +145,7 @@ class Part(nn.Module):
         states: Sequence[SegmentState] = (),
         plans: Sequence[StagePlan] = (),
         chain: Chain | None = None,
-        batch_norms: Mapping[BatchNorm, float] | None = None,
+        defers: bool = False,
     ) -> None:
         super().__init__()
         first, end = run[0], run[1] + 1
@@ -161,8 +156,8 @@ class Part(nn.Module):
         self._plainly = Wiring.of((stage.wiring.wire for stage in self.stages), self._made)
         self._plain_steps = [partial(run_stage, stage) for stage in self._running]
         self._executors = [self._executor(plan) for plan in plans]
-        inside = [module for stage in self.stages for _, module in stage.submodules()] if batch_norms else []
-        self._statistics = BatchStatistics(inside, batch_norms or {})
+        inside = [module for stage in self.stages if defers for _, module in stage.submodules()]
+        self._statistics = BatchStatistics(inside)
         self.step = Step()
         self.outputs: dict[int, list[torch.Tensor]] | None = None  # where to keep them, if anywhere
 
@@ -175,8 +170,7 @@ class Part(nn.Module):
             contexts.enter_context(seeded(mixed(self.step.seed, micro_batch)))
             if torch.is_grad_enabled():
                 contexts.enter_context(self.step.context())
-                rows = next((meta.shape[0] for meta in layouts[0].metas if meta.shape), 1)
-                contexts.enter_context(self._statistics.micro_batch(rows, last=last))
+                contexts.enter_context(self._statistics.micro_batch(last=last))
             values = self.run(values, last=last)
         made = tuple(tensor.contiguous() for tensor in layouts[self.number + 1].flat(values))
         if self.outputs is not None:
@@ -222,13 +216,13 @@ class MicroBatchStage(PipelineStage):
     and ``set_local_…`` and ``get_local_…`` in the place of sending where the next stage is on the same device.
     """
 
-    def __init__(self, part: Part, stages: int, processes: PipelineProcesses, *, trains: bool) -> None:
+    def __init__(self, part: Part, stages: int, processes: PipelineProcesses) -> None:
         # No metadata, so torch makes no buffers. Without the argument it would run the user's modules on garbage.
         nothing, device = (torch.empty(0, device="meta"),), processes.device
         super().__init__(
             part, part.number, stages, device, input_args=nothing, output_args=nothing, group=processes.group
         )
-        self.has_backward = trains
+        self.has_backward = trains = part.step.trains
         layouts = part.step.layouts
         self._takes = [layout[part.number] for layout in layouts]
         self.inputs: list[Tensors] = [] if self.is_first else [layout.buffers(device) for layout in self._takes]

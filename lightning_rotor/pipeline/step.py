@@ -5,8 +5,10 @@ user code of each micro-batch ──► waits at the call ──► PipelineRunn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain, cycle
 from typing import Any, Literal
 
 import torch
@@ -15,13 +17,13 @@ from torch import nn
 
 from lightning_rotor.pipeline.micro_batches import join, rows_in, sizes_of, split
 from lightning_rotor.pipeline.partition import Partition, RecomputeMode
-from lightning_rotor.pipeline.partition.problem import RECOMPUTE_MODES
+from lightning_rotor.pipeline.partition.problem import check_recompute
 from lightning_rotor.pipeline.placement import PipelineProcesses, Placement, first
-from lightning_rotor.pipeline.run_context import OUTSIDE, Call, PausedCall, RunContext, mixed, paused_call, seeded
+from lightning_rotor.pipeline.run_context import OUTSIDE, PausedCall, mixed, paused_call, seeded
 from lightning_rotor.pipeline.runner import Inputs, OpenStep, PipelineRunner
 from lightning_rotor.pipeline.schedule import PipelineError, PipelineScheduleName, check_numbers
 from lightning_rotor.planned.forward import attach, detach
-from lightning_rotor.private.values import tensors_in, tree_flatten, tree_map, tree_unflatten
+from lightning_rotor.private.values import tensors_in, tree_map_only
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +38,16 @@ class PipelineOptions:
     deferred_batch_norm: bool = False  # running statistics are updated once for each batch
 
     def __post_init__(self) -> None:
-        check_numbers("gpipe", 1, self.micro_batches, 1)
         check_numbers(self.schedule, 1, self.micro_batches, 1)
-        if self.recompute not in RECOMPUTE_MODES:
-            known = ", ".join(map(repr, RECOMPUTE_MODES))
-            raise PipelineError(f"recompute is {self.recompute!r}: expected one of {known}")
+        check_recompute(self.recompute)
         if isinstance(self.balance, str) and self.balance != "auto":
             raise PipelineError(f'balance is {self.balance!r}: expected "auto" or numbers such as [3, 4, 2]')
 
 
 class PipelinedModule:
     """Runs a module as a pipeline, in the place of its ``forward``."""
+
+    active = True  # a copy has False
 
     def __init__(
         self,
@@ -62,7 +63,6 @@ class PipelinedModule:
         self.module, self.partition, self.placement, self.options = module, partition, placement, options
         self.processes, self.runner, self._evaluation = processes, runner, evaluation
         self._seed = first(torch.initial_seed(), processes.group)
-        self._slots = [(each._parameters, name) for each in module.modules() for name in each._parameters]
         self._evaluations = 0
         self.manual_step: ManualStep | None = None  # the one that runs
 
@@ -72,11 +72,6 @@ class PipelinedModule:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Inactive, ()
-
-    @property
-    def active(self) -> bool:
-        """True; a copy has False."""
-        return True
 
     def start(self) -> None:
         """Replace the module's forward, and keep this process's part of the weights."""
@@ -93,7 +88,7 @@ class PipelinedModule:
         """In a training step, wait for the pipeline; without gradients, run forward."""
         waiting = paused_call()
         if waiting is not None:
-            return waiting.call(args, kwargs)
+            return waiting(module, args, kwargs)
         if not torch.is_grad_enabled():
             return self.evaluate(args, kwargs)
         if self.manual_step is not None:
@@ -109,19 +104,11 @@ class PipelinedModule:
         calls = split((args, kwargs), sizes_of(rows_in((args, kwargs)), self.options.micro_batches))
         self._evaluations += 1
         seed = mixed(self.seed(0), self._evaluations)  # for dropout that is on without gradients
-        return join(runner.forward(runner.inputs(calls), seed=seed, signature=self.signature()))
+        return join(runner.forward(runner.inputs(calls), seed=seed))
 
     def seed(self, step: int) -> int:
         """Seed of a step, from its number."""
         return mixed(self._seed, step)
-
-    def inputs(self, calls: Sequence[Call]) -> list[Sequence[Any]]:
-        """By micro-batch, the chain's inputs in training."""
-        return self.runner.inputs(calls)
-
-    def signature(self) -> Any:
-        """What shapes depend on besides inputs: which parameters learn."""
-        return tuple(each.requires_grad for table, name in self._slots if (each := table[name]) is not None)
 
     def train(
         self,
@@ -156,15 +143,17 @@ class PipelinedModule:
             for place, call in enumerate(calls):
                 on_turn(place)
                 given.append(call.start())
-            inputs = self.inputs(given)
+            inputs = self.runner.inputs(given)
             del given
-            outputs, gradients = self.runner.train(
-                inputs, loss, seed=seed, signature=self.signature(), context=calls[0].context
-            )
+            outputs, gradients = self.runner.train(inputs, loss, seed=seed, context=calls[0].context)
             for place, output in enumerate(outputs):
                 if place in results:
                     continue
-                value = loss(_leaves(output) if outside_learns else output, place)
+                if outside_learns:  # detached tensors ask for gradients as the output does
+                    output = tree_map_only(
+                        torch.Tensor, lambda t: t.detach().requires_grad_(t.is_floating_point()), output
+                    )
+                value = loss(output, place)
                 if outside_learns and value.requires_grad:
                     value.backward()
         finally:
@@ -206,16 +195,6 @@ def _backward_of_inputs(inputs: Inputs, gradients: Sequence[Sequence[torch.Tenso
         torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
 
 
-def _leaves(output: Any) -> Any:
-    """Detached tensors that ask for gradients as the output does."""
-    return tree_map(
-        lambda value: (
-            value.detach().requires_grad_() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-        ),
-        output,
-    )
-
-
 class ManualStep:
     """Manual optimization: forwards when the module is called, backwards when user code asks for them."""
 
@@ -223,12 +202,11 @@ class ManualStep:
         self._pipelined, self._seed, self._forwards = pipelined, seed, 0
         self._open: OpenStep | None = None  # a forward without a backward
         self._inputs: Inputs = []
-        self._leaves: list[torch.Tensor] = []
+        self._leaves: list[list[torch.Tensor]] = []  # by micro-batch, tensors of the output
         self._spent: list[torch.Tensor] = []
-        self._rows: list[list[int]] = []
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Output for a batch, on every process; its tensors are leaves."""
+        """Output for a batch, on every process: put together from leaves by micro-batch, which get its gradients."""
         if self._open is not None:
             raise PipelineError(
                 "training_step called the module that is cut into pipeline stages again before manual_backward: "
@@ -238,27 +216,15 @@ class ManualStep:
         pipelined, seed = self._pipelined, mixed(self._seed, self._forwards)
         self._forwards += 1
         sizes = sizes_of(rows_in((args, kwargs)), pipelined.options.micro_batches)
-        self._inputs = pipelined.inputs(split((args, kwargs), sizes))
-        outputs, self._open = pipelined.runner.run_forwards(
-            self._inputs, seed=seed, signature=pipelined.signature(), context=RunContext()
-        )
+        self._inputs = pipelined.runner.inputs(split((args, kwargs), sizes))
+        outputs, self._open = pipelined.runner.run_forwards(self._inputs, seed=seed)
         asking = [meta.requires_grad for meta in self._open[0].layouts[0][-1].metas]
-        joined = self._joined(outputs, asking)
+        asks = cycle(asking)
+        parts = [tree_map_only(torch.Tensor, lambda t: t.detach().requires_grad_(next(asks)), each) for each in outputs]
+        self._leaves = list(map(tensors_in, parts))
         if not any(asking):
             self.abandon()  # nothing in the pipeline learns
-        return joined
-
-    def _joined(self, outputs: Sequence[Any], asking: Iterable[bool]) -> Any:
-        columns, specs = zip(*(tree_flatten(output) for output in outputs), strict=True)
-        leaves: list[Any] = [join(list(column)) for column in zip(*columns, strict=True)]
-        self._leaves, self._rows = [], []
-        asks = iter(asking)
-        for place, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor):
-                leaves[place] = leaf = leaf.detach().requires_grad_(next(asks))
-                self._leaves.append(leaf)
-                self._rows.append([len(column[place]) if leaf.dim() else 1 for column in columns])
-        return tree_unflatten(leaves, specs[0])
+        return join(parts)
 
     def backward(self, backward: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Run a backward of user code, and the pipeline's if gradients have reached its output."""
@@ -269,14 +235,14 @@ class ManualStep:
                 "expected one backward for each call, since the pipeline has let go of what it needs. Add up the "
                 "losses, or call the module again"
             )
-        if self._open is None or all(leaf.grad is None for leaf in self._leaves):
+        of_outputs = [tuple(leaf.grad for leaf in leaves) for leaves in self._leaves]
+        if self._open is None or all(gradient is None for each in of_outputs for gradient in each):
             return answer
         opened, self._open = self._open, None
-        by_tensor = [_shared_out(leaf, rows) for leaf, rows in zip(self._leaves, self._rows, strict=True)]
-        gradients = self._pipelined.runner.run_backwards(opened, list(zip(*by_tensor, strict=True)))
-        for leaf in self._leaves:
+        gradients = self._pipelined.runner.run_backwards(opened, of_outputs)
+        for leaf in chain.from_iterable(self._leaves):
             leaf.grad = None
-        self._spent += self._leaves
+            self._spent.append(leaf)
         inputs, self._inputs = self._inputs, []
         _backward_of_inputs(inputs, gradients)
         return answer
@@ -288,41 +254,32 @@ class ManualStep:
             self._pipelined.runner.release()  # torch's stages hold what has no backward
 
 
-def _shared_out(leaf: torch.Tensor, rows: Sequence[int]) -> list[torch.Tensor | None]:
-    """By micro-batch, the gradient of the tensor that :func:`join` made."""
-    if leaf.grad is None or not leaf.dim():
-        return [leaf.grad, *[None] * (len(rows) - 1)]
-    return list(leaf.grad.split(list(rows)))
-
-
-class GradientsApart:
+@contextmanager
+def gradients_apart(
+    parameters: Sequence[torch.Tensor], *, replicas: dist.ProcessGroup | None, keep: bool
+) -> Iterator[Callable[[], None]]:
     """Context in which the parameters' gradients begin at none, and behind which the earlier ones are back.
 
-    New gradients are averaged over ``replicas``. ``keep=False`` frees the earlier ones, for they are about to be
-    zeroed.
+    New gradients are averaged over ``replicas``; what the context yields adds them to the earlier ones, behind it.
+    ``keep=False`` frees the earlier ones, for they are about to be zeroed.
     """
+    before = [parameter.grad if keep else None for parameter in parameters]
+    made: list[torch.Tensor | None] = []
 
-    def __init__(self, parameters: Sequence[torch.Tensor], *, replicas: dist.ProcessGroup | None, keep: bool) -> None:
-        self._parameters, self._replicas = parameters, replicas
-        self._before = [parameter.grad if keep else None for parameter in parameters]
-        self._made: list[torch.Tensor | None] = []
-
-    def __enter__(self) -> GradientsApart:
-        for parameter in self._parameters:
-            parameter.grad = None
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        self._made = [parameter.grad for parameter in self._parameters]
-        for gradient in self._made:
-            if gradient is not None and kind is None and self._replicas is not None:
-                dist.all_reduce(gradient, group=self._replicas)
-                gradient.div_(dist.get_world_size(self._replicas))
-        for parameter, before in zip(self._parameters, self._before, strict=True):
-            parameter.grad = before
-
-    def add(self) -> None:
-        """Add the context's gradients to the earlier ones."""
-        for parameter, gradient in zip(self._parameters, self._made, strict=True):
+    def add() -> None:
+        for parameter, gradient in zip(parameters, made, strict=True):
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield add
+        for parameter in parameters if replicas is not None else ():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad, group=replicas)
+                parameter.grad.div_(dist.get_world_size(replicas))
+    finally:
+        made += [parameter.grad for parameter in parameters]
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient

@@ -32,7 +32,7 @@ from lightning_rotor.pipeline.micro_batches import rows_in, sizes_of, split
 from lightning_rotor.pipeline.partition import PipelineDevice
 from lightning_rotor.pipeline.pipelined import pipelined
 from lightning_rotor.pipeline.placement import PipelineProcesses, gathered, outside, tensors_of
-from lightning_rotor.pipeline.run_context import Call, PausedCall, RunContext, paused_call
+from lightning_rotor.pipeline.run_context import Call, PausedCall, RunContext
 from lightning_rotor.pipeline.schedule import PipelineError, check_numbers
 from lightning_rotor.pipeline.step import PipelinedModule, PipelineOptions
 from lightning_rotor.planned.forward import attached
@@ -56,13 +56,6 @@ class PipelineSettings(PipelineOptions):
     def __post_init__(self) -> None:
         PipelineOptions.__post_init__(self)
         check_numbers("gpipe", self.pipeline_stages or 1, self.micro_batches, 1)
-
-    @property
-    def sample_call(self) -> Call:
-        """The sample as arguments."""
-        if isinstance(self.sample, dict):
-            return (), self.sample
-        return self.sample if isinstance(self.sample, tuple) else (self.sample,), {}
 
     def options(self, devices: int) -> PipelineOptions:
         """Options of a pipeline over some devices."""
@@ -117,15 +110,6 @@ class PipelineSettings(PipelineOptions):
             )
 
 
-def check_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Refuse optimizers that take several backwards for a step."""
-    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
-        raise PipelineError(
-            "LBFGS evaluates the loss several times in a step and needs all parameters in one place: expected an "
-            "optimizer that takes one step for each gradient, such as AdamW or SGD"
-        )
-
-
 def check_calls(trainer: pl.Trainer, name: str, part: Any) -> None:
     """Refuse a ``training_step`` that calls the module more than once, or without gradients, in a dry run."""
     calls: list[bool] = []
@@ -145,15 +129,9 @@ def check_calls(trainer: pl.Trainer, name: str, part: Any) -> None:
         )
 
 
-# -------------------------------------------------------------------- memory
-
-
 def _trained_bytes(tensors: Sequence[torch.Tensor]) -> int:
     trained = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter) and tensor.requires_grad]
     return sum(tensor.numel() * tensor.element_size() for tensor in trained)
-
-
-# -------------------------------------------------------------------- the pipeline
 
 
 class PipelineBuilder:
@@ -206,14 +184,18 @@ class PipelineBuilder:
         return weights + round(factor * _trained_bytes(tensors))
 
     def _first_batch(self) -> Any:
-        states = GeneratorStates()
+        """The first batch of the Trainer's task, as a step sees it; None if there is none."""
+        states, loop = GeneratorStates(), getattr(self._trainer, _TASKS[self._trainer.state.fn][0])
         with kept_attributes(Stage("", (self._model,))):
-            batch = first_batch(self._trainer)
-            if batch is None:
+            loop.setup_data()
+            # The loop asks for another loader itself, and draws the same random numbers then.
+            loader = take_loader(loop)
+            mode: Any = "max_size_cycle" if self._fits else "sequential"
+            found = None if loader is None else next(iter(CombinedLoader(loader.iterables, mode)), None)
+            if found is None:
                 return None
             # What Lightning's loops do with a batch before a step sees it.
-            batch = self._precision.convert_input(batch)
-            batch = before_batch_transfer(self._model, batch)
+            batch = before_batch_transfer(self._model, self._precision.convert_input(found[0]))
             batch = self._trainer.strategy.batch_to_device(batch, self._device)
         states.restore()
         if self._fits:
@@ -239,18 +221,24 @@ class PipelineBuilder:
         return found
 
     def _trial_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Optimizers made to ask them what they keep."""
+        """Optimizers made to ask them what they keep; refused if one takes several backwards for a step."""
         states = GeneratorStates()
         made = optimizers_of(self._model)
         states.restore()
-        check_optimizers(made)
+        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in made):
+            raise PipelineError(
+                "LBFGS evaluates the loss several times in a step and needs all parameters in one place: expected an "
+                "optimizer that takes one step for each gradient, such as AdamW or SGD"
+            )
         return made
 
     def _call_of(self, target: Target, batch: Any, optimizers: int) -> tuple[Call, RunContext]:
         """Arguments of the module for the largest micro-batch, and the settings around the call."""
         micro_batches = self._settings.micro_batches
         if self._settings.sample is not None:
-            sample = self._precision.convert_input(move_data_to_device(self._settings.sample_call, self._device))
+            given = self._settings.sample
+            call = ((), given) if isinstance(given, dict) else (given if isinstance(given, tuple) else (given,), {})
+            sample = self._precision.convert_input(move_data_to_device(call, self._device))
             rows = rows_in(sample)
             self._settings.check_rows(rows, "sample")
             found: Call = split(sample, sizes_of(rows, micro_batches))[0]
@@ -275,9 +263,6 @@ class PipelineBuilder:
         return [PipelineDevice(each) for each in found]
 
 
-# -------------------------------------------------------------------- how user code calls the module
-
-
 _TASKS: dict[Any, tuple[str, str]] = {
     TrainerFn.FITTING: ("fit_loop", "training_step"),
     TrainerFn.VALIDATING: ("validate_loop", "validation_step"),
@@ -285,19 +270,6 @@ _TASKS: dict[Any, tuple[str, str]] = {
     TrainerFn.PREDICTING: ("predict_loop", "predict_step"),
 }
 """The Trainer's loop and the user's step of each task."""
-
-
-def first_batch(trainer: pl.Trainer) -> Any:
-    """The first batch of the Trainer's task, as its loader gives it; None if there is none."""
-    loop: Any = getattr(trainer, _TASKS[trainer.state.fn][0])
-    loop.setup_data()
-    # The loop asks for another loader itself, and draws the same random numbers then.
-    loader = take_loader(loop)
-    if loader is None:
-        return None
-    mode: Any = "max_size_cycle" if trainer.state.fn == TrainerFn.FITTING else "sequential"
-    found = next(iter(CombinedLoader(loader.iterables, mode)), None)
-    return None if found is None else found[0]
 
 
 def first_call(
@@ -313,7 +285,7 @@ def first_call(
             arguments.append(0)
     step = PausedCall(lambda: run(*arguments), seed=0, device=device, what=name)
     logs = MicroBatchLogs(model, [rows_in(part)])
-    with _untouched(model, optimizers), attached(module, _Stop()), logs.caught():
+    with _untouched(model, optimizers), attached(module, step), logs.caught():
         try:
             return step.start(), step.context
         finally:
@@ -335,14 +307,3 @@ def _untouched(model: pl.LightningModule, optimizers: int) -> Iterator[None]:
         yield
     for parameter, learns in learning:
         parameter.requires_grad_(learns)
-
-
-class _Stop:
-    """Stands for a module: its first caller waits, and never goes on."""
-
-    active = True
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        waiting = paused_call()
-        assert waiting is not None
-        return waiting.call(args, kwargs)

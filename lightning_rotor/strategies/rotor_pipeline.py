@@ -25,14 +25,14 @@ from lightning_rotor.pipeline.placement import (
     Placement,
     first,
     processes_of,
-    share_buffers,
+    share,
     share_generators,
     share_model,
 )
 from lightning_rotor.pipeline.schedule import PipelineError, PipelineScheduleName
 from lightning_rotor.planned.target import Target
 from lightning_rotor.private import lightning_names as private
-from lightning_rotor.strategies.building import PipelineBuilder, PipelineSettings, check_optimizers
+from lightning_rotor.strategies.building import PipelineBuilder, PipelineSettings
 from lightning_rotor.strategies.steps import PipelineSteps, metrics_in_common
 from lightning_rotor.units import parse_limit
 
@@ -144,22 +144,18 @@ class RotorPipelineStrategy(DDPStrategy):
         share_generators(processes)
         if stages > 1:
             self._undo.enter_context(metrics_in_common(model, processes.replicas))
-        self._build(trainer, processes)
-        if fits:
-            self.setup_optimizers(trainer)
-            check_optimizers(self.optimizers)
-        self.setup_precision_plugin()
-        if fits:
-            self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
-            self._undo.callback(self.precision_plugin.__dict__.pop, "clip_grad_by_norm", None)
-
-    def _build(self, trainer: pl.Trainer, processes: PipelineProcesses) -> None:
         built = PipelineBuilder(self._settings, trainer, processes).build(self._target)
         if built is not None:
             self._target, cut = built
             self.partition = cut.partition
-            self._steps = PipelineSteps(trainer.lightning_module, cut, self.precision_plugin.train_step_context)
+            self._steps = PipelineSteps(model, cut, self.precision_plugin.train_step_context)
             cut.start()
+        if fits:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if fits:
+            self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
+            self._undo.callback(self.precision_plugin.__dict__.pop, "clip_grad_by_norm", None)
 
     # ---------------------------------------------------------------- steps
 
@@ -182,9 +178,11 @@ class RotorPipelineStrategy(DDPStrategy):
         super().on_validation_start()
 
     def _share_buffers(self) -> None:
-        """Give copies of the pipeline the same buffers: they have seen other batches."""
-        if self.lightning_module is not None and self._processes is not None:
-            share_buffers(self.lightning_module, self._processes.replicas)
+        """Give copies of the pipeline the first one's buffers, as DDP does: they have seen other batches."""
+        model, replicas = self.lightning_module, None if self._processes is None else self._processes.replicas
+        for buffer in model.buffers() if model is not None and replicas is not None else ():
+            if not buffer.is_meta:
+                share(buffer, replicas)
 
     @override
     def backward(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,7 +19,7 @@ from lightning_rotor.pipeline.micro_batches import join, rows_in, sizes_of, spli
 from lightning_rotor.pipeline.placement import outside
 from lightning_rotor.pipeline.schedule import PipelineError
 from lightning_rotor.pipeline.stage_runner import ForwardContext
-from lightning_rotor.pipeline.step import GradientsApart, PipelinedModule
+from lightning_rotor.pipeline.step import PipelinedModule, gradients_apart
 from lightning_rotor.private import lightning_names as private
 from lightning_rotor.private.values import tree_flatten, tree_unflatten
 
@@ -45,9 +46,9 @@ class PipelineSteps:
         assert step is not None
         if self._replicas is None:
             return step.backward(backward)
-        with GradientsApart(self._parameters, replicas=self._replicas, keep=True) as apart:
+        with gradients_apart(self._parameters, replicas=self._replicas, keep=True) as add:
             loss = step.backward(backward)
-        apart.add()
+        add()
         return loss
 
     @property
@@ -71,57 +72,39 @@ class PipelineSteps:
         sizes = sizes_of(rows, self.pipelined.options.micro_batches)
         logs = MicroBatchLogs(self._model, sizes)
 
-        def run(part: Any) -> Callable[[], Any]:
-            return lambda: self._user_step(part, *rest)
-
-        def step() -> list[Any]:
-            return self.pipelined.train(
-                [run(part) for part in split(batch, sizes)],
+        # zero_grad comes between this step and the backward that Lightning asks for: the new gradients wait until then.
+        anew = epoch.batch_idx % trainer.accumulate_grad_batches == 0
+        waits = anew or self._replicas is not None
+        apart = gradients_apart(self._parameters, replicas=self._replicas, keep=not anew) if waits else nullcontext()
+        with logs.caught(), apart as add:
+            results = self.pipelined.train(
+                [partial(self._user_step, part, *rest) for part in split(batch, sizes)],
                 loss_of,
                 weights=[scale * size / rows for size in sizes],
                 number=epoch.total_batch_idx,
                 outside_learns=any(each.requires_grad for each in outside(self._model, self.pipelined.module)),
                 on_turn=logs.begin,
             )
-
-        # zero_grad comes between this step and the backward that Lightning asks for: the new gradients wait until then.
-        anew = epoch.batch_idx % trainer.accumulate_grad_batches == 0
-        waits = anew or self._replicas is not None
-        apart = GradientsApart(self._parameters, replicas=self._replicas, keep=not anew) if waits else None
-        with logs.caught():
-            if apart is None:
-                results = step()
-            else:
-                with apart:
-                    results = step()
         with self._context():  # Lightning makes what adds up an epoch in the default dtype
             logs.write()
         losses = [loss_of(result).detach() * (size / rows) for result, size in zip(results, sizes, strict=True)]
-        anchor = torch.zeros((), requires_grad=True)
-        loss: torch.Tensor = _DeferredGradients.apply(torch.stack(losses).sum(), anchor, apart, scale)
-        return _together(results, sizes, loss)
+        return _together(results, sizes, _deferred(torch.stack(losses).sum(), scale, add))
 
 
-class _DeferredGradients(torch.autograd.Function):
+def _deferred(loss: torch.Tensor, scale: float, add: Callable[[], None] | None) -> torch.Tensor:
     """A loss whose backward is already done; it hands over the gradients when asked for it."""
 
-    @staticmethod
-    def forward(ctx: Any, loss: Any, anchor: Any, apart: GradientsApart | None, scale: float) -> Any:
-        ctx.apart, ctx.scale = apart, scale
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (given,) = grads
-        if abs(float(given) - ctx.scale) > 1e-6 * ctx.scale:
+    def hand_over(given: torch.Tensor) -> None:
+        if abs(float(given) - scale) > 1e-6 * scale:
             raise PipelineError(
                 f"the loss was scaled by {float(given):g} behind training_step, but the pipeline has run its backward "
-                f"with {ctx.scale:g} (accumulate_grad_batches): expected LightningModule.backward to leave the loss as "
-                "it is"
+                f"with {scale:g} (accumulate_grad_batches): expected LightningModule.backward to leave the loss as it is"
             )
-        if ctx.apart is not None:
-            ctx.apart.add()
-        return None, torch.zeros(()), None, None
+        if add is not None:
+            add()
+
+    loss.requires_grad_().register_hook(hand_over)
+    return loss
 
 
 def loss_of(result: Any) -> torch.Tensor:
@@ -255,7 +238,7 @@ def metrics_in_common(model: nn.Module, replicas: dist.ProcessGroup | None) -> I
     before = [(metric.distributed_available_fn, metric.process_group) for metric in metrics]
     for metric in metrics:
         if replicas is None:
-            metric.distributed_available_fn = _nobody_else
+            metric.distributed_available_fn = bool  # False: nobody else
         elif metric.process_group is None:
             metric.process_group = replicas
     try:
@@ -263,7 +246,3 @@ def metrics_in_common(model: nn.Module, replicas: dist.ProcessGroup | None) -> I
     finally:
         for metric, (available, group) in zip(metrics, before, strict=True):
             metric.distributed_available_fn, metric.process_group = available, group
-
-
-def _nobody_else() -> bool:
-    return False

@@ -11,23 +11,7 @@ between::
 Read ``balance`` (what cuts are), ``in_flight`` (runs and their plans), ``problem``, ``search``, ``solve``.
 """
 
-from lightning_rotor.pipeline.partition.balance import check_balance
-from lightning_rotor.pipeline.partition.in_flight import InFlightPlanner, StagePlan, boundary_bytes, sub_chain, with_end
 from lightning_rotor.pipeline.partition.problem import Link, PipelineDevice, Problem, RecomputeMode
 from lightning_rotor.pipeline.partition.solve import Partition, PartitionError, partition
 
-__all__ = [
-    "InFlightPlanner",
-    "Link",
-    "Partition",
-    "PartitionError",
-    "PipelineDevice",
-    "Problem",
-    "RecomputeMode",
-    "StagePlan",
-    "boundary_bytes",
-    "check_balance",
-    "partition",
-    "sub_chain",
-    "with_end",
-]
+__all__ = ["Link", "Partition", "PartitionError", "PipelineDevice", "Problem", "RecomputeMode", "partition"]

@@ -53,7 +53,7 @@ def check_balance(balance: Sequence[int], stages: int, parts: int) -> tuple[int,
     if sum(given) != stages:
         raise PipelineError(
             f"balance={given} shares out {sum(given)} stages, but the model has {stages}: expected the entries to add "
-            f"up, such as balance={_corrected(given, stages)}"
+            f"up, such as balance={even}"
         )
     return tuple(given)
 
@@ -77,15 +77,6 @@ def simple_balances(chain: Chain, parts: int) -> list[list[int]]:
     """Balances that one would make by hand; a search must end with nothing slower."""
     by_time, by_size = (least_largest(values, parts) for values in (stage_seconds(chain), stage_bytes(chain)))
     return [even_balance(len(chain), parts), by_time, by_size]
-
-
-def _corrected(given: list[int], stages: int) -> list[int]:
-    """A balance of about the same proportions with the right sum."""
-    if stages < len(given):
-        return [1] * stages
-    ends = [max(round(sum(given[: place + 1]) / sum(given) * stages), place + 1) for place in range(len(given))]
-    ends = [min(end, stages - len(given) + 1 + place) for place, end in enumerate(ends)]
-    return [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 def least_largest(values: Sequence[float], partitions: int) -> list[int]:

@@ -52,6 +52,7 @@ END = "hand over"
 # Sums of two numbers in one table: 0.1 s.
 _SUMS = 2e7
 _LEAST_SLOTS, _MOST_SLOTS = 400, 4000
+_PLAN_WORK = 500_000
 # Nodes before the search takes what it has, and how much slower than its bound that may be when it stops before.
 _NODES = 48
 _CLOSE_ENOUGH = 5e-4
@@ -202,6 +203,7 @@ class InFlightPlanner:
         self._slots = int(min(max(_SUMS / (len(chain) ** 3 / 6), _LEAST_SLOTS), _MOST_SLOTS))
         self._columns: dict[bool, _Columns] = {}
         self._plans: list[tuple[int, int, StagePlan | None]] = []  # by micro-batches in flight and budget
+        self.work = 0  # that plans have cost: a table each, and what comes with it
         self.least = cache(self._least)
 
     @cached_property
@@ -237,6 +239,7 @@ class InFlightPlanner:
                     return known
                 if self._fits(known, in_flight, budget_bytes):
                     return known
+        self.work += _PLAN_WORK + self._slots * len(self._chain) ** 3 // 6
         found = self._planned(in_flight, budget_bytes)
         self._plans.append((in_flight, budget_bytes, found))
         return found
@@ -297,14 +300,12 @@ class _Columns:
         self._table.solve()
         self.top = len(self._table.seconds) - 1
         self._floor = 0
-        self._known: dict[int, Seconds] = {0: self._table.seconds.copy()}
+        self.seconds = cache(self._seconds)
 
-    def seconds(self, floor: int) -> Seconds:
+    def _seconds(self, floor: int) -> Seconds:
         """Least seconds by memory if ``floor`` slots must be left when the last stage is kept."""
-        if floor not in self._known:
-            self._set_floor(floor)
-            self._known[floor] = self._table.seconds.copy()
-        return self._known[floor]
+        self._set_floor(floor)
+        return self._table.seconds.copy()
 
     def plan(self, memory: int, floor: int) -> StagePlan:
         """Plan of ``seconds(floor)[memory]``, which must be finite; without the end where it needs none."""

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
-from lightning_rotor.chain import Chain, StageCost
+from lightning_rotor.chain import Chain
 from lightning_rotor.pipeline.partition.in_flight import InFlightPlanner, StagePlan, boundary_bytes, sub_chain
 from lightning_rotor.pipeline.schedule import (
     Integers,
@@ -24,11 +24,17 @@ from lightning_rotor.pipeline.schedule import (
 from lightning_rotor.pipeline.simulator import DeviceMemory, MicroBatchLoad, PipelineStageLoad, StepSimulator
 
 RecomputeMode: TypeAlias = Literal["rotor", "always", "except_last", "never"]
-RECOMPUTE_MODES: tuple[RecomputeMode, ...] = get_args(RecomputeMode)
 # Most tries to plan with less memory because of what lingers.
 _TRIES = 4
 # Largest stretch of the shares of stages on one device, and its steps.
 _MOST_STRETCH, _STRETCHES = 4.0, 5
+
+
+def check_recompute(mode: str) -> None:
+    """Refuse a mode of recomputation that there is not."""
+    if mode not in get_args(RecomputeMode):
+        known = ", ".join(map(repr, get_args(RecomputeMode)))
+        raise PipelineError(f"recompute is {mode!r}: expected one of {known}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +96,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         check_numbers(self.schedule, len(self.devices), self.micro_batches, self.stages_per_device)
-        if self.recompute not in RECOMPUTE_MODES:
-            known = ", ".join(map(repr, RECOMPUTE_MODES))
-            raise PipelineError(f"recompute is {self.recompute!r}: expected one of {known}")
+        check_recompute(self.recompute)
         n = len(self.chain)
         if self.state_bytes and len(self.state_bytes) != n:
             raise PipelineError(
@@ -118,10 +122,7 @@ class Problem:
     def order(self) -> Integers:
         """Actions of every device; equal problems share them."""
         return orders(
-            self.schedule,
-            len(self.devices),
-            micro_batches=self.micro_batches,
-            stages_per_device=self.stages_per_device,
+            self.schedule, len(self.devices), micro_batches=self.micro_batches, stages_per_device=self.stages_per_device
         )
 
     @property
@@ -149,11 +150,6 @@ class Problem:
     def input_gradient_bytes(self) -> int:
         """Bytes of the gradient of the chain's input, for one micro-batch."""
         return self.chain.stages[0].keep.input_gradient_bytes
-
-    @property
-    def gradients_are_apart(self) -> bool:
-        """True if parameter gradients are held beside micro-batches: from the second one on."""
-        return self.micro_batches > 1
 
     def memory(self, device: int) -> DeviceMemory:
         """Memory model of a device."""
@@ -185,11 +181,7 @@ class Costs:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        # By pipeline stage, first stage, last stage and memory.
-        self.choices: dict[tuple[int, int, int, int | None], StageChoice | None] = {}
         chain = problem.chain
-        kinds: dict[object, int] = {}
-        self._kinds = [kinds.setdefault(_anonymous(stage), len(kinds)) for stage in chain]
         self._state_before = np.cumsum([0, *(problem.state_bytes or (0,) * len(chain))])
         self._gradients_before = np.cumsum([0, *(stage.keep.parameter_gradient_bytes for stage in chain)])
         self._boundary_bytes = np.array([boundary_bytes(chain, place) for place in range(len(chain) + 1)], np.int64)
@@ -199,8 +191,8 @@ class Costs:
         ]
         self._memory, self._memory_alone = cache(problem.memory), cache(problem.memory_alone)
         self._planner = cache(self._made_planner)
-        self._planners: dict[object, InFlightPlanner] = {}
-        self._shared: dict[object, Sequence[StageChoice | None]] = {}
+        self._planners: dict[tuple[Chain, bool], InFlightPlanner] = {}
+        self._chosen, self._shared = cache(self._choose), cache(self._share_out)
 
     @property
     def recomputes(self) -> bool:
@@ -208,41 +200,36 @@ class Costs:
         limited = any(device.memory_bytes is not None for device in self.problem.devices)
         return self.problem.recompute in ("always", "except_last") or (self.problem.recompute == "rotor" and limited)
 
+    @property
+    def planning_work(self) -> int:
+        """What plans have cost so far."""
+        return sum(planner.work for planner in self._planners.values())
+
     def fixed_bytes(self, stage: int, first: Any, last: Any) -> Any:
         """Bytes that pipeline stage ``first..last`` holds beside micro-batches; of one run or an array."""
         return self._static_bytes(first, last) + self.gradient_bytes(first, last)
 
     def gradient_bytes(self, first: Any, last: Any) -> Any:
         """Bytes of parameter gradients that are held beside micro-batches; of one run or an array."""
-        return (self._gradients_before[last + 1] - self._gradients_before[first]) * self.problem.gradients_are_apart
+        apart = self.problem.micro_batches > 1  # the first one's own peak counts them
+        return (self._gradients_before[last + 1] - self._gradients_before[first]) * apart
 
     def _static_bytes(self, first: Any, last: Any) -> Any:
         state = self._state_before[last + 1] - self._state_before[first]
         return state + self.problem.micro_batches * (self._boundary_bytes[first] + self._boundary_bytes[last + 1])
 
-    def choice(
-        self, stage: int, first: int, last: int, memory_bytes: int | Literal["device"] | None = "device"
-    ) -> StageChoice | None:
+    def choice(self, stage: int, first: int, last: int) -> StageChoice | None:
         """The fastest way to run ``first..last`` as pipeline stage ``stage``, or None if none fits."""
-        if memory_bytes == "device":
-            memory_bytes = self.problem.device_of(stage).memory_bytes
-        key = stage, first, last, memory_bytes
-        if key not in self.choices:
-            self.choices[key] = self._choose(*key)
-        return self.choices[key]
+        return self._chosen(stage, first, last, self.problem.device_of(stage).memory_bytes)
 
     def least_bytes(self, stage: int, first: int, last: int) -> int:
         """The least memory with which ``first..last`` could be pipeline stage ``stage``."""
         if self.problem.recompute == "rotor":
             plan = self._planner(first, last).least(self.problem.in_flight[stage])
             return self._with(stage, first, last, plan).bytes
-        found = self.choice(stage, first, last, None)
+        found = self._chosen(stage, first, last, None)
         assert found is not None, "without a limit everything fits"
         return found.bytes
-
-    def segment_bytes(self, stage: int, first: int, last: int) -> int:
-        """Bytes of a pipeline stage that recomputes all it may in one segment."""
-        return self._with(stage, first, last, self._planner(first, last).checkpointed).bytes
 
     def _choose(self, stage: int, first: int, last: int, memory_bytes: int | None) -> StageChoice | None:
         problem, planner = self.problem, self._planner(first, last)
@@ -313,18 +300,12 @@ class Costs:
 
     def _made_planner(self, first: int, last: int) -> InFlightPlanner:
         """Planner of a run; alike ones, wherever in the chain they are, share it."""
-        chain = self.problem.chain
-        received = last < len(chain) - 1  # the gradient of the output comes into a buffer
-        key: object = received, tuple(self._kinds[first : last + 1])
-        if any(skip.born <= last and skip.last_use >= first for skip in chain.skips):
-            part = sub_chain(chain, first, last)
-            saved = tuple(option.saved_skips for stage in part for option in stage.options)
-            key = key, part.stages[-1].output_bytes, part.skips, saved
-        if key not in self._planners:
-            part = sub_chain(chain, first, last)
-            apart = self.problem.gradients_are_apart
-            self._planners[key] = InFlightPlanner(part, gradients_exist=apart, received=received)
-        return self._planners[key]
+        part = sub_chain(self.problem.chain, first, last)
+        alike = replace(part, stages=tuple(replace(stage, name="") for stage in part))
+        received = last < len(self.problem.chain) - 1  # the gradient of the output comes into a buffer
+        several = self.problem.micro_batches > 1
+        made = InFlightPlanner(alike, gradients_exist=several, received=received)
+        return self._planners.setdefault((alike, received), made)
 
     # ---------------------------------------------------------------- several stages on a device
 
@@ -336,9 +317,7 @@ class Costs:
         found: list[StageChoice | None] = [None] * len(runs)
         for device in range(devices):
             stages = tuple((stage, *runs[stage]) for stage in range(device, len(runs), devices))
-            if stages not in self._shared:
-                self._shared[stages] = self._share_out(stages) or [None] * len(stages)
-            found[device::devices] = self._shared[stages]
+            found[device::devices] = self._shared(stages) or found[device::devices]
         return found
 
     def _share_out(self, stages: tuple[tuple[int, int, int], ...]) -> list[StageChoice] | None:
@@ -351,9 +330,8 @@ class Costs:
         if memory is None or self.problem.recompute != "rotor":
             return self._within(stages, [None] * len(stages))
         wants = [self._planner(*run).kept.bytes(in_flight[stage]) for stage, *run in stages]
-        # A stage may need more than its proportion, or what lingers needs room: then the bytes of plain segments, or
-        # the least, are set aside.
-        starts = ((1.0, self.fixed_bytes), (0.0, self.segment_bytes), (0.0, self.least_bytes))
+        # A stage may need more than its proportion, or what lingers needs room: then the least is set aside.
+        starts = ((1.0, self.fixed_bytes), (0.0, self.least_bytes))
         best, high = None, _MOST_STRETCH
         for low, always in starts:
             least = [int(always(*each)) for each in stages]
@@ -371,7 +349,7 @@ class Costs:
         self, stages: tuple[tuple[int, int, int], ...], shares: Sequence[int | None]
     ) -> list[StageChoice] | None:
         """The fastest plans within these shares, or None if there are none or they do not fit together."""
-        found = [self.choice(*each, share) for each, share in zip(stages, shares, strict=True)]
+        found = [self._chosen(*each, share) for each, share in zip(stages, shares, strict=True)]
         fitting = [choice for choice in found if choice is not None]
         if len(fitting) < len(found):
             return None
@@ -387,9 +365,3 @@ def _shares(memory: int, least: list[int], wants: list[int], stretch: float) -> 
     """Bytes that each stage of a device may use: its least, and its part of the rest."""
     free = max(memory - sum(least), 0)
     return [own + int(stretch * free * want / max(sum(wants), 1)) for own, want in zip(least, wants, strict=True)]
-
-
-def _anonymous(stage: StageCost) -> StageCost:
-    """The stage's costs alone; which skips it saves depends on its place."""
-    options = tuple(replace(option, saved_skips=()) for option in stage.options)
-    return replace(stage, name="", options=options)

@@ -23,9 +23,8 @@ Runs are planned when a candidate has them; until then a fractional knapsack bou
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable
-from itertools import combinations, cycle
+from itertools import combinations
 from typing import TypeAlias
 
 import numpy as np
@@ -36,12 +35,11 @@ from lightning_rotor.pipeline.partition.problem import Costs, Problem, StageChoi
 from lightning_rotor.pipeline.schedule import Integers
 from lightning_rotor.pipeline.simulator import Reals
 
-# Most cuts that are bounded one by one, and actions that this may simulate.
-_FEW, _MOST_ACTIONS = 20_000, 200_000_000
-# Candidates of the dynamic program.
-_CANDIDATES = 50
-# Processor time after which the candidates, and then the local search, are no longer improved.
-_SECONDS = 3.0, 6.0
+# Most cuts that are bounded one by one, and candidates of the dynamic program.
+_FEW, _CANDIDATES = 20_000, 50
+# Work, as simulated actions of about 11 ns, after which candidates, and then the local search, are no longer improved.
+# Counted, so that the cuts do not depend on the machine.
+_MOST_WORK, _JUDGED = (200_000_000, 400_000_000), 100_000
 # Partitions simulated at once.
 _AT_ONCE = 32
 # Least number of runs with bounds, and numbers in one array of the knapsack.
@@ -64,7 +62,7 @@ class Bounds:
     """Seconds that no run of stages and no step can beat.
 
     What does not fit of the saved tensors of micro-batches in flight is recomputed, the most bytes per second first;
-    segments' inputs, peaks and nesting are left out.
+    segments' inputs, peaks and nesting are left out, and all recomputation that one micro-batch is spared.
     """
 
     def __init__(self, costs: Costs, longest: int) -> None:
@@ -84,7 +82,6 @@ class Bounds:
         self._forward, self._most_forward = _before(map(min, forwards)), _before(map(max, forwards))
         self._backward = _before(map(min, backwards))
         self._travel = np.array(costs.travel_seconds)
-        self._last_differs = self._problem.recompute == "except_last"
         self._read_recomputation()
         # Recomputation by pipeline stage, first stage of the chain and length less one; infinite where a run cannot be.
         self.extra = np.stack([self._least_extra(stage) for stage in range(self._stages)])
@@ -94,9 +91,9 @@ class Bounds:
         if last - first < self.longest:
             extra = math.inf
             if choice is not None:
-                usual = choice.load.micro_batch
+                least = min(each.forward_seconds + each.backward_seconds for each in choice.load.both)
                 plain = (self._plain[last + 1] - self._plain[first]) / self._speeds[stage]
-                extra = max(usual.forward_seconds + usual.backward_seconds - plain, 0.0)
+                extra = max(least - plain, 0.0)
             self.extra[stage, first, last - first] = extra
 
     # ---------------------------------------------------------------- runs
@@ -132,8 +129,12 @@ class Bounds:
         problem = self._problem
         memory = problem.device_of(stage).memory_bytes
         extra = np.zeros((self._n, self.longest))
-        if problem.recompute in ("always", "except_last"):
-            extra = self._checkpointed()
+        if problem.recompute == "always":  # all forwards again, the last one up to its last saved tensor
+            saved = [
+                max(each.forward_seconds - each.replay_seconds for each in stage.options) for stage in problem.chain
+            ]
+            last = np.maximum(saved, 0)[np.minimum(self._ends, self._n) - 1]
+            extra = np.maximum(self._sums(_before(self._again)) - last, 0)
         elif problem.recompute == "rotor" and memory is not None and problem.stages_per_device == 1:
             extra = self._recomputed(stage, memory)
         extra /= self._speeds[stage]
@@ -144,14 +145,6 @@ class Bounds:
         """``(n, longest)``, sums over every run."""
         sums: Reals = before[np.minimum(self._ends, self._n)] - before[:-1, None]
         return sums
-
-    def _checkpointed(self) -> Reals:
-        """Seconds of a run in one segment: all forwards again, the last one up to its last saved tensor."""
-        chain = self._problem.chain
-        saved = np.array([max(each.forward_seconds - each.replay_seconds for each in stage.options) for stage in chain])
-        saved = np.maximum(saved, 0)[np.minimum(self._ends, self._n) - 1]
-        total: Reals = np.maximum(self._sums(_before(self._again)) - saved, 0)
-        return total
 
     def _recomputed(self, stage: int, memory_bytes: int) -> Reals:
         """``(n, longest)``, least seconds for what does not fit into the memory, by stages of rising price."""
@@ -187,10 +180,6 @@ class Bounds:
         front = back.copy()
         back[stages, n] = front[0, 0] = 0.0
         least = [plain / speed + extra for speed, extra in zip(self._speeds, self.extra, strict=True)]
-        if self._last_differs:  # one micro-batch alone is not recomputed
-            least = [
-                np.where(each < math.inf, plain / speed, each) for speed, each in zip(self._speeds, least, strict=True)
-            ]
         for stage in reversed(range(stages)):
             back[stage, :n] = (least[stage] + 2 * travel + back[stage + 1][ends]).min(axis=1)
         through = np.full_like(self.extra, math.inf)
@@ -210,7 +199,7 @@ class Bounds:
         if problem.schedule == "gpipe":
             both: Reals = forward + self._sums(self._backward) / speed
             return least + behind + (m - 1) * both
-        work = m * plain / speed + (m - self._last_differs) * extra
+        work = m * least
         if problem.stages_per_device == 1:
             hidden = self._sums(self._most_forward) / speed, plain / speed + extra - forward
             first, last = (np.maximum(behind - (in_flight - 1) * each, 0) for each in hidden)
@@ -229,13 +218,10 @@ class Bounds:
             (before[ends] - before[cuts]) / self._speeds
             for before in (self._plain, self._forward, self._most_forward, self._backward)
         )
-        backwards = [
-            np.maximum(backward, np.where(np.isfinite(both), both, plain) - most_forward)
-            for both in (plain + extra, plain if self._last_differs else plain + extra)
-        ]
+        backward = np.maximum(backward, np.where(np.isfinite(extra), plain + extra, plain) - most_forward)
         travel = self._travel[ends]
         home_travel = np.column_stack((np.zeros(len(travel)), travel[:, :-1]))
-        table = np.stack((forward, forward, travel, *backwards, home_travel), axis=-1)
+        table = np.stack((forward, forward, travel, backward, backward, home_travel), axis=-1)
         return np.where(possible, self._problem.simulator.simulated(table), math.inf)
 
     def work_seconds(self) -> float:
@@ -253,7 +239,7 @@ class Search:
         self._judged: dict[Cuts, Judgement] = {}
         self._best: tuple[Judgement, Cuts] = (self._stages + 1, math.inf), ()
         self._bounds: Bounds | None = None
-        self._began = time.process_time()
+        self._spent = 0  # work other than planning
 
     def run(self) -> tuple[list[StageChoice] | None, float]:
         """The best cuts, or None if none was found that fits, and the least seconds that any take."""
@@ -266,15 +252,14 @@ class Search:
             longest -= 1
         self._bounds = bounds = Bounds(self._costs, longest)
         count = math.comb(n - 1, stages - 1)
-        if count <= _FEW and 2 * self._problem.micro_batches * stages * count <= _MOST_ACTIONS:
+        if count <= _FEW and self._actions * count <= _MOST_WORK[0]:
             bound = self._all(bounds)
         else:
             bound = self._candidates(bounds)
         bound = min(bound, self._longer_seconds(longest))
         if bound < self._seconds * (1 - _SAME):
             for cuts in dict.fromkeys([self._best[1], *sorted(simple, key=self._judged.__getitem__)]):
-                if not self._is_spent(_SECONDS[1]):
-                    self._climb(bounds, cuts)
+                self._climb(bounds, cuts)
         return self.only(self._best[1]), min(bound, self._seconds)
 
     def only(self, cuts: Cuts) -> list[StageChoice] | None:
@@ -296,8 +281,15 @@ class Search:
     def _seconds(self) -> float:
         return self._best[0][1]
 
-    def _is_spent(self, seconds: float) -> bool:
-        return time.process_time() - self._began > seconds
+    @property
+    def _actions(self) -> int:
+        """Actions of a step."""
+        return 2 * self._problem.micro_batches * self._stages
+
+    @property
+    def _work(self) -> int:
+        """What the search has cost so far."""
+        return self._spent + self._costs.planning_work
 
     def _judge(self, cuts: Cuts) -> Judgement:
         """Plan all runs of a partition and simulate it."""
@@ -308,6 +300,7 @@ class Search:
         loads = [choice.load for choice in choices if choice is not None]
         misfits = len(choices) - len(loads)
         seconds = math.inf if misfits else self._problem.simulator.step_seconds(loads)
+        self._spent += _JUDGED + _AT_ONCE * self._actions  # as much as so many at once, with what becomes of its runs
         self._judged[cuts] = misfits, seconds
         self._best = min(self._best, ((misfits, seconds), cuts))
         if self._bounds is not None and self._problem.stages_per_device == 1:
@@ -327,9 +320,9 @@ class Search:
             some = order[start : start + _AT_ONCE]
             if seconds[some[0]] >= self._seconds * (1 - _SAME):
                 break
-            if self._is_spent(_SECONDS[0]) and self._seconds < math.inf:
+            if self._work > _MOST_WORK[1] and self._seconds < math.inf:
                 return min(least, float(seconds[some[0]]))
-            for each in _promising(bounds, cuts[some], self._seconds):
+            for each in self._promising(bounds, cuts[some], self._seconds):
                 self._judge(each)
         return min(least, self._seconds)
 
@@ -345,7 +338,7 @@ class Search:
             bound = float(max(through[stage, first, last - first] for stage, (first, last) in runs))
             known = cuts in self._judged
             self._judge(cuts)
-            spent = number >= _CANDIDATES or self._is_spent(_SECONDS[0])
+            spent = number >= _CANDIDATES or self._work > _MOST_WORK[0]
             if known or (spent and self._seconds < math.inf):
                 break
         return max(bound, bounds.work_seconds())
@@ -354,13 +347,12 @@ class Search:
 
     def _climb(self, bounds: Bounds, cuts: Cuts) -> None:
         """Try one kind of moves after the other, until none of them helps."""
-        through, kinds, in_vain = bounds.through(), self._kinds(), 0
-        for kind in cycle(kinds):
-            while better := self._better(bounds, through, cuts, self._moved(cuts, *kind)):
-                cuts, in_vain = better, 0
-            in_vain += 1
-            if in_vain >= len(kinds):
-                break
+        through, kinds, start = bounds.through(), self._kinds(), None
+        while cuts != start:
+            start = cuts
+            for kind in kinds:
+                while better := self._better(bounds, through, cuts, self._moved(cuts, *kind)):
+                    cuts = better
 
     def _better(self, bounds: Bounds, through: Reals, cuts: Cuts, moved: Integers) -> Cuts | None:
         """The first better cuts among moves, the most promising bounds first."""
@@ -371,12 +363,17 @@ class Search:
         least = through[np.arange(self._stages), moved, lengths - 1].max(axis=1, initial=0.0)
         order = _rising(least, seconds * (1 - _SAME))
         for start in range(0, len(order), _AT_ONCE):
-            if self._is_spent(_SECONDS[1]):
+            if self._work > _MOST_WORK[1]:
                 break
-            for each in _promising(bounds, moved[order[start : start + _AT_ONCE]], seconds):
+            for each in self._promising(bounds, moved[order[start : start + _AT_ONCE]], seconds):
                 if self._judge(each) < (misfits, seconds * (1 - _SAME)):
                     return each
         return None
+
+    def _promising(self, bounds: Bounds, cuts: Integers, seconds: float) -> list[Cuts]:
+        """Cuts whose steps may be shorter, the least bounds first."""
+        self._spent += len(cuts) * self._actions
+        return [tuple(cuts[place].tolist()) for place in _rising(bounds.step_seconds(cuts), seconds * (1 - _SAME))]
 
     def _kinds(self) -> list[tuple[int, int]]:
         """Kinds of moves: number of neighbouring cuts and of stages of the chain, long ways first."""
@@ -394,11 +391,6 @@ class Search:
         moved = np.array(cuts) + step * np.concatenate((moving, -moving.astype(np.int64)))
         allowed: Integers = moved[(np.diff(moved, axis=1, append=self._n) > 0).all(axis=1)]
         return allowed
-
-
-def _promising(bounds: Bounds, cuts: Integers, seconds: float) -> list[Cuts]:
-    """Cuts whose steps may be shorter, the least bounds first."""
-    return [tuple(cuts[place].tolist()) for place in _rising(bounds.step_seconds(cuts), seconds * (1 - _SAME))]
 
 
 def _before(values: Iterable[float]) -> Reals:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
@@ -23,12 +22,7 @@ from lightning_rotor.pipeline.partition.balance import (
     runs_of,
 )
 from lightning_rotor.pipeline.partition.in_flight import END, StagePlan, sub_chain
-from lightning_rotor.pipeline.partition.problem import (
-    Costs,
-    PipelineDevice,
-    Problem,
-    StageChoice,
-)
+from lightning_rotor.pipeline.partition.problem import Costs, PipelineDevice, Problem, StageChoice
 from lightning_rotor.pipeline.partition.search import Search, impossible
 from lightning_rotor.pipeline.schedule import PipelineError
 from lightning_rotor.pipeline.simulator import PipelineSimulation, simulate_pipeline
@@ -45,7 +39,6 @@ class Partition:
     problem: Problem
     choices: tuple[StageChoice, ...]
     bound_seconds: float  # no other cuts are faster, each stage planned as well as the planner can
-    solve_seconds: float  # spent on finding it
 
     @property
     def balance(self) -> tuple[int, ...]:
@@ -161,7 +154,6 @@ def partition(
         >>> partition(chain, 4, micro_batches=8, memory_bytes=parse_bytes("16GiB")).balance  # doctest: +SKIP
         (12, 9, 8, 8)
     """
-    start = time.perf_counter()
     if not isinstance(devices, int) and memory_bytes is not None:
         raise PipelineError("memory_bytes goes with a number of devices: expected memory_bytes in each PipelineDevice")
     all_devices = (PipelineDevice(memory_bytes),) * devices if isinstance(devices, int) else tuple(devices)
@@ -179,7 +171,7 @@ def partition(
         choices = search.only(cuts)
         if choices is None:
             raise _refusal(costs, cuts, f"balance={list(balance)} does not fit" if by_hand else "no partition fits")
-    return Partition(problem, tuple(choices), bound_seconds, time.perf_counter() - start)
+    return Partition(problem, tuple(choices), bound_seconds)
 
 
 # -------------------------------------------------------------------- what would work
@@ -216,7 +208,12 @@ def _least_memory_cuts(costs: Costs) -> Cuts:
     first = np.arange(n)[:, None]
     last = first + np.arange(min(n - stages + 1, 4 * math.ceil(n / stages) + 4))
     ends = np.minimum(last, n - 1)
-    highest = np.maximum.accumulate(np.array(_least_alone(problem.chain))[ends], axis=1)
+    # What the backward of a stage takes whatever the schedule.
+    alone = [
+        min(each.saved_bytes + min(astuple(each.backward_peaks(gradients_exist=True))) for each in stage.options)
+        for stage in problem.chain
+    ]
+    highest = np.maximum.accumulate(np.array(alone)[ends], axis=1)
     outputs = np.array([stage.output_bytes for stage in problem.chain])[ends]
     bounds = np.stack([costs.fixed_bytes(s, first, ends) for s in range(stages)]).astype(float)
     for stage in range(stages):
@@ -234,11 +231,3 @@ def _least_memory_cuts(costs: Costs) -> Cuts:
         if asked >= set(runs) or len(asked) > _MOST_ASKED:
             return best[1]
         asked |= set(runs)
-
-
-def _least_alone(chain: Chain) -> list[int]:
-    """By stage, bytes that its backward takes whatever the schedule."""
-    return [
-        min(option.saved_bytes + min(astuple(option.backward_peaks(gradients_exist=True))) for option in stage.options)
-        for stage in chain
-    ]
