@@ -98,7 +98,7 @@ def _deferred(loss: torch.Tensor, scale: float, add: Callable[[], None] | None) 
         if abs(float(given) - scale) > 1e-6 * scale:
             raise PipelineError(
                 f"the loss was scaled by {float(given):g} behind training_step, but the pipeline has run its backward "
-                f"with {scale:g} (accumulate_grad_batches): expected LightningModule.backward to leave the loss as it is"
+                f"with {scale:g} (accumulate_grad_batches): expected LightningModule.backward to leave the loss alone"
             )
         if add is not None:
             add()
