@@ -29,7 +29,8 @@ from lightning_rotor.capture.compiled import CompiledModules, Variants
 from lightning_rotor.chain import Chain
 from lightning_rotor.execution.executor import Executor
 from lightning_rotor.execution.options import run_stage
-from lightning_rotor.profiling import Profile, profile_chain, variants
+from lightning_rotor.profiling import Profile, profile_chain
+from lightning_rotor.profiling import stage as stage_profiler
 from lightning_rotor.profiling.stage import StageProfiler, StageSeconds
 from lightning_rotor.profiling.variants import KnownSeconds
 from lightning_rotor.schedule import Schedule, leaves
@@ -350,6 +351,9 @@ class Timed:
     in_lockstep: bool = False
     runs: int = 0
 
+    timed_enough = StageProfiler.timed_enough
+    _is_timed = StageProfiler._is_timed
+
     def run(self) -> tuple[float, float]:
         self.runs += 1
         return self.seconds / 3, 2 * self.seconds / 3
@@ -358,8 +362,10 @@ class Timed:
 def test_stages_that_look_alike_take_the_same_time_unless_a_few_runs_tell_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(variants, "timed_run", Timed.run)
-    monkeypatch.setattr(variants, "seconds_of", lambda profiler, runs: StageSeconds(runs[-1][0], 0.0, runs[-1][1]))
+    monkeypatch.setattr(stage_profiler, "timed_run", Timed.run)
+    monkeypatch.setattr(
+        stage_profiler, "seconds_of", lambda profiler, runs: StageSeconds(runs[-1][0], 0.0, runs[-1][1])
+    )
     net = Net([Block()])
     stage = sequentialize(net, (torch.randn(2, 16, 8),)).stages[0]
     known = KnownSeconds()

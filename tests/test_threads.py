@@ -15,7 +15,6 @@ import torch
 from torch import fx, nn
 
 from lightning_rotor import sequentialize
-from lightning_rotor.capture.modules import replaced
 
 
 class Twice(torch.autograd.Function):
@@ -102,32 +101,19 @@ def test_another_thread_sees_the_plain_functions_while_a_module_is_traced(data_d
     assert before == (builtins.isinstance, nn.Module.__call__, nn.Module.__init__, nn.Module.__setattr__)
 
 
-def test_each_thread_has_its_own_replacement() -> None:
-    class Owner:
-        def name(self) -> str:
-            return "plain"
+def test_two_threads_record_at_once() -> None:
+    """The second begins while the first is in its forward, and ends after it."""
+    before = nn.Module.__call__, nn.Module.__init__, vars(torch.autograd.Function)["apply"]
+    nets = [Waiting(lambda: None, data_decide=False) for _ in range(2)]
+    cuts: SimpleQueue[Any] = SimpleQueue()
+    other = threading.Thread(target=lambda: cuts.put(sequentialize(nets[1], (torch.ones(2, 4),))))
 
-    def named(name: str) -> Callable[[Any], Any]:
-        return lambda original: lambda self: f"{name} for {original(self)}"
+    def start() -> None:
+        if other.ident is None:
+            other.start()
 
-    plain, inside, go_on = vars(Owner)["name"], threading.Event(), threading.Event()
-    seen: list[str] = []
-
-    def other() -> None:
-        with replaced(Owner, "name", named("theirs")):
-            inside.set()
-            go_on.wait(60)
-            seen.append(Owner().name())
-
-    thread = threading.Thread(target=other)
-    with replaced(Owner, "name", named("mine")):
-        thread.start()
-        assert inside.wait(60)
-        assert Owner().name() == "mine for plain"
-        with replaced(Owner, "name", named("inner")):
-            assert Owner().name() == "inner for mine for plain"
-    assert Owner().name() == "plain"  # though the other thread is not done
-    go_on.set()
-    thread.join()
-    assert seen == ["theirs for plain"]
-    assert vars(Owner)["name"] is plain
+    nets[0].meanwhile = start
+    cuts.put(sequentialize(nets[0], (torch.ones(2, 4),)))
+    other.join(60)
+    assert [len(cuts.get(timeout=60).stages) for _ in nets] == [6, 6]
+    assert before == (nn.Module.__call__, nn.Module.__init__, vars(torch.autograd.Function)["apply"])

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import enum
 import inspect
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import BuiltinFunctionType, ClassMethodDescriptorType, FunctionType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, NoReturn
 
 import torch
@@ -28,61 +27,6 @@ class UntraceableError(Exception):
 def words(*lines: str) -> frozenset[str]:
     """Names, several to a line."""
     return frozenset(" ".join(lines).split())
-
-
-# ----------------------------------------------------------------------------------------------------
-# Functions that are others in one thread alone.
-
-#     nn.Module.__call__ ─► dispatch ─┬─► the replacement, in the thread that records
-#                                     └─► the original, in any other: one that loads data, or serves another model
-
-
-_CLASS_METHODS = (classmethod, ClassMethodDescriptorType)
-_lock = threading.Lock()
-
-
-class _Shared:
-    """A function that some threads have replaced; ``mine`` is what each of them finds."""
-
-    def __init__(self, original: Any) -> None:
-        self.original = original
-        self.mine: dict[int, Any] = {}
-
-    def dispatch(self) -> Any:
-        """The function that stands in the place of the shared one."""
-
-        def function(*args: Any, **kwargs: Any) -> Any:
-            return self.mine.get(threading.get_ident(), self.original)(*args, **kwargs)
-
-        def class_method(cls: type, *args: Any, **kwargs: Any) -> Any:
-            return self.mine.get(threading.get_ident(), self.original).__get__(None, cls)(*args, **kwargs)
-
-        return classmethod(class_method) if type(self.original) in _CLASS_METHODS else function
-
-
-_replaced: dict[tuple[int, str], _Shared] = {}
-
-
-@contextmanager
-def replaced(owner: Any, name: str, replacement: Callable[[Any], Any]) -> Iterator[None]:
-    """Context in which this thread finds another function in a module or class, made from the one found now."""
-    key, thread = (id(owner), name), threading.get_ident()
-    with _lock:
-        if key not in _replaced:
-            _replaced[key] = _Shared(vars(owner)[name])
-            setattr(owner, name, _replaced[key].dispatch())
-        shared = _replaced[key]
-        before = shared.mine.get(thread, shared.original)
-        shared.mine[thread] = replacement(before)
-    try:
-        yield
-    finally:
-        with _lock:
-            shared.mine[thread] = before
-            if before is shared.original:
-                del shared.mine[thread]
-            if not shared.mine:
-                setattr(owner, name, _replaced.pop(key).original)
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ What it cannot hold is an error; the module whose forward it happened in then be
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -36,7 +37,6 @@ from lightning_rotor.capture.modules import (
     UntraceableError,
     hides_code,
     is_torchs_module,
-    replaced,
 )
 from lightning_rotor.capture.operations import (
     FUNCTIONS,
@@ -306,42 +306,45 @@ class Recorder(TorchFunctionMode):
         self._seen.append((node, value))
 
 
+_showing = threading.RLock()
+
+
 @contextmanager
 def _shown_modules(recorder: Recorder) -> Iterator[None]:
-    """Show calls of modules and of autograd functions, which no mode sees."""
+    """Show calls of modules and of autograd functions, which no mode sees; another thread that wants to waits."""
+    thread = threading.get_ident()
 
-    def showing_calls(call_module: Callable[..., Any]) -> Callable[..., Any]:
-        def shown_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if recorder.check.inside:
-                return call_module(module, *args, **kwargs)
-            return recorder._call_module(module, call_module, args, kwargs)
+    def is_plain() -> bool:
+        return bool(recorder.check.inside) or threading.get_ident() != thread
 
-        return shown_call
+    def shown_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if is_plain():
+            return call_module(module, *args, **kwargs)
+        return recorder._call_module(module, call_module, args, kwargs)
 
-    def showing_apply(apply: Any) -> Any:
-        def shown_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            target = apply.__get__(None, cls)
-            if recorder.check.inside:
-                return target(*args, **kwargs)
-            # A reference that was kept from before (``f = Function.apply``) is not seen. There the operations
-            # inside are, under no_grad.
-            return recorder._operate("call_function", target, args, kwargs, target, own_code=f"{cls.__name__}.apply")
+    def shown_init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        recorder.check.note_module(module)
+        init(module, *args, **kwargs)
 
-        return classmethod(shown_apply)
+    def shown_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        target = apply.__get__(None, cls)
+        if is_plain():
+            return target(*args, **kwargs)
+        # A reference that was kept from before (``f = Function.apply``) is not seen. There the operations inside are,
+        # under no_grad.
+        return recorder._operate("call_function", target, args, kwargs, target, own_code=f"{cls.__name__}.apply")
 
-    def showing_init(init: Callable[..., None]) -> Callable[..., None]:
-        def shown_init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-            recorder.check.note_module(module)
-            init(module, *args, **kwargs)
-
-        return shown_init
-
-    with (
-        replaced(nn.Module, "__call__", showing_calls),
-        replaced(nn.Module, "__init__", showing_init),
-        replaced(torch.autograd.Function, "apply", showing_apply),
-    ):
-        yield
+    shown = ((nn.Module, "__call__", shown_call), (nn.Module, "__init__", shown_init))
+    replacements = (*shown, (torch.autograd.Function, "apply", classmethod(shown_apply)))
+    with _showing:
+        originals = call_module, init, apply = [vars(owner)[name] for owner, name, _ in replacements]
+        try:
+            for owner, name, replacement in replacements:
+                setattr(owner, name, replacement)
+            yield
+        finally:
+            for (owner, name, _), original in zip(replacements, originals, strict=True):
+                setattr(owner, name, original)
 
 
 def require_unrecorded(what: str) -> None:

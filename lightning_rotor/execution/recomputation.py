@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from lightning_rotor.errors import ExecutionError
-from lightning_rotor.execution.segment_state import FirstPass, Replay, SegmentState
+from lightning_rotor.execution.segment_state import FirstPass, SegmentState
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.stages.state import changed_meanwhile, first_changed
 
@@ -65,27 +64,25 @@ def passing_first(first_pass: FirstPass) -> Iterator[None]:
     """Context of a forward that drops its saved tensors."""
     _flags.checkpointing += 1
     try:
-        with first_pass:
+        with first_pass.watching():
             yield
     finally:
         _flags.checkpointing -= 1
 
 
-class _Again:
+class _Again(AbstractContextManager[None]):
     """Context of the recomputation. It is entered once for each backward, so no generator will do."""
 
     def __init__(self, first_pass: FirstPass) -> None:
-        self._replay = Replay(first_pass)
+        self._first_pass = first_pass
 
     def __enter__(self) -> None:
-        self._replay.__enter__()
-        _flags.recomputing += 1
+        self._context = ExitStack()
+        self._context.enter_context(self._first_pass.replayed())
+        self._context.enter_context(repeating())
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        _flags.recomputing -= 1
-        self._replay.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._context.__exit__(*error)
 
 
 class _Inputs:

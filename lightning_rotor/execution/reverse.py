@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from lightning_rotor.errors import ExecutionError, InverseError, RotorWarning
 from lightning_rotor.execution.options import forget_casts
 from lightning_rotor.execution.recomputation import passing_first, repeating
-from lightning_rotor.execution.segment_state import FirstPass, Replay, SegmentState, buffers_of
+from lightning_rotor.execution.segment_state import FirstPass, SegmentState, buffers_of
 from lightning_rotor.private.torch_names import version_of
 from lightning_rotor.stages.sequential import DRAWS
 from lightning_rotor.stages.state import GeneratorStates
@@ -311,15 +311,15 @@ class Moment:
     @contextmanager
     def again(self, exchanged: Iterable[tuple[torch.Tensor, torch.Tensor]] = ()) -> Iterator[None]:
         """Context that sees what the first call saw, with parameters ``exchanged`` for others."""
-        replayed = copy(self.first_pass)
-        replayed.state = replace(replayed.state, statistics=self._state().statistics)
-        replayed.read = replayed.read.standing_in({id(parameter): other for parameter, other in exchanged})
+        like = copy(self.first_pass)
+        like.state = replace(like.state, statistics=self._state().statistics)
+        like.read = like.read.standing_in({id(parameter): other for parameter, other in exchanged})
         with ExitStack() as stack:
             stack.enter_context(repeating())
             if self._generators is not None:
                 stack.callback(GeneratorStates(self._device).restore)
                 self._generators.restore()
-            stack.enter_context(Replay(replayed))
+            stack.enter_context(like.replayed())
             for kind, dtype, enabled in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype, enabled=enabled, cache_enabled=self._cache))
             # Weights cast without gradients must not serve a forward with them.

@@ -21,9 +21,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -299,98 +298,85 @@ def state_of(
 
 
 class FirstPass:
-    """Context of the forward that will be repeated: remembers what it must, and refuses what it could not undo."""
+    """A forward that will be repeated: what it must remember for that, and what it could not undo, which it refuses."""
 
     def __init__(self, state: SegmentState) -> None:
         self.state = state
         self.values: list[tuple[nn.Module, str, torch.Tensor]] = []
-        self.before: Snapshot | None = None
-        self.observers = Observers(state.attributed)
         self.generators: HostGenerators | None = None
-        self.settings = Settings()
-        self.layers = LayerSettings(())
         self.read = TensorsRead((), state.spell)
+        self._before: Snapshot | None = None
+        self._observers = Observers(state.attributed)
+        self._settings = Settings()
+        self._layers = LayerSettings(())
 
-    def __enter__(self) -> None:
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Context of the forward."""
         copies: dict[int, torch.Tensor] = {}
         self.values = [
             (module, name, copies.setdefault(id(buffer), buffer.detach().clone()))
             for module, name, buffer in buffers_of(self.state.remembered)
         ]
         if self.state.attributed or any_hooks_of_all():
-            self.before = Snapshot(self.state.attributed, small_bytes=SMALL_BYTES)
-            self.observers.watch()
+            self._before = Snapshot(self.state.attributed, small_bytes=SMALL_BYTES)
+            self._observers.watch()
         self.generators = HostGenerators() if self.state.attributed else None
-        self.layers = LayerSettings(self.state.layers)
+        self._layers = LayerSettings(self.state.layers)
         self.read = self.state.tensors_read()
+        try:
+            yield
+        finally:
+            if self._before is not None:
+                self._observers.settle(self._before)
+        if self._before is not None:
+            self._before.require_undoable()
+        self.read.require_untouched()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self.before is not None:
-            self.observers.settle(self.before)
-            if error is None:
-                self.before.require_undoable()
-        if error is None:
-            self.read.require_untouched()
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Context of a forward that repeats this one: it sees the state that this one saw, and changes none."""
+        self.read.require_unchanged()
+        with ExitStack() as stack:
+            for settings in (self._settings, self._layers, self.read):
+                stack.enter_context(settings.restored())
+            if self.generators is not None:
+                stack.callback(HostGenerators().restore)
+                self.generators.restore()
+            if self._before is not None:
+                stack.callback(self._before.again().restore)
+                self._before.lend()
+                self._observers.leave_out()
+            stack.enter_context(_lent(self._loans()))
+            yield
 
-
-class Replay:
-    """Context of a forward that repeats an earlier one: sees the state that the first one saw, and changes none."""
-
-    def __init__(self, first_pass: FirstPass) -> None:
-        self._first_pass = first_pass
-        self._owners: list[tuple[nn.Module, str, torch.Tensor | None]] = []
-        self._exchanged: list[Slot] = []
-        self._present: Snapshot | None = None
-        self._generators: HostGenerators | None = None
-        self._settings = ExitStack()
-
-    def __enter__(self) -> None:
-        self._first_pass.read.require_unchanged()
-        for settings in (self._first_pass.settings, self._first_pass.layers, self._first_pass.read):
-            self._settings.enter_context(settings.restored())
-        if self._first_pass.before is not None:
-            self._present = self._first_pass.before.again()
-            self._first_pass.before.lend()
-            self._first_pass.observers.leave_out()
-        if self._first_pass.generators is not None:
-            self._generators = HostGenerators()
-            self._first_pass.generators.restore()
-        for table, name, tensor in self._first_pass.read.slots:
-            if (
-                table.get(name, tensor) is not tensor
-            ):  # FSDP1 has moved its own out of the way, and into plain attributes
-                self._exchanged.append((table, name, table[name]))
-                table[name] = tensor
-        for statistic in self._first_pass.state.statistics:
+    def _loans(self) -> Iterator[Slot]:
+        """What stands in tables of parameters and buffers during a replay."""
+        # FSDP1 has moved its own out of the way, and into plain attributes.
+        yield from (slot for slot in self.read.slots if slot[1] in slot[0])
+        for statistic in self.state.statistics:
             if statistic.module.training:
-                self._lend(statistic.module, statistic.name, statistic.scratch)
+                yield statistic.module._buffers, statistic.name, statistic.scratch
         copies: dict[int, torch.Tensor] = {}
-        for module, name, value in self._first_pass.values:
+        for module, name, value in self.values:
             # A copy of the copy: with retain_graph there is another replay after this one.
-            self._lend(module, name, copies.setdefault(id(value), value.clone()))
+            yield module._buffers, name, copies.setdefault(id(value), value.clone())
 
-    def _lend(self, module: nn.Module, name: str, loan: torch.Tensor) -> None:
-        self._owners.append((module, name, module._buffers[name]))
-        module._buffers[name] = loan
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+@contextmanager
+def _lent(loans: Iterable[Slot]) -> Iterator[None]:
+    """Context in which other tensors stand in tables of parameters and buffers."""
+    owners: list[Slot] = []
+    try:
+        for table, name, loan in loans:
+            if table[name] is not loan:
+                owners.append((table, name, table[name]))
+                table[name] = loan
+        yield
+    finally:
         # Last in, first out: what was lent twice gets its first owner back.
-        for module, name, owner in reversed(self._owners):
-            module._buffers[name] = owner
-        self._owners.clear()
-        for table, name, tensor in self._exchanged:
-            table[name] = tensor
-        self._exchanged.clear()
-        if self._present is not None:
-            present, self._present = self._present, None
-            present.restore()
-        if self._generators is not None:
-            self._generators.restore()
-        self._settings.close()
+        for table, name, owner in reversed(owners):
+            table[name] = owner
 
 
 def buffers_of(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:

@@ -12,12 +12,12 @@
 from lightning_rotor.errors import InverseError
 from lightning_rotor.execution.reverse import Guard
 from lightning_rotor.invertible.check import InverseReport, check_inverse
-from lightning_rotor.invertible.checkpoint import invertible_checkpoint
 from lightning_rotor.invertible.layers import (
     AdditiveCoupling,
     AffineCoupling,
     InvertibleConvolution,
     InvertibleSequential,
+    invertible_checkpoint,
     reverse,
 )
 from lightning_rotor.stages.sequential import Invertible, Reversible, has_fused_backward, is_invertible

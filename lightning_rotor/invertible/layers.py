@@ -1,13 +1,14 @@
-"""Couplings: one half of the channels changes by what a network makes of the other half, which passes unchanged.
+"""Invertible modules, and training them without their inputs with no planner around.
 
-The networks may be anything that keeps the shape of a half; they are never inverted.
+Couplings: one half of the channels changes by what a network makes of the other half, which passes unchanged. The
+networks may be anything that keeps the shape of a half; they are never inverted.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -16,17 +17,14 @@ import torch
 from torch import nn
 
 from lightning_rotor.errors import InverseError, ModelError
+from lightning_rotor.execution.inversion import Way, can_be_fused, run_inverted
 from lightning_rotor.execution.reverse import Roots, accumulate, learning
-from lightning_rotor.private.torch_names import has_forward_hooks, no_dispatch
-from lightning_rotor.stages.sequential import DROPOUTS, Invertible, has_own_call, require_invertible
+from lightning_rotor.private.torch_names import has_forward_hooks, no_dispatch, outside_of_graphs
+from lightning_rotor.stages.sequential import DRAWING, Invertible, Stage, has_own_call, require_invertible
 from lightning_rotor.stages.state import GeneratorStates
 
 # ----------------------------------------------------------------------------------------------------
 # Random numbers that do not depend on which part of a module runs first.
-
-
-_DROPPING = (*DROPOUTS, nn.MultiheadAttention, nn.RNNBase)
-_DRAWING = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
 
 class PartSeeds:
@@ -55,10 +53,11 @@ class PartSeeds:
 
 def _may_draw(module: nn.Module) -> bool:
     """True if a module itself may draw random numbers: in training, any that is not torch's may."""
-    if isinstance(module, _DROPPING):
-        return module.training and bool(getattr(module, "p", 0.0) or getattr(module, "dropout", 0.0))
-    if isinstance(module, _DRAWING):
-        return module.training or not isinstance(module, nn.RReLU)
+    if isinstance(module, (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)):
+        return True
+    if isinstance(module, DRAWING):
+        probability = getattr(module, "p", 0.0) or getattr(module, "dropout", 0.0)
+        return module.training and bool(probability or isinstance(module, nn.RReLU))
     is_torchs = type(module).__module__.startswith("torch.")
     has_hooks = has_forward_hooks(module)
     return module.training and (has_hooks or not (is_torchs or getattr(module, "draws_by_parts", False)))
@@ -424,3 +423,55 @@ def labelled(module: nn.Module, path: str) -> str:
     """The name of a module in error messages: ``2.0 (AdditiveCoupling)``."""
     kind = type(module).__name__
     return f"{path} ({kind})" if path else kind
+
+
+# ----------------------------------------------------------------------------------------------------
+
+
+def invertible_checkpoint(module: nn.Module | Sequence[nn.Module], x: Any, *, name: str | None = None) -> Any:
+    """Call a module so that the backward rebuilds its input from its output instead of holding it.
+
+    A run of modules, in a list, an :class:`~lightning_rotor.invertible.InvertibleSequential` or several calls in a row,
+    holds the last output alone. Nothing is freed that others refer to: ``x + invertible_checkpoint(module, x)`` is
+    right, and holds ``x``.
+
+    Gradients are those of a plain call up to rounding in the rebuilt inputs. The backward sees autocast, generators and
+    buffers of the forward, and leaves them alone. Without gradients it is a plain call. Under others' hooks for saved
+    tensors (``torch.utils.checkpoint``, ``save_on_cpu``) each module gives its output to them.
+
+    Args:
+        module: With an ``inverse``; or several, to run in a row. A ``reversible_backward`` is used if there is one.
+        x: A tensor, or tensors in a tuple, list or dict.
+        name: Of the module in error messages; by default its type's.
+    Returns:
+        The output of the module.
+    Raises:
+        InverseError: A module has no inverse, changes its input in place, or returns less than it took. In the
+            backward: the inverse returns something else than the forward took, or is off by more than :class:`Guard`
+            allows.
+        ExecutionError: A second backward without ``retain_graph=True`` in the first; a gradient of a gradient; an
+            output, a parameter or a buffer changed before the backward; a tensor that requires a gradient and is
+            neither input nor parameter.
+    Warns:
+        RotorWarning: In the backward: an inverse in float16 or bfloat16 is off by more than the guard expects.
+    Example:
+        >>> block = AdditiveCoupling(nn.Linear(4, 4), nn.Linear(4, 4))
+        >>> invertible_checkpoint([block] * 100, torch.randn(2, 8)).sum().backward()
+    """
+    return _in_a_row(module, x, name)
+
+
+@outside_of_graphs
+def _in_a_row(module: nn.Module | Sequence[nn.Module], x: Any, name: str | None) -> Any:
+    for member_name, member in _steps(module, name):
+        require_invertible(member, name=member_name)
+        x = run_inverted(Way(Stage(member_name, (member,)), can_be_fused(member)), x)
+    return x
+
+
+def _steps(module: nn.Module | Sequence[nn.Module], name: str | None) -> Iterator[tuple[str, nn.Module]]:
+    if isinstance(module, nn.Module):
+        yield from members(module, name or "")
+        return
+    for index, member in enumerate(module):
+        yield from members(member, f"{name}.{index}" if name else str(index))

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from lightning_rotor.capture.cuts import sequentialize
 from lightning_rotor.errors import ModelError, SampleError
@@ -187,18 +187,12 @@ class EstimatingMeter(TorchDispatchMode):
         return self._accelerator.seconds(operations, moved, min(tensor.element_size() for tensor in made))
 
 
-def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
-
-
-def _attention_backward_flops(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape))
-
-
 # Missing in torch's own register: the attention that fake tensors on the CPU choose.
 _FLOPS = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+    _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[_aten._scaled_dot_product_flash_attention],
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        _aten._scaled_dot_product_flash_attention_backward
+    ],
 }
 
 
@@ -247,37 +241,25 @@ class InputSpec:
 
 
 def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
-    """A model on ``meta``, in training mode; ModelError if its constructor reads values of tensors, say."""
-    try:
-        with torch.device("meta"):
-            return build().train()
-    except (RuntimeError, NotImplementedError) as error:
-        first = error
-    try:
-        # Some constructors compute with small tensors and read them: then only parameters go without memory.
-        with _parameters_on_meta():
-            return build().train()
-    except (RuntimeError, NotImplementedError) as error:
-        raise ModelError(
-            f"the model cannot be built without memory: {str(first).splitlines()[0]}; nor with its parameters alone "
-            f"without: {str(error).splitlines()[0]}. Expected a constructor that reads no values of weights; use the "
-            "device 'cpu'"
-        ) from error
+    """A model in training mode whose parameters are on ``meta``; ModelError if its constructor reads their values.
 
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Context in which modules' parameters lose their memory; one that nobody has written to never took any."""
+    Everything else is real meanwhile: some constructors compute with small tensors and read them.
+    """
     register = nn.Module.register_parameter
 
     def register_without_memory(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None:
-            param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
         register(self, name, param)
+        if param is not None and not param.is_meta:  # the same object still, which may be tied or in a list
+            torch.utils.swap_tensors(param, nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad))
 
     nn.Module.register_parameter = register_without_memory  # type: ignore[method-assign]
     try:
-        yield
+        return build().train()
+    except (RuntimeError, NotImplementedError) as error:
+        raise ModelError(
+            f"the model cannot be built without memory: {str(error).splitlines()[0]}. Expected a constructor that "
+            "reads no values of weights; use the device 'cpu'"
+        ) from error
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 

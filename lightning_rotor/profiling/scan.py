@@ -34,7 +34,7 @@ from lightning_rotor.private.values import (
     tree_leaves,
     tree_unflatten,
 )
-from lightning_rotor.stages.sequential import DROPOUTS, Stage, is_plain_stock, merge, unpacked, wiring_of
+from lightning_rotor.stages.sequential import DRAWING, Stage, is_plain_stock, merge, unpacked, wiring_of
 from lightning_rotor.stages.state import GeneratorStates
 from lightning_rotor.units import in_blocks
 
@@ -362,22 +362,12 @@ def _may_draw(stage: Stage) -> bool:
     User code may do anything. Restoring a generator for nothing costs microseconds; not restoring one gives wrong
     gradients in silence.
     """
-    return not _is_stock(stage) or any(isinstance(module, _DRAWING) for _, module in stage.submodules())
+    return not _is_stock(stage) or any(isinstance(module, DRAWING) for _, module in stage.submodules())
 
 
 def _is_stock(stage: Stage) -> bool:
     """True if a stage is made of torch's own layers alone."""
     return all(is_plain_stock(module) for _, module in stage.submodules())
-
-
-_DRAWING = (
-    *DROPOUTS,
-    nn.MultiheadAttention,
-    nn.RNNBase,
-    nn.RReLU,
-    nn.FractionalMaxPool2d,
-    nn.FractionalMaxPool3d,
-)
 
 
 def merged(stages: Sequence[Stage], groups: Sequence[range]) -> tuple[Stage, ...]:

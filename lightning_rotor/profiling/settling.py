@@ -28,7 +28,6 @@ from lightning_rotor.execution.options import kept_attributes, kept_parameters, 
 from lightning_rotor.execution.recomputation import recomputed
 from lightning_rotor.private.sharding import Unit, UnitSizes, gathered, units_in
 from lightning_rotor.profiling.gradients import Layouts, layouts_from
-from lightning_rotor.profiling.inverted import with_inversion
 from lightning_rotor.profiling.meters import Meter
 from lightning_rotor.profiling.scan import Boundary, walk
 from lightning_rotor.profiling.stage import StageMeasurement, StageProfiler, typical
@@ -143,10 +142,7 @@ class Bench:
             profiler = replace(profiler, before=before)
             if units:  # a variant would be compiled together with what gathers the parameters
                 return _with_units(profiler.measure(), units, gathering_seconds)
-            found = measure(profiler, self._compiled, kin=stage.kin, seconds=self._seconds)
-            if stage.way is not None:
-                found = with_inversion(profiler, stage.way, found)
-            return found
+            return measure(profiler, self._compiled, stage.way, kin=stage.kin, seconds=self._seconds)
 
 
 def settle(chain: Sequence[MeasuredStage], inputs: Mapping[int, Boundary], bench: Bench) -> None:

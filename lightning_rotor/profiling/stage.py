@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
@@ -21,7 +21,7 @@ from lightning_rotor.capture.compiled import is_compiled
 from lightning_rotor.chain import Option, StageCost
 from lightning_rotor.errors import ModelError
 from lightning_rotor.execution.inversion import Output, Way, run_inverted
-from lightning_rotor.execution.options import run_stage
+from lightning_rotor.execution.options import lent_buffers, run_stage
 from lightning_rotor.execution.recomputation import recomputed
 from lightning_rotor.execution.segment_state import SegmentState
 from lightning_rotor.private.torch_names import sparse_parts, version_of
@@ -171,7 +171,7 @@ class StageProfiler:
         # A compiler may compile the backward only when it is first asked for.
         if self.meter.needs_warm_up or any(is_compiled(module) for _, module in self.stage.submodules()):
             self.recorded_run(hold_input=False, hold_output=False)
-        seconds = _timed(self) if timed else StageSeconds()
+        seconds = seconds_by_turns([self])[0] if timed else StageSeconds()
         cost, gradients = self._cost()
         keep = cost.keep
         if self.in_lockstep or keep.parameter_gradient_bytes > _NEGLIGIBLE * keep.backward_held_peak_bytes:
@@ -307,6 +307,18 @@ class StageProfiler:
         places = (*self.ends.inputs, *self.ends.outputs)
         pairs = ((leaf, place) for leaf, place in zip(leaves, places, strict=True) if place is not None)
         return tuple(sorted({place for leaf, place in pairs if address_of(leaf) in saved}))
+
+    def timed_enough(self, options: Sequence[Sequence[tuple[float, float]]]) -> bool:
+        """True if each option ran ``repeats`` times, fewer times if its runs are long and more if they are short.
+
+        Where other processes run along, only their number counts.
+        """
+        return all(self._is_timed(sum(map(sum, runs)), len(runs)) for runs in options)
+
+    def _is_timed(self, seconds: float, runs: int) -> bool:
+        if not self.in_lockstep and seconds >= _ENOUGH_SECONDS:
+            return True
+        return runs >= self.repeats * (1 if self.in_lockstep or seconds >= _SHORT_SECONDS else _MORE)
 
     def backward(self, value: Any, output: Any, elsewhere: Memories) -> StageBackward:
         """The backward of a run, given gradients as later stages leave them, some in the memory ``elsewhere``."""
@@ -478,17 +490,25 @@ def _instead(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | 
 # ----------------------------------------------------------------------------------------------------
 
 
-def _timed(profiler: StageProfiler) -> StageSeconds:
-    runs: list[tuple[float, float]] = []
-    while not is_timed(profiler, list(map(sum, runs))):
-        runs.append(timed_run(profiler))
-    return seconds_of(profiler, runs)
+Enough: TypeAlias = Callable[[Sequence[Sequence[tuple[float, float]]]], bool]
+"""Says of the seconds that each option has taken so far, forward and backward, whether they will do."""
+
+
+def seconds_by_turns(profilers: Sequence[StageProfiler], enough: Enough | None = None) -> tuple[StageSeconds, ...]:
+    """Comparable seconds of one stage's options, which run by turns, by default until each is timed."""
+    runs: list[list[tuple[float, float]]] = [[] for _ in profilers]
+    while not (enough or profilers[0].timed_enough)(runs):
+        for profiler, each in zip(profilers, runs, strict=True):
+            with lent_buffers(profiler.stage):
+                each.append(timed_run(profiler))
+    return tuple(map(seconds_of, profilers, runs))
 
 
 def seconds_of(profiler: StageProfiler, runs: Sequence[tuple[float, float]]) -> StageSeconds:
     """The typical seconds of timed runs."""
     forward, backward = map(typical, zip(*runs, strict=True))
-    return StageSeconds(forward, forward * _replayed_part(profiler), backward)
+    with lent_buffers(profiler.stage):
+        return StageSeconds(forward, forward * _replayed_part(profiler), backward)
 
 
 def timed_run(profiler: StageProfiler) -> tuple[float, float]:
@@ -505,18 +525,6 @@ def timed_run(profiler: StageProfiler) -> tuple[float, float]:
     start = profiler.meter.now()
     run.gradients()
     return forward, profiler.meter.seconds_between(start, profiler.meter.now())
-
-
-def is_timed(profiler: StageProfiler, seconds: Sequence[float]) -> bool:
-    """True if runs that took so long are enough: ``repeats``, fewer of long ones and more of short ones.
-
-    Where other processes run along, only their number counts.
-    """
-    total, repeats = sum(seconds), profiler.repeats
-    if not profiler.in_lockstep and total >= _ENOUGH_SECONDS:
-        return True
-    is_long = profiler.in_lockstep or total >= _SHORT_SECONDS
-    return len(seconds) >= (repeats if is_long else _MORE * repeats)
 
 
 def _replayed_part(profiler: StageProfiler) -> float:

@@ -1,4 +1,4 @@
-"""Measuring the variants of a stage: what each saves and costs, and whether it computes the same.
+"""Measuring the options of a stage beside keeping it: variants that a compiler made, and inverting it.
 
 A variant is withheld if its bits differ, or by more than rounding where the user allows for that, and if it is nowhere
 better than another. A stage that draws random numbers has none, see :mod:`lightning_rotor.capture.compiled`.
@@ -7,7 +7,7 @@ better than another. A stage that draws random numbers has none, see :mod:`light
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Any, TypeAlias
@@ -16,18 +16,19 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from lightning_rotor.capture.compiled import CannotRepeatError, CompiledModules
-from lightning_rotor.chain import StageCost
+from lightning_rotor.chain import BackwardPeaks, Option, StageCost
+from lightning_rotor.errors import ExecutionError
+from lightning_rotor.execution.inversion import Way, is_whole
 from lightning_rotor.execution.options import kept_attributes, lent_buffers, run_stage
-from lightning_rotor.private.values import is_fake, same_bits, tensors_in
-from lightning_rotor.profiling.inverted import lost_inverse
+from lightning_rotor.private.values import address_of, is_fake, same_bits, tensors_in
 from lightning_rotor.profiling.stage import (
+    WORTH_MENTIONING_BYTES,
     StageMeasurement,
     StageProfiler,
     StageSeconds,
-    is_timed,
-    seconds_of,
-    timed_run,
+    seconds_by_turns,
 )
+from lightning_rotor.stages.sequential import Stage, is_invertible
 from lightning_rotor.stages.state import GeneratorStates
 
 _log = logging.getLogger(__name__)
@@ -47,20 +48,44 @@ class KnownSeconds:
         """Known seconds of a stage that looked alike unless a few runs contradict them, otherwise newly timed ones."""
         # Where other processes run along, times must not decide what is run.
         if (known := self._known.get(kin)) and len(known) == len(profilers) and not profilers[0].in_lockstep:
-            now = _total(_in_turns(profilers, lambda runs: len(runs[0]) >= _CHECKS))
+            now = _total(seconds_by_turns(profilers, lambda runs: len(runs[0]) >= _CHECKS))
             if max(now, _total(known)) <= _NOISE * min(now, _total(known)):
                 return known
         patient = replace(profilers[0], repeats=_ROUNDS * profilers[0].repeats)
-        self._known[kin] = _in_turns(
-            profilers, lambda runs: all(is_timed(patient, list(map(sum, each))) for each in runs)
-        )
+        self._known[kin] = seconds_by_turns(profilers, patient.timed_enough)
         return self._known[kin]
 
 
-def measure(profiler: StageProfiler, compiled: CompiledModules, *, kin: Any, seconds: KnownSeconds) -> StageMeasurement:
-    """Measure a stage and, if the user compiled it, its variants; ``seconds`` are known for equal ``kin``."""
+def measure(
+    profiler: StageProfiler, compiled: CompiledModules, way: Way | None, *, kin: Any, seconds: KnownSeconds
+) -> StageMeasurement:
+    """Measure a stage under all its options; ``seconds`` are known for equal ``kin``."""
+    found = _with_variants(profiler, compiled, kin, seconds)
+    if way is None:
+        return replace(found, not_inverted=lost_inverse(profiler.stage))
+    option = objection(profiler, found.cost) or _inverted(replace(profiler, way=way), way, found.cost)
+    if isinstance(option, str):
+        return replace(found, not_inverted=option)
+    return replace(found, cost=_joined(found.cost, [option]))
+
+
+def _joined(cost: StageCost, more: Iterable[Option]) -> StageCost:
+    """The stage's costs with more options, each of which has a discard peak of its own."""
+    kept = (replace(each, discard_peak_bytes=cost.discard_peak_of(each)) for each in cost.options)
+    options = (*kept, *more)
+    return replace(cost, options=options, discard_peak_bytes=max(each.discard_peak_bytes or 0 for each in options))
+
+
+# ----------------------------------------------------------------------------------------------------
+# Variants that a compiler made.
+
+
+def _with_variants(
+    profiler: StageProfiler, compiled: CompiledModules, kin: Any, seconds: KnownSeconds
+) -> StageMeasurement:
+    """Costs of a stage with its variants, if the user compiled it."""
     name = profiler.stage.name
-    alone = replace(profiler.measure(), not_inverted=lost_inverse(profiler.stage))
+    alone = profiler.measure()
     try:
         variants = compiled.variants(profiler.stage)
         if not variants or any(is_fake(tensor) for tensor in tensors_in(profiler.boundary.leaves)):
@@ -77,8 +102,8 @@ def measure(profiler: StageProfiler, compiled: CompiledModules, *, kin: Any, sec
     found = {variant: outcome for variant, outcome in outcomes.items() if not isinstance(outcome, str)}
     if found:
         profilers = [profiler, *(others[variant] for variant in found)]
-        timed = zip([alone, *found.values()], seconds.of((kin, tuple(found)), profilers), strict=True)
-        alone, *taken = [replace(each, cost=seconds_taken.of(each.cost)) for each, seconds_taken in timed]
+        pairs = zip([alone, *found.values()], seconds.of((kin, tuple(found)), profilers), strict=True)
+        alone, *taken = [replace(each, cost=seconds_taken.of(each.cost)) for each, seconds_taken in pairs]
         found = dict(zip(found, taken, strict=True))
     names = _worthwhile({"keep": alone.cost, **{variant: each.cost for variant, each in found.items()}})[1:]
     _log.info(
@@ -87,8 +112,9 @@ def measure(profiler: StageProfiler, compiled: CompiledModules, *, kin: Any, sec
         ", ".join(names) or "no other activation memory budget that takes less memory",
         "".join(f"; not under {variant}: {reason}" for variant, reason in outcomes.items() if isinstance(reason, str)),
     )
-    cost = _joined(alone.cost, {variant: found[variant].cost for variant in names})
-    return replace(alone, cost=cost, variants=names)
+    costs = {variant: found[variant].cost for variant in names}
+    more = (replace(each.keep, name=one, discard_peak_bytes=each.discard_peak_bytes) for one, each in costs.items())
+    return replace(alone, cost=_joined(alone.cost, more), variants=names)
 
 
 def _measured(
@@ -109,22 +135,6 @@ def _measured(
     if sizes != alone.gradients.skip_bytes or pinned_bytes != alone.cost.pinned_bytes:
         return "it leaves other gradients of skips, or other memory that no checkpoint can free"
     return measurement
-
-
-def _in_turns(
-    profilers: Sequence[StageProfiler], enough: Callable[[list[list[tuple[float, float]]]], bool]
-) -> tuple[StageSeconds, ...]:
-    """Comparable times of one stage's options, measured by turns."""
-    runs: list[list[tuple[float, float]]] = [[] for _ in profilers]
-    found = []
-    while not enough(runs):
-        for profiler, each in zip(profilers, runs, strict=True):
-            with lent_buffers(profiler.stage):
-                each.append(timed_run(profiler))
-    for profiler, each in zip(profilers, runs, strict=True):
-        with lent_buffers(profiler.stage):
-            found.append(seconds_of(profiler, each))
-    return tuple(found)
 
 
 def _total(seconds: Sequence[StageSeconds]) -> float:
@@ -195,16 +205,6 @@ def _outcome(profiler: StageProfiler) -> _Outcome:
 # -------------------------------------------------------------------- options
 
 
-def _joined(cost: StageCost, others: Mapping[str, StageCost]) -> StageCost:
-    """One stage with the options of several that were measured one by one."""
-    costs = {"keep": cost, **others}
-    options = (
-        replace(each.keep, name=name, discard_peak_bytes=each.discard_peak_bytes) for name, each in costs.items()
-    )
-    largest = max(each.discard_peak_bytes for each in costs.values())
-    return replace(cost, options=tuple(options), discard_peak_bytes=largest)
-
-
 def _worthwhile(costs: Mapping[str, StageCost]) -> tuple[str, ...]:
     """Names of the options, given by falling budget, that take less memory in some respect than all before them.
 
@@ -233,3 +233,85 @@ def _sizes(cost: StageCost) -> tuple[int, ...]:
     saved = option.saved_bytes + option.saved_input_bytes + option.saved_output_bytes
     peaks = option.backward_peak_bytes, option.backward_segment_peak_bytes, option.backward_held_peak_bytes
     return saved, cost.discard_peak_bytes, option.forward_peak_bytes, *(saved + peak for peak in peaks)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Inverting, and finding out whether a stage may be inverted.
+
+
+def lost_inverse(stage: Stage) -> str:
+    """Why an inverse inside of a stage is of no use; empty if there is none, or if the stage itself has one."""
+    kinds = dict.fromkeys(type(module).__name__ for _, module in stage.submodules() if is_invertible(module))
+    if not kinds or stage.inverse is not None:
+        return ""
+    merged = ", since something in it changes its input in place or returns a view of it"
+    return f"{', '.join(kinds)} is but a part of it{merged * (len(stage.modules) > 1)}"
+
+
+def objection(profiler: StageProfiler, cost: StageCost) -> str:
+    """Why a stage with an inverse cannot be inverted where it is; empty if it can."""
+    leaves, ends = profiler.boundary.leaves, profiler.ends
+    if any(place is not None for place in ends.inputs):
+        return "its input is the caller's, or is read elsewhere, too"
+    if any(place is not None for place in ends.outputs):
+        return "its output is read by more than the next stage"
+    if not any(profiler.boundary.requires_grad):
+        return "nothing before it learns"
+    if not all(map(is_whole, leaves)) or len(set(map(address_of, leaves))) < len(leaves):
+        return "its input is a part of something larger"
+    if not cost.recomputable:
+        return "it gives other bits when it runs again"
+    if cost.pinned_bytes >= WORTH_MENTIONING_BYTES:
+        return f"it stores {cost.pinned_bytes} bytes on its graph, which nobody can drop"
+    if not cost.keep.saved_tensors:
+        return "it saves nothing anyway"
+    return ""
+
+
+def _inverted(profiler: StageProfiler, way: Way, cost: StageCost) -> Option | str:
+    """The costs as an option, or why there is none."""
+    keep = cost.keep
+    try:
+        alone = _run(profiler)
+    except ExecutionError as error:  # it uses a tensor whose gradient would be lost
+        return str(error)
+    if alone.saved_input_bytes or alone.saved_output_bytes != profiler.ends.link_bytes:
+        return "its graph keeps hold of the input"
+    # Less is possible: autograd may leave slices where this leaves gradients that fill their memory.
+    fewer_bytes = alone.input_gradient_bytes <= keep.input_gradient_bytes
+    if not fewer_bytes or alone.parameter_gradient_bytes != keep.parameter_gradient_bytes:
+        return f"its {'fused ' * way.fused}backward leaves other gradients"
+    peaks, accumulating = _peaks(profiler, alone), None
+    if keep.accumulating is not None:
+        again = replace(profiler, gradients_exist=True)
+        accumulating = _peaks(again, _run(again))
+    return replace(
+        alone,
+        name="invert, fused" if way.fused else "invert",
+        saved_bytes=max(alone.saved_bytes - cost.pinned_bytes, 0),  # those count whatever the option
+        saved_tensors=1,
+        replay_peak_bytes=alone.forward_peak_bytes,
+        backward_peak_bytes=peaks.plain_bytes,
+        backward_segment_peak_bytes=peaks.segment_bytes,
+        backward_held_peak_bytes=peaks.held_bytes,
+        # The same kernels: timed by itself either may seem faster by chance.
+        forward_seconds=keep.forward_seconds,
+        replay_seconds=keep.forward_seconds,
+        backward_seconds=max(seconds_by_turns([profiler])[0].backward, keep.backward_seconds),
+        accumulating=accumulating,
+        discard_peak_bytes=alone.forward_peak_bytes,
+        needs_exact_output=False,
+        inverts=True,
+        fused=way.fused,
+    )
+
+
+def _run(profiler: StageProfiler, *, hold_input: bool = False) -> Option:
+    """Bytes of one run, in which the rebuilt input is for this stage alone, or for others, too."""
+    return profiler.recorded_run(hold_input=hold_input, hold_output=profiler.last)[0]
+
+
+def _peaks(profiler: StageProfiler, alone: Option) -> BackwardPeaks:
+    """Peaks of the backward, one of which is known from a run of the stage alone."""
+    plain, held = alone.backward_peak_bytes, _run(profiler, hold_input=True).backward_peak_bytes
+    return BackwardPeaks(plain, held, held, plain)
