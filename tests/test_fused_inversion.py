@@ -40,10 +40,10 @@ def network(kind: str = "invert, fused") -> nn.Sequential:
     frozen.f.requires_grad_(False)
     return nn.Sequential(
         nn.Linear(WIDTH, WIDTH),
-        nn.Tanh(),
+        nn.GELU(),
         wrap(others[0]),
         wrap(AffineCoupling(branch(made=WIDTH))),
-        nn.Sigmoid(),
+        nn.SiLU(),
         wrap(frozen),
         wrap(others[1]),
     )
@@ -179,9 +179,8 @@ def test_graphs_that_are_kept_and_gradients_of_some(profiles: Profiles, text: st
 def test_gradients_of_gradients_are_refused_by_name(profiles: Profiles) -> None:
     case, profile = profiles[torch.float64, "invert, fused"]
     batch = case.batch.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(executor(profile)(batch).square().sum(), batch, create_graph=True)
-    with pytest.raises(ExecutionError, match="gradients of the gradients of '2' are wanted"):
-        gradient.sum().backward()
+    with pytest.raises(ExecutionError, match=r"gradients of the gradients of '\d' are wanted"):
+        torch.autograd.grad(executor(profile)(batch).square().sum(), batch, create_graph=True)
 
 
 def test_bfloat16_autocast(profiles: Profiles) -> None:

@@ -11,7 +11,6 @@ The recursion of the schedule is the recursion of the calls, so there is nothing
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,9 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_rotor.chain import Chain, Option
+from lightning_rotor.chain import Chain
 from lightning_rotor.errors import ExecutionError
-from lightning_rotor.execution.inversion import SavedOutput, Way, run_inverted
+from lightning_rotor.execution.inversion import Way, run_inverted
 from lightning_rotor.execution.options import run_stage
 from lightning_rotor.execution.recomputation import recomputed
 from lightning_rotor.execution.segment_state import SegmentState
@@ -95,26 +94,19 @@ class Executor:
                 steps.append(partial(_run_segment, inside, names, self._how_to_run(item)))
             else:
                 wires.append(self._stages[item.stage].wiring.wire)
-                steps.append(_step(self._stages[item.stage], item.option))
+                steps.append(self._step(item))
             needed.update(wires[-1].reads)
-        ways = tuple(map(self._way, items))
-        watched = [
-            self._stages[item.stage].name
-            if isinstance(item, Leaf) and self._option(item).saved_output_bytes and way is None and behind is not None
-            else None
-            for item, way, behind in zip(items, ways, (*ways[1:], None), strict=True)
-        ]
-        return _Row(Wiring.of(reversed(wires), wanted), tuple(reversed(steps)), ways, tuple(watched))
+        return _Row(Wiring.of(reversed(wires), wanted), tuple(reversed(steps)))
 
-    def _option(self, leaf: Leaf) -> Option:
-        return self._chain.stages[leaf.stage].options[leaf.option]
-
-    def _way(self, item: Item) -> Way | None:
-        """How an inverted stage runs; None for other items."""
-        if not isinstance(item, Leaf) or not self._option(item).inverts:
-            return None
-        draws_random = self._chain.stages[item.stage].draws_random
-        return Way(self._stages[item.stage], self._option(item).fused, draws_random, self._states[item.stage])
+    def _step(self, leaf: Leaf) -> Callable[[Any], Any]:
+        """What runs a stage."""
+        stage, costs = self._stages[leaf.stage], self._chain.stages[leaf.stage]
+        option, units = costs.options[leaf.option], units_in(stage.modules)
+        if option.inverts:
+            return partial(run_inverted, Way(stage, option.fused, costs.draws_random, self._states[leaf.stage]))
+        return (
+            partial(_run_units, units, stage, leaf.option) if units else partial(run_stage, stage, option=leaf.option)
+        )
 
     def _how_to_run(self, segment: Segment) -> Callable[..., Any]:
         numbers = range(segment.first, segment.last + 1)
@@ -128,43 +120,18 @@ class Executor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Row:
-    """Items that run one after the other.
-
-    ``steps`` run those that are not inverted, ``ways`` are of those that are; ``watched`` has the names of stages that
-    save the output which an inverted one drops.
-    """
+    """Items that run one after the other."""
 
     wiring: Wiring
     steps: tuple[Callable[[Any], Any], ...]
-    ways: tuple[Way | None, ...]
-    watched: tuple[str | None, ...]
 
     def run(self, value: Any) -> Any:
         """The output of the items."""
-        if not any(self.ways):
-            return self.wiring.run(value, self.steps)
-        saved = [None if name is None else SavedOutput(name) for name in self.watched]
-        before = [None, *saved]
-        return self.wiring.run(
-            value, [partial(self._run_item, index, saved[index], before[index]) for index in range(len(self.steps))]
-        )
-
-    def _run_item(self, index: int, saved: SavedOutput | None, before: SavedOutput | None, value: Any) -> Any:
-        way = self.ways[index]
-        if way is not None:
-            return run_inverted(way, value, before)
-        with nullcontext() if saved is None else saved.watching():
-            return self.steps[index](value)
+        return self.wiring.run(value, self.steps)
 
     def run_flat(self, spec: TreeSpec, *flat: Any) -> Any:
         """The output of the items for a nesting that was flattened."""
         return self.run(tree_unflatten(flat, spec))
-
-
-def _step(stage: Stage, option: int) -> Callable[[Any], Any]:
-    """What runs a stage that is not inverted."""
-    units = units_in(stage.modules)
-    return partial(_run_units, units, stage, option) if units else partial(run_stage, stage, option=option)
 
 
 def _run_units(units: Sequence[Unit], stage: Stage, option: int, value: Any) -> Any:

@@ -19,26 +19,23 @@ has drifted (:mod:`.reverse`).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_rotor.errors import ExecutionError
 from lightning_rotor.execution.options import run_stage
-from lightning_rotor.execution.recomputation import is_checkpointing, without_saved_tensors
-from lightning_rotor.execution.reverse import Guard, Moment, Roots, first_derivatives_only, learning, stand_ins
+from lightning_rotor.execution.recomputation import without_saved_tensors
+from lightning_rotor.execution.reverse import Guard, Moment, Roots, learning, stand_ins
 from lightning_rotor.execution.segment_state import SegmentState, state_of
 from lightning_rotor.private.torch_names import (
     backward_keeps_graph,
     has_backward_hooks,
     hooks_for_saved_tensors,
-    identity_of,
     version_of,
 )
 from lightning_rotor.private.values import TreeSpec, tree_flatten, tree_unflatten
@@ -55,22 +52,18 @@ from lightning_rotor.stages.sequential import (
 
 
 class Output:
-    """The output of a module, or those parts of it that are ``asked`` for, for the modules around it."""
+    """The output of a module, for the modules around it."""
 
-    def __init__(self, name: str, asked: Collection[int] | None = None) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
-        self._asked = asked
         self._held: list[Callable[[], Any]] | None = None
         self._versions: list[int] | None = None  # None where hooks bring back what they like
         self._after: Inversion | None = None
 
     def hold(self, tensors: Sequence[torch.Tensor]) -> None:
         """Hold the tensors."""
-        asked = [
-            tensor if self._asked is None or number in self._asked else None for number, tensor in enumerate(tensors)
-        ]
-        self._held = [partial(_same, None) if tensor is None else _holding(tensor) for tensor in asked]
-        self._versions = None if _are_hooked() else _versions_of(asked)
+        self._held = list(map(_holding, tensors))
+        self._versions = None if _are_hooked() else list(map(version_of, tensors))
 
     def hand_over(self, after: Inversion, tensors: Sequence[torch.Tensor]) -> None:
         """Drop the tensors, which a run can rebuild from its output; only the first call does so."""
@@ -84,14 +77,6 @@ class Output:
             self.hold(tensors)
             if for_good:
                 self._after = None
-
-    def get(self, number: int) -> torch.Tensor:
-        """One of the tensors, for a saved tensor."""
-        if self._held is None:
-            self.hold(self._rebuilt())
-        assert self._held is not None
-        tensor: torch.Tensor = self._held[number]()
-        return tensor
 
     def lend(self, *, for_good: bool) -> list[torch.Tensor]:
         """The tensors; what can be rebuilt is then dropped, and everything is if they are lent ``for_good``."""
@@ -118,15 +103,11 @@ class Output:
         return tensors
 
     def _require_untouched(self, tensors: Sequence[torch.Tensor]) -> None:
-        if self._versions is not None and _versions_of(tensors) != self._versions:
+        if self._versions is not None and list(map(version_of, tensors)) != self._versions:
             raise ExecutionError(
                 f"the output of {self._name!r} was changed in place, so its input cannot be rebuilt: expected it "
                 "untouched until the backward. Use an operation that is not in place on it"
             )
-
-
-def _versions_of(tensors: Sequence[torch.Tensor | None]) -> list[int]:
-    return [0 if tensor is None else version_of(tensor) for tensor in tensors]
 
 
 def _holding(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -167,66 +148,6 @@ def second_backward(name: str) -> ExecutionError:
         f"backward ran a second time through {name!r}, whose output is held no more: expected one backward per "
         "forward. Call backward(retain_graph=True) the first time, or run the forward again"
     )
-
-
-# -------------------------------------------------------------------- a kept stage before that saves its own output
-
-
-class _Saved:
-    """One saved tensor of a stage: ``get`` gives it back."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._storage = StorageWeakRef(tensor.untyped_storage())
-        self._dtype = tensor.dtype
-        self._show = partial(
-            torch.as_strided, size=tensor.shape, stride=tensor.stride(), storage_offset=int(tensor.storage_offset())
-        )
-        # The first pass of a segment keeps nothing but the looks, which segments compare. Detached: an output would
-        # hold the node that holds it until a backward.
-        kept = tensor.detach()
-        if is_checkpointing():
-            kept = torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
-        self.get = partial(_same, kept)
-
-    def shows(self, tensor: torch.Tensor) -> bool:
-        """True if it is the same memory, read as the same numbers."""
-        same_memory = self._storage.cdata == identity_of(tensor.untyped_storage())
-        return same_memory and self._dtype == tensor.dtype and is_whole(tensor)
-
-    def take_from(self, boundary: Output, number: int) -> None:
-        """Refer to a tensor of a boundary instead of holding it."""
-        show = self._show
-        self.get = lambda: show(boundary.get(number))  # type: ignore[assignment]
-
-
-class SavedOutput:
-    """What a stage saves while :meth:`watching`, until it is known which of it is its output."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._saved: list[_Saved] = []
-
-    def watching(self) -> saved_tensors_hooks:
-        """Context in which the stage runs."""
-        return saved_tensors_hooks(self._pack, lambda saved: saved.get())
-
-    def _pack(self, tensor: torch.Tensor) -> _Saved:
-        self._saved.append(_Saved(tensor))
-        return self._saved[-1]
-
-    def boundary(self, outputs: Sequence[torch.Tensor]) -> Output:
-        """What shows the outputs; the rest of what was saved goes where it would have gone without the watch."""
-        found, self._saved = self._saved, []  # whoever holds the hooks must not hold these
-        asked: set[int] = set()
-        boundary = Output(self._name, asked)
-        for saved in found:
-            number = next((number for number, output in enumerate(outputs) if saved.shows(output)), None)
-            if number is not None:
-                saved.take_from(boundary, number)
-                asked.add(number)
-            elif _are_hooked():
-                saved.get = _holding(saved.get())  # type: ignore[assignment]
-        return boundary
 
 
 def is_whole(tensor: torch.Tensor) -> bool:
@@ -278,8 +199,8 @@ def can_be_fused(module: nn.Module) -> bool:
     return has_fused_backward(module) and not has_backward_hooks(module)
 
 
-def run_inverted(way: Way, value: Any, before: SavedOutput | Output | None = None) -> Any:
-    """The output of a module; ``before`` is what the stage before has saved, if that is no inverted one.
+def run_inverted(way: Way, value: Any, before: Output | None = None) -> Any:
+    """The output of a module; ``before`` has its input, if that is no output of an inverted one.
 
     Raises:
         InverseError: The module changes its input in place, or returns less than it takes.
@@ -287,8 +208,6 @@ def run_inverted(way: Way, value: Any, before: SavedOutput | Output | None = Non
     inputs = require_tensors(value, name=way.name, what="input")
     parameters = tuple(way.module.parameters())
     learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*inputs, *parameters))
-    if isinstance(before, SavedOutput):
-        before = before.boundary(inputs if learns else ())
     if not learns:
         return run_stage(way.stage, value)
     return Inversion(way, inputs, parameters, before or _boundary_of(inputs)).run(value)
@@ -429,6 +348,12 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         run, for_good = ctx.run, not backward_keeps_graph()
+        if torch.is_grad_enabled():
+            raise ExecutionError(
+                f"gradients of the gradients of {ctx.stage!r} are wanted (create_graph=True), but its backward rebuilds "
+                "its input outside of autograd's graph: expected first derivatives alone. Call the module plainly "
+                "there, or plan with a budget that inverts nothing"
+            )
         if run is None:
             raise second_backward(ctx.stage)
         run.moment.require_unchanged()
@@ -436,7 +361,7 @@ class _Node(torch.autograd.Function):
         if for_good:
             ctx.run = None  # nodes live as long as their graph, which the loss holds
         found = run.backward(gradients, ctx.needs_input_grad[3 : 3 + run.inputs], for_good=for_good)
-        return (None, None, None, *first_derivatives_only(ctx.stage, found))
+        return (None, None, None, *found)
 
 
 def _placed(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:

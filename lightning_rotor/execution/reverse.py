@@ -92,36 +92,6 @@ def accumulate(tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor
             tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient
 
 
-def first_derivatives_only(name: str, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
-    """Gradients that were made without a graph; asking for their gradients raises an error with the reason."""
-    if not torch.is_grad_enabled():
-        return gradients
-    numbers = [number for number, gradient in enumerate(gradients) if gradient is not None]
-    anchor = torch.zeros((), requires_grad=True)
-    guarded = _NoSecondDerivative.apply(name, anchor, *(gradients[number] for number in numbers))
-    result = list(gradients)
-    for number, gradient in zip(numbers, guarded, strict=True):
-        result[number] = gradient
-    return result
-
-
-class _NoSecondDerivative(torch.autograd.Function):
-    """The identity, for gradients that have none themselves."""
-
-    @staticmethod
-    def forward(ctx: Any, name: str, anchor: torch.Tensor, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.stage = name
-        return tuple(gradient.view_as(gradient) for gradient in gradients)
-
-    @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> None:
-        raise ExecutionError(
-            f"gradients of the gradients of {ctx.stage!r} are wanted, but its backward rebuilt its input outside of "
-            "autograd's graph: expected first derivatives alone. Call the module plainly where create_graph=True is "
-            "needed"
-        )
-
-
 # ----------------------------------------------------------------------------------------------------
 # The runtime guard: a few elements of what is dropped, compared with what the inverse rebuilds.
 

@@ -7,7 +7,6 @@ needs it.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +24,7 @@ from lightning_rotor.execution.options import lent_buffers, run_stage
 from lightning_rotor.execution.recomputation import recomputed
 from lightning_rotor.execution.segment_state import SegmentState
 from lightning_rotor.private.torch_names import sparse_parts, version_of
-from lightning_rotor.private.values import address_of, bytes_in_blocks, tensors_in, tree_flatten, tree_unflatten
+from lightning_rotor.private.values import address_of, bytes_in_blocks, tree_flatten, tree_unflatten
 from lightning_rotor.profiling.gradients import (
     Gradients,
     Layout,
@@ -108,14 +107,14 @@ class _Saves:
 
     def __init__(self, recording: Recording, stage: str, *, gives_up: bool) -> None:
         self.count = self.read = 0
-        self.addresses: Counter[int] = Counter()
+        self.addresses: set[int] = set()
         self.in_backward = False
         self._recording, self._stage, self._gives_up = recording, stage, gives_up
 
     def pack(self, tensor: torch.Tensor) -> list[Any]:
         """The saved tensor with its version and its maker."""
         self.count += 1
-        self.addresses[address_of(tensor)] += 1
+        self.addresses.add(address_of(tensor))
         self._recording.mark(f"save {self.count}")
         return [tensor, version_of(tensor), _maker(tensor)]
 
@@ -227,8 +226,7 @@ class StageProfiler:
             recording.mark("forward")
             with saved_tensors_hooks(saves.pack, saves.unpack):
                 output = self.run(value, source)
-            saved_skips = self._saved_skips(value, output, saves.addresses.keys())
-            needs_exact_output = _needs_exact_output(output, saves.addresses)
+            saved_skips = self._saved_skips(value, output, saves.addresses)
             recording.mark("root")
             backward = self.backward(value, output, elsewhere)
             recording.mark("drop input")
@@ -248,7 +246,7 @@ class StageProfiler:
             option,
             input_gradient_bytes=gradients.link_bytes,
             parameter_gradient_bytes=gradients.parameter_bytes,
-            needs_exact_output=needs_exact_output and option.saved_output_bytes > 0,
+            needs_exact_output=option.saved_output_bytes > 0,  # to hold what is dropped, it would have to be rebuilt
         )
         return option, gradients
 
@@ -541,18 +539,6 @@ def _replayed_part(profiler: StageProfiler) -> float:
     last_save = profiler.meter.seconds_between(times[0], times[-1])
     total = profiler.meter.seconds_between(times[0], profiler.meter.now())
     return min(max(last_save / total, 0.0), 1.0) if total > 0 else 1.0
-
-
-_SMOOTH = ("ExpBackward0", "LogSoftmaxBackward0", "SigmoidBackward0", "SoftmaxBackward0", "TanhBackward0")
-"""Operations whose backward is smooth in the output they save. ReLU's is not: it asks where the output is zero."""
-
-
-def _needs_exact_output(output: Any, saved: Counter[int]) -> bool:
-    """True if rounding errors in a saved output could change gradients by more than rounding errors."""
-    return any(
-        saved[address_of(tensor)] > (tensor.grad_fn is not None and tensor.grad_fn.name() in _SMOOTH)
-        for tensor in tensors_in(output)
-    )
 
 
 def _spoilt(stage: str, tensor: torch.Tensor, maker: str) -> ModelError:
