@@ -25,6 +25,7 @@ import torch
 from torch import fx, nn
 
 from lightning_rotor.capture.graph_stage import GraphSlice
+from lightning_rotor.capture.operations import draws
 from lightning_rotor.errors import UnitError
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.torch_names import CompilerSettings, FakeTensor, TorchDispatchMode
@@ -146,18 +147,8 @@ class _Draws(TorchDispatchMode):
     seen = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in func.tags and _argument(func, "dropout_p", args, kwargs) != 0:
-            self.seen = True
-        return func(*args, **kwargs)
-
-
-def _argument(function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The value of an argument, or None if there is none of this name."""
-    for place, argument in enumerate(private.schema_of(function).arguments):
-        if argument.name == name:
-            return args[place] if place < len(args) else kwargs.get(name, argument.default_value)
-    return None
+        self.seen = self.seen or draws(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
 
 
 def _may_draw(graph: fx.GraphModule) -> bool:

@@ -11,17 +11,17 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Size, fx, nn
 
-from lightning_rotor.capture.modules import PLAIN, words
+from lightning_rotor.capture.modules import PLAIN
 from lightning_rotor.errors import ExecutionError
-from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.values import tree_flatten
 
 OF = "of"
 """Where a node keeps the module that it calls; the module whose tensor it reads, and the tensor's name there; or a
 constant, a tensor that the forward made out of nothing."""
+UNSURE = "unsure"
+"""Where the node of a function says that it may draw random numbers, or give other bits when it runs again."""
 SIZE = "size"
 """Where the node of a size keeps what it was in the recording."""
 IN_PLACE = (
@@ -164,7 +164,7 @@ class GraphSlice(nn.Module):
         lines.append(f"return {source.spell(outputs)}")
         self._source, self._bound = "\n    ".join(["def run(value):", *lines]), source.bound
         self.operators = tuple(node.meta[OF] if node.op == "call_module" else node.target for node in nodes)
-        self.known_functions = all(node.op == "call_module" or _is_known(node) for node in nodes)
+        self.known_functions = not any(UNSURE in node.meta for node in nodes)
         working = [node for node in nodes if node.target is not require_as_recorded]
         self._is_call = len(working) == len(self._calls) == len(inputs) == 1 and (
             (working[0].args, working[0].kwargs, outputs) == ((inputs[0],), {}, working[0])
@@ -289,44 +289,3 @@ def look_of(value: Any) -> Any:
     if callable(value) and not isinstance(value, type):
         return "callable", id(value) if type(value).__hash__ is None else value
     return type(value).__name__, repr(value)
-
-
-# -------------------------------------------------------------------- functions whose behaviour is known
-
-_KNOWN_METHODS = words(
-    "abs add addcmul addmm adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool2d arange",
-    "avg_pool2d baddbmm batch_norm bmm cat celu chunk clamp concat contiguous conv1d conv2d conv3d dim div elu exp",
-    "expand flatten gelu getattr glu group_norm hardsigmoid hardswish hardtanh interpolate layer_norm leaky_relu",
-    "linear log log_softmax masked_fill matmul max_pool2d mean mish mul narrow normalize pad permute pixel_shuffle",
-    "pow relu relu6 relu_ repeat reshape roll rms_norm rsqrt selu sigmoid silu size softmax softplus split sqrt",
-    "squeeze stack sub sum tanh to transpose unbind unflatten unsqueeze view where",
-)
-_DROPOUT_PLACE = 4  # among the arguments of torch's attention
-_KNOWN_OPERATORS = "getitem setitem add sub mul truediv floordiv mod matmul neg eq ne lt le gt ge"  # and those in place
-_KNOWN_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
-    [
-        *(
-            function
-            for holder in (torch, F, private.LAYERS)
-            for name in _KNOWN_METHODS
-            if callable(function := getattr(holder, name, None))
-        ),
-        *(getattr(operator, name) for name in _KNOWN_OPERATORS.split()),
-        *IN_PLACE,
-        getattr,
-        require_as_recorded,
-        Size,
-    ]
-)
-
-
-def _is_known(node: fx.Node) -> bool:
-    if node.op == "call_method":
-        return node.target in _KNOWN_METHODS
-    if node.target is F.scaled_dot_product_attention:
-        dropout = node.args[_DROPOUT_PLACE] if len(node.args) > _DROPOUT_PLACE else node.kwargs.get("dropout_p", 0)
-        return isinstance(dropout, (int, float)) and dropout == 0
-    try:
-        return node.target in _KNOWN_FUNCTIONS
-    except TypeError:  # a callable without a hash
-        return False

@@ -16,7 +16,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_rotor.capture.modules import UntraceableError, hides_code, words
-from lightning_rotor.private.torch_names import OpOverload, OpOverloadPacket, TorchDispatchMode, schema_of
+from lightning_rotor.private.torch_names import OpOverload, OpOverloadPacket, TorchDispatchMode, packet_of, schema_of
 from lightning_rotor.private.values import address_of, tensors_in, tree_leaves
 
 METADATA = words(
@@ -159,6 +159,7 @@ class DispatchCheck(TorchDispatchMode):
 
     Attributes:
         inside: How many recorded operations, or modules that are one, are running.
+        random: An operation has drawn random numbers; ``accumulates``: one may give other bits when it runs again.
         reads_values: An operation has read values that decide over sizes.
         in_unit: It holds FSDP units, which gather their parameters into memory that was there before.
     """
@@ -166,7 +167,8 @@ class DispatchCheck(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.inside = 0
-        self.random = self.reads_values = self.in_module = self.in_unit = self.is_over = False
+        self.random = self.accumulates = self.reads_values = False
+        self.in_module = self.in_unit = self.is_over = False
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._made: set[StorageWeakRef] = set()
         self._undoable: set[StorageWeakRef] = set()
@@ -219,7 +221,8 @@ class DispatchCheck(TorchDispatchMode):
                 )
             with self.aside():
                 return func(*args, **kwargs)
-        self.random = self.random or torch.Tag.nondeterministic_seeded in func.tags
+        self.random = self.random or draws(func, args, kwargs)
+        self.accumulates = self.accumulates or packet_of(func).__name__.rstrip("_") in _ACCUMULATING
         self.reads_values = self.reads_values or _reads_values(func, args)
         if schema_of(func).is_mutable and not self.in_unit:
             self._protect(func, args, kwargs)
@@ -238,6 +241,23 @@ class DispatchCheck(TorchDispatchMode):
                 value = args[index] if index < len(args) else kwargs.get(argument.name)
                 if not _memories(tensors_in(value)) <= allowed:
                     raise UntraceableError(CHANGES)
+
+
+def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True if an operation draws random numbers; attention without dropout does not."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    for place, argument in enumerate(schema_of(func).arguments):
+        if argument.name == "dropout_p":
+            return bool(args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value))
+    return True
+
+
+_ACCUMULATING = words(
+    "bincount cumsum cumprod histc index_add index_put _index_put_impl _unsafe_index_put index_reduce kthvalue median",
+    "put scatter_add scatter_reduce",
+)
+"""Operations that add up in any order, on some device, or choose among equals."""
 
 
 def _memories(tensors: Iterable[torch.Tensor]) -> set[StorageWeakRef]:

@@ -29,7 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from lightning_rotor.capture.external_state import Closures, Notes, Surroundings
-from lightning_rotor.capture.graph_stage import OF, appearance_of, is_constant, require_as_recorded
+from lightning_rotor.capture.graph_stage import OF, UNSURE, appearance_of, is_constant, require_as_recorded
 from lightning_rotor.capture.guards import OWN, Guards, ancestors, first_difference, version_of
 from lightning_rotor.capture.modules import (
     Call,
@@ -236,7 +236,7 @@ class Recorder(TorchFunctionMode):
                 encoded = self._writer.encode((args, kwargs), exact=bool(own_code))
             versions = [version_of(tensor) for tensor in read]
             self._require_same_generators()
-            self.check.random = self.check.reads_values = False
+            self.check.random = self.check.accumulates = self.check.reads_values = False
             self.check.in_module = kind == "call_module"
             self.check.in_unit = self.check.in_module and bool(units_in((self._root.get_submodule(target),)))
             result = run(*plain(args), **plain(kwargs))
@@ -249,6 +249,8 @@ class Recorder(TorchFunctionMode):
             if own_code or self.check.random:
                 self._states = GeneratorStates()
                 self._writer.mark_impure(node, own_code or _RANDOM)
+            if kind != "call_module" and (own_code or self.check.random or self.check.accumulates):
+                node.meta[UNSURE] = True
             for tensor, version in zip(read, versions, strict=True):
                 if version_of(tensor) != version:
                     self._writer.note_change(tensor)

@@ -350,9 +350,9 @@ class _Node(torch.autograd.Function):
         run, for_good = ctx.run, not backward_keeps_graph()
         if torch.is_grad_enabled():
             raise ExecutionError(
-                f"gradients of the gradients of {ctx.stage!r} are wanted (create_graph=True), but its backward rebuilds "
-                "its input outside of autograd's graph: expected first derivatives alone. Call the module plainly "
-                "there, or plan with a budget that inverts nothing"
+                f"gradients of the gradients of {ctx.stage!r} are wanted (create_graph=True), but its backward "
+                "rebuilds its input outside of autograd's graph: expected first derivatives alone. Call the module "
+                "plainly there, or plan with a budget that inverts nothing"
             )
         if run is None:
             raise second_backward(ctx.stage)

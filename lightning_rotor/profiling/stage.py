@@ -246,7 +246,7 @@ class StageProfiler:
             option,
             input_gradient_bytes=gradients.link_bytes,
             parameter_gradient_bytes=gradients.parameter_bytes,
-            needs_exact_output=option.saved_output_bytes > 0,  # to hold what is dropped, it would have to be rebuilt
+            needs_exact_output=option.saved_output_bytes > 0,
         )
         return option, gradients
 
