@@ -2,9 +2,17 @@
 
 The first pass looks at behaviour. A stage whose output is a view of its input, or that changes its input in place, is
 merged with its neighbour; random numbers and updated buffers are noted. The second pass measures, with a gradient of
-the output that fills its memory. Stages whose real gradient is a slice or expanded (after ``torch.cat`` or ``sum``),
-which kernels copy first, are measured again (:mod:`.settling`). Nothing is changed: generators are set back, stages
-write to copies of buffers, ``.grad`` and modes stay. Users' own counters can ask ``is_recomputing()``.
+the output that fills its memory. Nothing is changed: generators are set back, stages write to copies of buffers,
+``.grad`` and modes stay. Users' own counters can ask ``is_recomputing()``.
+
+How a gradient really lies comes from behind: as a slice or expanded (after ``torch.cat`` or ``sum``), or in another
+order (convolutions that Inductor compiled). Some stages copy it, others hand the order on::
+
+    stage      1 ◄── 2 ◄── 3      3 leaves its gradient in another order: 2 is measured again, and turns out to hand
+                                  that order on, so 1 should be measured again, whose input is gone by then
+
+What equal stages have shown is known. For the others the chain runs forward once more, which settles one more stage of
+every such row. Makers and readers of skips likewise get the gradient that later readers add up.
 """
 
 from __future__ import annotations
@@ -12,6 +20,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -26,17 +35,24 @@ from lightning_rotor.capture.graph_stage import GraphSlice
 from lightning_rotor.chain import Chain, StageCost
 from lightning_rotor.errors import RotorWarning
 from lightning_rotor.execution.inversion import Way, can_be_fused
-from lightning_rotor.execution.options import autocast_enabled, undisturbed
+from lightning_rotor.execution.options import (
+    autocast_enabled,
+    kept_attributes,
+    kept_parameters,
+    lent_buffers,
+    undisturbed,
+)
 from lightning_rotor.execution.segment_state import SegmentState, Statistic, state_of
 from lightning_rotor.invertible.check import Objections, try_inverse
-from lightning_rotor.private.sharding import units_in
+from lightning_rotor.private.sharding import gathered, units_in
 from lightning_rotor.private.torch_names import HOOKS, STRUCTURE
 from lightning_rotor.private.values import is_fake, require_tensors, tensors_in
-from lightning_rotor.profiling.gradients import StageEnds
+from lightning_rotor.profiling.gradients import Layouts, StageEnds, layouts_from
 from lightning_rotor.profiling.meters import Meter, meter_for
 from lightning_rotor.profiling.scan import Behaviour, Boundary, merged, scan, walk
-from lightning_rotor.profiling.settling import Bench, Interlude, MeasuredStage, segment_seconds, settle, unexpected
-from lightning_rotor.profiling.stage import WORTH_MENTIONING_BYTES, StageProfiler
+from lightning_rotor.profiling.settling import Interlude, MeasuredStage, segment_seconds, with_units
+from lightning_rotor.profiling.stage import WORTH_MENTIONING_BYTES, StageMeasurement, StageProfiler
+from lightning_rotor.profiling.variants import KnownSeconds, measure
 from lightning_rotor.stages.sequential import Stage, unpacked, wiring_of
 from lightning_rotor.stages.state import GeneratorStates
 from lightning_rotor.units import BLOCK_BYTES, in_blocks
@@ -157,6 +173,10 @@ def profile_chain(
     return profile
 
 
+# Each takes a forward of the chain; longer rows of unlike stages that hand on an order are rare.
+_MOST_FORWARDS = 4
+
+
 class _Measuring:
     """A chain that is scanned, then measured stage by stage while two boundaries are held, then settled."""
 
@@ -182,7 +202,8 @@ class _Measuring:
         self.stages = merged(stages, self._scan.groups)
         self.behaviours = [Behaviour.of_all(self._scan.behaviours[g.start : g.stop]) for g in self._scan.groups]
         self._skips = list(self._scan.skips.values())
-        self._bench = Bench(compiled)
+        self._seconds = KnownSeconds()
+        self._known: dict[Any, StageMeasurement] = {}
         self._scratch: dict[tuple[nn.Module, str], Statistic] = {}
         self._chain: list[MeasuredStage] = []
 
@@ -191,15 +212,82 @@ class _Measuring:
         before: Boundary | None = None
         for number, boundary in walk(self.stages, self._inputs):
             stage = self._unmeasured(number, boundary)
-            self._bench.measure(stage, boundary)
+            self._find(stage, (), boundary)
             self._chain.append(stage)
             if before is not None:
                 self._chain[number - 1].expected_bytes = stage.link_bytes
-                self._bench.settle(self._chain, number - 1, before)
+                self._settle(number - 1, before)
             before = boundary
             if progress is not None:
                 progress(number + 1, len(self.stages))
-        settle(self._chain, self._inputs, self._bench)
+        for forwards in range(_MOST_FORWARDS + 1):
+            stale = [number for number in reversed(range(len(self._chain) - 1)) if not self._settle(number)]
+            if not stale or forwards == _MOST_FORWARDS:
+                return
+            for number, boundary in walk(self.stages[: max(stale) + 1], self._inputs):
+                if number in stale:
+                    self._settle(number, boundary)
+
+    def _settle(self, number: int, boundary: Boundary | None = None) -> bool:
+        """Measure a stage as those behind it leave its gradients; False if it has to, and there is no boundary."""
+        stage, layouts = self._chain[number], self._given(number)
+        if layouts != stage.layouts:
+            if not self._find(stage, layouts, boundary):
+                return False
+            stage.expected_bytes = self._chain[number + 1].link_bytes
+        return True
+
+    def _find(self, stage: MeasuredStage, layouts: Layouts, boundary: Boundary | None) -> bool:
+        """Measure a stage, those that look the same once; False if it has to, and there is no boundary."""
+        key = stage.key(layouts)
+        if key not in self._known:
+            if boundary is None:
+                return False
+            self._known[key] = self._measured(stage, replace(stage.profiler, boundary=boundary, layouts=layouts))
+        stage.found, stage.layouts = self._known[key], layouts
+        return True
+
+    def _measured(self, stage: MeasuredStage, profiler: StageProfiler) -> StageMeasurement:
+        """Costs of a stage under all its options."""
+        units = units_in(profiler.stage.modules)
+        with ExitStack() as stack:
+            start = self._meter.now()
+            stack.enter_context(gathered(units))
+            gathering_seconds = self._meter.seconds_between(start, self._meter.now()) if units else 0.0
+            before = stack.enter_context(kept_attributes(profiler.stage, keep_parameters=False))
+            stack.enter_context(lent_buffers(profiler.stage))
+            stack.enter_context(kept_parameters(profiler.stage, profiler.state.written))
+            profiler = replace(profiler, before=before)
+            if units:  # a variant would be compiled together with what gathers the parameters
+                return with_units(profiler.measure(), units, gathering_seconds)
+            return measure(profiler, self._compiled, stage.way, kin=stage.kin, seconds=self._seconds)
+
+    def _given(self, number: int) -> Layouts:
+        """The layouts in which the stages behind leave a stage's gradients, as far as they are unambiguous and known.
+
+        A stage that may rebuild its input leaves other gradients then: only their bytes count.
+        """
+        behind, stage = self._chain[number + 1].found, self._chain[number]
+        left = {key: (number + 1, layout) for key, layout in behind.gradients.layouts.items() if key < 0}
+        if any(option.fused for option in behind.cost.options):
+            left.clear()
+        for place, reader in stage.readers.items():
+            if reader < len(self._chain):
+                other = self._chain[reader].profiler.ends.skips.index(stage.profiler.ends.skips[place])
+                if (layout := self._chain[reader].found.gradients.layouts.get(other)) is not None:
+                    left[place] = reader, layout
+        return layouts_from(left)
+
+    def _unexpected(self) -> dict[int, int]:
+        """Bytes by stage of gradients larger than it was measured with: slices keep alive what they are slices of."""
+        found: dict[int, int] = {}
+        more = False
+        for number in reversed(range(len(self._chain) - 1)):
+            behind, expected_bytes = self._chain[number + 1], self._chain[number].expected_bytes
+            more = behind.link_bytes > expected_bytes or (more and behind.found.gradients.passes_on)
+            if more:
+                found[number] = expected_bytes
+        return found
 
     def _unmeasured(self, number: int, boundary: Boundary) -> MeasuredStage:
         """All that is known of a stage before it is measured."""
@@ -234,7 +322,7 @@ class _Measuring:
 
     def profile(self) -> Profile:
         """The chain as measured, and what runs it."""
-        expected_bytes = unexpected(self._chain)
+        expected_bytes = self._unexpected()
         waiting = waiting_gradient_bytes(self.stages, self._meter.block_bytes)
         chain = Chain(
             tuple(each.cost(waiting[number], expected_bytes.get(number)) for number, each in enumerate(self._chain)),

@@ -1,19 +1,8 @@
-"""Measuring a stage again once it shows how the stages behind it leave its gradient.
-
-How a gradient lies comes from behind: as a slice (``torch.cat``), or in another order (convolutions that Inductor
-compiled). Some stages copy it, others hand the order on::
-
-    stage      1 ◄── 2 ◄── 3      3 leaves its gradient in another order: 2 is measured again, and turns out to hand
-                                  that order on, so 1 should be measured again, whose input is gone by then
-
-What equal stages have shown is known. For the others the chain runs forward once more, which settles one more stage of
-every such row. Makers and readers of skips likewise get the gradient that later readers add up.
-"""
+"""What a stage costs in its chain: what measuring it has found, FSDP units in it, and the rest of a step around it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -21,20 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_rotor.capture.compiled import CompiledModules
 from lightning_rotor.chain import Option, StageCost
 from lightning_rotor.execution.inversion import Way
-from lightning_rotor.execution.options import kept_attributes, kept_parameters, lent_buffers
 from lightning_rotor.execution.recomputation import recomputed
-from lightning_rotor.private.sharding import Unit, UnitSizes, gathered, units_in
-from lightning_rotor.profiling.gradients import Layouts, layouts_from
+from lightning_rotor.private.sharding import Unit, UnitSizes
+from lightning_rotor.profiling.gradients import Layouts
 from lightning_rotor.profiling.meters import Meter
-from lightning_rotor.profiling.scan import Boundary, walk
 from lightning_rotor.profiling.stage import StageMeasurement, StageProfiler, typical
-from lightning_rotor.profiling.variants import KnownSeconds, measure
-
-# Each takes a forward of the chain; longer rows of unlike stages that hand on an order are rare.
-_MOST_FORWARDS = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -102,100 +84,11 @@ class MeasuredStage:
         )
 
 
-class Bench:
-    """Measures stages, those that look the same once."""
-
-    def __init__(self, compiled: CompiledModules) -> None:
-        self._compiled = compiled
-        self._seconds = KnownSeconds()
-        self._known: dict[Any, StageMeasurement] = {}
-
-    def measure(self, stage: MeasuredStage, boundary: Boundary | None = None, layouts: Layouts = ()) -> bool:
-        """Measure a stage with gradients that lie like this; False if it has to, and there is no boundary."""
-        key = stage.key(layouts)
-        if key not in self._known:
-            if boundary is None:
-                return False
-            self._known[key] = self._measured(stage, replace(stage.profiler, boundary=boundary, layouts=layouts))
-        stage.found, stage.layouts = self._known[key], layouts
-        return True
-
-    def settle(self, chain: Sequence[MeasuredStage], number: int, boundary: Boundary | None = None) -> bool:
-        """Measure a stage as those behind it leave its gradients; False if it has to, and there is no boundary."""
-        stage, layouts = chain[number], _given(chain, number)
-        if layouts != stage.layouts:
-            if not self.measure(stage, boundary, layouts):
-                return False
-            stage.expected_bytes = chain[number + 1].link_bytes
-        return True
-
-    def _measured(self, stage: MeasuredStage, profiler: StageProfiler) -> StageMeasurement:
-        """Costs of a stage with its variants and its inverse."""
-        units, meter = units_in(profiler.stage.modules), profiler.meter
-        with ExitStack() as stack:
-            start = meter.now()
-            stack.enter_context(gathered(units))
-            gathering_seconds = meter.seconds_between(start, meter.now()) if units else 0.0
-            before = stack.enter_context(kept_attributes(profiler.stage, keep_parameters=False))
-            stack.enter_context(lent_buffers(profiler.stage))
-            stack.enter_context(kept_parameters(profiler.stage, profiler.state.written))
-            profiler = replace(profiler, before=before)
-            if units:  # a variant would be compiled together with what gathers the parameters
-                return _with_units(profiler.measure(), units, gathering_seconds)
-            return measure(profiler, self._compiled, stage.way, kin=stage.kin, seconds=self._seconds)
-
-
-def settle(chain: Sequence[MeasuredStage], inputs: Mapping[int, Boundary], bench: Bench) -> None:
-    """Measure stages of a chain again, in place, whose gradients turned out to lie otherwise."""
-    stages = [each.profiler.stage for each in chain]
-    for _ in range(_MOST_FORWARDS):
-        stale = _stale(chain, bench)
-        if not stale:
-            return
-        for number, boundary in walk(stages[: max(stale) + 1], inputs):
-            if number in stale:
-                bench.settle(chain, number, boundary)
-    _stale(chain, bench)
-
-
-def _stale(chain: Sequence[MeasuredStage], bench: Bench) -> list[int]:
-    """Numbers of the stages to be measured again, once everything known is taken over."""
-    return [number for number in reversed(range(len(chain) - 1)) if not bench.settle(chain, number)]
-
-
-def unexpected(chain: Sequence[MeasuredStage]) -> dict[int, int]:
-    """Bytes by stage of gradients larger than it was measured with: slices keep alive what they are slices of."""
-    found: dict[int, int] = {}
-    more = False
-    for number in reversed(range(len(chain) - 1)):
-        behind = chain[number + 1]
-        more = behind.link_bytes > chain[number].expected_bytes or (more and behind.found.gradients.passes_on)
-        if more:
-            found[number] = chain[number].expected_bytes
-    return found
-
-
-def _given(chain: Sequence[MeasuredStage], number: int) -> Layouts:
-    """The layouts in which the stages behind leave a stage's gradients, as far as they are unambiguous and known.
-
-    A stage that may rebuild its input leaves other gradients then: only their bytes count, see :func:`unexpected`.
-    """
-    behind, stage = chain[number + 1].found, chain[number]
-    rebuilds = any(option.fused for option in behind.cost.options)
-    left = {key: (number + 1, layout) for key, layout in behind.gradients.layouts.items() if key < 0 and not rebuilds}
-    for place, reader in stage.readers.items():
-        if reader < len(chain):
-            other = chain[reader].profiler.ends.skips.index(stage.profiler.ends.skips[place])
-            if (layout := chain[reader].found.gradients.layouts.get(other)) is not None:
-                left[place] = reader, layout
-    return layouts_from(left)
-
-
 # ----------------------------------------------------------------------------------------------------
 # What FSDP units in a stage cost beyond the stage.
 
 
-def _with_units(found: StageMeasurement, units: Sequence[Unit], seconds: float) -> StageMeasurement:
+def with_units(found: StageMeasurement, units: Sequence[Unit], seconds: float) -> StageMeasurement:
     """The measurement with what FSDP units take and leave, whose parameters arrive in so many seconds.
 
     Units inside of one unit count as if all were there at once.
