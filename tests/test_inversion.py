@@ -481,7 +481,7 @@ class Streams(nn.Module):
 class Halves(nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         first, second = x.chunk(2, -1)
-        return torch.tanh(first), second * 1, torch.zeros(2, dtype=torch.long)
+        return nn.functional.gelu(first), second * 1, torch.zeros(2, dtype=torch.long)
 
 
 class Whole(nn.Module):

@@ -32,7 +32,6 @@ from lightning_rotor.private.torch_names import is_compiler_wrapper, module_insi
 from lightning_rotor.private.values import is_fake, require_tensors
 from lightning_rotor.stages.sequential import Stage, packed, sequential_members, sequential_stages, wiring_of
 from lightning_rotor.stages.snapshot import Snapshot, is_users
-from lightning_rotor.stages.state import GeneratorStates
 
 _log = logging.getLogger(__name__)
 _Seen = TypeVar("_Seen")
@@ -328,12 +327,9 @@ class _Attempts:
 def _lent(module: nn.Module, call: Call) -> Iterator[None]:
     """Context in which a real forward leaves parameters, buffers and generators alone."""
     device = call.tensors[0].device if call.tensors else torch.device("cpu")
-    whole, states = Stage("", (module,)), GeneratorStates()
-    try:
-        with undisturbed(device), lent_buffers(whole), kept_parameters(whole):
-            yield
-    finally:
-        states.restore()
+    whole = Stage("", (module,))
+    with undisturbed(device), lent_buffers(whole), kept_parameters(whole):
+        yield
 
 
 def _reason(error: Exception) -> str:

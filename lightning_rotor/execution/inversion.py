@@ -63,7 +63,7 @@ class Output:
     def hold(self, tensors: Sequence[torch.Tensor]) -> None:
         """Hold the tensors."""
         self._held = list(map(_holding, tensors))
-        self._versions = None if _are_hooked() else list(map(version_of, tensors))
+        self._versions = list(map(version_of, tensors)) if _hooks() is None else None
 
     def hand_over(self, after: Inversion, tensors: Sequence[torch.Tensor]) -> None:
         """Drop the tensors, which a run can rebuild from its output; only the first call does so."""
@@ -112,34 +112,18 @@ class Output:
 
 def _holding(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     """A function that gives a tensor back, which went through whatever hooks are set."""
+    hooks = _hooks()
     # Detached: with its graph it would hold the node that holds it.
-    if not _are_hooked():
+    if hooks is None:
         return partial(_same, tensor.detach())
-    # All of the output is held: before torch 2.13 its node alone does not hold what it has saved.
-    return partial(_saved_by, _Save.apply(torch.empty(0, requires_grad=True), tensor.detach()))
+    pack, unpack = hooks
+    with torch.no_grad():
+        return partial(unpack, pack(tensor.detach()))
 
 
-def _are_hooked() -> bool:
-    """True if a tensor that is saved now goes through hooks, so that a surrounding segment drops it."""
-    return torch.is_grad_enabled() and hooks_for_saved_tensors() is not None
-
-
-def _saved_by(held: Any) -> torch.Tensor:
-    (tensor,) = held.grad_fn.saved_tensors
-    return tensor  # type: ignore[no-any-return]
-
-
-class _Save(torch.autograd.Function):
-    """Saves a tensor and computes nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, root: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(tensor)
-        return torch.empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise AssertionError("nobody differentiates it")
+def _hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """Hooks through which a tensor goes that is saved now, so that a surrounding segment drops it; None without any."""
+    return hooks_for_saved_tensors() if torch.is_grad_enabled() else None
 
 
 def second_backward(name: str) -> ExecutionError:

@@ -22,8 +22,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import nn
@@ -152,9 +152,6 @@ def _looks_of(given: Iterable[Any]) -> list[Any]:
 # ----------------------------------------------------------------------------------------------------
 
 
-_Entry = TypeVar("_Entry")
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Statistic:
     """A buffer that training writes and never reads, with one ``scratch`` for all stages' replays to write to."""
@@ -200,29 +197,17 @@ class SegmentState:
         return statistics + self.remembered_bytes(block_bytes)
 
     def __add__(self, other: SegmentState) -> SegmentState:
-        def both(left: Iterable[_Entry], right: Iterable[_Entry]) -> tuple[_Entry, ...]:
-            return tuple(dict.fromkeys((*left, *right)))
-
-        remembered = both(self.remembered, other.remembered)
+        names = [field.name for field in fields(self) if field.name != "root"]
+        both = {name: tuple(dict.fromkeys((*getattr(self, name), *getattr(other, name)))) for name in names}
         # Buffers that only one stage reads may be updated by another.
-        buffered = [module for module in both(self.buffered, other.buffered) if module not in set(remembered)]
-        direct_reads = [
+        remembered = set(both["remembered"])
+        both["buffered"] = tuple(module for module in both["buffered"] if module not in remembered)
+        both["direct_reads"] = tuple(
             (module, name)
-            for module, name in both(self.direct_reads, other.direct_reads)
-            if not (name in module._buffers and module in set(remembered))
-        ]
-        return SegmentState(
-            tuple({(entry.module, entry.name): entry for entry in (*self.statistics, *other.statistics)}.values()),
-            remembered,
-            both(self.watched, other.watched),
-            both(self.attributed, other.attributed),
-            both(self.layers, other.layers),
-            both(self.parametrized, other.parametrized),
-            tuple(buffered),
-            tuple(direct_reads),
-            both(self.written, other.written),
-            other.root if self.root is None else self.root,
+            for module, name in both["direct_reads"]
+            if not (name in module._buffers and module in remembered)
         )
+        return SegmentState(**both, root=other.root if self.root is None else self.root)
 
     def tensors_read(self, more: Iterable[Slot] = ()) -> TensorsRead:
         """Parameters and buffers that a replay reads as they are now, and others."""

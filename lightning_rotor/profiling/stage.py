@@ -228,7 +228,7 @@ class StageProfiler:
                 output = self.run(value, source)
             saved_skips = self._saved_skips(value, output, saves.addresses)
             recording.mark("root")
-            backward = self.backward(value, output, elsewhere)
+            backward = StageBackward(self, value, output, elsewhere)
             recording.mark("drop input")
             if not hold_input or self.way is not None:
                 del value
@@ -318,10 +318,6 @@ class StageProfiler:
             return True
         return runs >= self.repeats * (1 if self.in_lockstep or seconds >= _SHORT_SECONDS else _MORE)
 
-    def backward(self, value: Any, output: Any, elsewhere: Memories) -> StageBackward:
-        """The backward of a run, given gradients as later stages leave them, some in the memory ``elsewhere``."""
-        return StageBackward(self, value, output, elsewhere)
-
     def rewind(self) -> None:
         """Set the generators, and what user code can reach, to where every run starts."""
         if self.generators is not None:
@@ -355,7 +351,7 @@ class StageProfiler:
             recording.mark("forward")
             output = recomputed(function, *leaves, draws_random=False, state=state)
             recording.mark("root")
-            backward = self.backward(leaves, output, elsewhere)
+            backward = StageBackward(self, leaves, output, elsewhere)
             del output
             recording.mark("drop input")
             leaves.clear()
@@ -517,7 +513,7 @@ def timed_run(profiler: StageProfiler) -> tuple[float, float]:
     start = profiler.meter.now()
     output = profiler.run(value)
     forward = profiler.meter.seconds_between(start, profiler.meter.now())
-    run = profiler.backward(value, output, memories_elsewhere(profiler.layouts))
+    run = StageBackward(profiler, value, output, memories_elsewhere(profiler.layouts))
     del value, output
     profiler.interlude()
     start = profiler.meter.now()
