@@ -17,104 +17,18 @@ from __future__ import annotations
 import heapq
 import operator
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
-from itertools import accumulate, count, pairwise
-from typing import Any
+from collections.abc import Mapping, Sequence, Set
+from itertools import accumulate, pairwise
 
 import torch
 from torch import fx
-from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_rotor.capture.graph_stage import IN_PLACE, OF, SIZE, GraphSlice, require_as_recorded
 from lightning_rotor.capture.modules import is_invertible_as_a_whole, words
 from lightning_rotor.capture.recorder import Recording
+from lightning_rotor.capture.writer import OpMemory
 from lightning_rotor.errors import ModelError
-from lightning_rotor.private.values import address_of, sizes_by_address, tensors_in
 from lightning_rotor.stages.sequential import Stage, Wire, Wiring, packed
-
-# ----------------------------------------------------------------------------------------------------
-# What each operation of a graph makes and saves, from one real run.
-
-
-@dataclass(frozen=True, slots=True)
-class OpMemory:
-    """Memory of one operation.
-
-    Attributes:
-        made_bytes: New storages in what it returns.
-        saved_bytes: Storages that autograd saves, without parameters and buffers.
-        storages: Sizes of the storages under what it returns, by storage number.
-        pieces: Numbers of the storages of which it returns only a part.
-        saved: Numbers of the saved storages that are under values of the graph.
-    """
-
-    made_bytes: int
-    saved_bytes: int
-    storages: Mapping[int, int]
-    pieces: frozenset[int] = frozenset()
-    saved: frozenset[int] = frozenset()
-    of_parameters: bool = False
-
-
-def op_memory_of(recording: Recording, tensors: Sequence[torch.Tensor]) -> dict[fx.Node, OpMemory]:
-    """Run a recording and measure what each operation makes and saves. Updates buffers and generators."""
-    root = recording.root
-    parameters = {address_of(parameter) for parameter in root.parameters()} - {0}
-    held = (*root.parameters(), *root.buffers(), *recording.constants, *tensors)
-    lasting = {address_of(tensor) for tensor in held}
-    inputs, body = parts_of(recording.graph)
-    last_use = {used: index for index, node in enumerate(body) for used in node.all_input_nodes}
-    values: dict[fx.Node, Any] = dict(zip(inputs, tensors, strict=True))
-    numbers = count()
-    numbered: dict[fx.Node, dict[int, int]] = {}  # by address; only values that are alive are looked up
-    found: dict[fx.Node, OpMemory] = {}
-    for index, node in enumerate(body):
-        reads = [used for used in node.all_input_nodes if used.op != "get_attr"]
-        values[node], saved = _run(GraphSlice(reads, [node], node), packed([values[used] for used in reads]))
-        old = {address: number for used in reads for address, number in numbered.get(used, {}).items()}
-        sizes = sizes_by_address(tensors_in(values[node]))
-        made = {address: size for address, size in sizes.items() if address not in lasting}
-        numbered[node] = {address: old[address] if address in old else next(numbers) for address in made}
-        shown = _shown_bytes(values[node])
-        found[node] = OpMemory(
-            made_bytes=sum(size for address, size in made.items() if address not in old),
-            saved_bytes=sum(size for address, size in saved.items() if address not in lasting),
-            storages={numbered[node][address]: size for address, size in made.items()},
-            pieces=frozenset(numbered[node][address] for address, size in made.items() if shown[address] < size),
-            saved=frozenset(number for address, number in (old | numbered[node]).items() if address in saved),
-            of_parameters=not parameters.isdisjoint(shown),
-        )
-        for used in (*reads, node):
-            if last_use.get(used, -1) <= index:
-                values.pop(used, None)
-    return found
-
-
-def parts_of(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The inputs of a graph and its operations."""
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    return inputs, [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
-
-
-def _run(step: Callable[[Any], Any], value: Any) -> tuple[Any, dict[int, int]]:
-    """What an operation returns, and the storages that it saves, which are dropped."""
-    saved: dict[int, int] = {}
-    with saved_tensors_hooks(lambda tensor: saved.update(sizes_by_address([tensor])), _never_unpacked):
-        return step(value), saved
-
-
-def _shown_bytes(value: Any) -> Counter[int]:
-    """Bytes of the tensors in a value, by address."""
-    shown: Counter[int] = Counter()
-    for tensor in tensors_in(value):
-        shown[address_of(tensor)] += tensor.nbytes
-    return shown
-
-
-def _never_unpacked(_: None) -> torch.Tensor:
-    raise AssertionError("nobody differentiates this run")
-
 
 # ----------------------------------------------------------------------------------------------------
 # Names of stages in the user's terms.
@@ -187,16 +101,17 @@ _NOTHING = 4096
 """A stage that weighs less than this part of all is not worth a cut."""
 
 
-def stages_of(recording: Recording, memory: Mapping[fx.Node, OpMemory] | None = None) -> list[Stage]:
-    """Cut a recording into stages, without ``memory`` only where one value is alive; ``ModelError`` if it is empty."""
-    inputs, body = parts_of(recording.graph)
+def stages_of(recording: Recording) -> list[Stage]:
+    """Cut a recording into stages; ``ModelError`` if it is empty."""
+    inputs = [node for node in recording.graph.nodes if node.op == "placeholder"]
+    body = [node for node in recording.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
     (result,) = [node for node in recording.graph.nodes if node.op == "output"]
     if not body:
         raise ModelError(
             f"the forward of {type(recording.root).__name__} computes nothing: expected at least one operation"
         )
     lives = _Lives(inputs, body, result)
-    cuts = lives.behind_results(lives.single_cuts() if memory is None else lives.cuts(memory))
+    cuts = lives.behind_results(lives.cuts(recording.memory))
     names = Names(body)
     values = (*inputs, *body)
     number = {node: index for index, node in enumerate(values)}
@@ -249,7 +164,7 @@ class _Lives:
         saving = [index for index, node in enumerate(self._body) if memory[node].saved_bytes]
         held = [self._held_bytes(place, memory) for place in range(len(self._body))]
         cuts = set(self.single_cuts())
-        saved: set[int] = set()
+        saved: set[fx.Node] = set()
         for index, following in pairwise(saving):
             saved |= memory[self._body[index]].saved
             places = [
@@ -284,7 +199,7 @@ class _Lives:
                 start = place
         return kept
 
-    def _misleads(self, place: int, saved: Set[int], memory: Mapping[fx.Node, OpMemory]) -> bool:
+    def _misleads(self, place: int, saved: Set[fx.Node], memory: Mapping[fx.Node, OpMemory]) -> bool:
         """True if the stages around a cut look larger, each by itself, than they are together.
 
         A carried part of something does that: in attention written by hand, the value holds query and key too, which
@@ -299,7 +214,7 @@ class _Lives:
         )
 
     def _held_bytes(self, place: int, memory: Mapping[fx.Node, OpMemory]) -> int:
-        storages: dict[int, int] = {}
+        storages: dict[fx.Node, int] = {}
         for node in self._values(place):
             storages.update(memory[node].storages)
         return sum(storages.values())

@@ -8,16 +8,16 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from traceback import extract_tb
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
-from torch import fx, nn
+from torch import nn
 
-from lightning_rotor.capture.boundaries import OpMemory, op_memory_of, stages_of
+from lightning_rotor.capture.boundaries import stages_of
 from lightning_rotor.capture.compiled import is_compiled
 from lightning_rotor.capture.external_state import Closures, Notes
 from lightning_rotor.capture.graph_stage import OF, GraphSlice
@@ -25,16 +25,15 @@ from lightning_rotor.capture.guards import Watch, first_difference
 from lightning_rotor.capture.modules import Call, firsts_of, hide_trainers, hides_code, is_invertible_as_a_whole
 from lightning_rotor.capture.recorder import Recorder, Recording, ambient
 from lightning_rotor.errors import InverseError, ModelError
-from lightning_rotor.execution.options import kept_attributes, kept_parameters, lent_buffers, undisturbed
+from lightning_rotor.execution.options import kept_parameters, lent_buffers, undisturbed
 from lightning_rotor.invertible.check import try_inverse
 from lightning_rotor.private.sharding import Unit, units_below, units_in, wrapped_by_fsdp1
 from lightning_rotor.private.torch_names import is_compiler_wrapper, module_inside, noticed_checkpoints
-from lightning_rotor.private.values import is_fake, require_tensors
+from lightning_rotor.private.values import is_fake, require_tensors, tensors_in
 from lightning_rotor.stages.sequential import Stage, packed, sequential_members, sequential_stages, wiring_of
 from lightning_rotor.stages.snapshot import Snapshot, is_users
 
 _log = logging.getLogger(__name__)
-_Seen = TypeVar("_Seen")
 _OPAQUE_INSTANCES = 2  # modules of one type that fail before the type counts as opaque
 
 
@@ -106,21 +105,19 @@ def cut_graph(
     """Record one call of a module and cut it between any two operations that save something.
 
     The forward runs for real, on copies of the call's tensors and buffers, and again for each submodule that has to
-    become one operation. Saved tensors are dropped, so it takes no more memory than a forward without gradients.
-    Returns the earlier cut of ``known`` if the same was recorded again: it then holds for this call as well. Raises
-    ``ModelError`` if the module's own forward cannot be recorded.
+    become one operation. A module whose inverse does not undo its forward is cut inside like any other. Saved tensors
+    are dropped, so it takes no more memory than a forward without gradients. Returns the earlier cut of ``known`` if
+    the same was recorded again: it then holds for this call as well. Raises ``ModelError`` if the module's own forward
+    cannot be recorded.
     """
     call = Call.of(module, args, kwargs or {})
-    not_whole: frozenset[nn.Module] = frozenset()
-    if any(map(is_invertible_as_a_whole, list(module.modules())[1:])):
-        not_whole = _tried(module, call, lambda tensors: unusable_inverses(module, call, tensors)) or not_whole
     like = [cut for cut in reversed(known) if cut.is_like(call)]
-    recording, opaque = _Attempts(module, call, not_whole, like[:1]).record()
+    recording, opaque = _Attempts(module, call, like[:1]).record()
     watch = _watch(recording)
     for cut in reversed(known):
         if cut.renewed_by(recording, call, watch):
             return cut
-    stages = tuple(stages_of(recording, _op_memory(recording, call)))
+    stages = tuple(stages_of(recording))
     return GraphCut(stages, opaque, module, call.names, _key(call), watch, recording)
 
 
@@ -136,58 +133,6 @@ def _watch(recording: Recording) -> Watch:
     inside = {below for leaf in (*recording.leaves, *called) for below in leaf.modules()}
     watched = [submodule for submodule in recording.root.modules() if submodule not in inside]
     return Watch(recording.root, watched, outside=recording.notes.holds)
-
-
-def _op_memory(recording: Recording, call: Call) -> dict[fx.Node, OpMemory] | None:
-    """Memory of the operations; None if the graph does not run, which its checks will find, too."""
-    return _tried(recording.root, call, lambda tensors: op_memory_of(recording, tensors))
-
-
-def _tried(module: nn.Module, call: Call, run: Callable[[list[torch.Tensor]], _Seen]) -> _Seen | None:
-    """Result of a run on copies of the call's tensors, after which everything is as before; None if it fails."""
-    tensors = [tensor.detach().clone().requires_grad_(tensor.requires_grad).view_as(tensor) for tensor in call.tensors]
-    try:
-        with _lent(module, call), kept_attributes(Stage("", (module,)), keep_parameters=False):
-            return run(tensors)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:
-        return None
-
-
-# ----------------------------------------------------------------------------------------------------
-# Modules with an inverse that does not undo their forward: they are cut inside like any others.
-
-
-def unusable_inverses(module: nn.Module, call: Call, tensors: Sequence[torch.Tensor]) -> frozenset[nn.Module]:
-    """Submodules whose inverse cannot be used, found by trying each on its own input; none if ``tensors`` are fake."""
-    if any(map(is_fake, tensors)):
-        return frozenset()
-    names = {each: name for name, each in module.named_modules() if name and is_invertible_as_a_whole(each)}
-    found: dict[nn.Module, str] = {}
-    trying = False
-
-    def attempt(each: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        nonlocal trying
-        if trying:  # it is called by the trial, or within one
-            return
-        trying = True
-        if kwargs or len(args) != 1:
-            objection = "it takes several arguments: expected one, which may be a tuple"
-        else:
-            objection = try_inverse(each, args[0], name=names[each]).inverse
-        trying = False
-        if objection:
-            found.setdefault(each, objection)
-
-    with ExitStack() as hooks, torch.no_grad():
-        for each in names:
-            hooks.callback(each.register_forward_pre_hook(attempt, with_kwargs=True).remove)
-        args, kwargs = call.with_tensors(tensors)
-        type(module).forward(module, *args, **kwargs)
-    for each, objection in found.items():
-        _log.info("%r is not inverted, and cut inside like any other module: %s", names[each], objection)
-    return frozenset(found)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -212,10 +157,9 @@ class _Attempt:
 class _Attempts:
     """Recordings of one call, until one holds: what cannot be recorded becomes opaque, from the inside out."""
 
-    def __init__(
-        self, module: nn.Module, call: Call, not_whole: frozenset[nn.Module], known: Sequence[GraphCut]
-    ) -> None:
-        self._module, self._call, self._not_whole, self._known = module, call, not_whole, known
+    def __init__(self, module: nn.Module, call: Call, known: Sequence[GraphCut]) -> None:
+        self._module, self._call, self._known = module, call, known
+        self._objections: dict[nn.Module, str] = {}  # to inverses that were tried
         self._paths = {submodule: path for path, submodule in module.named_modules()}
         self._opaque = {module.get_submodule(path): why for cut in known for path, why in cut.opaque.items()}
         self._failures = Counter(map(type, self._opaque))
@@ -257,12 +201,24 @@ class _Attempts:
         self._failures[type(culprit)] += 1
         return False
 
-    def _is_opaque(self, module: nn.Module) -> bool:
+    def _is_opaque(self, module: nn.Module, given: Any = None) -> bool:
         """True if a module cannot be recorded, does more than its code says, or can be inverted as a whole alone."""
         kind = type(module)
         fails = self._failures[kind] >= _OPAQUE_INSTANCES and kind.__module__.partition(".")[0] != "torch"
-        is_whole = module not in self._not_whole and is_invertible_as_a_whole(module)
+        is_whole = is_invertible_as_a_whole(module) and not self._objection(module, given)
         return fails or is_whole or module in self._opaque or hides_code(module)
+
+    def _objection(self, module: nn.Module, given: Any) -> str:
+        """Why a module's inverse cannot be used, found by trying it on the first input that it is given."""
+        if given is not None and module not in self._objections:
+            args, kwargs = given
+            found = "" if len(args) == 1 and not kwargs else "it takes several arguments: expected one, or a tuple"
+            if not found and not any(map(is_fake, tensors_in(args))):
+                found = try_inverse(module, args[0], name=self._paths[module]).inverse
+            if found:
+                _log.info("%r is not inverted, and cut inside like any other module: %s", self._paths[module], found)
+            self._objections[module] = found
+        return self._objections.get(module, "")
 
     def _repeated(self, first: _Attempt, recording: Recording) -> _Attempt:
         """The first attempt, unless the same call records something else the second time."""

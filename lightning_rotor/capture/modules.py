@@ -36,12 +36,12 @@ class ModuleCalls:
     """Follows the calls of submodules while a module is recorded.
 
     Attributes:
-        is_opaque: True for modules that are one operation.
+        is_opaque: True for modules that are one operation; takes the arguments of a call that is about to come, too.
         leaves: Those that were one.
         culprit: The innermost module that could not be recorded.
     """
 
-    def __init__(self, root: nn.Module, is_opaque: Callable[[nn.Module], bool]) -> None:
+    def __init__(self, root: nn.Module, is_opaque: Callable[..., bool]) -> None:
         self.is_opaque = is_opaque
         self.leaves: set[nn.Module] = set()
         self.culprit: nn.Module | None = None
@@ -123,7 +123,7 @@ class _Hidden:
         )
 
 
-def hide_trainers(module: nn.Module, is_opaque: Callable[[nn.Module], bool]) -> None:
+def hide_trainers(module: nn.Module, is_opaque: Callable[..., bool]) -> None:
     """Put an object without answers in the place of Trainers, for a recording. The caller puts them back."""
     attributes: dict[str, Any] = module.__dict__
     attributes.update({name: _Hidden() for name in TRAINERS if attributes.get(name) is not None})

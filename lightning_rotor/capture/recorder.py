@@ -17,7 +17,7 @@ What it cannot hold is an error; the module whose forward it happened in then be
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -50,7 +50,7 @@ from lightning_rotor.capture.operations import (
     require_recordable,
     spell,
 )
-from lightning_rotor.capture.writer import GraphWriter, plain
+from lightning_rotor.capture.writer import GraphWriter, OpMemory, plain
 from lightning_rotor.execution.recomputation import repeating
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.sharding import units_in
@@ -70,12 +70,14 @@ class Recording:
     """What one call of a module did.
 
     Attributes:
+        memory: Of each operation.
         constants: Tensors that the forward made out of nothing.
         leaves: Modules that were one operation.
         notes: What the code read outside of modules.
     """
 
     graph: fx.Graph
+    memory: Mapping[fx.Node, OpMemory]
     root: nn.Module
     constants: Sequence[torch.Tensor]
     leaves: Set[nn.Module]
@@ -93,7 +95,7 @@ class Recording:
 class Recorder(TorchFunctionMode):
     """Records one call of a module, and knows what torch has computed and what the code read outside of modules."""
 
-    def __init__(self, root: nn.Module, call: Call, is_opaque: Callable[[nn.Module], bool], closures: Closures) -> None:
+    def __init__(self, root: nn.Module, call: Call, is_opaque: Callable[..., bool], closures: Closures) -> None:
         super().__init__()
         self.calls = ModuleCalls(root, is_opaque)
         self.check = DispatchCheck()
@@ -111,7 +113,7 @@ class Recorder(TorchFunctionMode):
         args, kwargs = self._call.with_tensors(copies)
         del copies
         try:
-            with saved_tensors_hooks(_dropped, _gone), self._listening():
+            with saved_tensors_hooks(self._writer.note_saved, _gone), self._listening():
                 self._ambient, self._states = ambient(), GeneratorStates()
                 output = type(self._root).forward(self._root, *args, **kwargs)
                 self._require_same_generators()
@@ -127,7 +129,7 @@ class Recorder(TorchFunctionMode):
         guards = Guards(self._call.signature, inputs, asked, self._seen)
         writer.erase([node for node, _ in (*self._seen, *asked)])
         notes = self.surroundings.notes
-        return Recording(writer.graph, self._root, writer.constants, self.calls.leaves, guards, notes)
+        return Recording(writer.graph, writer.memory(), self._root, writer.constants, self.calls.leaves, guards, notes)
 
     @contextmanager
     def _listening(self) -> Iterator[None]:
@@ -159,16 +161,17 @@ class Recorder(TorchFunctionMode):
         path = self.calls.path_of(module)
         self._require_ambient()
         with self.calls.inside(module):
-            if self._is_leaf(module):
+            if self._is_leaf(module, args, kwargs):
                 self.calls.leaves.add(module)
                 return self._run_leaf(path, module, call, args, kwargs)
             output = call(module, *args, **kwargs)
             self._require_same_generators()
             return output
 
-    def _is_leaf(self, module: nn.Module) -> bool:
-        if self.calls.is_opaque(module):
-            return True
+    def _is_leaf(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        with self._aside():
+            if self.calls.is_opaque(module, (args, kwargs)):
+                return True
         return is_torchs_module(module) and type(module) not in _CONTAINERS and not is_attention(module)
 
     def _run_leaf(
@@ -239,6 +242,7 @@ class Recorder(TorchFunctionMode):
             self.check.random = self.check.accumulates = self.check.reads_values = False
             self.check.in_module = kind == "call_module"
             self.check.in_unit = self.check.in_module and bool(units_in((self._root.get_submodule(target),)))
+            self._writer.saved.clear()
             result = run(*plain(args), **plain(kwargs))
             if not read and kind != "call_module":
                 if not tensors_in(result):
@@ -256,12 +260,15 @@ class Recorder(TorchFunctionMode):
                     self._writer.note_change(tensor)
             node.meta[OWN] = bool(own_code) and not (known and kind == "call_module")
             if kind != "call_module":
-                return self._result_of(result, node, read)
-            if not known:
-                seen = appearance_of(result, sizes=False)
-                check = self._writer.node("call_function", require_as_recorded, (node, seen, False), {})
-                self._leaves.append((node, check, appearance_of(result, sizes=True)))
-            return self._writer.unpack(result, node, read, fresh_objects=not known)
+                result = self._result_of(result, node, read)
+            else:
+                if not known:
+                    seen = appearance_of(result, sizes=False)
+                    check = self._writer.node("call_function", require_as_recorded, (node, seen, False), {})
+                    self._leaves.append((node, check, appearance_of(result, sizes=True)))
+                result = self._writer.unpack(result, node, read, fresh_objects=not known)
+            self._writer.settle_saved(node, [*read, *tensors_in(result)])
+            return result
 
     def _result_of(self, result: Any, node: fx.Node, read: Sequence[torch.Tensor]) -> Any:
         """The value that the code sees: tensors, or values out of them."""
@@ -383,10 +390,6 @@ def _copies(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [
         made.setdefault(id(tensor), tensor.detach().requires_grad_(tensor.requires_grad).clone()) for tensor in tensors
     ]
-
-
-def _dropped(tensor: torch.Tensor) -> None:
-    return None
 
 
 def _gone(_: None) -> torch.Tensor:

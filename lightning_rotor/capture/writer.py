@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -120,6 +121,27 @@ def plain(value: Any) -> Any:
 # Which node of the graph a tensor is the value of, and which tensors share memory.
 
 
+@dataclass(frozen=True, slots=True)
+class OpMemory:
+    """Memory of one operation.
+
+    Attributes:
+        made_bytes: A new storage that it returns.
+        saved_bytes: Storages that autograd saves, without parameters, buffers and the chain's inputs.
+        storages: Sizes of the storages under what it returns, by the first node that has each.
+        pieces: Those of which it returns only a part.
+        saved: Those of the saved storages that are under values of the graph.
+        of_parameters: It returns memory of a parameter.
+    """
+
+    made_bytes: int
+    saved_bytes: int
+    storages: Mapping[fx.Node, int]
+    pieces: frozenset[fx.Node]
+    saved: frozenset[fx.Node]
+    of_parameters: bool
+
+
 class _Values:
     """Tensors and their nodes. It keeps no tensor alive: the forward decides how long they live."""
 
@@ -127,7 +149,9 @@ class _Values:
         self._nodes: dict[int, tuple[weakref.ref[torch.Tensor], fx.Node]] = {}
         # One changes when another that shares its memory is changed in place: for each the first of those that share.
         self._firsts: dict[fx.Node, fx.Node] = {}
+        self._bytes: dict[fx.Node, tuple[int, int]] = {}  # of the tensor's memory, and of the tensor
         self._changed: set[fx.Node] = set()
+        self._saved: dict[fx.Node, tuple[int, frozenset[fx.Node]]] = {}
 
     def node_of(self, tensor: torch.Tensor) -> fx.Node | None:
         """The newest node that the tensor is the value of."""
@@ -144,6 +168,7 @@ class _Values:
             if other is tensor or (storage is not None and _storage(other) == storage)
         )
         self._firsts[node] = next(like, node)
+        self._bytes[node] = 0 if storage is None else tensor.untyped_storage().nbytes(), tensor.nbytes
         self._nodes[id(tensor)] = weakref.ref(tensor), node
 
     def mark_changed(self, tensor: torch.Tensor) -> None:
@@ -155,6 +180,55 @@ class _Values:
     def has_changed(self, node: fx.Node) -> bool:
         """True if the node's value is no longer what the node computed."""
         return self._firsts.get(node) in self._changed
+
+    def note_saved(
+        self, node: fx.Node, saved: Mapping[int | None, int], tensors: Sequence[torch.Tensor], lasting: Set[int | None]
+    ) -> None:
+        """Note the storages that autograd saved in an operation, which took and gave these tensors."""
+        owners = {_storage(tensor): self._firsts[of] for tensor in tensors if (of := self.node_of(tensor)) is not None}
+        counted = {
+            storage: size
+            for storage, size in saved.items()
+            if storage not in lasting and (storage not in owners or owners[storage].op not in _LASTING)
+        }
+        known = frozenset(owners[storage] for storage in counted if storage in owners)
+        self._saved[node] = sum(counted.values()), known
+
+    def memory_of(self, node: fx.Node) -> OpMemory:
+        """Memory of an operation."""
+        first = self._firsts.get(node)
+        size, shown = self._bytes.get(node, (0, 0))
+        saved_bytes, saved = self._saved.get(node, (0, frozenset()))
+        tensors = {each: self._bytes[each][0] for each in self._tensors_of(node)}
+        storages = {self._firsts[each]: of for each, of in tensors.items() if self._firsts[each].op not in _LASTING}
+        new = [each for each in tensors if self._firsts[each] is each and each not in node.all_input_nodes]
+        unpacks = node.target is operator.getitem and node.args[0] not in self._firsts
+        return OpMemory(
+            made_bytes=0 if unpacks else sum(tensors[each] for each in new),
+            saved_bytes=saved_bytes,
+            storages=storages,
+            pieces=frozenset(storages if shown < size else ()),
+            saved=saved,
+            of_parameters=first is not None and first.op == "get_attr" and _is_parameter(first),
+        )
+
+    def _tensors_of(self, node: fx.Node) -> Iterator[fx.Node]:
+        """The nodes of the tensors in a node's value: what a nesting was made of, or what comes out of it."""
+        if node in self._firsts:
+            yield node
+            return
+        yield from (used for used in node.all_input_nodes if used in self._firsts)
+        for user in node.users:
+            if user.target is operator.getitem:
+                yield from self._tensors_of(user)
+
+
+_LASTING = ("placeholder", "get_attr")
+"""Kinds of nodes whose values are there anyway."""
+
+
+def _is_parameter(node: fx.Node) -> bool:
+    return not is_constant(node) and node.meta[OF][1] in node.meta[OF][0]._parameters
 
 
 def _storage(tensor: torch.Tensor) -> int | None:
@@ -180,12 +254,14 @@ class GraphWriter:
         self._named: dict[int, tuple[torch.Tensor, str, Any]] = {}
         self._reads: dict[str, fx.Node] = {}
         self._values = _Values()
+        self.saved: dict[int | None, int] = {}
         self._impure: dict[fx.Node, str] = {}
 
     def begin(self, root: nn.Module, tensors: Sequence[torch.Tensor]) -> list[fx.Node]:
         """Placeholders for the tensors of a call. Parameters and buffers are those that the root has now."""
         self._root = root
         self._named = tensor_slots(root)
+        self._lasting = {_storage(tensor) for tensor, *_ in self._named.values()}
         inputs = [self.node("placeholder", f"input_{index}", (), {}) for index in range(len(tensors))]
         for tensor, node in reversed(list(zip(tensors, inputs, strict=True))):
             self._values.put(tensor, node)
@@ -352,6 +428,19 @@ class GraphWriter:
         if type(value) is dict:
             return unpacked
         return type(value)(*unpacked.values()) if hasattr(value, "_fields") else type(value)(unpacked.values())
+
+    def note_saved(self, tensor: torch.Tensor) -> None:
+        """Note a tensor that autograd saves, which is dropped."""
+        self.saved[_storage(tensor)] = tensor.untyped_storage().nbytes()
+
+    def settle_saved(self, node: fx.Node, tensors: Sequence[torch.Tensor]) -> None:
+        """Take what was saved for that of an operation, which took and gave these tensors."""
+        self._values.note_saved(node, self.saved, tensors, self._lasting)
+        self.saved.clear()
+
+    def memory(self) -> dict[fx.Node, OpMemory]:
+        """Memory of each operation."""
+        return {node: self._values.memory_of(node) for node in self.graph.nodes}
 
     # ---------------------------------------------------------------- what depends on more than the call's inputs
 
