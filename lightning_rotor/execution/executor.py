@@ -39,9 +39,9 @@ class Executor:
     """Runs the stages of a chain under a schedule, or raises ScheduleError if that does not fit.
 
     Output, gradients, buffers and generators are those of running the stages one after the other, bit for bit.
-    ``states`` says for each stage what recomputation must leave alone, ``wanted`` which values to return (by default
-    those of the last stage), ``root`` and ``inputs`` are names for messages: of the user's module, and of the chain's
-    inputs.
+    ``schedule`` is what it was given, ``states`` says for each stage what recomputation must leave alone, ``wanted``
+    which values to return (by default those of the last stage), ``root`` and ``inputs`` are names for messages: of the
+    user's module, and of the chain's inputs.
     """
 
     def __init__(
@@ -59,18 +59,13 @@ class Executor:
         make_room_for(_CALLS * schedule.depth)
         self._stages = tuple(stages)
         self._chain = chain
-        self._schedule = schedule
+        self.schedule = schedule
         named = None if root is None else (root, "")
         self._states = tuple(replace(state, root=named) for state in states or (SegmentState(),) * len(self._stages))
         self._names = dict(enumerate(inputs)) | {
             number: f"output of {stage.name!r}" for stage in self._stages for number in stage.writes
         }
         self._row = self._row_of(schedule.items, self._stages[-1].writes if wanted is None else wanted)
-
-    @property
-    def schedule(self) -> Schedule:
-        """What is kept and what is recomputed."""
-        return self._schedule
 
     @property
     def wire(self) -> Wire:

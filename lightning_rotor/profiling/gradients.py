@@ -87,6 +87,13 @@ class Layout:
     is_plain: bool = False
     counts_elsewhere: bool = False
 
+    @classmethod
+    def like(cls, tensor: torch.Tensor, memory: int) -> Layout:
+        """The layout of a gradient that lies like its tensor, in memory of its own."""
+        meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        size = meta.untyped_storage().nbytes()
+        return cls(tensor.shape, tensor.stride(), 0, size, tensor.dtype, tensor.device, memory, is_plain=True)
+
     def counted_bytes(self, block_bytes: int) -> int:
         """Bytes that the allocator counts for its memory; 0 if they are counted elsewhere."""
         return 0 if self.counts_elsewhere else in_blocks(self.storage_bytes, block_bytes)
@@ -205,25 +212,13 @@ def ending(ends: StageEnds, leaves: Sequence[Any], output: Any) -> list[tuple[to
     return [*learning(tree_flatten(output)[0], ends.outputs), *passed]
 
 
-def lying(ending: Sequence[tuple[torch.Tensor, int]], layouts: Mapping[int, Layout]) -> list[Layout | None]:
-    """How each of these gradients lies; None for those that lie like their tensors."""
+def lying(ending: Sequence[tuple[torch.Tensor, int]], layouts: Mapping[int, Layout]) -> list[Layout]:
+    """How each of these gradients lies: as given, or else like its tensor."""
     tensors = Counter(key for _, key in ending)
-    found = [layouts.get(key) if tensors[key] == 1 else None for _, key in ending]
-    return [
-        layout if layout is not None and layout.shape == leaf.shape else None
-        for (leaf, _), layout in zip(ending, found, strict=True)
-    ]
-
-
-def skip_bytes_of(
-    ending: Sequence[tuple[torch.Tensor, int]], layouts: Sequence[Layout | None], block_bytes: int
-) -> int:
-    """Bytes of gradients of skips that lie as given, or else like their tensors."""
-    plain_bytes, found = 0, []
-    for (leaf, key), layout in zip(ending, layouts, strict=True):
-        if key >= 0 and layout is None:
-            like = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
-            plain_bytes += in_blocks(like.untyped_storage().nbytes(), block_bytes)
-        elif key >= 0 and layout is not None:
-            found.append(layout)
-    return plain_bytes + memory_bytes(found, block_bytes)
+    found = []
+    for number, (leaf, key) in enumerate(ending):
+        layout = layouts.get(key) if tensors[key] == 1 else None
+        if layout is None or layout.shape != leaf.shape:
+            layout = Layout.like(leaf, ~number)
+        found.append(layout)
+    return found

@@ -37,7 +37,6 @@ from lightning_rotor.profiling.gradients import (
     lying,
     memories_elsewhere,
     memory_bytes,
-    skip_bytes_of,
 )
 from lightning_rotor.profiling.meters import Meter, Recording
 from lightning_rotor.profiling.scan import NOTHING, Boundary
@@ -241,16 +240,17 @@ class StageProfiler:
             saves.in_backward = True
             gradients = backward.gradients()
             recording.mark("done")
-        option = self._option(recording, saves, bytes_in_blocks(lasting, self.meter.block_bytes), saved_skips)
-        option = replace(
-            option,
-            input_gradient_bytes=gradients.link_bytes,
-            parameter_gradient_bytes=gradients.parameter_bytes,
-            needs_exact_output=option.saved_output_bytes > 0,
-        )
-        return option, gradients
+        lasting_bytes = bytes_in_blocks(lasting, self.meter.block_bytes)
+        return self._option(recording, saves, lasting_bytes, saved_skips, gradients), gradients
 
-    def _option(self, recording: Recording, saves: _Saves, lasting_bytes: int, saved_skips: tuple[int, ...]) -> Option:
+    def _option(
+        self,
+        recording: Recording,
+        saves: _Saves,
+        lasting_bytes: int,
+        saved_skips: tuple[int, ...],
+        gradients: Gradients,
+    ) -> Option:
         """The bytes of a run, from its recording, in which only this stage's backward counts."""
         start, level = recording.first("forward").start_bytes, recording.first("backward").start_bytes
         # The copy of the input came first.
@@ -276,8 +276,9 @@ class StageProfiler:
             backward_peak_bytes=backward_peak,
             backward_segment_peak_bytes=backward_peak,
             backward_held_peak_bytes=backward_peak,
-            input_gradient_bytes=0,
-            parameter_gradient_bytes=0,
+            input_gradient_bytes=gradients.link_bytes,
+            parameter_gradient_bytes=gradients.parameter_bytes,
+            needs_exact_output=saved_output > 0,
             forward_seconds=0.0,
             replay_seconds=0.0,
             backward_seconds=0.0,
@@ -380,7 +381,8 @@ class StageBackward:
         leaves = tree_flatten(value)[0]
         outputs = ending(ends, leaves, output)
         lie = lying(outputs, dict(profiler.layouts))
-        self._given_bytes = skip_bytes_of(outputs, lie, self._block_bytes)
+        of_skips = (layout for (_, key), layout in zip(outputs, lie, strict=True) if key >= 0)
+        self._given_bytes = memory_bytes(of_skips, self._block_bytes)
         self._given: set[StorageWeakRef] = set()
         tensors = [tensor for tensor, _ in outputs]
         self._root = _GradientSource.apply(lie, elsewhere, self._given, *tensors) if outputs else None
@@ -448,27 +450,15 @@ class _GradientSource(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        layouts: list[Layout | None],
-        elsewhere: Memories,
-        given: set[StorageWeakRef],
-        *outputs: torch.Tensor,
+        ctx: Any, layouts: list[Layout], elsewhere: Memories, given: set[StorageWeakRef], *outputs: torch.Tensor
     ) -> torch.Tensor:
-        ctx.given = given
-        ctx.likes = [(tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in outputs]
-        ctx.layouts = layouts
-        ctx.elsewhere = elsewhere
+        ctx.layouts, ctx.elsewhere, ctx.given = layouts, elsewhere, given
         return torch.empty(0, device=outputs[0].device)  # nothing to count
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         memories: Memories = {**ctx.elsewhere}
-        gradients = [
-            layout.ones(memories)
-            if layout is not None
-            else torch.empty_strided(shape, stride, dtype=dtype, device=device).fill_(1)
-            for layout, (shape, stride, dtype, device) in zip(ctx.layouts, ctx.likes, strict=True)
-        ]
+        gradients = [layout.ones(memories) for layout in ctx.layouts]
         old = {address_of(memory) for memory in ctx.elsewhere.values()}
         ctx.given.update(
             StorageWeakRef(gradient.untyped_storage()) for gradient in gradients if address_of(gradient) not in old
