@@ -11,6 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_rotor.errors import InverseError
 from lightning_rotor.execution.recomputation import repeating
+from lightning_rotor.execution.segment_state import buffers_of, standing_in
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.sharding import units_in
 from lightning_rotor.private.values import is_fake, tensors_in
@@ -165,21 +166,13 @@ def _memory_of(tensor: torch.Tensor) -> int:
 @contextmanager
 def lent_buffers(stage: Stage) -> Iterator[list[tuple[torch.nn.Module, str, torch.Tensor]]]:
     """Give the stage copies of its buffers meanwhile; yields the slots with the originals, which stay unchanged."""
-    slots = {
-        (id(module), name): (module, name, buffer)
-        for _, module in stage.submodules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    }
-    originals = list(slots.values())
+    originals = list(buffers_of(dict.fromkeys(module for _, module in stage.submodules())))
     copies: dict[int, torch.Tensor] = {}
-    for module, name, original in originals:
-        module._buffers[name] = copies.setdefault(id(original), original.detach().clone())
-    try:
+    with standing_in(
+        (module._buffers, name, copies.setdefault(id(buffer), buffer.detach().clone()))
+        for module, name, buffer in originals
+    ):
         yield originals
-    finally:
-        for module, name, original in originals:
-            module._buffers[name] = original
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

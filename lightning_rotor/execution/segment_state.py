@@ -332,7 +332,7 @@ class FirstPass:
                 stack.callback(self._before.again().restore)
                 self._before.lend()
                 self._observers.leave_out()
-            stack.enter_context(_lent(self._loans()))
+            stack.enter_context(standing_in(self._loans()))
             yield
 
     def _loans(self) -> Iterator[Slot]:
@@ -349,7 +349,7 @@ class FirstPass:
 
 
 @contextmanager
-def _lent(loans: Iterable[Slot]) -> Iterator[None]:
+def standing_in(loans: Iterable[Slot]) -> Iterator[None]:
     """Context in which other tensors stand in tables of parameters and buffers."""
     owners: list[Slot] = []
     try:

@@ -22,7 +22,7 @@ from lightning_rotor.errors import ModelError
 from lightning_rotor.execution.inversion import Output, Way, run_inverted
 from lightning_rotor.execution.options import lent_buffers, run_stage
 from lightning_rotor.execution.recomputation import recomputed
-from lightning_rotor.execution.segment_state import SegmentState
+from lightning_rotor.execution.segment_state import SegmentState, buffers_of
 from lightning_rotor.private.torch_names import sparse_parts, version_of
 from lightning_rotor.private.values import address_of, bytes_in_blocks, tree_flatten, tree_unflatten
 from lightning_rotor.profiling.gradients import (
@@ -288,10 +288,7 @@ class StageProfiler:
 
     def _saved_state_bytes(self, saves: _Saves) -> int:
         """Bytes of remembered buffers that autograd has saved."""
-        buffers = [
-            buffer for module in self.state.remembered for buffer in module._buffers.values() if buffer is not None
-        ]
-        saved = (buffer for buffer in buffers if address_of(buffer) in saves.addresses)
+        saved = (buffer for *_, buffer in buffers_of(self.state.remembered) if address_of(buffer) in saves.addresses)
         return bytes_in_blocks(saved, self.meter.block_bytes)
 
     def run(self, value: Any, source: Output | None = None) -> Any:
