@@ -104,28 +104,31 @@ class StageSeconds:
 class _Saves:
     """What autograd saves in a run (a stage may differentiate in its forward), and when its own backward reads it."""
 
-    def __init__(self, recording: Recording, stage: str, *, gives_up: bool) -> None:
+    recording: Recording
+
+    def __init__(self, stage: str, *, gives_up: bool) -> None:
         self.count = self.read = 0
+        self.skips: tuple[int, ...] = ()
         self.addresses: set[int] = set()
-        self.in_backward = False
-        self._recording, self._stage, self._gives_up = recording, stage, gives_up
+        self.is_over = False  # the forward
+        self._stage, self._gives_up = stage, gives_up
 
     def pack(self, tensor: torch.Tensor) -> list[Any]:
         """The saved tensor with its version and its maker."""
         self.count += 1
         self.addresses.add(address_of(tensor))
-        self._recording.mark(f"save {self.count}")
+        self.recording.mark(f"save {self.count}")
         return [tensor, version_of(tensor), _maker(tensor)]
 
     def unpack(self, packed: list[Any]) -> torch.Tensor:
         """The saved tensor, if it is unchanged."""
         tensor: torch.Tensor
         tensor, version, maker = packed
-        if self.in_backward and self._gives_up:  # as a checkpoint does with what it has recomputed
+        if self.is_over and self._gives_up:  # as a checkpoint does with what it has recomputed
             packed.clear()
-        self.read += self.in_backward
-        if self.in_backward and self.read == 1:
-            self._recording.mark("unpack")
+        self.read += self.is_over
+        if self.is_over and self.read == 1:
+            self.recording.mark("unpack")
         if version_of(tensor) != version:
             raise _spoilt(self._stage, tensor, maker)
         return tensor
@@ -215,17 +218,31 @@ class StageProfiler:
         self, *, hold_input: bool, hold_output: bool, gives_up_saved: bool = False
     ) -> tuple[Option, Gradients]:
         """One recorded forward and its backward. Who holds the input of an inverted stage wants it rebuilt."""
+        saves = _Saves(self.stage.name, gives_up=gives_up_saved)
+
+        def forward(recording: Recording, value: Any, source: Output) -> Any:
+            saves.recording = recording
+            with saved_tensors_hooks(saves.pack, saves.unpack):
+                output = self.run(value, source)
+            saves.is_over = True
+            saves.skips = self._saved_skips(value, output, saves.addresses)
+            return output
+
+        recording, gradients, lasting_bytes = self._recorded(forward, hold_input=hold_input, hold_output=hold_output)
+        return self._option(recording, saves, lasting_bytes, gradients), gradients
+
+    def _recorded(
+        self, forward: Callable[[Recording, Any, Output], Any], *, hold_input: bool = False, hold_output: bool = False
+    ) -> tuple[Recording, Gradients, int]:
+        """The recording of a forward and its backward, the gradients, and the bytes of skips among the input."""
         self.rewind()
         elsewhere = memories_elsewhere(self.layouts)
         with self.meter.recording() as recording:
-            saves = _Saves(recording, self.stage.name, gives_up=gives_up_saved)
             value = self.boundary.fresh()
             lasting = self.ends.lasting(tree_flatten(value)[0])
             source = Output(self.stage.name)
             recording.mark("forward")
-            with saved_tensors_hooks(saves.pack, saves.unpack):
-                output = self.run(value, source)
-            saved_skips = self._saved_skips(value, output, saves.addresses)
+            output = forward(recording, value, source)
             recording.mark("root")
             backward = StageBackward(self, value, output, elsewhere)
             recording.mark("drop input")
@@ -237,26 +254,17 @@ class StageProfiler:
             if not hold_output:
                 del output
             recording.mark("backward")
-            saves.in_backward = True
             gradients = backward.gradients()
             recording.mark("done")
-        lasting_bytes = bytes_in_blocks(lasting, self.meter.block_bytes)
-        return self._option(recording, saves, lasting_bytes, saved_skips, gradients), gradients
+        return recording, gradients, bytes_in_blocks(lasting, self.meter.block_bytes)
 
-    def _option(
-        self,
-        recording: Recording,
-        saves: _Saves,
-        lasting_bytes: int,
-        saved_skips: tuple[int, ...],
-        gradients: Gradients,
-    ) -> Option:
+    def _option(self, recording: Recording, saves: _Saves, lasting_bytes: int, gradients: Gradients) -> Option:
         """The bytes of a run, from its recording, in which only this stage's backward counts."""
         start, level = recording.first("forward").start_bytes, recording.first("backward").start_bytes
         # The copy of the input came first.
         saved_input = max(start - lasting_bytes - recording.first("drop input").freed_bytes, 0)
         link_bytes, made_bytes = self.ends.link_bytes, sum(self.ends.made_bytes.values())
-        saved_made = sum(self.ends.made_bytes.get(place, 0) for place in saved_skips)
+        saved_made = sum(self.ends.made_bytes.get(place, 0) for place in saves.skips)
         kept = link_bytes + made_bytes - saved_made - recording.first("drop output").freed_bytes
         saved_output = min(max(kept, 0), link_bytes)
         replay_peak = recording.peak_bytes("forward", f"save {saves.count}") - start if saves.count else 0
@@ -282,7 +290,7 @@ class StageProfiler:
             forward_seconds=0.0,
             replay_seconds=0.0,
             backward_seconds=0.0,
-            saved_skips=saved_skips,
+            saved_skips=saves.skips,
             saved_state_bytes=self._saved_state_bytes(saves),
         )
 
@@ -326,10 +334,10 @@ class StageProfiler:
     def _segment_run(self) -> tuple[int, int, int]:
         """Peak of a segment's first pass, what it leaves pinned, and its backward's peak after the recomputation."""
         state = SegmentState(attributed=self.state.attributed)
-        self.rewind()
-        elsewhere = memories_elsewhere(self.layouts)
-        with self.meter.recording() as recording:
+
+        def forward(recording: Recording, value: Any, _: Output) -> Any:
             calls = 0
+            leaves, spec = tree_flatten(value)
 
             def function(*inputs: Any) -> Any:
                 nonlocal calls
@@ -344,19 +352,9 @@ class StageProfiler:
                 finally:
                     recording.mark("recomputed")
 
-            leaves, spec = tree_flatten(self.boundary.fresh())
-            lasting = self.ends.lasting(leaves)
-            recording.mark("forward")
-            output = recomputed(function, *leaves, draws_random=False, state=state)
-            recording.mark("root")
-            backward = StageBackward(self, leaves, output, elsewhere)
-            del output
-            recording.mark("drop input")
-            leaves.clear()
-            recording.mark("backward")
-            backward.gradients()
-            recording.mark("done")
-            del lasting
+            return recomputed(function, *leaves, draws_random=False, state=state)
+
+        recording, _, _ = self._recorded(forward)
         start, level = recording.first("forward").start_bytes, recording.first("backward").start_bytes
         # A segment that saves nothing does not hold its input either.
         pinned_bytes = max(level - start + recording.first("drop input").freed_bytes, 0)
