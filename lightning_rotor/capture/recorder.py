@@ -343,8 +343,11 @@ def _shown_modules(recorder: Recorder) -> Iterator[None]:
         # under no_grad.
         return recorder._operate("call_function", target, args, kwargs, target, own_code=f"{cls.__name__}.apply")
 
-    shown = ((nn.Module, "__call__", shown_call), (nn.Module, "__init__", shown_init))
-    replacements = (*shown, (torch.autograd.Function, "apply", classmethod(shown_apply)))
+    replacements: tuple[tuple[Any, str, Any], ...] = (
+        (nn.Module, "__call__", shown_call),
+        (nn.Module, "__init__", shown_init),
+        (torch.autograd.Function, "apply", classmethod(shown_apply)),
+    )
     with _showing:
         originals = call_module, init, apply = [vars(owner)[name] for owner, name, _ in replacements]
         try:
