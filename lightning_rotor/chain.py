@@ -106,8 +106,8 @@ class Option:
         fused: The backward is the module's own ``reversible_backward``, which rebuilds the input at once.
         backward_replayed_peak_bytes: ``backward_peak_bytes`` where the saved tensors come from a recomputation, which
             gives each up once it is read. None if that makes no difference.
-        needs_exact_output: The backward asks of the saved output what a rounding error changes, such as where ReLU's is
-            zero. So the next stage must not be inverted.
+        needs_exact_output: The backward reads the saved output to the bit, as ReLU's asks where it is zero. So the next
+            stage must not be inverted. Measured stages say so of every saved output.
     """
 
     name: str
