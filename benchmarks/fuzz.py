@@ -607,7 +607,7 @@ def judge_pipeline(program: Program) -> Verdict:
 
     plainly = run(program, with_library=False)
     if not _PROCESSES:
-        _PROCESSES.append(Processes(2, ("lightning.pytorch", "torch.distributed.pipelining", "benchmarks.fuzz")))
+        _PROCESSES.append(Processes(2))
     for found in _PROCESSES[0].run(2, piped, repr(program)):
         if isinstance(found, Failure):
             return Verdict("crash", short(f"{found.kind}: {found.message}"), trace=found.text)
