@@ -37,6 +37,7 @@ def main() -> None:
     """Run all parts and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="little of each, to see that the command works")
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS, help="all by default")
     parser.add_argument("--to", type=Path, default=HERE / "results" / "gpu.md", help="file to write")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -51,10 +52,10 @@ def main() -> None:
         f"`python benchmarks/gpu.py{' --small' * options.small}`, {time.strftime('%Y-%m-%d')}, commit {commit.strip()}, Python "
         f"{sys.version.split()[0]}, torch {torch.__version__}, {torch.cuda.mem_get_info()[1] / 2**30:.1f} GiB.",
     ]
-    for title, part in {"Tests": tests, "Peaks": peaks, "Race": race, "Overhead": overhead}.items():
+    for name in options.parts:
         began = time.monotonic()
-        found = part(options.small)
-        lines += ["", f"## {title}", "", *found, "", f"{time.monotonic() - began:.0f} s."]
+        found = PARTS[name](options.small)
+        lines += ["", f"## {name.capitalize()}", "", *found, "", f"{time.monotonic() - began:.0f} s."]
         options.to.write_text("\n".join([*lines, ""]), encoding="utf-8")
 
 
@@ -129,6 +130,8 @@ def run(small: bool, seconds: float, *command: str) -> tuple[list[str], list[str
         f"**Ended with {process.returncode}:** `{found[-1] if found else ''}`",
     ] if process.returncode else []
 
+
+PARTS = {"tests": tests, "peaks": peaks, "race": race, "overhead": overhead}
 
 if __name__ == "__main__":
     main()

@@ -28,8 +28,10 @@ torch.set_num_threads(1)
 
 # The files that take longest, longest first: one that a process begins last makes the other wait.
 LONGEST = (
-    "test_ranks",
-    "test_gpu_benchmark",
+    *("test_ranks", "test_cuda_memory", "test_graph_cuts", "test_ways_bad_input", "test_target", "test_planning"),
+    *("test_lightning_tools", "test_compiled", "test_no_trace", "test_callback", "test_recording", "test_families"),
+    *("test_pipeline_failures", "test_pipeline_runner", "test_pipeline_strategy", "test_skips", "test_inversion"),
+    *("test_gpu_benchmark", "test_invertible_example", "test_frontier", "test_ways", "test_pipeline_start"),
 )
 
 # Profiling takes as long as it takes, so no deadline. Continuous integration must not fail by chance; developers search anew each time.
@@ -91,6 +93,14 @@ def _little_garbage_to_look_through() -> None:
     """The library collects garbage and looks through all objects, of which imported modules have millions. Take these out."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def coarse_tables() -> Iterator[None]:
+    """For tests that compare bits and peaks, and not how good plans are."""
+    with pytest.MonkeyPatch.context() as patch:
+        grids.make_tables_coarse(patch)
+        yield
 
 
 @pytest.fixture(autouse=True)

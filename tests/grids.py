@@ -1,4 +1,4 @@
-"""Grids of parameters: ``make test`` runs as much of one as lets every two values meet, ``make test-all`` all of it."""
+"""How much is tested. Of a grid, ``make test`` runs as much as lets every two values meet, ``make test-all`` all of it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from lightning_rotor.planning import solver
+
 is_whole = False
 """True under ``make test-all``; set before any test is imported."""
 
@@ -15,6 +17,12 @@ is_whole = False
 def examples(few: int, many: int) -> int:
     """How many examples hypothesis draws."""
     return many if is_whole else few
+
+
+def make_tables_coarse(patch: pytest.MonkeyPatch) -> None:
+    """A tenth of the work for short chains' tables, where bits and peaks are compared, and not how good plans are."""
+    for name in ("_CHEAP_SUMS", "_CHEAP_NUMBERS"):
+        patch.setattr(solver, name, getattr(solver, name) / 10)
 
 
 def few(every: Iterable[Any], *names: Any) -> list[Any]:

@@ -18,6 +18,8 @@ from lightning_rotor import BudgetError, ModelError, RotorCallback, RotorWarning
 from lightning_rotor.memory.budget import allocated_bytes
 from lightning_rotor.profiling import StepMeter
 
+pytestmark = pytest.mark.usefixtures("coarse_tables")
+
 CPU = torch.device("cpu")
 BATCH = 64
 

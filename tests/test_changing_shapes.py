@@ -22,6 +22,8 @@ from lightning_rotor.planned.new_shapes import chain_at
 from lightning_rotor.profiling import profile_chain
 from tests.training import Witness, assert_same_bits
 
+pytestmark = pytest.mark.usefixtures("coarse_tables")
+
 FIELDS = [
     name for name in Option.__dataclass_fields__ if name.endswith("_bytes") and name not in ("discard_peak_bytes",)
 ]

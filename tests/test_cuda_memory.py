@@ -18,7 +18,7 @@ from lightning_rotor import BudgetError, Checkpointable, RotorCallback, RotorWar
 from lightning_rotor.planning import minimum_budget
 from lightning_rotor.profiling.meters import await_autograd
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("coarse_tables")]
 GPU = torch.device("cuda", 0)
 SCALARS = 2 * 512
 """The loss and the gradient that its backward starts from; each tensor takes a block of its own."""
@@ -251,8 +251,13 @@ def room_for(limit_bytes: int) -> int:
 
 
 @pytest.mark.filterwarnings("ignore:nvmlDeviceGetGpuFabricInfoV failed:UserWarning")  # simulated devices have none
-@pytest.mark.parametrize("expandable", [False, True], ids=["native", "expandable"])
-@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize(
+    ("share", "expandable"),
+    [
+        *((0.0, False), (0.0, True), (0.4, True), (1.0, False)),
+        *(pytest.param(*each, marks=pytest.mark.wide) for each in ((0.4, False), (1.0, True))),
+    ],
+)
 def test_without_a_limit_no_allocation_fails_on_a_device_of_any_size(
     roomy: tuple[dict[str, Any], RotorCallback, Device], share: float, expandable: bool
 ) -> None:

@@ -21,6 +21,7 @@ from lightning_rotor.planning.dynamic_program import Table
 from lightning_rotor.planning.requirements import requirements_of
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
+from tests.grids import examples
 
 
 def solved(chain: Chain, slots: int, *, compiled: bool = False, **arguments: bool | int) -> Table:
@@ -57,7 +58,7 @@ def any_chains(draw: st.DrawFn, *, repeats: int = 1) -> Chain:
     return with_skips(rng, chain) if len(chain) >= 3 and draw(st.booleans()) else chain
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(25, 60), deadline=None)
 @given(
     any_chains() | any_chains(repeats=4),
     st.sampled_from((30, 150, 600)),
@@ -143,7 +144,7 @@ def test_without_numba_or_a_place_for_its_code_tables_are_the_same(tmp_path: Pat
     assert run_alone(no_locators, False) == expected
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20, 40), deadline=None)
 @given(any_chains(), st.booleans())
 def test_schedules_that_are_read_from_the_table_take_the_seconds_that_it_says(chain: Chain, refined: bool) -> None:
     chain = replace(chain, segment_seconds=0.0)  # of segments nested twice the table knows one pass less

@@ -21,7 +21,7 @@ from lightning_rotor.errors import BudgetError, ProfilingError, ScheduleError, U
 from lightning_rotor.planning import Frontier, FrontierPoint, Solver, fine_slots, frontier, frontier_of, plan
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
-from tests.grids import few
+from tests.grids import examples, few
 
 SAME = 1 + 1e-9
 # A table for one budget may find by edits what the curve does not have: less than measured times vary.
@@ -39,7 +39,7 @@ def curve(*corners: tuple[int, float], budget_bytes: int | None = None) -> Front
 # ---------------------------------------------------------------------------------------------------- promises
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(25, 60))
 @given(chains(max_stages=14), st.booleans(), st.integers(0, 50))
 def test_points_are_real_rise_in_memory_fall_in_time_and_reach_from_the_least_budget_to_no_recomputation(
     chain: Chain, gradients_exist: bool, lingering_bytes: int
@@ -58,7 +58,7 @@ def test_points_are_real_rise_in_memory_fall_in_time_and_reach_from_the_least_bu
     assert found[-1].peak_bytes <= keep_all.peak_bytes
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(15, 40))
 @given(chains(max_stages=14), st.randoms(use_true_random=False))
 def test_at_any_budget_it_is_as_fast_as_the_plan(chain: Chain, rng: random.Random) -> None:
     solver = Solver(chain, slots=fine_slots(len(chain)))
@@ -89,7 +89,7 @@ def test_it_is_as_fast_as_the_best_of_all_schedule_trees(kind: Kind) -> None:
 
 @pytest.mark.parametrize("kind", few(["cnn", "transformer"], "transformer"))
 def test_of_a_long_chain_it_has_many_points_and_stays_close_to_the_plan(kind: Kind) -> None:
-    chain = random_chain(random.Random(5), 150, kind, grain=4099)
+    chain = random_chain(random.Random(5), 90, kind, grain=4099)
     solver = Solver(chain, slots=500)
     found = frontier_of(solver)
     assert len(found) > 50

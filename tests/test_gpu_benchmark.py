@@ -14,21 +14,42 @@ from tests.cuda_device import missing
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available() and bool(missing()), reason="neither a GPU nor a simulated one")
-def test_the_command_for_a_gpu_writes_all_of_its_table(tmp_path: Path) -> None:
+def written(folder: Path, *options: str) -> str:
+    """The table that the command writes."""
     command = [] if torch.cuda.is_available() else ["-m", "tests.cuda_device"]
-    command += ["benchmarks/gpu.py", "--small", "--to", str(tmp_path / "gpu.md")]
+    command += ["benchmarks/gpu.py", "--small", "--to", str(folder / "gpu.md"), *options]
     subprocess.run([sys.executable, *command], cwd=ROOT, check=True)
-    text = (tmp_path / "gpu.md").read_text()
+    text = (folder / "gpu.md").read_text()
     assert "**Ended with" not in text, text
     assert "**Not finished" not in text, text
-    head, tests, peaks, race, overhead = text.split("\n## ")
-    assert "`python benchmarks/gpu.py --small`" in head
-    assert " passed" in tests
-    assert "failed" not in tests
-    rows = [line for line in peaks.splitlines() if line.startswith("| U-Net")]
+    assert "`python benchmarks/gpu.py --small`" in text.split("\n## ")[0]
+    return text
+
+
+def assert_peaks(part: str) -> None:
+    rows = [line for line in part.splitlines() if line.startswith("| U-Net")]
     assert len(rows) == 10
     assert all(row.endswith("| yes | yes |") for row in rows)
+
+
+NEEDED = pytest.mark.skipif(
+    not torch.cuda.is_available() and bool(missing()), reason="neither a GPU nor a simulated one"
+)
+
+
+@NEEDED
+def test_the_command_for_a_gpu_writes_a_part_of_its_table(tmp_path: Path) -> None:
+    _, peaks = written(tmp_path, "--parts", "peaks").split("\n## ")
+    assert_peaks(peaks)
+
+
+@pytest.mark.wide
+@NEEDED
+def test_the_command_for_a_gpu_writes_all_of_its_table(tmp_path: Path) -> None:
+    _, tests, peaks, race, overhead = written(tmp_path).split("\n## ")
+    assert " passed" in tests
+    assert "failed" not in tests
+    assert_peaks(peaks)
     assert "| checkpoint every block |" in race
     assert "| lightning-rotor |" in race
     assert "| 200 layers in an nn.Sequential |" in overhead

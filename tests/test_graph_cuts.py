@@ -34,6 +34,8 @@ from lightning_rotor.profiling import StepMeter
 from lightning_rotor.profiling.chain import _identity
 from lightning_rotor.schedule import Schedule
 
+pytestmark = pytest.mark.usefixtures("coarse_tables")
+
 CPU = torch.device("cpu")
 
 

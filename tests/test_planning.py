@@ -21,7 +21,7 @@ from lightning_rotor.profiling import profile_chain
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
 from lightning_rotor.stages.sequential import sequential_stages
-from tests.grids import few
+from tests.grids import examples, few
 
 # Times within this factor are the same: they are sums of the same durations in another order.
 SAME = 1 + 1e-9
@@ -105,7 +105,7 @@ def assert_minimum_is_one(solver: Solver) -> None:
             assert refused.value.minimum_bytes == least
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(15, 30))
 @given(chains(max_stages=14), st.sampled_from((60, 100, 300)), st.integers(0, 50), st.randoms(use_true_random=False))
 def test_minimum_can_be_planned_and_nothing_below_it(
     chain: Chain, slots: int, lingering_bytes: int, rng: random.Random
@@ -129,7 +129,7 @@ def test_minimum_of_a_measured_chain_can_be_planned_and_nothing_below_it(case: C
     assert_minimum_is_one(Solver(chain, slots=200, gradients_exist=gradients_exist))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(25, 60))
 @given(chains(max_stages=14))
 def test_peak_never_exceeds_the_budget_and_the_simulation_is_the_simulators(chain: Chain) -> None:
     solver = Solver(chain, slots=500)
@@ -148,7 +148,7 @@ def test_nothing_in_the_tables_is_faster_than_a_plan_without_them(chain: Chain) 
     assert all(each.simulation.seconds >= found.seconds * (1 - 1e-12) for each in solver.candidates())
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(15, 40))
 @given(chains(max_stages=14))
 def test_more_budget_is_never_slower(chain: Chain) -> None:
     solver = Solver(chain, slots=300)
@@ -174,8 +174,8 @@ def test_plan_is_never_slower_than_a_baseline_that_fits(kind: Kind, stages: int)
 
 
 def test_long_chain_whose_boundaries_are_smaller_than_a_slot_still_beats_the_baselines() -> None:
-    chain = random_chain(random.Random(1), 120, "cnn", grain=4099)
-    solver = Solver(chain, slots=500)
+    chain = random_chain(random.Random(1), 90, "cnn", grain=4099)
+    solver = Solver(chain, slots=350)
     least_peak_bytes = min(simulate(chain, schedule).peak_bytes for schedule in baselines(chain).values())
     assert solver.minimum().peak_bytes <= 1.01 * least_peak_bytes
     for schedule in baselines(chain).values():
