@@ -261,12 +261,11 @@ def main() -> None:
     given = parser.parse_args()
     figures = json.loads(FIGURES.read_text(encoding="utf-8"))
     for version in given.torch if given.command == "run" else ():
-        before, found = (
-            figures["torch"].get(version, {}),
-            run_core(environment(given.environments, version), given.rows),
-        )
-        figures["torch"][version] = {**before, **found, "rows": {**before.get("rows", {}), **found["rows"]}}
-        _save(figures)
+        python = environment(given.environments, version)
+        for row in given.rows:  # what is measured stays, whatever becomes of the next row
+            before, found = figures["torch"].get(version, {}), run_core(python, (row,))
+            figures["torch"][version] = {**before, **found, "rows": {**before.get("rows", {}), **found["rows"]}}
+            _save(figures)
     for instructions in given.instructions if given.command == "suite" else ():
         figures["instructions"][instructions] = run_suite(instructions)
         _save(figures)
