@@ -55,6 +55,7 @@ from benchmarks.fuzz_programs import HOOKS, Net, Node, Program, UserError, batch
 from lightning_rotor import Checkpointable, RotorCallback, RotorError, RotorWarning, Schedule, is_recomputing, simulate
 from lightning_rotor.chain import Chain
 from lightning_rotor.memory.budget import Budget
+from lightning_rotor.planned.modules import PlannedModule
 from lightning_rotor.planning import Plan, minimum_budget, scheduled
 from lightning_rotor.profiling import Profile, meters
 from lightning_rotor.profiling import settling as interlude
@@ -294,12 +295,12 @@ class LimitedCallback(RotorCallback):
         planner, library, chosen = self._planner, self.library, []
         whole = planner.budget
 
-        def budget(profile: Profile) -> Budget:
-            allowed = whole(profile)
+        def budget(module: PlannedModule, profile: Profile) -> Budget:
+            allowed = whole(module, profile)
             if not chosen:
                 chosen.append(min(library.budget(profile, allowed) + allowed.reserved_bytes, ENOUGH))
-                planner._limit = MemoryLimit(size_bytes=chosen[0])
-                allowed = whole(profile)
+                planner._limit._limit = MemoryLimit(size_bytes=chosen[0])
+                allowed = whole(module, profile)
             return library.left_to_chance(allowed)
 
         planner.budget = budget

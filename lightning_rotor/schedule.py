@@ -107,7 +107,8 @@ class Schedule:
     """How one training step runs a whole chain.
 
     Attributes:
-        items: Cover the stages ``0 .. n-1``, each once, in order.
+        items: Cover the stages ``0 .. n-1``, each once, in order. The last one is a segment only where other chains run
+            before its backward comes.
     Raises:
         ScheduleError: Stages are missing, repeated or out of order, or a segment ends in a segment.
     """
@@ -118,8 +119,6 @@ class Schedule:
         _check_items(self.items)
         if self.items[0].first != 0:
             raise ScheduleError(f"schedule {self} starts at stage {self.items[0].first}: expected stage 0")
-        if isinstance(self.items[-1], Segment):
-            raise ScheduleError(f"schedule {self} ends in a segment: its last stage is needed at once, so keep it")
 
     def __len__(self) -> int:
         """Number of stages."""

@@ -133,9 +133,9 @@ def fit(
     return trainer, model
 
 
-def least_limit(tmp_path: Path, **options: Any) -> int:
+def least_limit(tmp_path: Path, *, module: Any = None, **options: Any) -> int:
     with pytest.raises(BudgetError, match="Raise mem_limit") as caught:
-        fit([RotorCallback(mem_limit="10KiB", show_table=False)], tmp_path, **options)
+        fit([RotorCallback("10KiB", module, show_table=False)], tmp_path, **options)
     return caught.value.minimum_bytes
 
 

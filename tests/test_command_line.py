@@ -199,7 +199,7 @@ def test_it_saves_pictures(nets: str, tmp_path: Path, capsys: pytest.CaptureFixt
 def test_a_drawing_shows_what_the_plan_inverts(nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("--model", f"{nets}:flow", "--input", "256x64", "--device", "cpu", "--activations-only")
     picture = tmp_path / "net.svg"
-    plan = answer(capsys, *asked, "--budget", "640KiB", "--draw", str(picture))
+    plan = answer(capsys, *asked, "--budget", "720KiB", "--draw", str(picture))
     inverted = [item for item in plan["schedule"].split() if ":1" in item]
     assert inverted, plan["schedule"]
     assert "dark blue: inverted" in (drawn := picture.read_text().replace("&#160;", " "))

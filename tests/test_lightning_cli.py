@@ -114,7 +114,7 @@ def test_help_explains_every_option(capsys: pytest.CaptureFixture[str]) -> None:
         cli("--trainer.callbacks.help=RotorCallback")
     text = re.sub(r"\s+", " ", capsys.readouterr().out)
     for name, parameter in inspect.signature(RotorCallback).parameters.items():
-        described = re.search(rf"--trainer\.callbacks\.{name} (?:\S+) (\w[^()]+)", text)
+        described = re.search(rf"--trainer\.callbacks\.{name}\+? (?:\S+) (\w[^()]+)", text)
         assert described is not None, name
         assert len(described[1]) > 20, name
         assert parameter.annotation is not parameter.empty

@@ -87,7 +87,6 @@ def test_leaves_come_from_left_to_right() -> None:
         ("0 2", "stage 2 follows stage 0: expected every stage once, in order"),
         ("0 1 1", "stage 1 follows stage 1: expected every stage once, in order"),
         ("0 (2 1) 3", "stage 1 follows stage 2: expected every stage once, in order"),
-        ("0 (1 2)", "ends in a segment: its last stage is needed at once"),
         ("(0 (1 2)) 3", "ends in another segment: the last item of a segment is a stage"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -24,11 +25,12 @@ from lightning_rotor.units import MemoryLimit, parse_limit
 class RotorCallback(pl.Callback):
     """Keeps training inside a memory limit by recomputing activations, as few as possible, with bit-equal results.
 
-    At the first training batch the callback measures one module, plans it and runs the plan from that very forward on.
+    At the first training batch the callback measures the modules with most of the compute, plans them and runs the
+    plans from that very forward on. Calls that wait for their backward together have one plan from the second step on.
     After the first steps it compares the allocator's peak with the limit, and plans again if something outside the
-    module (the loss, say) needed more than was left for it, or much less. A new input shape gets a plan within the
-    step. If the device still runs out of memory in the module's forward, that forward runs again under a smaller plan,
-    to the same bits.
+    modules (the loss, say) needed more than was left for it, or much less. A new input shape gets a plan within the
+    step. If the device still runs out of memory in a module's forward, that forward runs again under a smaller plan, to
+    the same bits.
 
     Args:
         mem_limit: What the whole training process may use on the device: parameters, gradients, optimizer state, the
@@ -37,9 +39,9 @@ class RotorCallback(pl.Callback):
             (``torch.cuda.max_memory_allocated``). What its caching allocator reserves beyond that and the CUDA context
             come on top; a plan always leaves room for both, on the device and inside of
             ``torch.cuda.set_per_process_memory_fraction``.
-        module: Dotted name of the submodule to plan, such as ``"model.layers"``; ``""`` is the LightningModule itself.
-            By default the possible chain with most of the compute of a training step, as a dry run of the first step
-            counts it, or with most parameters if that fails.
+        module: Dotted name of the submodule to plan, such as ``"model.layers"``, or a list of several; ``""`` is the
+            LightningModule itself. By default all that have 5 % or more of the compute of a training step, as a dry run
+            of the first step counts it, or the one with most parameters if that fails.
         on_infeasible: Where no plan fits ``mem_limit``: ``"raise"`` ends training with the least limit that would do;
             ``"warn"`` says so once, and trains with the plan that takes least.
         slots: Resolution of the planner: more finds better schedules in long chains, and takes longer.
@@ -73,7 +75,7 @@ class RotorCallback(pl.Callback):
     def __init__(
         self,
         mem_limit: int | float | str | None = None,
-        module: str | None = None,
+        module: str | Sequence[str] | None = None,
         *,
         on_infeasible: Literal["raise", "warn"] = "raise",
         slots: int = 500,
@@ -136,7 +138,7 @@ class RotorCallback(pl.Callback):
         if stage == "fit":
             self._planner = self._last = None
             limit = "what is free" if self._limit is None else str(self._limit)
-            settings = {"mem_limit": limit, "module": self._module_name or "", "slots": self._slots}
+            settings = {"mem_limit": limit, "module": str(self._module_name or ""), "slots": self._slots}
             log_hyperparameters(trainer, type(self).__qualname__, settings)
             if not is_overridden("configure_model", pl_module):
                 self._attach(trainer, pl_module)
@@ -152,6 +154,11 @@ class RotorCallback(pl.Callback):
         """Choose what to plan at the first batch, and measure the step if a plan is new."""
         if self._planner is not None:
             self._planner.begin_step(batch, batch_idx)
+
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
+        """The loss is known."""
+        if self._planner is not None:
+            self._planner.begin_backward()
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
@@ -244,7 +251,7 @@ class RotorCallback(pl.Callback):
             return None
         watch = planner.watch
         return ProcessPlan(
-            planner.plan, planner.limit_bytes, watch.peak_bytes, watch.reserved_bytes, planner.planned_module
+            planner.plan, planner.limit_bytes, watch.peak_bytes, watch.reserved_bytes, planner.planned_modules
         )
 
     def _log_metrics(self, trainer: pl.Trainer) -> None:

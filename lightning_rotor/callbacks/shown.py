@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from rich.table import Table
 
+from lightning_rotor.planned.joint import StepPlan
 from lightning_rotor.planning import Plan
 from lightning_rotor.private import lightning_names as private
 from lightning_rotor.report import PlotError, plan_table, plot_timeline, stage_table
@@ -61,8 +62,22 @@ class ProcessPlan:
             self.plan,
             reserved_bytes=self.reserved_bytes,
             measured_peak_bytes=self.measured_peak_bytes,
-            extra_rows=[*self._reserved_row(), ("Planned module", self.target)],
+            extra_rows=[*self._reserved_row(), *self._call_rows(), ("Planned", self.target)],
         )
+
+    def _call_rows(self) -> list[tuple[str, str]]:
+        """What each call of a step takes, if the plan is for several."""
+        if not isinstance(self.plan, StepPlan):
+            return []
+        whole = self.plan.chain.step_seconds
+        return [
+            (
+                f"Call of {name!r}",
+                f"{call.chain.step_seconds / whole:.0%} of the time, +{call.overhead:.1%}; keeps "
+                f"{format_bytes(call.simulation.held_bytes)} until its backward",
+            )
+            for name, call in zip(self.plan.names, self.plan.plans, strict=True)
+        ]
 
     def _reserved_row(self) -> list[tuple[str, str]]:
         if self.measured_reserved_bytes is None:

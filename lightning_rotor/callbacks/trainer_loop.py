@@ -223,8 +223,8 @@ class TrainerLoop(TrainingLoop):
         return int(strategy.reduce(torch.tensor(size_bytes, device=strategy.root_device), reduce_op="min"))
 
     @override
-    def same(self, name: str | None) -> str | None:
-        found: str | None = self.trainer.strategy.broadcast(name)
+    def same(self, names: list[str]) -> list[str]:
+        found: list[str] = self.trainer.strategy.broadcast(names)
         return found
 
     @override

@@ -113,7 +113,7 @@ class Recorder(TorchFunctionMode):
         args, kwargs = self._call.with_tensors(copies)
         del copies
         try:
-            with saved_tensors_hooks(self._writer.note_saved, _gone), self._listening():
+            with saved_tensors_hooks(self._note_saved, _gone), self._listening():
                 self._ambient, self._states = ambient(), GeneratorStates()
                 output = type(self._root).forward(self._root, *args, **kwargs)
                 self._require_same_generators()
@@ -141,6 +141,11 @@ class Recorder(TorchFunctionMode):
             stack.enter_context(self.surroundings.listening())
             stack.enter_context(repeating(False))  # what the code does in a real run must be seen
             yield
+
+    def _note_saved(self, tensor: torch.Tensor) -> None:
+        """Note a tensor that autograd saves, also outside of an operation that is seen (the user's own checkpoint)."""
+        with self._aside():
+            self._writer.note_saved(tensor)
 
     @contextmanager
     def _aside(self) -> Iterator[None]:

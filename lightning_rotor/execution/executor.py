@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from torch import nn
@@ -149,29 +150,48 @@ def _name_of_leaf(names: Sequence[str], spec: TreeSpec, leaf: int) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------
-# A second backward through segments whose saved tensors are freed, told in words that help.
+# The backward of a call: whether it is still to come, and a second one through freed tensors told in words that help.
 
 
-def guard_second_backward(output: Any, value: Any) -> None:
-    """Turn torch's error about a freed graph into one that names the remedy."""
-    given = {id(tensor.grad_fn) for tensor in tree_leaves(value) if isinstance(tensor, torch.Tensor)}
-    for tensor in tree_leaves(output):
-        # Inputs that are handed through belong to the caller's graph.
-        if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None and id(tensor.grad_fn) not in given:
-            tensor.grad_fn.register_prehook(_once_unless_retained())
+class Pending:
+    """Hangs at the outputs of a call, and goes with its graph. ``waits`` is True until its backward begins.
 
+    With ``once``, saved tensors are freed in the backward: a second one is an ``ExecutionError`` that names the remedy.
+    ``on_backward`` is called when one begins.
+    """
 
-def _once_unless_retained() -> Callable[[Any], None]:
-    finished: list[int | None] = []
+    __slots__ = ("__weakref__", "_backward", "_once", "on_backward")
 
-    def check(_: Any) -> None:
+    def __init__(self, *, once: bool) -> None:
+        self._once = once
+        self.on_backward: Callable[[], None] | None = None
+        self._backward: int | None = None
+
+    @property
+    def waits(self) -> bool:
+        """True until a backward has come that does not retain the graph."""
+        return self._backward is None
+
+    def __call__(self, _: Any) -> None:
+        """A backward has reached the call."""
         backward = backward_number()
-        if finished and finished[0] != backward:
+        if self._once and self._backward not in (None, backward):
             raise ExecutionError(
                 "backward ran a second time through a graph whose saved tensors are freed: expected one backward per "
                 "forward. Call backward(retain_graph=True) the first time, or run the forward again"
             )
+        if self.on_backward is not None and self._backward != backward:
+            self.on_backward()
         if not backward_keeps_graph():
-            finished[:] = [backward]
+            self._backward = backward
 
-    return check
+
+def await_backward(output: Any, value: Any, *, once: bool) -> ReferenceType[Pending]:
+    """A reference to what waits for the backward of a call, dead when its graph is gone. ``value`` is its input."""
+    pending = Pending(once=once)
+    given = {id(tensor.grad_fn) for tensor in tree_leaves(value) if isinstance(tensor, torch.Tensor)}
+    for tensor in tree_leaves(output):
+        # Inputs that are handed through belong to the caller's graph.
+        if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None and id(tensor.grad_fn) not in given:
+            tensor.grad_fn.register_prehook(pending)
+    return ref(pending)

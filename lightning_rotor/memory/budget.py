@@ -85,11 +85,15 @@ class Budget:
         """This budget with at most ``ceiling_bytes``, because the device turned out to have no more."""
         if ceiling_bytes is None or self.available_bytes <= ceiling_bytes:
             return self
-        missing_bytes = self.available_bytes - ceiling_bytes
-        missing = f"memory that the device did not have ({format_bytes(missing_bytes)})"
+        return self.reduced_to(ceiling_bytes, "memory that the device did not have")
+
+    def reduced_to(self, available_bytes: int, reason: str) -> Budget:
+        """This budget with less for the chain, and the rest kept for something else."""
+        missing_bytes = self.available_bytes - available_bytes
+        missing = f"{reason} ({format_bytes(missing_bytes)})"
         return replace(
             self,
-            available_bytes=ceiling_bytes,
+            available_bytes=available_bytes,
             reserved_bytes=self.reserved_bytes + missing_bytes,
             reserved_for=f"{self.reserved_for}, {missing}" if self.reserved_for else missing,
         )

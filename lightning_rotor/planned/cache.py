@@ -7,7 +7,7 @@ import logging
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, repeat
 from operator import attrgetter, contains, is_, itemgetter
 from typing import Any
@@ -267,6 +267,7 @@ class Prepared:
         plan: None until there is one, and once it no longer holds.
         estimated: True if the costs follow from those of other shapes.
         runs_plainly: True if the plan recomputes nothing, and the module's own forward keeps inside it.
+        turn: How many earlier calls of the module wait for their backward meanwhile: each has a plan of its own.
     """
 
     profile: Profile
@@ -274,19 +275,20 @@ class Prepared:
     executor: Executor | None = None
     estimated: bool = False
     runs_plainly: bool = False
+    turn: int = 0
 
-    @classmethod
-    def of(cls, signature: Signature, profile: Profile, plan: Plan, *, estimated: bool = False) -> Prepared:
-        """Prepared costs and plan, with an executor."""
-        cut = signature.cut
+    def under(self, signature: Signature, plan: Plan) -> Prepared:
+        """The same costs with a plan, and an executor for it."""
+        profile, cut = self.profile, signature.cut
         executor = Executor(
             profile.stages, profile.chain, plan.schedule, profile.states, root=cut.module, inputs=cut.inputs
         )
-        return cls(profile, plan, executor, estimated, _may_run_plainly(signature, profile.chain, plan))
+        runs_plainly = _may_run_plainly(signature, profile.chain, plan)
+        return replace(self, plan=plan, executor=executor, runs_plainly=runs_plainly)
 
     def without_plan(self) -> Prepared:
         """Prepared costs alone."""
-        return Prepared(self.profile, estimated=self.estimated)
+        return Prepared(self.profile, estimated=self.estimated, turn=self.turn)
 
 
 def _may_run_plainly(signature: Signature, chain: Chain, plan: Plan) -> bool:
@@ -306,11 +308,11 @@ def _may_run_plainly(signature: Signature, chain: Chain, plan: Plan) -> bool:
 
 
 class PlanCache:
-    """What is ready for which signature. The ``most`` used last are kept."""
+    """What is ready for which signature, turn by turn. The ``most`` signatures used last are kept."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._prepared: OrderedDict[Signature, Prepared] = OrderedDict()
+        self._prepared: OrderedDict[Signature, dict[int, Prepared]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._prepared)
@@ -319,23 +321,25 @@ class PlanCache:
         return signature in self._prepared
 
     def __iter__(self) -> Iterator[tuple[Signature, Prepared]]:
-        return iter(self._prepared.items())
+        return ((signature, each) for signature, turns in self._prepared.items() for each in turns.values())
 
     @property
     def latest(self) -> tuple[Signature, Prepared]:
-        """The entry used last."""
-        return next(reversed(self._prepared.items()))
+        """An entry of the signature used last."""
+        signature, turns = next(reversed(self._prepared.items()))
+        return signature, next(iter(turns.values()))
 
-    def use(self, signature: Signature) -> Prepared | None:
-        """The entry of a signature, now used last."""
-        found = self._prepared.get(signature)
-        if found is not None:
-            self._prepared.move_to_end(signature)
-        return found
+    def use(self, signature: Signature, turn: int = 0) -> Prepared | None:
+        """The entry of a signature, now used last. What is known of one turn is known of the others, but no plan."""
+        turns = self._prepared.get(signature)
+        if turns is None:
+            return None
+        self._prepared.move_to_end(signature)
+        return turns.get(turn) or replace(next(iter(turns.values())).without_plan(), turn=turn)
 
     def put(self, signature: Signature, prepared: Prepared) -> None:
-        """Add or replace an entry; it is now used last."""
-        self._prepared[signature] = prepared
+        """Add or replace an entry; its signature is now used last."""
+        self._prepared.setdefault(signature, {})[prepared.turn] = prepared
         self._prepared.move_to_end(signature)
         while len(self._prepared) > self._most:
             self._prepared.popitem(last=False)
@@ -347,9 +351,10 @@ class PlanCache:
 
     def unplan(self, keep: Callable[[Plan], bool]) -> None:
         """Drop all plans but those to keep; they are made again when their signatures return."""
-        for signature, prepared in self._prepared.items():
-            if prepared.plan is not None and not keep(prepared.plan):
-                self._prepared[signature] = prepared.without_plan()
+        for turns in self._prepared.values():
+            for turn, prepared in turns.items():
+                if prepared.plan is not None and not keep(prepared.plan):
+                    turns[turn] = prepared.without_plan()
 
     def clear(self) -> None:
         """Forget everything."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -12,9 +13,9 @@ from lightning_rotor.chain import Chain
 from lightning_rotor.errors import BudgetError, ProfilingError
 from lightning_rotor.memory.held import existing_gradient_bytes
 from lightning_rotor.planned.loop import TrainingLoop
-from lightning_rotor.planned.plans import Plans
 from lightning_rotor.planning import Plan
 from lightning_rotor.profiling import StepMeter
+from lightning_rotor.profiling.meters import MeteredPhase
 
 # A peak this close to the limit is close enough; a gap smaller than the second figure is not worth a step.
 _CLOSE = 0.9
@@ -100,6 +101,19 @@ class _Correction:
     loop: ClosedLoop = field(default_factory=ClosedLoop)
 
 
+class Replanning(Protocol):
+    """Where plans come from."""
+
+    def replan(self, plan: Plan) -> Plan:
+        """A new plan in the place of this one, with the budget of this moment; ``BudgetError`` if none fits."""
+
+    def unplan(self, keep: Callable[[Plan], bool]) -> None:
+        """Drop all plans but those to keep."""
+
+    def is_capped(self, plan: Plan) -> bool:
+        """True if a plan has all that plans may take."""
+
+
 class Corrections:
     """What measured steps have taught, for each chain."""
 
@@ -127,21 +141,21 @@ class Corrections:
         return max((int(each.size_bytes * max(1, size / each.chain_bytes)) for each in self._known.values()), default=0)
 
     def correct(
-        self, plans: Plans, runs: Sequence[Plan], measured_bytes: int, *, limit_bytes: int, may_grow: bool
+        self, plans: Replanning, runs: Sequence[Plan], measured_bytes: int, *, limit_bytes: int, may_grow: bool
     ) -> str | None:
         """Plan better if a step has shown how. Returns why a peak above the limit must stay, or None.
 
-        ``runs`` are the plans of the module's calls in the step, ``measured_bytes`` is the process' peak until the
-        optimizer's step, ``may_grow`` says that it is the peak of a step like those to come.
+        ``runs`` are the plans that the step has run under, one after the other, ``measured_bytes`` is the process' peak
+        until the optimizer's step, ``may_grow`` says that it is the peak of a step like those to come.
         """
         reason = None
         for plan in {id(plan): plan for plan in runs}.values():
             known = self._take_up(plan.chain)
             trial = Trial(plan.budget_bytes, plan.peak_bytes, measured_bytes)
             if measured_bytes > limit_bytes:
-                budget = known.loop.too_much(trial, limit_bytes)
-                reason = "other plans did not help" if budget is None else _replanned(plans, plan, known, budget)
-            elif may_grow and plan.recomputed and not plans.is_capped(plan):
+                # Where other plans did not help, that is the one that takes least.
+                reason = _replanned(plans, plan, known, known.loop.too_much(trial, limit_bytes) or 0)
+            elif may_grow and plan.recomputed and not plan.is_of_step and not plans.is_capped(plan):
                 budget = known.loop.too_little(trial, limit_bytes, calls=len(runs))
                 if budget is not None:
                     _replanned(plans, plan, known, budget)
@@ -159,7 +173,7 @@ class Corrections:
         return self._known[name]
 
 
-def _replanned(plans: Plans, plan: Plan, known: _Correction, budget_bytes: int) -> str | None:
+def _replanned(plans: Replanning, plan: Plan, known: _Correction, budget_bytes: int) -> str | None:
     """Give a chain another budget, or the least if there is no plan for it. Why that changes nothing, if so."""
     before = known.size_bytes
     known.size_bytes += plan.budget_bytes - budget_bytes
@@ -193,12 +207,14 @@ class StepWatch:
         peak_bytes: The allocator's peak in the step measured last, what was there before included; None before it.
         reserved_bytes: Most that a GPU's caching allocator had reserved in that step; None on the CPU.
         backward_peak_bytes: The peak until the optimizer's step, the only part that a plan can change.
+        phases: Of that step, by their labels, in order.
     """
 
     def __init__(self) -> None:
         self.peak_bytes: int | None = None
         self.reserved_bytes: int | None = None
         self.backward_peak_bytes = 0
+        self.phases: dict[str, MeteredPhase] = {}
         self._left = 0
         self._meter: StepMeter | None = None
         self._base_bytes = 0
@@ -251,6 +267,11 @@ class StepWatch:
         self._base_bytes = loop.allocated_bytes(batch)
         self._is_uneven = on_cpu and loop.may_take_new_buckets()
 
+    def mark(self, label: str) -> None:
+        """Begin a phase of the step, if it is measured."""
+        if self._meter is not None:
+            self._meter.lap(label)
+
     def lap(self) -> None:
         """Read the peak as the backward is over: no plan could change what the optimizer allocates."""
         if self._meter is not None:
@@ -262,6 +283,9 @@ class StepWatch:
         if self._meter is None:
             return False
         trace, self._meter = self._meter.stop(), None
+        self.phases = {}
+        for phase in trace.phases:
+            self.phases.setdefault(phase.label, phase)
         if self._is_uneven and self._patience > 0:
             # New buckets came, but the old ones, never measured, did not show as freed: measure another step.
             self._consecutive = True

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from lightning_rotor.errors import ModelError, ProfilerBusyError, ProfilingError, ShortageError
-from lightning_rotor.execution.executor import guard_second_backward
+from lightning_rotor.execution.executor import await_backward
 from lightning_rotor.execution.recomputation import is_recomputing
 from lightning_rotor.execution.segment_state import SegmentState
 from lightning_rotor.planned.cache import Prepared, Signature
@@ -130,6 +130,20 @@ def shortage_message(failure: BaseException, reason: str, *, limit_bytes: int, p
     )
 
 
+def note_of_shortage(failure: BaseException, *, lowered: bool, limit_bytes: int, predicted_bytes: int) -> str | None:
+    """What to say of a step that ran out of memory and cannot run again; None if the error says it all.
+
+    ``lowered`` says that the plans to come take less.
+    """
+    consequence = "the next training with this callback plans with less"
+    if isinstance(failure, ShortageError):
+        limit = format_bytes(limit_bytes)
+        return f"the device has less than mem_limit {limit}: {consequence}" if lowered else None
+    reason = "A step cannot run again from where it failed"
+    reason = f"{reason}, but {consequence}" if lowered else reason
+    return shortage_message(failure, reason, limit_bytes=limit_bytes, predicted_bytes=predicted_bytes)
+
+
 def _actual_peak() -> str:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return f"the allocator has given out {format_bytes(torch.cuda.max_memory_allocated())} at most"
@@ -191,11 +205,9 @@ class PlannedForward:
             return plainly()
         signature, value, prepared = call
         assert prepared.plan is not None
-        self._source.on_run(prepared.plan)
-        if prepared.runs_plainly:
-            return self._run(signature, prepared, value, plainly)
-        output = self._run(signature, prepared, value, None)
-        guard_second_backward(output, value)
+        self._source.on_start()
+        output, prepared = self._run(signature, prepared, value, plainly if prepared.runs_plainly else None)
+        self._source.on_run(signature, prepared, await_backward(output, value, once=not prepared.runs_plainly))
         return output
 
     def _plans_for(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -226,15 +238,17 @@ class PlannedForward:
 
     # ---------------------------------------------------------------- out of memory
 
-    def _run(self, signature: Signature, prepared: Prepared, value: Any, plainly: Callable[[], Any] | None) -> Any:
-        """Run a call; if the device has no memory left for it, once more under a smaller plan, and so on."""
+    def _run(
+        self, signature: Signature, prepared: Prepared, value: Any, plainly: Callable[[], Any] | None
+    ) -> tuple[Any, Prepared]:
+        """Output of a call and what it ran with: if the device has no memory left, a smaller plan, and so on."""
         before = BeforeForward(prepared.profile, value, self._statistics)
         for attempt in itertools.count():
             try:
                 assert prepared.executor is not None
                 output = prepared.executor(value) if plainly is None or attempt else plainly()
                 before.forget()
-                return output
+                return output, prepared
             except RuntimeError as error:
                 if not is_shortage(error):
                     raise

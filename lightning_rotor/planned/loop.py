@@ -97,9 +97,9 @@ class TrainingLoop:
         """The least of all processes' numbers. Each waits for all others."""
         return size_bytes
 
-    def same(self, name: str | None) -> str | None:
+    def same(self, names: list[str]) -> list[str]:
         """What the first process says. Each waits for all others."""
-        return name
+        return names
 
     def meet(self, *, beyond: bool) -> Agreement:
         """How processes will agree on plans. Each waits for all. ``beyond`` runs the least plan where none fits."""

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import ReferenceType
 
 from torch import nn
 
 from lightning_rotor.capture.compiled import CompiledModules, Variants
 from lightning_rotor.capture.cuts import check_module
 from lightning_rotor.errors import BudgetError, ModelError, ProfilerBusyError, ProfilingError, UnitError
+from lightning_rotor.execution.executor import Pending
 from lightning_rotor.memory.budget import Budget
 from lightning_rotor.planned.cache import (
     MAX_PLANS,
@@ -43,6 +45,11 @@ class BudgetSource:
 
     ranks = Agreement()
 
+    @property
+    def turn(self) -> int:
+        """How many earlier calls of the module wait for their backward."""
+        return 0
+
     def budget(self, profile: Profile) -> Budget:
         """What a plan for a measured module may use at this moment."""
         raise NotImplementedError
@@ -53,8 +60,11 @@ class BudgetSource:
     def on_plan(self, plan: Plan) -> None:
         """A plan was made, and will run."""
 
-    def on_run(self, plan: Plan) -> None:
+    def on_start(self) -> None:
         """A call is about to run under a plan."""
+
+    def on_run(self, signature: Signature, prepared: Prepared, pending: ReferenceType[Pending]) -> None:
+        """A call has run under a plan."""
 
     def on_unsupported(self, error: ModelError) -> None:
         """The module turned out to be no chain. It runs plainly, unless this raises."""
@@ -153,10 +163,13 @@ class Plans:
 
     def prepare(self, signature: Signature, value: Any) -> Prepared:
         """The prepared entry of a call, made now if there is none."""
-        prepared = self._cache.use(signature) or self._recalled(signature) or self._estimated(signature)
+        turn = self._source.turn
+        prepared = self._cache.use(signature, turn) or self._recalled(signature) or self._estimated(signature)
         if prepared is None:
             self.measure(signature, value)
             prepared = self._cache.latest[1]
+        if prepared.turn != turn:
+            prepared = replace(prepared.without_plan(), turn=turn)
         return self.plan_again(signature, prepared) if prepared.executor is None else prepared
 
     def _recalled(self, signature: Signature) -> Prepared | None:
@@ -167,9 +180,10 @@ class Plans:
             return None
         self._keep(signature, recalled.profile)
         solved = recalled.plan
+        prepared = self._cache.latest[1]
         if solved is None or solved.slots < self._settings.slots or not self.budget(recalled.profile).fits(solved):
-            return self._cache.latest[1]
-        return self._use(signature, Prepared.of(signature, recalled.profile, solved))
+            return prepared
+        return self.use_plan(signature, prepared, solved)
 
     def _estimated(self, signature: Signature) -> Prepared | None:
         """A plan for a new size from the costs of others, or None if those do not do."""
@@ -184,7 +198,7 @@ class Plans:
             self._rough += 1
             if self._rough % _PATIENCE == 0:
                 return None
-        return self._use(signature, Prepared.of(signature, estimate.profile, solved, estimated=True))
+        return self.use_plan(signature, Prepared(estimate.profile, estimated=True), solved)
 
     def measure(self, signature: Signature, value: Any) -> Profile:
         """Measure a call, again if it was measured before."""
@@ -222,7 +236,7 @@ class Plans:
             solved = outcome
         else:
             solved = self._source.ranks.settle(self._call(signature), outcome)
-        return self._use(signature, Prepared.of(signature, profile, solved, estimated=prepared.estimated))
+        return self.use_plan(signature, prepared, solved)
 
     def _outcome(self, profile: Profile) -> Plan | BudgetError:
         """The plan of this process, or why it has none. An error is kept, since others may wait for it."""
@@ -236,10 +250,15 @@ class Plans:
                 return refusal
             return budget.least_plan(profile.chain, error, slots=slots)
 
-    def _use(self, signature: Signature, prepared: Prepared) -> Prepared:
-        assert prepared.plan is not None
+    def known(self, signature: Signature, turn: int) -> Prepared | None:
+        """What is prepared for a call, if it is still known."""
+        return self._cache.use(signature, turn)
+
+    def use_plan(self, signature: Signature, prepared: Prepared, plan: Plan) -> Prepared:
+        """Run a call under a plan from now on."""
+        prepared = prepared.under(signature, plan)
         self._cache.put(signature, prepared)
-        self._source.on_plan(prepared.plan)
+        self._source.on_plan(plan)
         return prepared
 
     def lower_ceiling(self, plan: Plan, *, to_the_least: bool = False) -> bool:
@@ -255,6 +274,10 @@ class Plans:
         return self.ceiling_bytes is not None and plan.budget_bytes >= self.ceiling_bytes
 
     # ---------------------------------------------------------------- all calls
+
+    def runs(self, plan: Plan) -> bool:
+        """True if a plan is in use."""
+        return any(prepared.plan is plan for _, prepared in self._cache)
 
     def replan(self, stale: Plan | None = None) -> Plan:
         """Plan with the budget of this moment.
@@ -288,7 +311,7 @@ class Plans:
             used = scheduled(profile.chain, plan, slots=self._settings.slots, **conditions)
         else:
             used = plan_for(plan, profile.chain)
-        self._use(signature, Prepared.of(signature, profile, used))
+        self.use_plan(signature, prepared, used)
         return used
 
     def unplan(self, keep: Callable[[Plan], bool]) -> None:

@@ -10,30 +10,32 @@ A :class:`StepPlanner` goes through these states, and back to ``SETTLING`` whene
 from __future__ import annotations
 
 import enum
-import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_rotor.capture.compiled import is_compiled, taken_apart
-from lightning_rotor.errors import BudgetError, ModelError, ProfilerBusyError, ShortageError, TrialError
+from lightning_rotor.chain import Chain
+from lightning_rotor.errors import BudgetError, ModelError, ProfilerBusyError, TrialError
 from lightning_rotor.memory.budget import Budget, take_workspaces
+from lightning_rotor.memory.held import existing_gradient_bytes, gradient_bytes
 from lightning_rotor.planned.cache import model_fingerprint
+from lightning_rotor.planned.calls import LOSS, Call, Step
 from lightning_rotor.planned.closed_loop import Corrections, StepWatch
-from lightning_rotor.planned.forward import PlannedForward, attach, detach, is_attached, shortage_message
+from lightning_rotor.planned.forward import note_of_shortage
+from lightning_rotor.planned.joint import PathPlans
 from lightning_rotor.planned.loop import TrainingLoop
-from lightning_rotor.planned.plans import BudgetSource, Plans, PlanSettings
-from lightning_rotor.planned.target import Target, TargetSearch, may_be_planned, named_target
+from lightning_rotor.planned.modules import PlannedModule, PlannedModules
+from lightning_rotor.planned.plans import PlanSettings
+from lightning_rotor.planned.ranks import Agreement
+from lightning_rotor.planned.target import Target, may_be_planned
 from lightning_rotor.planning import Plan
-from lightning_rotor.private.torch_names import INNER
 from lightning_rotor.private.values import tensors_in
 from lightning_rotor.profiling import Profile
 from lightning_rotor.units import MemoryLimit, format_bytes
-
-_log = logging.getLogger(__name__)
 
 
 class State(enum.Enum):
@@ -49,25 +51,25 @@ class State(enum.Enum):
     """Training is left alone."""
 
 
-@dataclass(slots=True)
-class _Step:
-    """The running step, with the plan of each planned call so far; ``is_over`` once its optimizer has stepped."""
-
-    batch: list[torch.Tensor]
-    is_first: bool
-    runs: list[Plan] = field(default_factory=list)
-    is_over: bool = False
-
-
 @dataclass(frozen=True, slots=True)
 class SavedPlans:
-    """What a fit leaves for the next one, in plain types alone, so that checkpoints load with ``weights_only=True``."""
+    """What a fit leaves for the next one, in plain types alone, so that checkpoints load with ``weights_only=True``.
+
+    ``others`` are the fields ``module``, ``model``, ``ceiling_bytes`` and ``records`` of further modules.
+    """
 
     module: str
     model: str
     corrections: dict[str, list[int]]
     ceiling_bytes: int | None
     records: list[dict[str, Any]]
+    others: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, modules: Iterable[PlannedModule], corrections: Corrections) -> SavedPlans:
+        """What is known of modules."""
+        first, *others = map(_saved, modules)
+        return cls(**first, corrections=corrections.to_plain(), others=others)
 
     @classmethod
     def from_plain(cls, state: Mapping[str, Any]) -> SavedPlans | None:
@@ -81,125 +83,81 @@ class SavedPlans:
         """In plain types."""
         return asdict(self)
 
-    def target_in(self, model: nn.Module) -> Target | None:
-        """The module in a model, or None if there is no such module in it."""
-        module = dict(model.named_modules()).get(self.module)
-        if module is None or not may_be_planned(module):
-            return None
-        target = Target(self.module, module, "as before")
-        return target if self.are_for(target) else None
-
-    def are_for(self, target: Target) -> bool:
-        """True if a module has their name, and is made like the one that they are for."""
-        return target.name == self.module and model_fingerprint(target.module) == self.model
-
-
-class PlannedModule:
-    """The planned module of a model, and its forward under plans; a guess until the first batch shows the compute."""
-
-    def __init__(self, loop: TrainingLoop, source: BudgetSource, settings: PlanSettings, name: str | None) -> None:
-        self._loop, self._source, self._settings, self._name = loop, source, settings, name
-        self._search = None if name is not None else TargetSearch(loop.model, may_be_whole=loop.may_be_whole)
-        self._target: Target | None = None
-        self._planned: PlannedForward | None = None
-        self.warnings: list[str] = []
-        self.is_guess = False
-
     @property
-    def target(self) -> Target:
-        """The module."""
-        assert self._target is not None
-        return self._target
+    def modules(self) -> list[dict[str, Any]]:
+        """All of them alike."""
+        names = ("module", "model", "ceiling_bytes", "records")
+        return [{name: getattr(self, name) for name in names}, *self.others]
 
-    @property
-    def plans(self) -> Plans | None:
-        """Plans of its forward; None before and after training."""
-        return None if self._planned is None else self._planned.plans
+    def targets_in(self, model: nn.Module) -> list[Target]:
+        """The modules in a model, or none if they are not all in it as they were."""
+        found = []
+        for saved in self.modules:
+            module = dict(model.named_modules()).get(saved["module"])
+            if module is None or not may_be_planned(module) or model_fingerprint(module) != saved["model"]:
+                return []
+            found.append(Target(saved["module"], module, "as before"))
+        return found
 
-    def begin(self, saved: SavedPlans | None) -> bool:
-        """Plan the module that the user named, that of the saved plans, or a guess. True if the plans are for it."""
-        if self._search is None:
-            assert self._name is not None
-            self._take(named_target(self._loop.model, self._name))
-            return saved is not None and saved.are_for(self.target)
-        known = None if saved is None else saved.target_in(self._loop.model)
-        self.is_guess = known is None
-        self._take(known or self._search.best())
-        return known is not None
-
-    def move_to(self, target: Target) -> bool:
-        """The module of saved plans is the choice, unless the user names one. True if it is planned now."""
-        if self._search is not None:
-            self.is_guess = False
-            self._take(target)
-        return self.target.module is target.module
-
-    def choose(self, batch: Any, batch_idx: int) -> None:
-        """Decide by the compute of the first batch, for all processes as the first of them does."""
-        if not self.is_guess:
-            return
-        assert self._search is not None
-        self.is_guess = False
-        found = self._search.best_by_compute(lambda: self._loop.compute(batch, batch_idx))
-        name = self._loop.same(None if found is None else found.name)
-        if name is not None and (found is None or found.name != name):
-            found = Target(name, self._loop.model.get_submodule(name), "as on rank 0")
-        self._take(found if name is not None else None)
-
-    def refuse(self, error: ModelError) -> None:
-        """From inside the first forward: plan the next best module, unless the user has named this one."""
-        if self._search is None:
-            raise error
-        self._search.refuse(self.target)
-        found = self._search.best()
-        if found is None:
-            raise error
-        _log.info("RotorCallback cannot plan %s: %s", self.target.place, error)
-        self._take(found)
-
-    def end(self) -> None:
-        """Give the module its own forward back."""
-        if self._planned is not None:
-            detach(self.target.module)
-            self._planned = None
-
-    def _take(self, target: Target | None) -> None:
-        if target is None:
-            raise ModelError(
-                f"{type(self._loop.model).__name__} holds no submodule with several layers and trainable parameters "
-                "that its training_step calls: expected one. Put the layers that take most of the memory into an "
-                "nn.Sequential or a module of their own, and call that"
-            )
-        if self._planned is None or self.target.module is not target.module:
-            self.end()
-            _check_apart(self._loop.model, target)
-            planned = PlannedForward(target.module, self._source, self._settings)
-            attach(target.module, planned)
-            self._planned = planned
-        self._target = target
-        self.warnings = [*self._what_is_taken_apart(target), *self._what_is_left_out(target)]
-        if self._loop.is_lead:
-            level = logging.DEBUG if self.is_guess else logging.INFO
-            _log.log(level, "RotorCallback plans %s. RotorCallback(module=...) names another", target)
-
-    def _what_is_taken_apart(self, target: Target) -> list[str]:
-        """A warning if the target was compiled and does not stay so."""
-        if not (self._loop.is_compiled or is_compiled(target.module) or target.name.endswith(INNER)):
-            return []
-        return [f"RotorCallback: {taken_apart('the LightningModule' if self._loop.is_compiled else target.place)}"]
-
-    def _what_is_left_out(self, target: Target) -> list[str]:
-        """A warning of other modules with a notable share of the compute."""
-        message = None if self._search is None else self._search.what_is_left_out(target)
-        return [] if message is None else [f"RotorCallback {message}"]
+    def recall(self, modules: Iterable[PlannedModule]) -> bool:
+        """Let modules go on with what was known of them. True if these are the ones."""
+        present = {module.target.name: module for module in modules}
+        known = [present.get(saved["module"]) for saved in self.modules]
+        if len(known) != len(present) or not all(
+            module is not None and model_fingerprint(module.target.module) == saved["model"]
+            for module, saved in zip(known, self.modules, strict=True)
+        ):
+            return False
+        for module, saved in zip(known, self.modules, strict=True):
+            assert module is not None
+            module.plans.recall(saved["records"])
+            module.plans.ceiling_bytes = saved["ceiling_bytes"]
+        return True
 
 
-class StepPlanner(BudgetSource):
-    """Keeps the steps of a training inside a limit; ``ModelError`` if the module of this name cannot be planned.
+class StepLimit:
+    """What plans may use of a user's limit."""
+
+    def __init__(self, loop: TrainingLoop, limit: MemoryLimit | None) -> None:
+        self.size_bytes = 0
+        self.corrections = Corrections()
+        self._loop, self._limit = loop, limit
+        self._agreed_bytes: int | None = None
+        self._others: dict[str, int] = {}
+
+    def agree(self, batch: Sequence[torch.Tensor]) -> None:
+        """Take the least limit of all processes."""
+        self._agreed_bytes = self._loop.least(self._loop.limit_bytes(self._limit, batch))
+
+    def budget(self, chain: Chain, modules: nn.Module, step: Step | None) -> Budget:
+        """What a plan may use. What else there is shows when a forward begins; between steps the first counts."""
+        batch = [] if step is None else step.batch
+        resident = self._loop.resident(modules, batch, torch.device(chain.device))
+        if not batch:  # in a tuner's trial, which is known from its forward alone
+            resident = replace(resident, batch_bytes=chain.input_bytes)
+        resident = replace(resident, other_bytes=self._other_bytes(chain, step, resident.other_bytes))
+        self.size_bytes = self._agreed_bytes or self._loop.limit_bytes(self._limit, batch)
+        correction_bytes = self.corrections.of(chain)
+        budget = resident.budget(self.size_bytes, correction_bytes=correction_bytes)
+        if chain not in self.corrections:
+            budget = replace(budget, guessed_bytes=correction_bytes)
+        return replace(budget, error=TrialError) if self._loop.is_trial else budget
+
+    def _other_bytes(self, chain: Chain, step: Step | None, now_bytes: int) -> int:
+        """What else there was when the first forward of the step began."""
+        if step is None:
+            return self._others.get(chain.fingerprint, now_bytes)
+        if step.other_bytes is None:
+            step.other_bytes = now_bytes
+        return self._others.setdefault(chain.fingerprint, step.other_bytes)
+
+
+class StepPlanner:
+    """Keeps the steps of a training inside a limit; ``ModelError`` if a module of these names cannot be planned.
 
     Args:
         limit: For the whole process, as the user gave it.
-        name: Dotted name of the module to plan, or None for the one with most of the compute.
+        names: Dotted names of the modules to plan, or None for all with much of the compute.
         beyond: Where no plan fits, train with the one that takes least, and say so.
     """
 
@@ -207,34 +165,40 @@ class StepPlanner(BudgetSource):
         self,
         loop: TrainingLoop,
         limit: MemoryLimit | None,
-        name: str | None,
+        names: str | Sequence[str] | None,
         *,
         beyond: bool,
         settings: PlanSettings,
         saved: SavedPlans | None = None,
     ) -> None:
         self.loop, self.saved = loop, saved
+        self.ranks = Agreement()
         self.plan: Plan | None = None
-        self.planned_module = ""
-        self.limit_bytes = 0
+        self.planned_modules = ""
         self.watch = StepWatch()
         self._is_settled = False
         self.was_put_off = False
-        self._limit, self._beyond = limit, beyond
-        self._step: _Step | None = None
+        self._limit = StepLimit(loop, limit)
+        self._beyond, self._slots = beyond, settings.slots
+        self._step: Step | None = None
         self._has_met = False
-        self._agreed_bytes: int | None = None
-        self._corrections = Corrections()
-        self._others: dict[str, int] = {}
         self._warned_beyond = False
-        self._module = PlannedModule(loop, self, settings, name)
-        if self._module.begin(saved) and saved is not None:
+        self._is_share = False  # the budget told last is a part of what there is
+        self._paths = PathPlans(self._solve)
+        self._modules = PlannedModules(loop, self, settings, names)
+        self._modules.begin([] if saved is None else saved.targets_in(loop.model))
+        if saved is not None:
             self._recall(saved)
+
+    @property
+    def limit_bytes(self) -> int:
+        """The limit of the whole process, 0 before it is known."""
+        return self._limit.size_bytes
 
     @property
     def state(self) -> State:
         """State of the training."""
-        if self._module.is_guess:
+        if self._modules.is_guess:
             return State.LOOKING
         if self.plan is None:
             return State.MEASURING
@@ -245,19 +209,32 @@ class StepPlanner(BudgetSource):
     def begin_step(self, batch: Any, batch_idx: int) -> None:
         """A batch is about to be trained on: choose what to plan if it is the first, measure if a plan is new."""
         tensors = tensors_in(batch)
-        self._step = _Step(tensors, is_first=not self.loop.has_stepped)
+        self._step = Step(tensors, is_first=not self.loop.has_stepped)
         if not self._has_met:
             self._has_met = True
             take_workspaces(self.loop.device)
             if self.loop.processes > 1:
-                self._agreed_bytes = self.loop.least(self.loop.limit_bytes(self._limit, tensors))
+                self._limit.agree(tensors)
                 self.ranks = self.loop.meet(beyond=self._beyond)
-        plans = self._module.plans
-        self._module.choose(batch, batch_idx)
-        if self._module.plans is not plans:  # those of a guess, in a tuner's trial
-            self.plan = None
+        if self._modules.is_guess:
+            before = list(self._modules)
+            self._modules.choose(batch, batch_idx)
+            if list(self._modules) != before:  # those of a guess, in a tuner's trial
+                self.plan = None
         if self.watch.due:
             self.watch.start(self.loop, tensors)
+
+    def begin_backward(self) -> None:
+        """The loss is known."""
+        step = self._step
+        if step is None or not self.watch.running:
+            return
+        self.watch.mark(LOSS)
+        now_bytes = existing_gradient_bytes(self.loop.model)
+        step.freed_bytes = max(step.gradient_bytes - now_bytes, 0)
+        modules = self._modules.all
+        there = now_bytes - existing_gradient_bytes(modules)
+        step.new_bytes = max(gradient_bytes(self.loop.model) - gradient_bytes(modules) - there, 0)
 
     def end_backward(self) -> None:
         """The optimizer is about to step: what it allocates is nothing that a plan could change."""
@@ -268,7 +245,8 @@ class StepPlanner(BudgetSource):
         step = self._step
         if self.plan is not None and step is not None:
             step.is_over = True
-            if self.watch.stop():
+            is_measured = self.watch.stop()
+            if not self._plan_together(step, is_measured=is_measured) and is_measured:
                 self._correct(step)
         self._step = None
         if self.plan is None or self.watch.due or self._is_settled:
@@ -276,14 +254,27 @@ class StepPlanner(BudgetSource):
         self._is_settled = True
         return True
 
-    def _correct(self, step: _Step) -> None:
+    def _plan_together(self, step: Step, *, is_measured: bool) -> bool:
+        """Plan calls that were alive together as one, unless they ran under such a plan. True if there is a new one."""
+        if not step.is_shared and all(len(path) == 1 for path in step.paths):
+            return False
+        phases = self.watch.phases if is_measured else {}
+        assumed = self._modules.outside([call.module.target.name for call in step.numbers])
+        plans = self._paths.follow(step, phases, assumed)
+        for plan in plans:
+            self.on_plan(plan)
+        return bool(plans)
+
+    def _plans_of(self, step: Step) -> list[Plan]:
+        """What the calls of a step have run under."""
+        return [self._paths.running(path) or path[0].plan for path in step.paths]
+
+    def _correct(self, step: Step) -> None:
         """Closed loop: what the plan could not know shows in the measured peak."""
-        if self._module.plans is None:
-            return
         peak_bytes = self.watch.backward_peak_bytes
         may_grow = not step.is_first and not self.watch.due  # with all that a step finds from those before it
-        reason = self._corrections.correct(
-            self._module.plans, step.runs, peak_bytes, limit_bytes=self.limit_bytes, may_grow=may_grow
+        reason = self._limit.corrections.correct(
+            self, self._plans_of(step), peak_bytes, limit_bytes=self.limit_bytes, may_grow=may_grow
         )
         if reason is not None:
             self.watch.give_up()
@@ -292,51 +283,77 @@ class StepPlanner(BudgetSource):
                 f"The current plan stays, since {reason}"
             )
 
+    def replan(self, plan: Plan) -> Plan:
+        """A new plan in the place of one that steps run under, with the budget of this moment."""
+        path = self._paths.path_of(plan)
+        if path is not None:
+            self.plan = self._paths.plan(path)
+            return self.plan
+        module = next((module for module in self._modules if module.plans.runs(plan)), None)
+        return plan if module is None else module.plans.replan(plan)
+
+    def unplan(self, keep: Callable[[Plan], bool]) -> None:
+        """Drop all plans but those to keep."""
+        for module in self._modules:
+            module.plans.unplan(keep)
+
+    def is_capped(self, plan: Plan) -> bool:
+        """True if a plan has all that plans may take since the device ran out of memory."""
+        return any(module.plans.is_capped(part) for module in self._modules for part in plan.calls)
+
     def end(self) -> None:
-        """Give the module its own forward back, and keep what was learned in ``saved``."""
+        """Give the modules their own forwards back, and keep what was learned in ``saved``."""
         self.watch.drop()
         self.save()
-        self._module.end()
+        self._modules.end()
         self._step = None
 
     def note_shortage(self, failure: BaseException) -> None:
         """A step ran out of memory. It cannot run again: some gradients are added already, and its graph is gone."""
-        plans = self._module.plans
-        if self._step is None or plans is None or self.plan is None:
+        if self._step is None or self.plan is None:
             return
-        lowered = plans.plan is not None and plans.lower_ceiling(plans.plan)
-        consequence = "the next training with this callback plans with less"
-        if not isinstance(failure, ShortageError):
-            reason = "A step cannot run again from where it failed"
-            message = shortage_message(
-                failure,
-                f"{reason}, but {consequence}" if lowered else reason,
-                limit_bytes=self.limit_bytes,
-                predicted_bytes=self.limit_bytes - self.plan.budget_bytes + self.plan.peak_bytes,
-            )
-        elif lowered:  # the error says all the rest
-            message = f"the device has less than mem_limit {format_bytes(self.limit_bytes)}: {consequence}"
-        else:
-            return
-        self.loop.warn(f"RotorCallback: {message}")
+        lowered = any(list(map(_lower, self._modules)))
+        predicted_bytes = self.limit_bytes - self.plan.budget_bytes + self.plan.peak_bytes
+        message = note_of_shortage(
+            failure, lowered=lowered, limit_bytes=self.limit_bytes, predicted_bytes=predicted_bytes
+        )
+        if message is not None:
+            self.loop.warn(f"RotorCallback: {message}")
 
     # ---------------------------------------------------------------- what the planned forward asks and tells
 
-    def budget(self, profile: Profile) -> Budget:
-        """What a plan may use now. What else there is shows when a forward begins; between steps the first counts."""
-        chain = profile.chain
-        batch = [] if self._step is None else self._step.batch
-        resident = self.loop.resident(self._module.target.module, batch, torch.device(chain.device))
-        if not batch:  # in a tuner's trial, which is known from its forward alone
-            resident = replace(resident, batch_bytes=chain.input_bytes)
-        first = self._others.get if self._step is None else self._others.setdefault
-        resident = replace(resident, other_bytes=first(chain.fingerprint, resident.other_bytes))
-        self.limit_bytes = self._agreed_bytes or self.loop.limit_bytes(self._limit, batch)
-        correction_bytes = self._corrections.of(chain)
-        budget = resident.budget(self.limit_bytes, correction_bytes=correction_bytes)
-        if chain not in self._corrections:
-            budget = replace(budget, guessed_bytes=correction_bytes)
-        return replace(budget, error=TrialError) if self.loop.is_trial else budget
+    def turn(self, module: PlannedModule) -> int:
+        """How many earlier calls of a module wait for their backward."""
+        return 0 if self._step is None else [call.module for call in self._step.waiting].count(module)
+
+    def budget(self, module: PlannedModule, profile: Profile) -> Budget:
+        """What a plan for one call may use now: for the first step, a share of what earlier calls have left."""
+        budget = self._limit.budget(profile.chain, self._modules.all, self._step)
+        waiting = () if self._step is None else self._step.waiting
+        share = self._modules.share(module, waiting)
+        self._is_share = bool(waiting) or share < 1
+        if not self._is_share:
+            return budget
+        if self._step is not None:
+            self._step.is_shared = True
+        held_bytes = sum(call.plan.simulation.held_bytes for call in waiting)
+        return budget.reduced_to(int(max(budget.available_bytes - held_bytes, 0) * share), "other calls of the step")
+
+    def _solve(self, chain: Chain, copied_bytes: int, is_final: bool) -> Plan:
+        """Plan calls that are alive together, as all processes agree. Without a ``final`` knowledge nobody gives up."""
+        budget = self._limit.budget(chain, self._modules.all, self._step)
+        budget = replace(budget, lingering_bytes=budget.lingering_bytes + copied_bytes)
+        outcome: Plan | BudgetError
+        try:
+            outcome = budget.plan(chain, slots=self._slots)
+        except BudgetError as error:
+            outcome = error
+            if self._beyond or not is_final:
+                outcome = budget.least_plan(chain, error, slots=self._slots)
+            if self._beyond:
+                self._is_share = False
+                self.on_infeasible(error)
+        return self.ranks.settle(chain.fingerprint, outcome)
 
     def before_measuring(self) -> None:
         """Give torch's profiler to who measures."""
@@ -344,24 +361,45 @@ class StepPlanner(BudgetSource):
 
     def on_plan(self, plan: Plan) -> None:
         """Watch the steps that follow, from inside the first forward on."""
-        self.plan, self.planned_module = plan, str(self._module.target)
+        self.plan, self.planned_modules = plan, str(self._modules)
         self.watch.renew()
         self._is_settled = False
-        if not self._module.is_guess:
-            for message in self._module.warnings:
-                self.loop.warn(message)
-            self._module.warnings.clear()
-        if self._step is not None and not self._step.is_over and not self.watch.running:
+        self._tell()
+        if self._step is None or self._step.is_over or self.watch.running:
+            return
+        # Not while others are still to be measured, which takes torch's profiler away again.
+        if all(module.plans.plan is not None for module in self._modules):
             self.watch.start(self.loop, self._step.batch)
 
-    def on_run(self, plan: Plan) -> None:
-        """Count a call of the step."""
+    def on_start(self) -> None:
+        """A call is about to run."""
         if self._step is not None:
-            self._step.runs.append(plan)
+            self.watch.mark(f"into {len(self._step.numbers)}")
 
-    def on_unsupported(self, error: ModelError) -> None:
-        """From inside the first forward: plan the next best module, unless the user has named this one."""
-        self._module.refuse(error)
+    def on_run(self, call: Call) -> None:
+        """Count a call of the step."""
+        if self._step is None:
+            return
+        self._step.add(call)
+        pending = call.pending()
+        if self.watch.running and pending is not None:
+            number = self._step.numbers[call]
+            self._step.gradient_bytes = existing_gradient_bytes(self.loop.model)
+            pending.on_backward = partial(self.watch.mark, f"back to {number}")
+            self.watch.mark(f"behind {number}")
+
+    def on_unsupported(self, module: PlannedModule, error: ModelError) -> None:
+        """From inside the first forward: plan what is next best, unless the user has named this one."""
+        self._modules.refuse(module, error)
+        if self.plan is not None:
+            self._tell()
+
+    def _tell(self) -> None:
+        """Warn of what is not planned, or not as it was."""
+        if not self._modules.is_guess:
+            for message in self._modules.warnings:
+                self.loop.warn(message)
+            self._modules.warnings.clear()
 
     def on_busy(self, error: ProfilerBusyError) -> None:
         """Say once that the module runs plainly."""
@@ -373,7 +411,9 @@ class StepPlanner(BudgetSource):
             )
 
     def on_infeasible(self, error: BudgetError) -> None:
-        """Say once that training goes beyond the limit, or end it."""
+        """Say once that training goes beyond the limit, or end it. A share of the first step is worth neither."""
+        if self._is_share:
+            return
         if not self._beyond:
             raise error
         if not self._warned_beyond:
@@ -384,43 +424,35 @@ class StepPlanner(BudgetSource):
 
     def save(self) -> None:
         """Keep what was measured and planned so far."""
-        plans, target = self._module.plans, self._module.target
-        if plans is not None and self.plan is not None:
-            self.saved = SavedPlans(
-                target.name,
-                model_fingerprint(target.module),
-                self._corrections.to_plain(),
-                plans.ceiling_bytes,
-                plans.records(),
-            )
+        if self.plan is not None and any(True for _ in self._modules):
+            self.saved = SavedPlans.of(self._modules, self._limit.corrections)
 
     def load(self, saved: SavedPlans | None) -> bool:
         """Go on without measuring again. False if it is for another model, and left aside."""
-        target = None if saved is None else saved.target_in(self.loop.model)
-        if saved is None or target is None:
+        targets = [] if saved is None else saved.targets_in(self.loop.model)
+        if saved is None or not targets:
             return False
         self.saved = saved
-        if self._module.move_to(target):
-            self._recall(saved)
+        self._modules.move_to(targets)
+        self._recall(saved)
         return True
 
     def _recall(self, saved: SavedPlans) -> None:
-        plans = self._module.plans
-        assert plans is not None
-        plans.recall(saved.records)
-        plans.ceiling_bytes = saved.ceiling_bytes
-        self._corrections.recall(saved.corrections)
+        if saved.recall(self._modules):
+            self._limit.corrections.recall(saved.corrections)
 
 
-def _check_apart(model: nn.Module, target: Target) -> None:
-    """Check that no module is planned inside of another one."""
-    inside = set(target.module.modules())
-    for name, module in model.named_modules():
-        if module is target.module or not is_attached(module):
-            continue
-        if module in inside or target.module in module.modules():
-            raise ModelError(
-                f"two plans would work on the same layers: one on {target.place}, the other on {name!r}. Expected "
-                "modules apart from each other, or one RotorCallback on the larger one, which plans what is inside of "
-                "it, too"
-            )
+def _saved(module: PlannedModule) -> dict[str, Any]:
+    """What is known of a module."""
+    return {
+        "module": module.target.name,
+        "model": model_fingerprint(module.target.module),
+        "ceiling_bytes": module.plans.ceiling_bytes,
+        "records": module.plans.records(),
+    }
+
+
+def _lower(module: PlannedModule) -> bool:
+    """Let the module's plans take less than the latest does. True if they can."""
+    plan = module.plans.plan
+    return plan is not None and module.plans.lower_ceiling(plan)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -19,6 +19,9 @@ from lightning_rotor.errors import ModelError, ProfilingError
 from lightning_rotor.private.torch_names import FakeTensorMode, backward_number, packet_of
 from lightning_rotor.private.values import tensors_in, tree_leaves
 from lightning_rotor.profiling.dry_run import AssumedValues, fake_copy, without_trace
+from lightning_rotor.profiling.estimates import GPUS, EstimatingMeter
+from lightning_rotor.profiling.meters import MeteredPhase, Recording
+from lightning_rotor.units import BLOCK_BYTES
 
 # ----------------------------------------------------------------------------------------------------
 # Where a training step computes: the FLOPs of every submodule, counted in a dry run.
@@ -26,6 +29,16 @@ from lightning_rotor.profiling.dry_run import AssumedValues, fake_copy, without_
 # A loop that waits for a value would never end, since values do not change.
 _MOST_READS = 1000
 _LONGEST_REASON = 300
+_ANY = next(iter(GPUS.values()))  # whose seconds nobody reads
+
+
+@dataclass(frozen=True, slots=True)
+class CallCompute:
+    """FLOPs of one call of a submodule, and the numbers of the phases that begin with it and behind it."""
+
+    name: str
+    flops: int
+    phases: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +48,32 @@ class StepCompute:
     Attributes:
         plannable: By dotted name of a submodule, those inside its forwards that a plan could run: in training mode,
             with gradients enabled and flowing through its output.
+        calls: The same call by call, in their order.
+        phases: Bytes of the forwards' tensors, call by call: :attr:`CallCompute.phases` are numbers in it.
         assumed_values: How often the step asked for a value that a dry run cannot know.
     """
 
     total: int
     plannable: Mapping[str, int]
     assumed_values: int = 0
+    calls: tuple[CallCompute, ...] = ()
+    phases: tuple[MeteredPhase, ...] = ()
 
     def share(self, name: str) -> float:
         """The part of the step's FLOPs that a plan for this submodule would reach, between 0 and 1."""
         return self.plannable.get(name, 0) / self.total
+
+    def behind(self, calls: Sequence[CallCompute]) -> list[tuple[int, int]]:
+        """What the code behind each of some calls holds in the end, and its peak; both beyond what it found."""
+        found = []
+        for number, call in enumerate(calls):
+            begin = call.phases[1]
+            end = calls[number + 1].phases[0] if number + 1 < len(calls) else len(self.phases)
+            between, start_bytes = self.phases[begin:end], self.phases[begin].start_bytes
+            peak_bytes = max((phase.peak_bytes for phase in between), default=start_bytes)
+            held_bytes = between[-1].end_bytes - start_bytes if between else 0
+            found.append((max(held_bytes, 0), peak_bytes - start_bytes))
+        return found
 
 
 def measure_compute(
@@ -82,18 +111,22 @@ def _count(
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     with without_trace(device, model.modules()), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         duplicate, inputs = fake_copy((model, inputs), mode, replacements)
-        with _Count(duplicate) as count:
+        meter = EstimatingMeter(_ANY, block_bytes=BLOCK_BYTES.get(device.type, 1))
+        with meter.recording() as recording, _Count(duplicate, recording) as count, meter:
             step(duplicate, inputs)
-    return StepCompute(count.flops, dict(count.plannable), count.assumed_values)
+        phases = tuple(recording.phases)
+    return StepCompute(count.flops, dict(count.plannable), count.assumed_values, tuple(count.calls), phases)
 
 
 class _Count(AssumedValues):
     """Counts operations, and knows whose forward runs them."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, recording: Recording) -> None:
         super().__init__()
+        self._recording = recording
         self.flops = 0
         self.plannable: Counter[str] = Counter()
+        self.calls: list[CallCompute] = []
         self._running: list[str] = []
         for name, module in model.named_modules():
             # Not a hook: those do not fire when a forward is called by its name.
@@ -103,12 +136,16 @@ class _Count(AssumedValues):
         learning = module.training and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         recursive, before = name in self._running, self.flops
         self._running.append(name)
+        self._recording.mark("")
+        begin = len(self._recording.phases)
         try:
             output = forward(*args, **kwargs)
         finally:
             self._running.pop()
+        self._recording.mark("")
         if learning and not recursive and any(tensor.requires_grad for tensor in _outputs_in(output)):
             self.plannable[name] += self.flops - before
+            self.calls.append(CallCompute(name, self.flops - before, (begin, len(self._recording.phases))))
         return output
 
     def __torch_dispatch__(
@@ -147,8 +184,9 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 
 # ----------------------------------------------------------------------------------------------------
 
-# A part of the compute that is worth a word, or another choice.
+# A part of the compute that is worth a word, or another choice; and one that is worth a plan beside others.
 _NOTABLE = 0.2
+_HEAVY = 0.05
 _MOST_NAMES = 4
 
 
@@ -189,7 +227,7 @@ def _closest(model: nn.Module, name: str) -> str:
 
 
 def _listed(model: nn.Module) -> str:
-    return ", ".join(repr(path) for path, module in _outermost(model, "") if _computes(module)) or "none"
+    return ", ".join(repr(path) for path, module in _outermost(model) if _computes(module)) or "none"
 
 
 def _computes(module: nn.Module) -> bool:
@@ -213,11 +251,19 @@ class TargetSearch:
 
     def best_by_compute(self, compute: Callable[[], StepCompute]) -> Target | None:
         """:meth:`best`, from now on by the compute of a training step if that can be counted."""
+        self._count(compute)
+        return self.best()
+
+    def all_by_compute(self, compute: Callable[[], StepCompute]) -> list[Target]:
+        """:meth:`all`, from now on by the compute of a training step if that can be counted."""
+        self._count(compute)
+        return self.all()
+
+    def _count(self, compute: Callable[[], StepCompute]) -> None:
         try:
             self._compute = compute()
         except ProfilingError as error:
             self._unknown_because = str(error)
-        return self.best()
 
     def do_without(self, reason: str) -> None:
         """Rank by parameters, since the compute cannot be measured."""
@@ -240,34 +286,57 @@ class TargetSearch:
             best = ("", self._model) if self._whole_may_be_planned() else best
         if best is None:
             return None
-        name, module = best
+        return self._target(best[0])
+
+    def _target(self, name: str) -> Target:
+        module = self._model.get_submodule(name)
         return Target(name, module, self._reason(name, module))
 
-    def left_out(self, target: Target) -> list[tuple[str, float]]:
-        """Other submodules worth planning, and their shares of the compute, largest first; empty if unknown."""
-        if self._compute is None or not target.name:
+    def all(self) -> list[Target]:
+        """:meth:`best`, and whatever else is worth a plan, apart from it; empty if there is nothing."""
+        best = self.best()
+        if best is None:
             return []
-        shares = [(name, self._compute.share(name)) for name, _ in _outermost(self._model, target.name)]
-        shares = sorted((entry for entry in shares if entry[1] >= 0.01), key=lambda entry: entry[1], reverse=True)
-        return shares if sum(share for _, share in shares) >= _NOTABLE else []
+        beside = self._shares([best.name], self._refused)
+        return [best, *(self._target(name) for name, share in beside if share >= _HEAVY)]
 
-    def what_is_left_out(self, target: Target) -> str | None:
-        """A message about :meth:`left_out` and what to do about it, or None."""
-        left_out = self.left_out(target)
-        if not left_out:
+    def calls(self, names: Collection[str]) -> list[CallCompute]:
+        """The calls of these modules in a step, in order; empty if unknown."""
+        return [] if self._compute is None else [call for call in self._compute.calls if call.name in names]
+
+    def before(self, call: CallCompute) -> int:
+        """Bytes that the step has made before a call."""
+        assert self._compute is not None
+        return self._compute.phases[call.phases[0]].start_bytes
+
+    def behind(self, calls: Sequence[CallCompute]) -> list[tuple[int, int]]:
+        """See :meth:`StepCompute.behind`."""
+        assert self._compute is not None
+        return self._compute.behind(calls)
+
+    def _shares(self, planned: Collection[str], refused: Collection[str] = ()) -> list[tuple[str, float]]:
+        """Other submodules that could be planned, and their shares of the compute, largest first; empty if unknown."""
+        if self._compute is None or "" in planned:
+            return []
+        shares = [(name, self._compute.share(name)) for name, _ in _outermost(self._model, planned, refused)]
+        return sorted((entry for entry in shares if entry[1] >= 0.01), key=lambda entry: entry[1], reverse=True)
+
+    def what_is_left_out(self, targets: Sequence[Target]) -> str | None:
+        """A message about other submodules if they have much of the compute, and what to do about it, or None."""
+        left_out = self._shares([target.name for target in targets])
+        if sum(share for _, share in left_out) < _NOTABLE:
             return None
         named = [f"{name!r} ({100 * share:.0f} %)" for name, share in left_out[:_MOST_NAMES]]
         rest = left_out[_MOST_NAMES:]
         if rest:
             named.append(f"{len(rest)} more ({100 * sum(share for _, share in rest):.0f} %)")
         refused = " and ".join(sorted(repr(name) if name else "the model itself" for name in self._refused))
+        planned = ", ".join(f"{target.place}, {target.reason}" for target in targets)
         return (
-            f"plans {target.place} alone, {target.reason}; not planned, and kept as without a limit: "
-            f"{', '.join(named)}. "
+            f"plans {planned}; not planned, and kept as without a limit: {', '.join(named)}. "
             + (f"{refused} could not be planned as a whole, the log says why. " if refused else "")
-            + "To have them planned as one chain, let one nn.Module call them all in its forward, let training_step "
-            "call that module, and name "
-            'it: RotorCallback(module="..."). Or name the one that takes the most memory'
+            + "To have them planned, let nn.Modules do this work, and name them: "
+            'RotorCallback(module=["...", "..."])'
         )
 
     def _weight(self, name: str, module: nn.Module) -> int:
@@ -289,16 +358,18 @@ class TargetSearch:
         return f"{100 * self._compute.share(name):.0f} % of the FLOPs of a training step's forward{guessed}"
 
 
-def _outermost(module: nn.Module, avoid: str, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Submodules that may be chains and are not inside of others, nor in or around the one to avoid."""
+def _outermost(
+    module: nn.Module, planned: Collection[str] = (), refused: Collection[str] = (), prefix: str = ""
+) -> Iterator[tuple[str, nn.Module]]:
+    """Submodules that may be chains and are not inside of others, nor in planned ones or around one, nor refused."""
     for key, child in module.named_children():
         name = f"{prefix}{key}"
-        if avoid and name == avoid:
+        if name in planned:
             continue
-        if may_be_planned(child) and not f"{avoid}.".startswith(f"{name}."):
+        if name not in refused and may_be_planned(child) and not any(each.startswith(f"{name}.") for each in planned):
             yield name, child
         else:
-            yield from _outermost(child, avoid, f"{name}.")
+            yield from _outermost(child, planned, refused, f"{name}.")
 
 
 def may_be_planned(module: nn.Module) -> bool:

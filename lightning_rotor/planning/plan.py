@@ -96,6 +96,16 @@ class Plan:
         every = (leaf for item in self.schedule.items for leaf in leaves(item))
         return tuple(leaf.stage for leaf in every if self.chain.stages[leaf.stage].options[leaf.option].inverts)
 
+    @property
+    def calls(self) -> tuple[Plan, ...]:
+        """The plans of the calls that it is for: a plan for a step may be for several."""
+        return (self,)
+
+    @property
+    def is_of_step(self) -> bool:
+        """True if it counts what the step does between its calls."""
+        return False
+
     def frontier(self) -> Frontier:
         """The curve of memory against time for the plan's chain, which is solved once more: a plan holds no tables."""
         return Plan.solved_frontier(self)

@@ -308,7 +308,8 @@ class StepTrace:
         end_bytes: Level at the end above that at the start; negative if more was freed than allocated.
         reserved_bytes: The most that a GPU's caching allocator had reserved, blocks kept for reuse included; None on
             the CPU.
-        timeline: Points ``(seconds, bytes)`` since the start, one a change; empty on CUDA, which gives the peak alone.
+        timeline: Points ``(seconds, bytes)`` since the start, one a change; empty on CUDA, which gives peaks alone.
+        phases: From each :meth:`StepMeter.lap` to the next, by its label.
     """
 
     peak_bytes: int
@@ -316,6 +317,7 @@ class StepTrace:
     end_bytes: int
     timeline: tuple[tuple[float, int], ...]
     reserved_bytes: int | None = None
+    phases: tuple[MeteredPhase, ...] = ()
 
 
 class StepMeter:
@@ -341,12 +343,12 @@ class StepMeter:
             raise ProfilingError(f"memory on device {device.type!r} cannot be measured: expected 'cpu' or 'cuda'")
         self._device = device
         self._log: AllocatorLog | None = None
-        self._base = 0
-        self._lap_peak: int | None = None
+        self._recording = Recording()
+        self._base = self._highest_bytes = 0
 
     def start(self) -> None:
         """Begin. On CUDA this resets the device's peak statistics."""
-        self._lap_peak = None
+        self._recording, self._highest_bytes = Recording(), 0
         if self._device.type == "cuda":
             await_autograd(self._device)
             self._base = torch.cuda.memory_allocated(self._device)
@@ -356,36 +358,60 @@ class StepMeter:
             log.start()
             self._log = log
 
-    def lap(self) -> None:
-        """Note the peak so far: the end of the backward, say. Only the first lap counts."""
+    def lap(self, label: str = _LAP) -> None:
+        """Begin a phase. Without a label it is what comes behind the backward; only the first such lap counts."""
         if self._device.type == "cuda":
-            if self._lap_peak is None:
-                self._lap_peak = torch.cuda.max_memory_allocated(self._device) - self._base
+            self._read_device()
+            self._recording.mark(label)
         elif self._log is not None:
-            self._log.mark(_LAP)
+            self._log.mark(label)
+
+    def _read_device(self) -> None:
+        """Count a new peak, if this phase has one, and the level now. Users read the statistics: they stay."""
+        peak_bytes = torch.cuda.max_memory_allocated(self._device) - self._base
+        if peak_bytes > self._highest_bytes:
+            self._recording.count(peak_bytes - self._recording.level)
+            self._highest_bytes = peak_bytes
+        level_bytes = torch.cuda.memory_allocated(self._device) - self._base
+        self._recording.count(level_bytes - self._recording.level)
 
     def stop(self) -> StepTrace:
         """End and return what was measured."""
+        recording, timeline = self._recording, []
+        reserved_bytes = None
         if self._device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self._device) - self._base
-            until_lap = peak if self._lap_peak is None else self._lap_peak
-            end = torch.cuda.memory_allocated(self._device) - self._base
-            return StepTrace(peak, until_lap, end, (), torch.cuda.max_memory_reserved(self._device))
-        if self._log is None:
+            reserved_bytes = torch.cuda.max_memory_reserved(self._device)
+            self._read_device()
+        elif self._log is None:
             raise ProfilingError("StepMeter.stop() without start(): call start() before the step")
-        log, self._log = self._log, None
-        log.stop()
-        recording, timeline = Recording(), [(0.0, 0)]
-        for event in log.events:
-            if event.label is not None:
-                recording.mark(event.label)
-            else:
-                recording.count(event.size_bytes)
-                seconds = (event.nanoseconds - log.events[0].nanoseconds) / 1e9
-                timeline.append((seconds, recording.level))
+        else:
+            log, self._log = self._log, None
+            log.stop()
+            timeline = _replayed(log, recording)
         recording.mark("")
-        peak = max(phase.peak_bytes for phase in recording.phases)
-        return StepTrace(peak, recording.phases[0].peak_bytes, recording.level, tuple(timeline))
+        laps = [phase.label for phase in recording.phases]
+        until_lap = recording.phases[: laps.index(_LAP) if _LAP in laps else None]
+        return StepTrace(
+            max(phase.peak_bytes for phase in recording.phases),
+            max(phase.peak_bytes for phase in until_lap),
+            recording.level,
+            tuple(timeline),
+            reserved_bytes,
+            tuple(recording.phases),
+        )
+
+
+def _replayed(log: AllocatorLog, recording: Recording) -> list[tuple[float, int]]:
+    """Points of a timeline; the recording counts what the log has seen."""
+    timeline = [(0.0, 0)]
+    for event in log.events:
+        if event.label is not None:
+            recording.mark(event.label)
+        else:
+            recording.count(event.size_bytes)
+            seconds = (event.nanoseconds - log.events[0].nanoseconds) / 1e9
+            timeline.append((seconds, recording.level))
+    return timeline
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,277 @@
+"""The planned modules of a model: which they are, and what each asks of the plan for the whole step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+from weakref import ReferenceType
+
+from torch import nn
+
+from lightning_rotor.capture.compiled import is_compiled, taken_apart
+from lightning_rotor.errors import BudgetError, ModelError, ProfilerBusyError
+from lightning_rotor.execution.executor import Pending
+from lightning_rotor.memory.budget import Budget
+from lightning_rotor.planned.cache import Prepared, Signature
+from lightning_rotor.planned.calls import Call, Outside
+from lightning_rotor.planned.forward import PlannedForward, attach, detach, is_attached
+from lightning_rotor.planned.loop import TrainingLoop
+from lightning_rotor.planned.plans import BudgetSource, Plans, PlanSettings
+from lightning_rotor.planned.ranks import Agreement
+from lightning_rotor.planned.target import CallCompute, Target, TargetSearch, named_target
+from lightning_rotor.planning import Plan
+from lightning_rotor.private.torch_names import INNER
+from lightning_rotor.profiling import Profile
+
+_log = logging.getLogger(__name__)
+
+
+class ForSteps(Protocol):
+    """What a planned module asks and tells: see :class:`.StepPlanner`."""
+
+    ranks: Agreement
+
+    def turn(self, module: PlannedModule) -> int:
+        """How many earlier calls of a module wait for their backward."""
+
+    def budget(self, module: PlannedModule, profile: Profile) -> Budget:
+        """What a plan may use now."""
+
+    def before_measuring(self) -> None:
+        """A module is about to be measured."""
+
+    def on_plan(self, plan: Plan) -> None:
+        """A plan will run."""
+
+    def on_start(self) -> None:
+        """A call is about to run."""
+
+    def on_run(self, call: Call) -> None:
+        """A call has run."""
+
+    def on_unsupported(self, module: PlannedModule, error: ModelError) -> None:
+        """A module is no chain."""
+
+    def on_busy(self, error: ProfilerBusyError) -> None:
+        """A module cannot be measured now."""
+
+    def on_infeasible(self, error: BudgetError) -> None:
+        """No plan fits."""
+
+
+class PlannedModule(BudgetSource):
+    """One planned module, attached until :meth:`end`; ``ModelError`` if another plan works on the same layers."""
+
+    def __init__(self, model: nn.Module, target: Target, planner: ForSteps, settings: PlanSettings) -> None:
+        _check_apart(model, target)
+        self.target = target
+        self._planner = planner
+        self._planned = PlannedForward(target.module, self, settings)
+        attach(target.module, self._planned)
+
+    @property
+    def plans(self) -> Plans:
+        """Plans of its forward."""
+        return self._planned.plans
+
+    def end(self) -> None:
+        """Give the module its own forward back."""
+        detach(self.target.module)
+
+    @property
+    def ranks(self) -> Agreement:  # type: ignore[override]
+        """How processes agree on plans."""
+        return self._planner.ranks
+
+    @property
+    def turn(self) -> int:
+        """How many earlier calls of the module wait for their backward."""
+        return self._planner.turn(self)
+
+    def budget(self, profile: Profile) -> Budget:
+        """What a plan for the module may use now."""
+        return self._planner.budget(self, profile)
+
+    def before_measuring(self) -> None:
+        """The module is about to be measured."""
+        self._planner.before_measuring()
+
+    def on_plan(self, plan: Plan) -> None:
+        """A plan for the module will run."""
+        self._planner.on_plan(plan)
+
+    def on_start(self) -> None:
+        """A call is about to run."""
+        self._planner.on_start()
+
+    def on_run(self, signature: Signature, prepared: Prepared, pending: ReferenceType[Pending]) -> None:
+        """A call has run."""
+        self._planner.on_run(Call(self, signature, prepared, pending))
+
+    def on_unsupported(self, error: ModelError) -> None:
+        """The module is no chain."""
+        self._planner.on_unsupported(self, error)
+
+    def on_busy(self, error: ProfilerBusyError) -> None:
+        """The module cannot be measured now."""
+        self._planner.on_busy(error)
+
+    def on_infeasible(self, error: BudgetError) -> None:
+        """No plan fits."""
+        self._planner.on_infeasible(error)
+
+
+class PlannedModules:
+    """The planned modules of a model; a guess until the first batch shows where a step computes.
+
+    Args:
+        names: What the user wants planned, or None for all that is heavy.
+    """
+
+    def __init__(
+        self, loop: TrainingLoop, planner: ForSteps, settings: PlanSettings, names: str | Sequence[str] | None
+    ) -> None:
+        self._loop, self._planner, self._settings = loop, planner, settings
+        self._names = [names] if isinstance(names, str) else names
+        self._search = None if names is not None else TargetSearch(loop.model, may_be_whole=loop.may_be_whole)
+        self._modules: list[PlannedModule] = []
+        self._flops: list[tuple[str, int]] = []
+        self.warnings: list[str] = []
+        self.is_guess = False
+
+    def __iter__(self) -> Iterator[PlannedModule]:
+        return iter(self._modules)
+
+    def __str__(self) -> str:
+        return "; ".join(str(module.target) for module in self)
+
+    @property
+    def all(self) -> nn.ModuleList:
+        """All of them, to count what they hold."""
+        return nn.ModuleList(module.target.module for module in self)
+
+    def begin(self, known: Sequence[Target]) -> None:
+        """Plan what the user has named, what saved plans are for (``known``), or a guess."""
+        if self._names is not None:
+            self._take([named_target(self._loop.model, name) for name in self._names])
+            return
+        assert self._search is not None
+        self.is_guess = not known
+        best = self._search.best()
+        self._take(known or ([] if best is None else [best]))
+
+    def move_to(self, targets: Sequence[Target]) -> None:
+        """The modules of saved plans are the choice, unless the user names them."""
+        if self._search is not None:
+            self.is_guess = False
+            self._take(targets)
+
+    def choose(self, batch: Any, batch_idx: int) -> None:
+        """Decide by the compute of the first batch, for all processes as the first of them does."""
+        if not self.is_guess:
+            return
+        assert self._search is not None
+        self.is_guess = False
+        found = self._search.all_by_compute(lambda: self._loop.compute(batch, batch_idx))
+        names = self._loop.same([target.name for target in found])
+        known = {target.name: target for target in found}
+        self._take([known.get(name) or self._as_on_rank_0(name) for name in names])
+
+    def _as_on_rank_0(self, name: str) -> Target:
+        return Target(name, self._loop.model.get_submodule(name), "as on rank 0")
+
+    def refuse(self, module: PlannedModule, error: ModelError) -> None:
+        """From inside the first forward: plan what is next best, unless the user has named this one."""
+        if self._search is None:
+            raise error
+        self._search.refuse(module.target)
+        found = self._search.all()
+        if not found:
+            raise error
+        _log.info("RotorCallback cannot plan %s: %s", module.target.place, error)
+        self._take(found)
+
+    def share(self, module: PlannedModule, before: Sequence[Call]) -> float:
+        """Part of the memory that is left for a call in a step whose calls are not known yet, by compute."""
+        order = self._known_calls()
+        names = [call.module.target.name for call in before]
+        if not order:
+            missing = [each for each in self if each is not module and each.target.name not in names]
+            return 1 / (1 + len(missing))
+        rest = order[len(names) :] if [call.name for call in order[: len(names)]] == names else order
+        own = next((call.flops for call in rest if call.name == module.target.name), 0)
+        return own / sum(call.flops for call in rest) if own else 1.0
+
+    def outside(self, names: Sequence[str]) -> list[Outside | None]:
+        """What the code behind each call of a step takes, as far as the dry run can tell for these calls."""
+        order = self._known_calls()
+        if self._search is None or [call.name for call in order] != list(names):
+            return [None] * len(names)
+        outside = [Outside(held, peak, peak) for held, peak in self._search.behind(order)]
+        return [replace(outside[0], found_bytes=self._search.before(order[0])), *outside[1:]]
+
+    def _known_calls(self) -> list[CallCompute]:
+        return [] if self._search is None else self._search.calls([each.target.name for each in self])
+
+    def end(self) -> None:
+        """Give all of them their own forwards back."""
+        for module in self:
+            module.end()
+        self._modules = []
+
+    def _take(self, targets: Sequence[Target]) -> None:
+        if not targets:
+            raise ModelError(
+                f"{type(self._loop.model).__name__} holds no submodule with several layers and trainable parameters "
+                "that its training_step calls: expected one. Put the layers that take most of the memory into an "
+                "nn.Sequential or a module of their own, and call that"
+            )
+        wanted = {id(target.module): target for target in targets}
+        for module in self:
+            if id(module.target.module) not in wanted:
+                module.end()
+        present = {id(module.target.module): module for module in self if id(module.target.module) in wanted}
+        self._modules = list(present.values())
+        try:
+            for identity, target in wanted.items():
+                if identity in present:
+                    present[identity].target = target
+                else:
+                    self._modules.append(PlannedModule(self._loop.model, target, self._planner, self._settings))
+        except ModelError:
+            self.end()
+            raise
+        self.warnings = [*self._what_is_taken_apart(), *self._what_is_left_out()]
+        if self._loop.is_lead:
+            level = logging.DEBUG if self.is_guess else logging.INFO
+            _log.log(level, "RotorCallback plans %s. RotorCallback(module=...) names others", str(self))
+
+    def _what_is_taken_apart(self) -> list[str]:
+        """A warning for each target that was compiled and does not stay so."""
+        return [
+            f"RotorCallback: {taken_apart('the LightningModule' if self._loop.is_compiled else target.place)}"
+            for target in (module.target for module in self)
+            if self._loop.is_compiled or is_compiled(target.module) or target.name.endswith(INNER)
+        ]
+
+    def _what_is_left_out(self) -> list[str]:
+        """A warning of other modules with a notable share of the compute."""
+        targets = [module.target for module in self]
+        message = None if self._search is None else self._search.what_is_left_out(targets)
+        return [] if message is None else [f"RotorCallback {message}"]
+
+
+def _check_apart(model: nn.Module, target: Target) -> None:
+    """Check that no module is planned inside of another one."""
+    inside = set(target.module.modules())
+    for name, module in model.named_modules():
+        if module is target.module or not is_attached(module):
+            continue
+        if module in inside or target.module in module.modules():
+            raise ModelError(
+                f"two plans would work on the same layers: one on {target.place}, the other on {name!r}. Expected "
+                "modules apart from each other, or one RotorCallback on the larger one, which plans what is inside of "
+                "it, too"
+            )
