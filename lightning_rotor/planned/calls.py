@@ -140,7 +140,7 @@ class Step:
             return None
         found_bytes = max(begin.start_bytes, 0) if number == 0 and begin is not None else 0
         peak_bytes = behind.peak_bytes - behind.start_bytes
-        following = list(phases)[list(phases).index(behind.label) + 1]
+        following = next(iter(list(phases)[list(phases).index(behind.label) + 1 :]), "")
         if following != LOSS:
             held_bytes = max(behind.end_bytes - behind.start_bytes, 0) if following.startswith("into") else 0
             return Outside(held_bytes, peak_bytes, peak_bytes, found_bytes=found_bytes)
