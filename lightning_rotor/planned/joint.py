@@ -133,15 +133,15 @@ def _held_before(plan: Plan, lengths: Sequence[int]) -> Iterator[int]:
         yield forwards[start - 1] - lingering_bytes if start else 0
 
 
-def _users_code(behind: str, output_bytes: int, outside: Outside) -> StageCost:
-    """The code behind a call: it holds the call's output, and leaves its gradient."""
-    forward_bytes = max(outside.forward_peak_bytes, outside.held_bytes)
-    backward_bytes = max(outside.backward_peak_bytes, output_bytes)
-    option = Option(
+def _kept_option(
+    forward_bytes: int, backward_bytes: int, *, saved: tuple[int, int, int], left: tuple[int, int]
+) -> Option:
+    """What runs once, from its peaks; ``saved``: inside, of input and output; ``left``: gradients, input's and others."""
+    return Option(
         name="keep",
-        saved_bytes=outside.held_bytes,
-        saved_input_bytes=output_bytes,
-        saved_output_bytes=1,  # whoever calls has the next call's input, which no peak counts
+        saved_bytes=saved[0],
+        saved_input_bytes=saved[1],
+        saved_output_bytes=saved[2],
         saved_tensors=1,
         forward_peak_bytes=forward_bytes,
         replay_peak_bytes=forward_bytes,
@@ -150,11 +150,21 @@ def _users_code(behind: str, output_bytes: int, outside: Outside) -> StageCost:
         backward_peak_bytes=backward_bytes,
         backward_segment_peak_bytes=backward_bytes,
         backward_held_peak_bytes=backward_bytes,
-        input_gradient_bytes=output_bytes,
-        parameter_gradient_bytes=0,
+        input_gradient_bytes=left[0],
+        parameter_gradient_bytes=left[1],
         forward_seconds=0.0,
         replay_seconds=0.0,
         backward_seconds=0.0,
+    )
+
+
+def _users_code(behind: str, output_bytes: int, outside: Outside) -> StageCost:
+    """The code behind a call: it holds the call's output, and leaves its gradient."""
+    forward_bytes = max(outside.forward_peak_bytes, outside.held_bytes)
+    backward_bytes = max(outside.backward_peak_bytes, output_bytes)
+    # Whoever calls has the next call's input, which no peak counts.
+    option = _kept_option(
+        forward_bytes, backward_bytes, saved=(outside.held_bytes, output_bytes, 1), left=(output_bytes, 0)
     )
     pinned_bytes = outside.left_bytes - output_bytes if outside.left_bytes >= output_bytes else outside.left_bytes
     name = f"behind {behind}"
@@ -172,30 +182,13 @@ def _as_stage(name: str, plan: Plan) -> StageCost:
     kept_bytes = users_code.after_bytes - last.output_bytes
     given_up_bytes = alone.held_bytes - kept_bytes
     backward_bytes = max(event.peak_bytes for event in own if event.phase != "forward") - kept_bytes
-    option = replace(
-        last.keep,
-        name="keep",
-        saved_bytes=max(alone.held_bytes - last.output_bytes, 0),
-        saved_input_bytes=0,
-        saved_output_bytes=min(max(last.output_bytes - given_up_bytes, 0), last.output_bytes),
-        saved_tensors=1,
-        saved_skips=(),
-        saved_state_bytes=0,
-        accumulating=None,
-        forward_peak_bytes=forward_bytes,
-        replay_peak_bytes=forward_bytes,
-        unpack_peak_bytes=0,
-        unpack_bytes=0,
-        backward_peak_bytes=backward_bytes,
-        backward_segment_peak_bytes=backward_bytes,
-        backward_held_peak_bytes=backward_bytes,
-        backward_replayed_peak_bytes=None,
-        input_gradient_bytes=0,
-        parameter_gradient_bytes=plan.chain.parameter_gradient_bytes,
-        forward_seconds=0.0,
-        replay_seconds=0.0,
-        backward_seconds=0.0,
+    saved = (
+        max(alone.held_bytes - last.output_bytes, 0),
+        0,
+        min(max(last.output_bytes - given_up_bytes, 0), last.output_bytes),
     )
+    left = (0, plan.chain.parameter_gradient_bytes)
+    option = _kept_option(forward_bytes, backward_bytes, saved=saved, left=left)
     return StageCost(name, last.output_bytes, forward_bytes, 0.0, (option,), recomputable=False)
 
 

@@ -137,7 +137,6 @@ class PlannedModules:
         self._names = [names] if isinstance(names, str) else names
         self._search = None if names is not None else TargetSearch(loop.model, may_be_whole=loop.may_be_whole)
         self._modules: list[PlannedModule] = []
-        self._flops: list[tuple[str, int]] = []
         self.warnings: list[str] = []
         self.is_guess = False
 

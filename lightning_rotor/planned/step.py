@@ -258,6 +258,8 @@ class StepPlanner:
         """Plan calls that were alive together as one, unless they ran under such a plan. True if there is a new one."""
         if not step.is_shared and all(len(path) == 1 for path in step.paths):
             return False
+        if not is_measured and all(map(self._paths.running, step.paths)):
+            return False  # nothing can be learned from it
         phases = self.watch.phases if is_measured else {}
         assumed = self._modules.outside([call.module.target.name for call in step.numbers])
         plans = self._paths.follow(step, phases, assumed)
