@@ -3,6 +3,7 @@
 ::
 
     python -m tests.compatibility run --environments .versions --torch 2.11.0   the core, in .versions/torch211, made if it is not there
+    python -m tests.compatibility pythons --with python3.10/bin/python          the core under another Python, in an environment that is there
     python -m tests.compatibility suite --instructions AVX2                     the whole suite in this environment, under fewer instructions
     python -m tests.compatibility write                                         the document alone
 
@@ -31,6 +32,7 @@ from tests.processes import ROOT
 
 TORCHS = ("2.11.0", "2.13.0", "2.14.1", "2.15.0")
 DEMO = "demo"
+VERSIONS = ("python", "lightning", "torch")
 DOCUMENT = ROOT / "docs" / "compatibility.md"
 FIGURES = ROOT / "benchmarks" / "results" / "compatibility.json"
 INSTRUCTIONS = {"own": "all that the processor has", "AVX2": "", "AVX512_CORE": ""}
@@ -121,9 +123,11 @@ def run_core(python: Path, wanted: Iterable[str]) -> dict[str, Any]:
     """Figures of one environment, for some rows."""
     tests = {row: tests for row, tests in rows().items() if row in wanted}
     results = run_tests(python, [test for some in tests.values() for test in some]) if tests else []
-    asked = "import lightning, platform; print(platform.python_version(), lightning.__version__)"
+    asked = (
+        "import lightning, platform, torch; print(platform.python_version(), lightning.__version__, torch.__version__)"
+    )
     versions = subprocess.run([str(python), "-c", asked], capture_output=True, text=True, check=True).stdout.split()
-    figures: dict[str, Any] = {"python": versions[0], "lightning": versions[1]}
+    figures: dict[str, Any] = dict(zip(VERSIONS, versions, strict=True))
     figures["rows"] = {row: found for row, found in by_row(results).items() if row in tests}
     if DEMO in wanted:
         variables = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -133,17 +137,19 @@ def run_core(python: Path, wanted: Iterable[str]) -> dict[str, Any]:
 
 
 def run_suite(instructions: str) -> dict[str, Any]:
-    """Figures of the whole suite under some of the processor's instructions."""
+    """Figures of the whole suite under some of the processor's instructions. What fails runs once more, alone."""
     start = time.perf_counter()
     variables = {} if instructions == "own" else {"ONEDNN_MAX_CPU_ISA": instructions}
     results = run_tests(sys.executable, ["tests"], **variables)
-    counts = {kind: sum(r["outcome"] == kind for r in results) for kind in ("passed", "failed", "skipped")}
-    failures = [[r["name"], r["reason"]] for r in results if r["outcome"] == "failed"]
+    minutes = round((time.perf_counter() - start) / 60, 1)
+    failed = {f"{r['file']}::{r['name']}": r["reason"] for r in results if r["outcome"] == "failed"}
+    again = run_tests(sys.executable, ["-n0", *failed], **variables) if failed else []
+    alone = {f"{r['file']}::{r['name']}" for r in again if r["outcome"] == "passed"}
     return {
-        **counts,
-        "failures": failures,
+        **{kind: sum(r["outcome"] == kind for r in results) for kind in ("passed", "failed", "skipped")},
+        "failures": [[name, f"passes alone; {why}" if name in alone else why] for name, why in failed.items()],
         "processor": _processor(),
-        "minutes": round((time.perf_counter() - start) / 60, 1),
+        "minutes": minutes,
     }
 
 
@@ -158,7 +164,7 @@ def _processor() -> str:
 
 def document(figures: Mapping[str, Any]) -> str:
     """docs/compatibility.md."""
-    cores = {version: figures["torch"].get(version) for version in TORCHS}
+    cores = {f"torch {version}": figures["torch"].get(version) for version in TORCHS}
     lines = [
         "# Versions and processors",
         "",
@@ -168,20 +174,12 @@ def document(figures: Mapping[str, Any]) -> str:
         "",
         "Tests that passed, of those that ran. The demo trains twice and compares the weights bit for bit.",
         "",
-        "| | " + " | ".join(cores) + " |",
-        "|---|" + "---|" * len(cores),
-    ]
-    for row in rows():
-        cells = (
-            "not run" if core is None or row not in core["rows"] else _cell(core["rows"][row])
-            for core in cores.values()
-        )
-        lines.append(f"| {row} | " + " | ".join(cells) + " |")
-    for row in (DEMO, "python", "lightning"):
-        cells = ("not run" if core is None else core.get(row, "not run") for core in cores.values())
-        lines.append(f"| {row} | " + " | ".join(cells) + " |")
-    lines += ["", *_reasons(cores)]
-    lines += [
+        *_table(cores),
+        "## The core of the suite under each Python",
+        "",
+        "Python 3.14 is declared, and every dependency has packages for it, but no interpreter was at hand to run it.",
+        "",
+        *_table({f"Python {version}": core for version, core in figures.get("pythons", {}).items()}),
         "## The whole suite under fewer instructions",
         "",
         "`ONEDNN_MAX_CPU_ISA` takes instructions away from the kernels of a processor, which then need other temporaries.",
@@ -198,7 +196,22 @@ def document(figures: Mapping[str, Any]) -> str:
         )
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
         lines += [f"| | | {test}: {reason} | | | |" for test, reason in (run or {}).get("failures", ())]
-    return "\n".join([*lines, "", _SETTINGS, *_private(figures["private before"])])
+    return "\n".join([*lines, "", _LIMITS + _SETTINGS, *_private(figures["private before"])])
+
+
+def _table(cores: Mapping[str, Any]) -> list[str]:
+    """A row for each part of the core, a column for each environment, and below what did not pass."""
+    lines = ["| | " + " | ".join(cores) + " |", "|---|" + "---|" * len(cores)]
+    for row in rows():
+        cells = (
+            "not run" if core is None or row not in core["rows"] else _cell(core["rows"][row])
+            for core in cores.values()
+        )
+        lines.append(f"| {row} | " + " | ".join(cells) + " |")
+    for row in (DEMO, *VERSIONS):
+        cells = ("not run" if core is None else core.get(row, "not run") for core in cores.values())
+        lines.append(f"| {row} | " + " | ".join(cells) + " |")
+    return [*lines, "", *_reasons(cores)]
 
 
 def _cell(row: Mapping[str, Any]) -> str:
@@ -208,8 +221,8 @@ def _cell(row: Mapping[str, Any]) -> str:
 
 def _reasons(cores: Mapping[str, Any]) -> list[str]:
     lines = [
-        f"- torch {version}, {row}: {name.replace('failed', '**failed**')} ({reason})"
-        for version, core in cores.items()
+        f"- {environment}, {row}: {name.replace('failed', '**failed**')} ({reason})"
+        for environment, core in cores.items()
         if core is not None
         for row, found in core["rows"].items()
         for name, reason in found["others"]
@@ -217,6 +230,11 @@ def _reasons(cores: Mapping[str, Any]) -> list[str]:
     return ["Not passed:", "", *lines, ""] if lines else []
 
 
+_LIMITS = """## What torch itself does not do
+
+`nn.Sequential(...).compile()` compiles nothing on torch < 2.14, with this package or without it: compile its blocks, or call `torch.compile`.
+
+"""
 _SETTINGS = """## Settings of the forward
 
 A recomputation runs under these settings of its forward, whatever is set when the backward comes: default dtype and default device,
@@ -252,24 +270,36 @@ def main() -> None:
     run = commands.add_parser("run")
     run.add_argument("--environments", type=Path, default=ROOT / ".versions")
     run.add_argument("--torch", nargs="+", default=TORCHS)
-    run.add_argument(
-        "--rows", nargs="+", default=(*rows(), DEMO), choices=(*rows(), DEMO), help="others stay as they are"
-    )
+    pythons = commands.add_parser("pythons")
+    pythons.add_argument("--with", nargs="+", type=Path, required=True, dest="interpreters")
+    for command in (run, pythons):
+        command.add_argument(
+            "--rows", nargs="+", default=(*rows(), DEMO), choices=(*rows(), DEMO), help="others stay as they are"
+        )
     suite = commands.add_parser("suite")
     suite.add_argument("--instructions", nargs="+", default=tuple(INSTRUCTIONS), choices=tuple(INSTRUCTIONS))
     commands.add_parser("write")
     given = parser.parse_args()
     figures = json.loads(FIGURES.read_text(encoding="utf-8"))
     for version in given.torch if given.command == "run" else ():
-        python = environment(given.environments, version)
-        for row in given.rows:  # what is measured stays, whatever becomes of the next row
-            before, found = figures["torch"].get(version, {}), run_core(python, (row,))
-            figures["torch"][version] = {**before, **found, "rows": {**before.get("rows", {}), **found["rows"]}}
-            _save(figures)
+        _add_core(figures, "torch", version, environment(given.environments, version), given.rows)
+    for python in given.interpreters if given.command == "pythons" else ():
+        asked = [str(python), "-c", "import platform; print(platform.python_version())"]
+        version = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+        _add_core(figures, "pythons", version, python, given.rows)
     for instructions in given.instructions if given.command == "suite" else ():
         figures["instructions"][instructions] = run_suite(instructions)
         _save(figures)
     _save(figures)
+
+
+def _add_core(figures: dict[str, Any], kind: str, version: str, python: Path, wanted: Iterable[str]) -> None:
+    """Run rows of the core; what is measured stays, whatever becomes of the next row."""
+    for row in wanted:
+        environments = figures.setdefault(kind, {})
+        before, found = environments.get(version, {}), run_core(python, (row,))
+        environments[version] = {**before, **found, "rows": {**before.get("rows", {}), **found["rows"]}}
+        _save(figures)
 
 
 def _save(figures: Mapping[str, Any]) -> None:

@@ -191,7 +191,6 @@ def test_a_missing_gpu_is_a_typed_error() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_cached_blocks_of_a_gpu_are_free_and_the_process_fraction_caps() -> None:
     device = torch.device("cuda", 0)
     tensor = torch.empty(2**28, dtype=torch.uint8, device=device)

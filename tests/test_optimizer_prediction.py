@@ -303,7 +303,6 @@ def fake_tensors():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("options", [{}, {"foreach": False}, {"fused": True}, {"capturable": True}])
 def test_a_gpu_shows_the_predicted_sizes(options):
     made = [nn.Parameter(torch.zeros(shape, device="cuda")) for shape in [(1000, 333), (77,), (5, 5)]]

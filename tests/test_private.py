@@ -16,6 +16,7 @@ from torch import distributed, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.autograd.profiler import profile
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
@@ -557,6 +558,30 @@ def test_checkpoints_of_others_are_noticed(reentrant: bool) -> None:
         pass
     checkpoint(torch.sin, x, use_reentrant=reentrant).sum().backward()
     assert not seen
+
+
+def test_checkpoints_of_other_threads_are_not_noticed() -> None:
+    """The second thread begins to notice while the first does, and ends after it."""
+    originals = torch_checkpoint._CheckpointFrame, torch_checkpoint.CheckpointFunction
+    begun, go_on = threading.Event(), threading.Event()
+    found: list[set[bool]] = []
+
+    def other() -> None:
+        with private.noticed_checkpoints() as seen:
+            begun.set()
+            go_on.wait(60)
+            checkpoint(torch.sin, torch.ones(2, requires_grad=True), use_reentrant=False)
+        found.append(seen)
+
+    thread = threading.Thread(target=other)
+    with private.noticed_checkpoints() as seen:
+        thread.start()
+        begun.wait(60)
+        checkpoint(torch.sin, torch.ones(2, requires_grad=True), use_reentrant=True)
+    go_on.set()
+    thread.join(60)
+    assert (seen, found) == ({True}, [{False}])
+    assert originals == (torch_checkpoint._CheckpointFrame, torch_checkpoint.CheckpointFunction)
 
 
 def test_stamps_change_with_tensors() -> None:

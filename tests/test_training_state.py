@@ -146,7 +146,6 @@ def test_a_lazy_module_says_to_run_a_batch_first():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_sizes_on_a_gpu_are_what_the_allocator_counts():
     before = torch.cuda.memory_allocated()
     model = convolutional().cuda()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from inspect import getclosurevars
 from operator import attrgetter, methodcaller
-from types import FunctionType, SimpleNamespace
-from typing import Any, NamedTuple
+from types import FunctionType
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.utils.checkpoint
@@ -67,30 +68,53 @@ def hooks_for_saved_tensors() -> tuple[Callable[..., Any], Callable[..., Any]] |
     return hooks or None
 
 
+_noticing: dict[int, list[set[bool]]] = {}
+_noticing_changes = threading.Lock()
+
+
 @contextmanager
 def noticed_checkpoints() -> Iterator[set[bool]]:
-    """Context that yields the ``use_reentrant`` of each call of ``torch.utils.checkpoint`` in it.
+    """Context that yields the ``use_reentrant`` of each call of ``torch.utils.checkpoint`` by this thread in it.
 
     The function is imported by name everywhere, so what it calls is replaced. The only public trace is that a call
-    saves nothing.
+    saves nothing. The last of all threads to leave puts the originals back.
     """
     seen: set[bool] = set()
-    module: Any = torch.utils.checkpoint
-    originals = module._CheckpointFrame, module.CheckpointFunction
-
-    def noticing(reentrant: bool, function: Callable[..., Any]) -> Callable[..., Any]:
-        def noticed(*args: Any, **kwargs: Any) -> Any:
-            seen.add(reentrant)
-            return function(*args, **kwargs)
-
-        return noticed
-
-    module._CheckpointFrame = noticing(False, originals[0])
-    module.CheckpointFunction = SimpleNamespace(apply=noticing(True, originals[1].apply))
+    thread, module = threading.get_ident(), cast("Any", torch.utils.checkpoint)
+    with _noticing_changes:
+        if not _noticing:
+            module._CheckpointFrame = _Noticed(False, module._CheckpointFrame)
+            module.CheckpointFunction = _Noticed(True, module.CheckpointFunction)
+        _noticing.setdefault(thread, []).append(seen)
     try:
         yield seen
     finally:
-        module._CheckpointFrame, module.CheckpointFunction = originals
+        with _noticing_changes:
+            _noticing[thread].pop()
+            if not _noticing[thread]:
+                del _noticing[thread]
+            if not _noticing:
+                module._CheckpointFrame = module._CheckpointFrame.original
+                module.CheckpointFunction = module.CheckpointFunction.original
+
+
+class _Noticed:
+    """A class that torch's checkpoint makes, or applies, and by which a call of it is noticed."""
+
+    def __init__(self, reentrant: bool, original: Any) -> None:
+        self.original, self._reentrant = original, reentrant
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._note()
+        return self.original(*args, **kwargs)
+
+    def apply(self, *args: Any, **kwargs: Any) -> Any:
+        self._note()
+        return self.original.apply(*args, **kwargs)
+
+    def _note(self) -> None:
+        for seen in _noticing.get(threading.get_ident(), ()):
+            seen.add(self._reentrant)
 
 
 # -------------------------------------------------------------------- settings
