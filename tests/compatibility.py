@@ -175,11 +175,7 @@ def document(figures: Mapping[str, Any]) -> str:
         "Tests that passed, of those that ran. The demo trains twice and compares the weights bit for bit.",
         "",
         *_table(cores),
-        "## The core of the suite under each Python",
-        "",
-        "Python 3.14 is declared, and every dependency has packages for it, but no interpreter was at hand to run it.",
-        "",
-        *_table({f"Python {version}": core for version, core in figures.get("pythons", {}).items()}),
+        *_pythons(figures.get("pythons", {})),
         "## The whole suite under fewer instructions",
         "",
         "`ONEDNN_MAX_CPU_ISA` takes instructions away from the kernels of a processor, which then need other temporaries.",
@@ -197,6 +193,19 @@ def document(figures: Mapping[str, Any]) -> str:
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
         lines += [f"| | | {test}: {reason} | | | |" for test, reason in (run or {}).get("failures", ())]
     return "\n".join([*lines, "", _LIMITS + _SETTINGS, *_private(figures["private before"])])
+
+
+def _pythons(cores: Mapping[str, Any]) -> list[str]:
+    """The section of interpreters, if any were run beside the one of the first table."""
+    if not cores:
+        return []
+    return [
+        "## The core of the suite under each Python",
+        "",
+        "Python 3.14 is declared, and every dependency has packages for it, but no interpreter was at hand to run it.",
+        "",
+        *_table({f"Python {version}": core for version, core in cores.items()}),
+    ]
 
 
 def _table(cores: Mapping[str, Any]) -> list[str]:

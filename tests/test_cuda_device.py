@@ -196,13 +196,19 @@ def test_dropout_and_attention_draw_what_the_generator_says(half: bool) -> None:
     assert torch.equal(first[0].unique(), torch.tensor([0, 1 / 0.7], device="cuda", dtype=first[0].dtype))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("options", [{}, {"foreach": False}, {"fused": True}, {"capturable": True}], ids=str)
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD], ids=["AdamW", "SGD"])
-def test_optimizers_step_as_on_the_cpu(kind: type[torch.optim.Optimizer], options: dict[str, bool]) -> None:
-    if kind is torch.optim.SGD and "capturable" in options:
-        pytest.skip("SGD has no such option")
+OPTIMIZERS = (torch.optim.AdamW, torch.optim.SGD)
 
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        *((kind, options) for kind in OPTIMIZERS for options in ({}, {"foreach": False}, {"fused": True})),
+        (torch.optim.AdamW, {"capturable": True}),  # SGD has no such option
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else str(value),
+)
+def test_optimizers_step_as_on_the_cpu(kind: type[torch.optim.Optimizer], options: dict[str, bool]) -> None:
     def trained(device: str) -> list[Tensor]:
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 1)).to(device)

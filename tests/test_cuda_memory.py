@@ -283,13 +283,18 @@ def test_without_a_limit_no_allocation_fails_on_a_device_of_any_size(
 
 
 @pytest.mark.parametrize("limit", ["bytes", "share"])
-def test_a_limit_bounds_what_is_allocated(roomy: tuple[dict[str, Any], RotorCallback, Device], limit: str) -> None:
+def test_a_limit_bounds_what_is_allocated(
+    roomy: tuple[dict[str, Any], RotorCallback, Device], limit: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     plain, rotor, _ = roomy
     wanted = sum(least_and_most(rotor)) // 2
     total = torch.cuda.get_device_properties(0).total_memory
-    rotor = RotorCallback(wanted if limit == "bytes" else wanted / total, "body", show_table=False)
+    rotor = RotorCallback(wanted if limit == "bytes" else wanted / total, "body")
     device = Device()
     assert_same(plain, fit(device, rotor))
+    table = capsys.readouterr().out
+    assert "Peak with the plan" in table
+    assert "Reserved by PyTorch" in table
     assert abs(rotor.budget_bytes - wanted) <= 1
     assert rotor.plan is not None
     assert rotor.plan.recomputed
