@@ -140,6 +140,14 @@ def test_scaled_gradients_on_cuda(tmp_path: Path) -> None:
     assert_same_training(plain, planned)
 
 
+@pytest.mark.gpu
+def test_training_on_the_cpu_beside_a_gpu(tmp_path: Path) -> None:
+    """Lightning warns that the GPU is not used, and its generator is among those that a step may draw from."""
+    torch.cuda.init()
+    plain, _ = assert_same_inside_a_limit(Classifier, tmp_path)
+    assert all(parameter.is_cpu for parameter in plain.model.parameters())
+
+
 # -------------------------------------------------------------------- optimization
 
 
