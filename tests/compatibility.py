@@ -202,9 +202,12 @@ def _pythons(cores: Mapping[str, Any]) -> list[str]:
     return [
         "## The core of the suite under each Python",
         "",
-        "Python 3.14 is declared, and every dependency has packages for it, but no interpreter was at hand to run it.",
+        "The table above is of Python 3.11. Python 3.14 is declared, and every dependency has packages for it, but no interpreter was "
+        "at hand to run it.",
         "",
-        *_table({f"Python {version}": core for version, core in cores.items()}),
+        *_table(
+            {f"Python {each}": cores[each] for each in sorted(cores, key=lambda each: [*map(int, each.split("."))])}
+        ),
     ]
 
 
