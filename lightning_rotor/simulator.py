@@ -43,18 +43,10 @@ class _Boundaries:
     def __init__(self, chain: Chain) -> None:
         self.live_bytes = 0
         self._size_bytes = [0, *(stage.output_bytes for stage in chain)]
-        self._holders = [1] + [0] * len(chain)
-        self._saved_by_producer = [0] * (len(chain) + 1)
+        self.holders = [1] + [0] * len(chain)  # besides saved tensors
+        self.saved_by_producer = [0] * (len(chain) + 1)
         self._saved_by_consumer = [0] * (len(chain) + 1)
         self._dropped = [False] * (len(chain) + 1)  # the stage behind will rebuild it
-
-    def is_held(self, boundary: int) -> bool:
-        """True if somebody holds it besides saved tensors."""
-        return self._holders[boundary] > 0
-
-    def is_saved_by_producer(self, boundary: int) -> bool:
-        """True if the stage that made it has saved some of it."""
-        return self._saved_by_producer[boundary] > 0
 
     def update(
         self,
@@ -67,9 +59,9 @@ class _Boundaries:
     ) -> None:
         """Add holders; say how many bytes of it the stages on either side save; drop it, or rebuild it."""
         before = self.bytes(boundary)
-        self._holders[boundary] += holders
+        self.holders[boundary] += holders
         if producer is not None:
-            self._saved_by_producer[boundary] = producer
+            self.saved_by_producer[boundary] = producer
         if consumer is not None:
             self._saved_by_consumer[boundary] = consumer
         if dropped is not None:
@@ -79,11 +71,11 @@ class _Boundaries:
     def bytes(self, boundary: int) -> int:
         """Bytes of it that are alive."""
         size = self._size_bytes[boundary]
-        if self._holders[boundary]:
+        if self.holders[boundary]:
             return size
         if self._dropped[boundary]:
             return 0
-        return min(size, self._saved_by_producer[boundary] + self._saved_by_consumer[boundary])
+        return min(size, self.saved_by_producer[boundary] + self._saved_by_consumer[boundary])
 
 
 class Skips:
@@ -154,9 +146,6 @@ class Skips:
             skip = self._all[number]
             self._gradient_bytes[number] = skip.gradient_bytes[skip.uses.index(stage)]
         self.live_bytes += sum(self._gradient_bytes[skip] for skip in self._read[stage]) - self._slices_bytes
-
-
-# ----------------------------------------------------------------------------------------------------
 
 
 # Calls for one more segment inside others: a backward in a backward, and then a discarded pass in a discarded pass.
@@ -366,7 +355,8 @@ class _Simulator:
                     running |= self._record_leaf(item, phase, replay=stops_here)
                 case Segment():
                     if _last_saving(self._chain, item.items) >= 0:
-                        self._hold_inputs(item)
+                        self._boundaries.update(item.first, holders=1)
+                        self._skips.hold(self._skips.read_by(item))
                     if not stops_here:
                         running |= self._discard(item, phase)
             if item.first != start:
@@ -474,9 +464,9 @@ class _Simulator:
                     self._give_up_inputs(segment)
             self._other_bytes -= self._gradient_bytes
         peaks = option.backward_peaks(gradients_exist=self._gradients_exist)
-        if stage == 0 or self._boundaries.is_saved_by_producer(stage):
+        if stage == 0 or self._boundaries.saved_by_producer[stage]:
             peak = peaks.held_bytes
-        elif self._boundaries.is_held(stage):
+        elif self._boundaries.holders[stage]:
             peak = peaks.segment_bytes
         else:
             peak = peaks.replayed_bytes if replayed else peaks.plain_bytes
@@ -535,12 +525,8 @@ class _Simulator:
         running.difference_update(read)
         self._skips.release(read)
 
-    def _hold_inputs(self, segment: Segment) -> None:
-        """A segment takes its input and the skips that it reads."""
-        self._boundaries.update(segment.first, holders=1)
-        self._skips.hold(self._skips.read_by(segment))
-
     def _give_up_inputs(self, segment: Segment) -> None:
+        """A segment lets go of its input and the skips that it reads."""
         self._boundaries.update(segment.first, holders=-1)
         self._skips.release(self._skips.read_by(segment))
 

@@ -127,6 +127,17 @@ def format_bytes(size_bytes: float) -> str:
     return f"{size:.{digits}f} {unit}"
 
 
+def formatted_apart(size_bytes: int, other_bytes: int) -> tuple[str, str]:
+    """Two sizes as :func:`format_bytes` prints them, to the byte if they would read the same."""
+    one, other = format_bytes(size_bytes), format_bytes(other_bytes)
+    return (one, other) if one != other else (f"{size_bytes:,} bytes", f"{other_bytes:,} bytes")
+
+
+def is_positive_integer(value: object) -> bool:
+    """True if a user's value counts something; True and False do not."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
 def format_seconds(seconds: float) -> str:
     """Print a duration with a unit that keeps it readable, such as ``'3.2 ms'``."""
     factor, unit = duration_unit(seconds)

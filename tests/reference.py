@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from lightning_rotor.chain import Chain
+from lightning_rotor.planning.frontier import segments_around
 from lightning_rotor.schedule import Item, Leaf, Schedule, Segment
 from lightning_rotor.simulator import simulate
 
@@ -72,3 +74,44 @@ def _all_items(chain: Chain, first: int, last: int) -> Iterator[tuple[Item, ...]
 def _inverts(chain: Chain, item: Item) -> bool:
     """An inverted stage, which may not come first."""
     return isinstance(item, Leaf) and chain.stages[item.stage].options[item.option].inverts
+
+
+# -------------------------------------------------------------------- schedules that people write by hand
+
+
+def baselines(chain: Chain) -> dict[str, Schedule]:
+    """Schedules by name.
+
+    ``keep_all``: plain training. ``per_stage``: every stage is a segment of its own, but for the last. ``whole``:
+    everything but the last stage is one segment. ``halving``: the first half is a segment, which is halved in the same
+    way when it is recomputed. ``periodic_k``: ``k`` segments of equal length, the last of which is kept, as
+    ``checkpoint_sequential`` makes them.
+    """
+    n = len(chain)
+    named = {
+        "keep_all": Schedule.keep_all(n),
+        "per_stage": _cut(chain, list(range(n))),
+        "whole": _cut(chain, [0, n - 1]),
+        "halving": Schedule(tuple(_halved(chain, 0, n - 1))),
+    }
+    for segments in range(2, n):
+        named[f"periodic_{segments}"] = _cut(chain, [index * (n // segments) for index in range(segments)])
+    return named
+
+
+def _cut(chain: Chain, starts: list[int]) -> Schedule:
+    """Segments from each start to the next; the stages behind the last start are kept."""
+    items: list[Item] = []
+    for start, following in pairwise(starts):
+        items += segments_around(chain, start, following - 1)
+    return Schedule((*items, *(Leaf(stage) for stage in range(starts[-1], len(chain)))))
+
+
+def _halved(chain: Chain, first: int, last: int) -> list[Item]:
+    middle = (first + last + 1) // 2
+    rest: list[Item] = [Leaf(stage) for stage in range(middle, last + 1)]
+    if middle == first:
+        return rest
+    if not all(chain.stages[stage].recomputable for stage in range(first, middle)):
+        return [*segments_around(chain, first, middle - 1), *rest]
+    return [Segment(tuple(_halved(chain, first, middle - 1))), *rest]

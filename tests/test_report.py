@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
+from reference import baselines
 from rich.console import Console
 from strategies import chains, random_chain, with_skips
 
 from lightning_rotor.chain import Chain, Option, StageCost
-from lightning_rotor.planning import Frontier, FrontierPoint, Plan, baselines, frontier, plan
+from lightning_rotor.planning import Frontier, FrontierPoint, Plan, frontier, plan
 from lightning_rotor.report import (
     PlotError,
     frontier_table,

@@ -180,7 +180,11 @@ class _Trial:
         pairs = [(mine, autograds) for mine, autograds in zip(left, right, strict=True) if autograds is not None]
         # Where the gradient is zero but for rounding (a bias before a normalization), two computations share no digit.
         least = 0.01 * max((_largest(autograds) for _, autograds in pairs), default=0.0)
-        return max((_relative(mine, autograds, least) for mine, autograds in pairs), default=0.0)
+        errors = []
+        for mine, autograds in pairs:  # a gradient that the fused backward lacks counts whole
+            difference = _largest_difference([torch.zeros_like(autograds) if mine is None else mine], [autograds])
+            errors.append(difference / max(_largest(autograds), least) if difference else 0.0)
+        return max(errors, default=0.0)
 
     @contextmanager
     def _named(self, method: str) -> Iterator[None]:
@@ -223,13 +227,6 @@ def _largest(tensor: torch.Tensor) -> float:
 
 def _largest_difference(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> float:
     return max((_largest(mine.double() - other.double()) for mine, other in zip(left, right, strict=True)), default=0.0)
-
-
-def _relative(mine: torch.Tensor | None, autograds: torch.Tensor, least: float) -> float:
-    """The largest difference relative to the largest element; a missing gradient of the fused backward counts whole."""
-    found = torch.zeros_like(autograds) if mine is None else mine
-    difference = _largest_difference([found], [autograds])
-    return difference / max(_largest(autograds), least) if difference else 0.0
 
 
 # ----------------------------------------------------------------------------------------------------

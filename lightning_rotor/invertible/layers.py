@@ -72,9 +72,6 @@ def _seed_all(seed: int, device: torch.device) -> None:
             torch.cuda.manual_seed(seed)
 
 
-# ----------------------------------------------------------------------------------------------------
-
-
 class _Coupling(nn.Module):
     """Two halves along a dimension."""
 
@@ -423,9 +420,6 @@ def labelled(module: nn.Module, path: str) -> str:
     """The name of a module in error messages: ``2.0 (AdditiveCoupling)``."""
     kind = type(module).__name__
     return f"{path} ({kind})" if path else kind
-
-
-# ----------------------------------------------------------------------------------------------------
 
 
 def invertible_checkpoint(module: nn.Module | Sequence[nn.Module], x: Any, *, name: str | None = None) -> Any:

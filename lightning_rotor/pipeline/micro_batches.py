@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, TypeAlias
 
@@ -73,26 +72,8 @@ def join(parts: Sequence[Any]) -> Any:
 
 
 BatchNorm: TypeAlias = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
-
-
-@dataclass(slots=True)
-class _Layer:
-    """One BatchNorm during a batch."""
-
-    layer: BatchNorm
-    before: list[torch.Tensor] = field(default_factory=list)
-    seen: list[tuple[float, torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    values: float = 0.0  # of a channel in the input that it was called with last
-
-    def note(self, _: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
-        """Hook that counts the values of a channel."""
-        self.values = given[0].numel() / given[0].shape[1]
-
-    @property
-    def buffers(self) -> list[torch.Tensor]:
-        """Running mean, running variance and number of batches."""
-        layer = self.layer
-        return [b for b in (layer.running_mean, layer.running_var, layer.num_batches_tracked) if b is not None]
+_Seen: TypeAlias = tuple[float, torch.Tensor, torch.Tensor]
+"""Values of a channel in a micro-batch, their mean and variance."""
 
 
 class BatchStatistics:
@@ -100,44 +81,58 @@ class BatchStatistics:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         layers = (each for each in dict.fromkeys(modules) if isinstance(each, BatchNorm))
-        self._layers = [_Layer(layer) for layer in layers if layer.running_mean is not None]
+        self._layers = [layer for layer in layers if layer.running_mean is not None]
+        self._before: dict[BatchNorm, list[torch.Tensor]] = {}
+        self._seen: dict[BatchNorm, list[_Seen]] = {}
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
         """Context of the forward of a micro-batch; after the last one, running statistics are updated."""
-        active = [each for each in self._layers if each.layer.training]
-        momenta = [each.layer.momentum for each in active]
-        hooks = [each.layer.register_forward_pre_hook(each.note) for each in active]
-        for each in active:
-            each.before = each.before or [buffer.clone() for buffer in each.buffers]
+        active = [layer for layer in self._layers if layer.training]
+        momenta = [layer.momentum for layer in active]
+        values: dict[nn.Module, float] = {}  # of a channel in the input
+
+        def note(layer: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+            values[layer] = given[0].numel() / given[0].shape[1]
+
+        hooks = [layer.register_forward_pre_hook(note) for layer in active]
+        for layer in active:
+            if layer not in self._before:
+                self._before[layer] = [buffer.clone() for buffer in _buffers(layer)]
             # With this momentum the layer leaves the micro-batch's own statistics.
-            each.layer.momentum = 1.0
+            layer.momentum = 1.0
         try:
             yield
         finally:
-            for each, momentum, hook in zip(active, momenta, hooks, strict=True):
-                each.layer.momentum = momentum
+            for layer, momentum, hook in zip(active, momenta, hooks, strict=True):
+                layer.momentum = momentum
                 hook.remove()
-        for each in active:
-            mean, variance, _ = each.buffers
-            each.seen.append((each.values, mean.clone(), variance.clone()))
+        for layer in active:
+            mean, variance, _ = _buffers(layer)
+            self._seen.setdefault(layer, []).append((values.get(layer, 0.0), mean.clone(), variance.clone()))
             if last:
-                _update(each)
+                _update(layer, self._before.pop(layer), self._seen.pop(layer))
+
+
+def _buffers(layer: BatchNorm) -> list[torch.Tensor]:
+    """Running mean, running variance and number of batches."""
+    buffers = layer.running_mean, layer.running_var, layer.num_batches_tracked
+    return [buffer for buffer in buffers if buffer is not None]
 
 
 @torch.no_grad()
-def _update(each: _Layer) -> None:
-    old_mean, old_variance, batches = each.before
-    total = sum(count for count, _, _ in each.seen)
-    mean = sum((own * (count / total) for count, own, _ in each.seen), torch.zeros_like(old_mean))
+def _update(layer: BatchNorm, before: Sequence[torch.Tensor], seen: Sequence[_Seen]) -> None:
+    """Set running statistics from those before the batch and those of its micro-batches."""
+    old_mean, old_variance, batches = before
+    total = sum(count for count, _, _ in seen)
+    mean = sum((own * (count / total) for count, own, _ in seen), torch.zeros_like(old_mean))
     squares = sum(
-        ((count - 1) * own_variance + count * (own - mean) ** 2 for count, own, own_variance in each.seen),
+        ((count - 1) * own_variance + count * (own - mean) ** 2 for count, own, own_variance in seen),
         torch.zeros_like(mean),
     )
     variance = squares / max(total - 1, 1)
-    momentum = 1 / float(batches + 1) if each.layer.momentum is None else each.layer.momentum
-    for buffer, old, new in zip(each.buffers, (old_mean, old_variance), (mean, variance), strict=False):
+    momentum = 1 / float(batches + 1) if layer.momentum is None else layer.momentum
+    for buffer, old, new in zip(_buffers(layer), (old_mean, old_variance), (mean, variance), strict=False):
         # By .data, since micro-batches in flight saved the buffer: autograd would take their backward for impossible.
         buffer.data.copy_(old + momentum * (new - old))
-    each.buffers[2].copy_(batches + 1)
-    each.before, each.seen = [], []
+    _buffers(layer)[2].copy_(batches + 1)

@@ -132,7 +132,10 @@ def _partition(
     processes: PipelineProcesses,
 ) -> Partition:
     """The first process's partition, or its error on every process."""
-    speeds = _gathered_speeds(profile.chain, processes)
+    mine = [stage.keep.forward_seconds + stage.keep.backward_seconds for stage in profile.chain]
+    if processes.replicas is not None:  # the slowest counts, since all wait for it
+        mine = [max(each) for each in zip(*gathered(mine, processes.replicas), strict=True)]
+    speeds = speeds_beside_first(gathered(mine, processes.group))
     answer: Partition | RotorError | None = None
     if processes.rank == 0:
         try:
@@ -159,14 +162,6 @@ def _partition(
 
 
 # -------------------------------------------------------------------- speeds of devices
-
-
-def _gathered_speeds(chain: Chain, processes: PipelineProcesses) -> list[float]:
-    """By process, its speed relative to the first one's; of replicas the slowest counts, since all wait for it."""
-    mine = [stage.keep.forward_seconds + stage.keep.backward_seconds for stage in chain]
-    if processes.replicas is not None:
-        mine = [max(each) for each in zip(*gathered(mine, processes.replicas), strict=True)]
-    return speeds_beside_first(gathered(mine, processes.group))
 
 
 def speeds_beside_first(seconds: Sequence[Sequence[float]]) -> list[float]:

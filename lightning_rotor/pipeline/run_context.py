@@ -119,12 +119,13 @@ class _Abandoned(BaseException):
     """Unwinds code that will never go on. A user's ``except Exception`` does not stop it."""
 
 
-_current = threading.local()
-
-
-def paused_call() -> PausedCall | None:
+class _Current(threading.local):
     """The paused call that runs in this thread, or None."""
-    return getattr(_current, "call", None)
+
+    call: PausedCall | None = None
+
+
+current = _Current()
 
 
 class PausedCall:
@@ -197,7 +198,7 @@ class PausedCall:
 
     def _work(self) -> None:
         self._mine.acquire()
-        _current.call = self
+        current.call = self
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)

@@ -30,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_rotor.errors import RotorError
+from lightning_rotor.units import is_positive_integer
 
 PipelineScheduleName: TypeAlias = Literal["gpipe", "1f1b", "interleaved"]
 Work: TypeAlias = Literal["forward", "backward"]
@@ -90,15 +91,11 @@ def orders(schedule: PipelineScheduleName, devices: int, *, micro_batches: int, 
     ahead = np.minimum(ahead, total - 1)
     found = np.empty((devices, 2 * total, 3), np.int64)
     stage = place * devices + device
-    found[device, steps + np.maximum(steps - ahead, 0)] = _rows(stage, 0, micro_batch)
+    found[device, steps + np.maximum(steps - ahead, 0)] = np.dstack(np.broadcast_arrays(stage, 0, micro_batch))
     stage = (stages_per_device - 1 - place) * devices + device
-    found[device, np.minimum(ahead + 1 + 2 * steps, total + steps)] = _rows(stage, 1, micro_batch)
+    backward = np.minimum(ahead + 1 + 2 * steps, total + steps)
+    found[device, backward] = np.dstack(np.broadcast_arrays(stage, 1, micro_batch))
     return found
-
-
-def _rows(stage: Integers, work: int, micro_batch: Integers) -> Integers:
-    rows: Integers = np.stack(np.broadcast_arrays(stage, work, micro_batch), axis=-1)
-    return rows
 
 
 def check_numbers(schedule: PipelineScheduleName, devices: int, micro_batches: int, stages_per_device: int) -> None:
@@ -107,8 +104,8 @@ def check_numbers(schedule: PipelineScheduleName, devices: int, micro_batches: i
         known = f"schedule is {schedule!r}: expected one of {', '.join(map(repr, SCHEDULES))}"
         raise PipelineError(known + (_NO_ZERO_BUBBLES if re.search("(?i)zb|zero|dual", str(schedule)) else ""))
     numbers = {"devices": devices, "micro_batches": micro_batches, "stages_per_device": stages_per_device}
-    for name, value in dict[str, object](numbers).items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    for name, value in numbers.items():
+        if not is_positive_integer(value):
             raise PipelineError(f"{name} is {value!r}: expected a positive integer")
     if schedule != "interleaved" and stages_per_device > 1:
         raise PipelineError(

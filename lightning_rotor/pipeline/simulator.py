@@ -171,7 +171,7 @@ class StepSimulator:
         self._targets: Integers = targets
         self._shape = order.shape[:2]
         self._arrivals = (2 * stages + 1) * micro_batches
-        self._rounds = tuple(self._round(*each) for each in self._found(order))
+        self._rounds = tuple(self._found(order))
 
     def step_seconds(self, loads: Sequence[PipelineStageLoad]) -> float:
         """Seconds of a step."""
@@ -211,8 +211,8 @@ class StepSimulator:
         last: Reals = done.max(axis=0)
         return last
 
-    def _found(self, order: Integers) -> Iterator[tuple[Integers, Integers, Integers]]:
-        """By round, devices that act, places of their actions, and which work of which stage on which micro-batch."""
+    def _found(self, order: Integers) -> Iterator[_Round]:
+        """What happens, round by round."""
         m, stages = self._m, self._stages
         needed = (order[..., 0] + order[..., 1] * stages) * m + order[..., 2]
         there = np.zeros((2 * stages + 1, m), bool)
@@ -227,17 +227,14 @@ class StepSimulator:
                     f"the devices wait for one another for ever ({waiting}): expected an order that can be run"
                 )
             now, needs = active[can], needs[can]
-            there[self._targets[needs // m], needs % m] = True
-            yield now, places[now], needs
+            works, numbers = needs // m, needs % m
+            targets = self._targets[works]
+            there[targets, numbers] = True
+            # Between two devices, gradients of one stage go the way of activations of another.
+            links = 2 * now + (works // stages if self._devices > 2 else 0)
+            yield _Round(now, places[now], 2 * works + (numbers == m - 1), needs, targets * m + numbers, links, works)
             places[now] += 1
             active = active[places[active] < needed.shape[1]]
-
-    def _round(self, devices: Integers, places: Integers, needs: Integers) -> _Round:
-        works, numbers = needs // self._m, needs % self._m
-        # Between two devices, gradients of one stage go the way of activations of another.
-        links = 2 * devices + (works // self._stages if self._devices > 2 else 0)
-        rows = 2 * works + (numbers == self._m - 1)
-        return _Round(devices, places, rows, needs, self._targets[works] * self._m + numbers, links, works)
 
 
 def seconds_of(load: PipelineStageLoad) -> tuple[float, ...]:

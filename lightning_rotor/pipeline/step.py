@@ -19,7 +19,7 @@ from lightning_rotor.pipeline.micro_batches import join, rows_in, sizes_of, spli
 from lightning_rotor.pipeline.partition import Partition, RecomputeMode
 from lightning_rotor.pipeline.partition.problem import check_recompute
 from lightning_rotor.pipeline.placement import PipelineProcesses, Placement, first
-from lightning_rotor.pipeline.run_context import OUTSIDE, PausedCall, mixed, paused_call, seeded
+from lightning_rotor.pipeline.run_context import OUTSIDE, PausedCall, current, mixed, seeded
 from lightning_rotor.pipeline.runner import Inputs, OpenStep, PipelineRunner
 from lightning_rotor.pipeline.schedule import PipelineError, PipelineScheduleName, check_numbers
 from lightning_rotor.planned.forward import attach, detach
@@ -86,9 +86,8 @@ class PipelinedModule:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """In a training step, wait for the pipeline; without gradients, run forward."""
-        waiting = paused_call()
-        if waiting is not None:
-            return waiting(module, args, kwargs)
+        if current.call is not None:
+            return current.call(module, args, kwargs)
         if not torch.is_grad_enabled():
             return self.evaluate(args, kwargs)
         if self.manual_step is not None:

@@ -26,7 +26,7 @@ from lightning_rotor.private.sharding import unrecorded
 from lightning_rotor.private.torch_names import HOOKS
 from lightning_rotor.private.values import require_tensors, tensors_in
 from lightning_rotor.profiling import Profile
-from lightning_rotor.profiling.chain import group_sizes, profile_over, remembered_places
+from lightning_rotor.profiling.chain import profile_over
 from lightning_rotor.profiling.dry_run import require_same
 from lightning_rotor.schedule import Leaf
 from lightning_rotor.stages.sequential import Stage, is_plain_stock
@@ -392,12 +392,12 @@ def call_fingerprint(stages: Sequence[Stage], signature: Any, device: torch.devi
     return _digest(([stage.name for stage in stages], signature, machine, torch.__version__))
 
 
-def record_of(call: str, stages: Sequence[Stage], profile: Profile, plan: Plan | None) -> dict[str, Any]:
-    """A measurement and the plan made from it, in plain types. ``stages`` are those before any were merged."""
+def record_of(call: str, profile: Profile, plan: Plan | None) -> dict[str, Any]:
+    """A measurement and the plan made from it, in plain types."""
     record: dict[str, Any] = {
         "call": call,
-        "group_sizes": group_sizes(stages, profile.stages),
-        "remembered": remembered_places(profile),
+        "group_sizes": list(profile.group_sizes),
+        "remembered": profile.remembered,
         "chain": _listed(asdict(profile.chain)),
     }
     if plan is not None:

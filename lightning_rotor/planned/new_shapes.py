@@ -24,7 +24,7 @@ from lightning_rotor.chain import Chain, UnlikeChainsError, combined
 from lightning_rotor.planned.cache import Signature
 from lightning_rotor.private.values import spelled
 from lightning_rotor.profiling import Profile
-from lightning_rotor.profiling.chain import group_sizes, profile_over, remembered_places
+from lightning_rotor.profiling.chain import profile_over
 from lightning_rotor.stages.sequential import Stage, wiring_of
 
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
@@ -80,12 +80,9 @@ class Measurements:
             first = replace(chain.stages[0], takes=_taken_by_first(profile.stages, signature))
             chain = replace(chain, stages=(first, *chain.stages[1:]))
             if known.cut is signature.cut:
-                return Estimate(Profile(chain, profile.stages, profile.states), is_close)
+                return Estimate(replace(profile, chain=chain), is_close)
             moved = profile_over(
-                signature.cut.stages,
-                chain,
-                group_sizes=group_sizes(known.cut.stages, profile.stages),
-                remembered=remembered_places(profile),
+                signature.cut.stages, chain, group_sizes=profile.group_sizes, remembered=profile.remembered
             )
         except (ValueError, IndexError):
             return None

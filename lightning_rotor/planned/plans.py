@@ -324,7 +324,7 @@ class Plans:
     def records(self) -> list[dict[str, Any]]:
         """Everything measured and planned so far in plain types, for :meth:`recall`."""
         found = {
-            call: record_of(call, signature.cut.stages, prepared.profile, prepared.plan)
+            call: record_of(call, prepared.profile, prepared.plan)
             for signature, prepared in self._cache
             if not prepared.estimated
             for call in [self._call(signature)]

@@ -6,7 +6,7 @@ In: a chain and a budget. Out: a plan, or the least budget that works; the curve
     dynamic_program   the recurrences, and the table of them for every budget, filled by kernel
     candidates        table → schedules, judged in bytes by the simulator; edits of them
     solver            the tables of one chain → plans and frontiers
-    plan, frontier    the results, also as JSON, and schedules that people write by hand; tables: as text
+    plan, frontier    the results, also as JSON; tables: as text
     bounds            a lower bound for whatever else an execution could do
 """
 
@@ -20,7 +20,7 @@ import lightning_rotor.planning.tables  # noqa: F401  (lets plans print themselv
 from lightning_rotor.chain import Chain
 from lightning_rotor.planning.bounds import lower_bound_seconds
 from lightning_rotor.planning.candidates import Candidate
-from lightning_rotor.planning.frontier import Frontier, FrontierPoint, Gain, baselines
+from lightning_rotor.planning.frontier import Frontier, FrontierPoint, Gain
 from lightning_rotor.planning.plan import DEFAULT_SLOTS, Plan, load_plan, plan_for, save_plan, scheduled
 from lightning_rotor.planning.solver import Solver, fine_slots, frontier_of
 from lightning_rotor.simulator import Conditions
@@ -32,7 +32,6 @@ __all__ = [
     "Gain",
     "Plan",
     "Solver",
-    "baselines",
     "fine_slots",
     "frontier",
     "frontier_of",

@@ -71,8 +71,7 @@ from typing import Any
 import numpy as np
 
 from lightning_rotor.planning import kernel
-from lightning_rotor.planning.kernel import FIRST, NEVER, Requirements, Rows, Seconds
-from lightning_rotor.planning.requirements import with_floor
+from lightning_rotor.planning.kernel import FIRST, LEAST, NEVER, TAKEN, Requirements, Rows, Seconds
 
 _log = logging.getLogger(__name__)
 
@@ -95,7 +94,7 @@ class Table:
 
     def __init__(self, requirements: Requirements, *, slots: int, compiled: bool | None = None) -> None:
         self._stages = len(requirements.endings)
-        self.requirements = self._without_floor = requirements
+        self.requirements, self._ended = requirements, requirements.ended
         self.rows = _room_for(requirements, slots + 1)
         self.seconds: Seconds = np.full(slots + 1, math.inf)
         compiled = self._stages >= _COMPILED_STAGES if compiled is None else compiled
@@ -124,7 +123,10 @@ class Table:
     def solve_last_column(self, *, floor: int | None = None) -> None:
         """Fill, perhaps again, what ends with the last stage; keeping that stage must leave ``floor`` slots."""
         if floor is not None:
-            self.requirements = with_floor(self._without_floor, floor)
+            ended = self._ended.copy()
+            least, taken = ended[-1, ..., LEAST, :], ended[-1, ..., TAKEN, :]
+            np.maximum(least, taken + floor, out=least)
+            self.requirements = self.requirements._replace(ended=ended)
         self.rows.used[-1] = self._last_column_begins
         self._fill(range(self._stages - 1, self._stages), range(self._stages))
 

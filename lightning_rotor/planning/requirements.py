@@ -31,10 +31,9 @@ from itertools import accumulate
 from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from lightning_rotor.chain import Chain, Option
-from lightning_rotor.planning.kernel import FORWARD, LEAST, NEVER, RECORDED, TAKEN, Integers, Requirements
+from lightning_rotor.planning.kernel import FORWARD, LEAST, NEVER, RECORDED, Integers, Requirements
 from lightning_rotor.simulator import Skips
 
 # Who holds the input of a stage during its backward.
@@ -97,14 +96,6 @@ def requirements_of(
         discard_before=np.cumsum([0.0, *(stage.discard_seconds for stage in chain)]),
         segment_seconds=chain.segment_seconds,
     )
-
-
-def with_floor(requirements: Requirements, floor: int) -> Requirements:
-    """Requirements that leave ``floor`` slots when the last stage is kept; only intervals that end there differ."""
-    ended = requirements.ended.copy()
-    least, taken = ended[-1, ..., LEAST, :], ended[-1, ..., TAKEN, :]
-    np.maximum(least, taken + floor, out=least)
-    return requirements._replace(ended=ended)
 
 
 def retains_from_birth(chain: Chain) -> bool:
@@ -172,7 +163,9 @@ class _Options:
         skip_bytes = self._skips.retained(index, option, self._chain)
         start_bytes = self._before[index + 1] - option.saved_bytes
         self._retained[at] = slots(option.saved_bytes, start_bytes) + slots(skip_bytes)
-        self._output_class[at] = _class_number(option, self.classes[index + 1])
+        exact = option.saved_output_bytes, option.needs_exact_output
+        classes = self.classes[index + 1]
+        self._output_class[at] = classes.index(exact if exact in classes else (option.saved_output_bytes, False))
         for number_before, (saved, is_exact) in enumerate(self.classes[index]):
             kept = self._input_slots(index, min(size, saved + option.saved_input_bytes))
             self._paid[index, number_before, number] = (NEVER if is_exact else 0) if option.inverts else kept
@@ -229,15 +222,13 @@ class _Options:
         for who in (NESTED, HELD) if self._gives_up_input[index] else (NESTED, SEGMENT, HELD):
             # A nested segment has given up what its first stage does not save: that is more than a least memory.
             comparable = [each for each in columns if each != NESTED or not frees]
-            alike = [each for each in comparable if self._are_alike(index, who, each)]
+            # It makes no difference to the stage's backward which of them holds the input.
+            backwards = self._backward[index], self._last_backward[index]
+            alike = [each for each in comparable if all((needs[who] == needs[each]).all() for needs in backwards)]
             if not alike:
                 columns.append(who)
             of[who] = columns.index(alike[0]) if alike else len(columns) - 1
         return _Variants(columns, of, [0] * 4, are_apart=True)
-
-    def _are_alike(self, index: int, who: int, other: int) -> bool:
-        """True if it makes no difference to the stage's backward which of two holds the input."""
-        return all((needs[index, who] == needs[index, other]).all() for needs in (self._backward, self._last_backward))
 
     # ---------------------------------------------------------------- arrays, see Requirements
 
@@ -257,7 +248,9 @@ class _Options:
     def ways(self, variants: list[_Variants]) -> tuple[Integers, Integers]:
         """Needs of stages that are kept, and of those that end recomputations."""
         n, options = self._forward.shape
-        bodies, frees = max(len(each.columns) for each in variants), self._frees(variants)
+        bodies = max(len(each.columns) for each in variants)
+        # By stage, True if a segment that starts there may count its input as free.
+        frees = self._freed.any(axis=1) & np.array([each.are_apart for each in variants])
         kept = np.zeros((n, bodies + self._paid.shape[1], 5, options * (1 + bool(frees.any()))), np.int64)
         kept[:, :, [FORWARD, LEAST]], kept[:, :, RECORDED] = NEVER, -NEVER
         ended = np.stack([kept] * max(map(len, self.endings)), axis=1)
@@ -281,10 +274,6 @@ class _Options:
             free = self._forward[index], least, retained - freed, self._output_class[index], retained
             kept[index, 0, :, options:] = free
         return kept, ended
-
-    def _frees(self, variants: list[_Variants]) -> npt.NDArray[np.bool_]:
-        """By stage, True if a segment that starts there may count its input as free."""
-        return self._freed.any(axis=1) & np.array([each.are_apart for each in variants])
 
     def bare(self, variants: list[_Variants]) -> Integers:
         """Least memory for backwards that need no recomputation. Without one, segments hold their input to the end."""
@@ -396,33 +385,25 @@ def _classes(chain: Chain, boundary: int) -> tuple[_Class, ...]:
     return tuple(sorted({(0, False), *saved}))
 
 
-def _class_number(option: Option, classes: tuple[_Class, ...]) -> int:
-    """Class of the output under an option."""
-    exact = option.saved_output_bytes, option.needs_exact_output
-    return classes.index(exact if exact in classes else (option.saved_output_bytes, False))
-
-
 def _backward_bases(chain: Chain, gradients_exist: bool) -> list[int]:
     """By stage, bytes alive at its backward whatever the schedule."""
     always = chain.stages[-1].output_bytes + sum(stage.pinned_bytes for stage in chain)
     always += sum(skip.size_bytes for skip in chain.skips if skip.in_output)
     gradients = 0
-    bases = []
+    bases: list[int] = []
+    behind: tuple[Option, ...] = ()
     for index, stage in reversed([*enumerate(chain.stages)]):
-        bases.append(always + gradients + chain.passing_gradient_bytes(index) + _excess_gradient(chain, index))
+        bases.append(always + gradients + chain.passing_gradient_bytes(index))
+        if behind and stage.output_gradient_bytes is not None:
+            # What the stage behind leaves at most beyond what the stage's own peaks count.
+            left_bytes = max(option.input_gradient_bytes for option in behind)
+            bases[-1] += max(0, left_bytes - stage.output_gradient_bytes)
+        behind = stage.options
         if gradients_exist:
             gradients = stage.waiting_gradient_bytes
         else:
             gradients += stage.keep.parameter_gradient_bytes
     return bases[::-1]
-
-
-def _excess_gradient(chain: Chain, index: int) -> int:
-    """Bytes that the stage behind leaves at most beyond what the stage's own peaks count."""
-    expected = chain.stages[index].output_gradient_bytes
-    if expected is None or index + 1 == len(chain):
-        return 0
-    return max(0, max(option.input_gradient_bytes for option in chain.stages[index + 1].options) - expected)
 
 
 def _discard_peaks(chain: Chain, pinned_before: Integers, skips: _Skips, unit: float) -> Integers:

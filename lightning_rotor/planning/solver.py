@@ -25,7 +25,7 @@ from lightning_rotor.planning.frontier import (
 from lightning_rotor.planning.plan import DEFAULT_SLOTS, Plan
 from lightning_rotor.planning.requirements import requirements_of, retains_from_birth
 from lightning_rotor.simulator import Conditions
-from lightning_rotor.units import format_bytes
+from lightning_rotor.units import formatted_apart, is_positive_integer
 
 _MOST_SLOTS = 20_000
 # Sums and numbers in the table of a short chain; either takes about 0.1 s.
@@ -62,7 +62,7 @@ def fine_slots(stages: int, slots: int = DEFAULT_SLOTS) -> int:
 
 def _require_slots(slots: object) -> None:
     """Raise a ValueError unless it is a positive integer."""
-    if not _is_positive_integer(slots):
+    if not is_positive_integer(slots):
         raise ValueError(f"slots is {slots!r}: expected a positive integer, such as {DEFAULT_SLOTS}")
 
 
@@ -95,7 +95,7 @@ class Solver:
         """The fastest plan that fits; a BudgetError if none does, or the budget is no positive integer."""
         start = time.perf_counter()
         found = None
-        if _is_positive_integer(budget_bytes):
+        if is_positive_integer(budget_bytes):
             fits = self._keep_all.simulation.peak_bytes <= budget_bytes
             # Saves the table, which takes seconds for a long chain.
             found = self._keep_all if fits and no_schedule_is_faster(self.chain) else self._fastest(budget_bytes)
@@ -153,11 +153,9 @@ class Solver:
         least = self._smallest.simulation
         stage = self.chain.stages[least.peak_stage].name
         known = budget_bytes if isinstance(budget_bytes, int) else 0
-        budget, minimum = format_bytes(known), format_bytes(least.peak_bytes)
-        if budget == minimum:
-            budget, minimum = f"{known:,} bytes", f"{least.peak_bytes:,} bytes"
+        budget, minimum = formatted_apart(known, least.peak_bytes)
         reason = f"this chain's minimum {minimum} (set by {stage!r})"
-        if _is_positive_integer(budget_bytes):
+        if is_positive_integer(budget_bytes):
             message = f"budget {budget} is below {reason}: raise mem_limit or lower the batch size"
         else:
             message = f"budget is {budget_bytes!r}: expected a positive integer of bytes, and at least {reason}"
@@ -187,7 +185,7 @@ class Solver:
         In a coarse table of a long chain some boundaries take no slot, and the program picks those: with a budget of
         only a few dozen boundaries, schedules exceed their slots by far.
         """
-        if not self._is_coarse:
+        if self._slots >= _FINE_SLOTS or self._is_exact(self._most_bytes):
             return ()
         small = min(_SMALL * self._for_all[0].lowest_bytes, self._most_bytes)
         tops = []
@@ -203,10 +201,6 @@ class Solver:
         if key not in self._tables:
             self._tables[key] = self._solve(most_bytes, readers_pay)
         return self._tables[key]
-
-    @property
-    def _is_coarse(self) -> bool:
-        return self._slots < _FINE_SLOTS and not self._is_exact(self._most_bytes)
 
     def _solve(self, most_bytes: int, readers_pay: bool) -> Candidates:
         exact, refined = self._is_exact(most_bytes), len(self.chain) <= _REFINED_STAGES
@@ -231,10 +225,6 @@ class Solver:
     @cached_property
     def _divisor(self) -> int:
         return math.gcd(*sizes_in(self.chain), self._step.get("lingering_bytes", 0))
-
-
-def _is_positive_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def sizes_in(chain: Chain) -> list[int]:
@@ -265,18 +255,15 @@ def frontier_of(solver: Solver, *, budget_bytes: int | None = None) -> Frontier:
         gaps = [gap for gap in pairwise(points) if gap[1].peak_bytes not in asked]
         if not gaps:
             break
-        left, right = max(gaps, key=_area)
+        left, right = max(
+            gaps, key=lambda gap: (gap[1].peak_bytes - gap[0].peak_bytes) * (gap[0].seconds - gap[1].seconds)
+        )
         asked.add(right.peak_bytes)
         # With more memory the planner is never slower: its best below the right end is the best of the whole gap.
         best = solver.plan(right.peak_bytes - 1)
         if best.seconds < left.seconds * (1 - SAME):
             points = pareto([*points, FrontierPoint.of(best.schedule, best.simulation)])
     return Frontier(points, budget_bytes)
-
-
-def _area(gap: tuple[FrontierPoint, FrontierPoint]) -> float:
-    left, right = gap
-    return (right.peak_bytes - left.peak_bytes) * (left.seconds - right.seconds)
 
 
 def _frontier_of_plan(plan: Plan) -> Frontier:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -71,21 +71,16 @@ def waiting_gradient_bytes(stages: Sequence[Stage], block_bytes: int) -> tuple[i
 
     Where no gradient exists, the sum becomes it, so nothing extra waits.
     """
-    readers: dict[int, list[int]] = {}
-    parameters: dict[int, torch.Tensor] = {}
+    readers: dict[torch.Tensor, list[int]] = {}
     for number, stage in enumerate(stages):
         for parameter in stage.parameters():
             if parameter.requires_grad:
-                parameters[id(parameter)] = parameter
-                readers.setdefault(id(parameter), []).append(number)
+                readers.setdefault(parameter, []).append(number)
     waiting = [0] * len(stages)
-    for key, numbers in readers.items():
-        for number in range(min(numbers) + 1, max(numbers) + 1):
-            waiting[number] += in_blocks(parameters[key].nbytes, block_bytes)
+    for parameter, numbers in readers.items():
+        for number in range(numbers[0] + 1, numbers[-1] + 1):
+            waiting[number] += in_blocks(parameter.nbytes, block_bytes)
     return tuple(waiting)
-
-
-# ----------------------------------------------------------------------------------------------------
 
 
 _log = logging.getLogger(__name__)
@@ -101,11 +96,13 @@ class Profile:
         chain: Costs, one entry a stage.
         stages: The stages to run, some of them merged.
         states: For each stage, what a recomputation must leave alone.
+        group_sizes: For each stage, of how many stages of the cut it was merged.
     """
 
     chain: Chain
     stages: tuple[Stage, ...]
     states: tuple[SegmentState, ...]
+    group_sizes: tuple[int, ...]
 
     @cached_property
     def state(self) -> SegmentState:
@@ -122,6 +119,14 @@ class Profile:
     def draws_random(self) -> bool:
         """True if a forward may draw random numbers."""
         return bool(self.state.attributed) or any(stage.draws_random for stage in self.chain)
+
+    @property
+    def remembered(self) -> list[list[int]]:
+        """For each stage, the places in it of the modules whose buffers a first pass remembers."""
+        return [
+            [place for place, (_, module) in enumerate(stage.submodules()) if module in state.remembered]
+            for stage, state in zip(self.stages, self.states, strict=True)
+        ]
 
 
 def profile_chain(
@@ -168,8 +173,10 @@ def profile_chain(
         )
         measuring.measure(progress)
         profile = measuring.profile()
-        _warn(profile.chain.stages, measuring.behaviours)
-        _warn_of_structure(len(stages), measuring.stages)
+        for message in _complaints(profile.chain, measuring.behaviours):
+            warnings.warn(message, RotorWarning, stacklevel=2)
+        for message in _complaints_about_structure(len(stages), measuring.stages):
+            warnings.warn(message, RotorWarning, stacklevel=2)
     return profile
 
 
@@ -336,7 +343,8 @@ class _Measuring:
             ),
         )
         running = (self._compiled.with_variants(each.profiler.stage, each.found.variants) for each in self._chain)
-        return Profile(chain, tuple(running), tuple(each.profiler.state for each in self._chain))
+        states = tuple(each.profiler.state for each in self._chain)
+        return Profile(chain, tuple(running), states, tuple(map(len, self._scan.groups)))
 
 
 def _objections(number: int, stage: Stage, boundary: Boundary) -> Objections:
@@ -408,43 +416,36 @@ def _numbers(stage: Stage) -> list[int]:
     return [number for wire in stage.wiring.steps for number in (*wire.reads, *wire.writes)]
 
 
-def _warn(costs: Sequence[StageCost], behaviours: Sequence[Behaviour]) -> None:
+def _complaints(costs: Iterable[StageCost], behaviours: Sequence[Behaviour]) -> Iterator[str]:
+    """What to warn of in single stages."""
     for cost, behaviour in zip(costs, behaviours, strict=True):
         if cost.not_inverted:
             _log.info("%r is not inverted: %s", cost.name, cost.not_inverted)
         if not cost.recomputable:
-            warnings.warn(
+            yield (
                 f"stage {cost.name!r} gives other bits when it runs again, so it is kept and never recomputed. "
                 "Typical reasons are state outside of buffers, spectral_norm, parameters that the forward itself "
-                "changes (an embedding's max_norm), scripted modules, and operations in place on the chain's own "
-                "input",
-                RotorWarning,
-                stacklevel=4,
+                "changes (an embedding's max_norm), scripted modules, and operations in place on the chain's own input"
             )
         if cost.pinned_bytes >= WORTH_MENTIONING_BYTES and behaviour.leaves_traces:
             _log.info(
                 "%r or its hooks keep %d bytes of activations, which the plan counts", cost.name, cost.pinned_bytes
             )
         elif cost.pinned_bytes >= WORTH_MENTIONING_BYTES:
-            warnings.warn(
+            yield (
                 f"stage {cost.name!r} keeps {cost.pinned_bytes} bytes in its graph that no checkpoint can free "
-                "(tensors stored on an autograd context rather than saved by save_for_backward); the plan counts them",
-                RotorWarning,
-                stacklevel=4,
+                "(tensors stored on an autograd context rather than saved by save_for_backward); the plan counts them"
             )
     if checkpointing := [cost.name for cost, seen in zip(costs, behaviours, strict=True) if seen.calls_checkpoint]:
-        warnings.warn(
-            f"{', '.join(map(repr, checkpointing))}: each is one stage. {NO_CHECKPOINTS}", RotorWarning, stacklevel=4
-        )
+        yield f"{', '.join(map(repr, checkpointing))}: each is one stage. {NO_CHECKPOINTS}"
 
 
-def _warn_of_structure(layers: int, merged: Sequence[Stage]) -> None:
+def _complaints_about_structure(layers: int, merged: Sequence[Stage]) -> Iterator[str]:
+    """What to warn of in all stages together."""
     if len(merged) == 1 < layers:
-        warnings.warn(
+        yield (
             f"all {layers} layers were merged into one stage, so there is nothing to plan: the last of them change in "
-            "place, or show as views, what the first has made. Use operations that are not in place",
-            RotorWarning,
-            stacklevel=4,
+            "place, or show as views, what the first has made. Use operations that are not in place"
         )
     owners: dict[int, int] = {}
     shared = any(
@@ -453,37 +454,15 @@ def _warn_of_structure(layers: int, merged: Sequence[Stage]) -> None:
         for parameter in stage.parameters()
     )
     if shared and autocast_enabled():
-        warnings.warn(
+        yield (
             "stages share parameters under autocast. Without this package a shared weight is cast once and its "
             "gradients are summed in the lower precision; here each stage casts it for itself and they are summed in "
-            "full, so the results differ in the last bits",
-            RotorWarning,
-            stacklevel=4,
+            "full, so the results differ in the last bits"
         )
 
 
 # ----------------------------------------------------------------------------------------------------
 # A profile over the stages of another cut, or of another process: costs are numbers, stages are live modules.
-
-
-def group_sizes(stages: Sequence[Stage], together: Iterable[Stage]) -> list[int]:
-    """How many stages of a cut each stage of its profile was merged from."""
-    sizes, rest = [], iter(stages)
-    for stage in together:
-        modules = len(stage.modules)
-        sizes.append(0)
-        while modules > 0:
-            modules -= len(next(rest).modules)
-            sizes[-1] += 1
-    return sizes
-
-
-def remembered_places(profile: Profile) -> list[list[int]]:
-    """For each stage, the places in it of the modules whose buffers a first pass remembers."""
-    return [
-        [place for place, (_, module) in enumerate(stage.submodules()) if module in state.remembered]
-        for stage, state in zip(profile.stages, profile.states, strict=True)
-    ]
 
 
 def profile_over(
@@ -505,4 +484,4 @@ def profile_over(
     for stage, places in zip(together, remembered, strict=True):
         modules = [module for _, module in stage.submodules()]
         states.append(state_of(stage, [modules[place] for place in places], scratch))
-    return Profile(chain, together, tuple(states))
+    return Profile(chain, together, tuple(states), tuple(group_sizes))

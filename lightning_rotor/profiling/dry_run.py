@@ -60,7 +60,8 @@ def fake_copy(value: Any, mode: FakeTensorMode, replacements: Mapping[int, Any])
             for key in [key for key, hook in hooks.items() if isinstance(hook, FunctionType)]:
                 del hooks[key]
         if _is_metric(module):
-            module.__dict__.update(forward=_zero, update=_nothing, compute=_zero, reset=_nothing)
+            module.__dict__.update(dict.fromkeys(("forward", "compute"), lambda *_, **__: torch.zeros(())))
+            module.__dict__.update(dict.fromkeys(("update", "reset"), lambda *_, **__: None))
     return duplicate
 
 
@@ -76,14 +77,6 @@ def _is_metric(module: nn.Module) -> bool:
         and not module._modules
         and next(module.parameters(), None) is None
     )
-
-
-def _zero(*_: Any, **__: Any) -> torch.Tensor:
-    return torch.zeros(())
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
 
 
 @contextmanager

@@ -100,9 +100,6 @@ GPUS: dict[str, Accelerator] = {
 }
 
 
-# ----------------------------------------------------------------------------------------------------
-
-
 _aten = torch.ops.aten
 
 
@@ -153,7 +150,11 @@ class EstimatingMeter(TorchDispatchMode):
             all(identity_of(tensor.untyped_storage()) in before for tensor in made) and not schema_of(func).is_mutable
         )
         if made and not is_view:
-            self._seconds += self._duration(func, args, kwargs, taken, made, result)
+            count: Any = _FLOPS.get(func.overloadpacket) or flop_registry.get(func.overloadpacket)
+            operations = float(count(*args, **kwargs, out_val=result)) if count is not None else 0.0
+            moved = sum({identity_of(tensor.untyped_storage()): tensor.nbytes for tensor in (*taken, *made)}.values())
+            element_bytes = min(tensor.element_size() for tensor in made)
+            self._seconds += self._accelerator.seconds(operations, moved, element_bytes)
         return result
 
     def _note(self, storage: torch.UntypedStorage) -> None:
@@ -171,20 +172,6 @@ class EstimatingMeter(TorchDispatchMode):
         self._known[key] = weakref.ref(storage, forget)
         for recording in recordings:
             recording.count(size)
-
-    def _duration(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        taken: list[torch.Tensor],
-        made: list[torch.Tensor],
-        result: Any,
-    ) -> float:
-        count: Any = _FLOPS.get(func.overloadpacket) or flop_registry.get(func.overloadpacket)
-        operations = float(count(*args, **kwargs, out_val=result)) if count is not None else 0.0
-        moved = sum({identity_of(tensor.untyped_storage()): tensor.nbytes for tensor in (*taken, *made)}.values())
-        return self._accelerator.seconds(operations, moved, min(tensor.element_size() for tensor in made))
 
 
 # Missing in torch's own register: the attention that fake tensors on the CPU choose.
@@ -271,17 +258,14 @@ def give_fake_tensors(model: nn.Module, mode: FakeTensorMode) -> None:
         slots: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, module.__dict__)
         for slot in slots:
             for name, value in slot.items():
-                if isinstance(value, torch.Tensor):
-                    slot[name] = fakes[value] = fakes[value] if value in fakes else _fake_on_cpu(value, mode)
-
-
-def _fake_on_cpu(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-    with mode:
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-    return nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
-
-
-# ----------------------------------------------------------------------------------------------------
+                if not isinstance(value, torch.Tensor):
+                    continue
+                if value not in fakes:
+                    with mode:
+                        fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
+                    learns = isinstance(value, nn.Parameter)
+                    fakes[value] = nn.Parameter(fake, requires_grad=value.requires_grad) if learns else fake
+                slot[name] = fakes[value]
 
 
 def estimate_profile(

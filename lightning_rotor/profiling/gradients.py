@@ -63,9 +63,6 @@ class StageEnds:
         return [leaf for leaf, place in zip(leaves, self.inputs, strict=True) if place is not None]
 
 
-# ----------------------------------------------------------------------------------------------------
-
-
 Memories: TypeAlias = dict[int, torch.Tensor]
 """Storages, as flat tensors, by their numbers in some :class:`Layouts`."""
 
@@ -93,10 +90,6 @@ class Layout:
         meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         size = meta.untyped_storage().nbytes()
         return cls(tensor.shape, tensor.stride(), 0, size, tensor.dtype, tensor.device, memory, is_plain=True)
-
-    def counted_bytes(self, block_bytes: int) -> int:
-        """Bytes that the allocator counts for its memory; 0 if they are counted elsewhere."""
-        return 0 if self.counts_elsewhere else in_blocks(self.storage_bytes, block_bytes)
 
     def new_memory(self) -> torch.Tensor:
         """New memory for it, of ones: uninitialized memory may hold denormals, whose arithmetic is slow."""
@@ -171,22 +164,21 @@ def layouts_of(gradients: Sequence[tuple[int, tuple[int, ...], torch.Tensor]]) -
             gradient.dtype,
             gradient.device,
             address_of(gradient),
+            # Strides of dimensions of size 1 say nothing.
             gradient.untyped_storage().nbytes() == gradient.nbytes
-            and _same_order(gradient.shape, gradient.stride(), stride),
+            and all(
+                n == 1 or one == two for n, one, two in zip(gradient.shape, gradient.stride(), stride, strict=True)
+            ),
             owners.get(address_of(gradient), key) != key,
         )
         for key, stride, gradient in gradients
     ]
 
 
-def _same_order(shape: torch.Size, one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """True if the entries of two dense tensors lie in the same order; strides of dimensions of size 1 say nothing."""
-    return all(size == 1 or mine == theirs for size, mine, theirs in zip(shape, one, other, strict=True))
-
-
 def memory_bytes(layouts: Iterable[Layout], block_bytes: int) -> int:
-    """Bytes of the distinct memories under some gradients."""
-    return sum({layout.memory: layout.counted_bytes(block_bytes) for layout in layouts}.values())
+    """Bytes of the distinct memories under some gradients, as far as they do not count elsewhere."""
+    sizes = {each.memory: 0 if each.counts_elsewhere else each.storage_bytes for each in layouts}
+    return sum(in_blocks(size, block_bytes) for size in sizes.values())
 
 
 def learning(leaves: Sequence[Any], places: Sequence[int | None]) -> list[tuple[torch.Tensor, int]]:

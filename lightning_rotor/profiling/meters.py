@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
@@ -49,6 +49,7 @@ class Recording:
 
     def __init__(self) -> None:
         self.phases: list[MeteredPhase] = []
+        self.timeline: list[tuple[float, int]] = []  # seconds and levels, where they are known
         self._label, self._start, self._peak, self.level = "", 0, 0, 0
 
     def mark(self, label: str) -> None:
@@ -144,7 +145,15 @@ class AllocatorLog:
         self._profile.__exit__(None, None, None)
         results = self._profile.kineto_results
         assert results is not None
-        events = _allocator_events(results.experimental_event_tree())
+        events, pending = [], list[Any](results.experimental_event_tree())
+        while pending:
+            node = pending.pop()
+            pending.extend(node.children)
+            if (block := allocation_of(node)) is not None:
+                if block.device.type == "cpu":
+                    events.append(AllocatorEvent(node.start_time_ns, block.alloc_size, block.ptr))
+            elif node.name.startswith(_MARK):
+                events.append(AllocatorEvent(node.start_time_ns, 0, 0, node.name.removeprefix(_MARK)))
         self.events = tuple(sorted(events, key=attrgetter("nanoseconds")))
 
     @staticmethod
@@ -167,61 +176,15 @@ def _quiet_kineto() -> Iterator[None]:
         os.environ.pop("KINETO_LOG_LEVEL", None)
 
 
-def _allocator_events(tree: list[Any]) -> Iterator[AllocatorEvent]:
-    pending = list(tree)
-    while pending:
-        node = pending.pop()
-        pending.extend(node.children)
-        if (block := allocation_of(node)) is not None:
-            if block.device.type == "cpu":
-                yield AllocatorEvent(node.start_time_ns, block.alloc_size, block.ptr)
-        elif node.name.startswith(_MARK):
-            yield AllocatorEvent(node.start_time_ns, 0, 0, node.name.removeprefix(_MARK))
-
-
 class CpuMeter(Meter):
     """Bytes from the allocator's events, seconds from the performance counter."""
 
-    @contextmanager
-    def recording(self) -> Iterator[Recording]:
+    def recording(self) -> AbstractContextManager[Recording]:
         """Record until the context ends."""
-        log = AllocatorLog()
-        recording = _CpuRecording(log)
-        log.start()
-        try:
-            yield recording
-        finally:
-            log.stop()
-            recording.read(log.events)
+        return _running(_CpuRecording())
 
 
-class _CpuRecording(Recording):
-    """Marks go into the allocator's log, which is read at the end."""
-
-    def __init__(self, log: AllocatorLog) -> None:
-        super().__init__()
-        self._log = log
-
-    def mark(self, label: str) -> None:
-        """End the current phase and begin the next."""
-        self._log.mark(label)
-
-    def read(self, events: Iterable[AllocatorEvent]) -> None:
-        """Fill the phases from the log."""
-        own: dict[int, int] = {}
-        for event in events:
-            if event.label is not None:
-                super().mark(event.label)
-            elif event.size_bytes > 0:
-                own[event.address] = event.size_bytes
-                self.count(event.size_bytes)
-            else:
-                # A block from before the recording (a garbage cycle, say) does not count.
-                self.count(-own.pop(event.address, 0))
-        super().mark("")
-
-
-class CudaMeter:
+class CudaMeter(Meter):
     """Bytes from the caching allocator's statistics, seconds from events on the current stream.
 
     Recording resets the device's peak statistics (``torch.cuda.max_memory_allocated``): there is no other way to read a
@@ -234,14 +197,9 @@ class CudaMeter:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    @contextmanager
-    def recording(self) -> Iterator[Recording]:
+    def recording(self) -> AbstractContextManager[Recording]:
         """Record until the context ends."""
-        recording = _CudaRecording(self._device)
-        try:
-            yield recording
-        finally:
-            recording.mark("")
+        return _running(_CudaRecording(self._device))
 
     def now(self) -> torch.cuda.Event:
         """An event on the current stream."""
@@ -255,27 +213,86 @@ class CudaMeter:
         return float(start.elapsed_time(end)) / 1e3
 
 
-class _CudaRecording(Recording):
-    """Reads the allocator at every mark. Allocation happens on the host, so nothing has to be synchronized.
+class _CpuRecording(Recording):
+    """Marks go into the allocator's log, which is read at the end. Of a step, frees of older blocks count as well."""
 
-    Threads that communicate may free what they sent a moment later, also between two readings.
-    """
-
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, *, of_step: bool = False) -> None:
         super().__init__()
-        self._device = device
-        await_autograd(device)
-        if torch.distributed.is_initialized():
-            _wait_for_other_threads(device)
-        self._base = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
+        self._log, self._of_step = AllocatorLog(), of_step
+
+    def start(self) -> None:
+        """Begin."""
+        self._log.start()
 
     def mark(self, label: str) -> None:
         """End the current phase and begin the next."""
-        self.level = torch.cuda.memory_allocated(self._device) - self._base
-        self._peak = max(torch.cuda.max_memory_allocated(self._device) - self._base, self._start, self.level)
-        super().mark(label)
+        self._log.mark(label)
+
+    def stop(self) -> None:
+        """End, and fill the phases and the timeline from the log."""
+        self._log.stop()
+        events, own = self._log.events, dict[int, int]()
+        self.timeline.append((0.0, 0))
+        for event in events:
+            if event.label is not None:
+                super().mark(event.label)
+                continue
+            size_bytes = event.size_bytes
+            if size_bytes > 0:
+                own[event.address] = size_bytes
+            elif not self._of_step:  # older blocks may be garbage cycles
+                size_bytes = -own.pop(event.address, 0)
+            self.count(size_bytes)
+            self.timeline.append(((event.nanoseconds - events[0].nanoseconds) / 1e9, self.level))
+        super().mark("")
+
+
+class _CudaRecording(Recording):
+    """Reads the allocator at every mark. Allocation happens on the host, so nothing has to be synchronized.
+
+    Threads that communicate may free what they sent a moment later, also between two readings. The statistics of a step
+    are the user's as well, so it resets them once: a phase shows its own peak if that is the highest so far.
+    """
+
+    def __init__(self, device: torch.device, *, of_step: bool = False) -> None:
+        super().__init__()
+        self._device, self._of_step = device, of_step
+        self._base = self._highest = 0
+
+    def start(self) -> None:
+        """Begin."""
+        await_autograd(self._device)
+        if torch.distributed.is_initialized() and not self._of_step:
+            level = None
+            while level != (level := torch.cuda.memory_allocated(self._device)):  # other threads free what they sent
+                time.sleep(1e-3)
+        self._base = torch.cuda.memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
+
+    def mark(self, label: str) -> None:
+        """End the current phase and begin the next."""
+        peak = torch.cuda.max_memory_allocated(self._device) - self._base
+        self.level = torch.cuda.memory_allocated(self._device) - self._base
+        seen = not self._of_step or peak > self._highest
+        self._highest = max(self._highest, peak)
+        self._peak = max(self._start, self.level, peak if seen else self.level)
+        super().mark(label)
+        if not self._of_step:
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def stop(self) -> None:
+        """End the last phase."""
+        self.mark("")
+
+
+@contextmanager
+def _running(recording: _CpuRecording | _CudaRecording) -> Iterator[Recording]:
+    """Context in which a recording runs."""
+    recording.start()
+    try:
+        yield recording
+    finally:
+        recording.stop()
 
 
 def await_autograd(device: torch.device) -> None:
@@ -283,13 +300,6 @@ def await_autograd(device: torch.device) -> None:
     with torch.enable_grad():
         nothing = torch.empty(0, device=device, requires_grad=True)
         torch.autograd.grad(nothing.view(0), nothing, nothing.detach())
-
-
-def _wait_for_other_threads(device: torch.device) -> None:
-    """Wait until the allocator's level stays."""
-    level = None
-    while level != (level := torch.cuda.memory_allocated(device)):
-        time.sleep(1e-3)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -342,76 +352,38 @@ class StepMeter:
         if device.type not in ("cpu", "cuda"):
             raise ProfilingError(f"memory on device {device.type!r} cannot be measured: expected 'cpu' or 'cuda'")
         self._device = device
-        self._log: AllocatorLog | None = None
-        self._recording = Recording()
-        self._base = self._highest_bytes = 0
+        self._recording: _CpuRecording | _CudaRecording | None = None
 
     def start(self) -> None:
         """Begin. On CUDA this resets the device's peak statistics."""
-        self._recording, self._highest_bytes = Recording(), 0
-        if self._device.type == "cuda":
-            await_autograd(self._device)
-            self._base = torch.cuda.memory_allocated(self._device)
-            torch.cuda.reset_peak_memory_stats(self._device)
-        else:
-            log = AllocatorLog()
-            log.start()
-            self._log = log
+        on_cuda = self._device.type == "cuda"
+        recording = _CudaRecording(self._device, of_step=True) if on_cuda else _CpuRecording(of_step=True)
+        recording.start()
+        self._recording = recording
 
     def lap(self, label: str = _LAP) -> None:
         """Begin a phase. Without a label it is what comes behind the backward; only the first such lap counts."""
-        if self._device.type == "cuda":
-            self._read_device()
+        if self._recording is not None:
             self._recording.mark(label)
-        elif self._log is not None:
-            self._log.mark(label)
-
-    def _read_device(self) -> None:
-        """Count a new peak, if this phase has one, and the level now. Users read the statistics: they stay."""
-        peak_bytes = torch.cuda.max_memory_allocated(self._device) - self._base
-        if peak_bytes > self._highest_bytes:
-            self._recording.count(peak_bytes - self._recording.level)
-            self._highest_bytes = peak_bytes
-        level_bytes = torch.cuda.memory_allocated(self._device) - self._base
-        self._recording.count(level_bytes - self._recording.level)
 
     def stop(self) -> StepTrace:
         """End and return what was measured."""
-        recording, timeline = self._recording, []
-        reserved_bytes = None
-        if self._device.type == "cuda":
-            reserved_bytes = torch.cuda.max_memory_reserved(self._device)
-            self._read_device()
-        elif self._log is None:
+        recording, self._recording = self._recording, None
+        if recording is None:
             raise ProfilingError("StepMeter.stop() without start(): call start() before the step")
-        else:
-            log, self._log = self._log, None
-            log.stop()
-            timeline = _replayed(log, recording)
-        recording.mark("")
-        laps = [phase.label for phase in recording.phases]
-        until_lap = recording.phases[: laps.index(_LAP) if _LAP in laps else None]
+        reserved_bytes = torch.cuda.max_memory_reserved(self._device) if self._device.type == "cuda" else None
+        recording.stop()
+        phases = tuple(recording.phases)
+        laps = [phase.label for phase in phases]
+        until_lap = phases[: laps.index(_LAP) if _LAP in laps else None]
         return StepTrace(
-            max(phase.peak_bytes for phase in recording.phases),
+            max(phase.peak_bytes for phase in phases),
             max(phase.peak_bytes for phase in until_lap),
             recording.level,
-            tuple(timeline),
+            tuple(recording.timeline),
             reserved_bytes,
-            tuple(recording.phases),
+            phases,
         )
-
-
-def _replayed(log: AllocatorLog, recording: Recording) -> list[tuple[float, int]]:
-    """Points of a timeline; the recording counts what the log has seen."""
-    timeline = [(0.0, 0)]
-    for event in log.events:
-        if event.label is not None:
-            recording.mark(event.label)
-        else:
-            recording.count(event.size_bytes)
-            seconds = (event.nanoseconds - log.events[0].nanoseconds) / 1e9
-            timeline.append((seconds, recording.level))
-    return timeline
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -137,9 +137,6 @@ class _Placed(torch.autograd.Function):
         return gradients[0], None
 
 
-# ----------------------------------------------------------------------------------------------------
-
-
 @dataclass(slots=True, eq=False)
 class Storage:
     """Memory under some tensors, made by the stage ``born`` (-1 for the chain's input), read by the stages ``uses``."""
@@ -175,18 +172,14 @@ class Behaviour:
     @classmethod
     def of_all(cls, each: Sequence[Behaviour]) -> Behaviour:
         """That of stages in a row."""
-        return (
-            each[0]
-            if len(each) == 1
-            else cls(
-                any(one.draws_random for one in each),
-                all(one.repeatable for one in each),
-                any(one.leaves_traces for one in each),
-                any(one.calls_checkpoint for one in each),
-                tuple(module for one in each for module in one.updating),
-                tuple(parameter for one in each for parameter in one.written),
-                sum(one.seconds for one in each),
-            )
+        return cls(
+            any(one.draws_random for one in each),
+            all(one.repeatable for one in each),
+            any(one.leaves_traces for one in each),
+            any(one.calls_checkpoint for one in each),
+            tuple(module for one in each for module in one.updating),
+            tuple(parameter for one in each for parameter in one.written),
+            sum(one.seconds for one in each),
         )
 
 

@@ -7,9 +7,8 @@ needs it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -59,9 +58,6 @@ _MORE = 3
 def typical(seconds: Sequence[float]) -> float:
     """The middle of the faster half, for interruptions never make a run faster."""
     return max(sorted(seconds)[len(seconds) // 4], 0.0)
-
-
-# ----------------------------------------------------------------------------------------------------
 
 
 WORTH_MENTIONING_BYTES = 1024
@@ -225,7 +221,12 @@ class StageProfiler:
             with saved_tensors_hooks(saves.pack, saves.unpack):
                 output = self.run(value, source)
             saves.is_over = True
-            saves.skips = self._saved_skips(value, output, saves.addresses)
+            leaves, places = (
+                (*tree_flatten(value)[0], *tree_flatten(output)[0]),
+                (*self.ends.inputs, *self.ends.outputs),
+            )
+            pairs = [(leaf, place) for leaf, place in zip(leaves, places, strict=True) if place is not None]
+            saves.skips = tuple(sorted({place for leaf, place in pairs if address_of(leaf) in saves.addresses}))
             return output
 
         recording, gradients, lasting_bytes = self._recorded(forward, hold_input=hold_input, hold_output=hold_output)
@@ -268,6 +269,8 @@ class StageProfiler:
         kept = link_bytes + made_bytes - saved_made - recording.first("drop output").freed_bytes
         saved_output = min(max(kept, 0), link_bytes)
         replay_peak = recording.peak_bytes("forward", f"save {saves.count}") - start if saves.count else 0
+        buffers = (buffer for *_, buffer in buffers_of(self.state.remembered))
+        saved_states = [buffer for buffer in buffers if address_of(buffer) in saves.addresses]
         begun = "unpack" if saves.read else "done"
         unpack_peak = recording.peak_bytes("backward", begun) - level
         backward_peak = max(recording.peak_bytes("unpack", "done") - level, 0) if saves.read else unpack_peak
@@ -291,26 +294,14 @@ class StageProfiler:
             replay_seconds=0.0,
             backward_seconds=0.0,
             saved_skips=saves.skips,
-            saved_state_bytes=self._saved_state_bytes(saves),
+            saved_state_bytes=bytes_in_blocks(saved_states, self.meter.block_bytes),
         )
-
-    def _saved_state_bytes(self, saves: _Saves) -> int:
-        """Bytes of remembered buffers that autograd has saved."""
-        saved = (buffer for *_, buffer in buffers_of(self.state.remembered) if address_of(buffer) in saves.addresses)
-        return bytes_in_blocks(saved, self.meter.block_bytes)
 
     def run(self, value: Any, source: Output | None = None) -> Any:
         """The output of one forward under the option, or inverted; ``source`` refers to the input that is dropped."""
         if self.way is not None:
             return run_inverted(self.way, value, source)
         return run_stage(self.stage, value, self.option)
-
-    def _saved_skips(self, value: Any, output: Any, saved: Set[int]) -> tuple[int, ...]:
-        """The places of the skips among the saved storages."""
-        leaves = (*tree_flatten(value)[0], *tree_flatten(output)[0])
-        places = (*self.ends.inputs, *self.ends.outputs)
-        pairs = ((leaf, place) for leaf, place in zip(leaves, places, strict=True) if place is not None)
-        return tuple(sorted({place for leaf, place in pairs if address_of(leaf) in saved}))
 
     def timed_enough(self, options: Sequence[Sequence[tuple[float, float]]]) -> bool:
         """True if each option ran ``repeats`` times, fewer times if its runs are long and more if they are short.
@@ -362,9 +353,6 @@ class StageProfiler:
         return recording.peak_bytes("forward", "root") - start, pinned_bytes, recomputed_peak
 
 
-# ----------------------------------------------------------------------------------------------------
-
-
 class StageBackward:
     """The backward of a stage that has just run, without holding the tensors in between.
 
@@ -394,7 +382,11 @@ class StageBackward:
             return Gradients(given_bytes=self._given_bytes)
         # Not backward(): .grad and the hooks of gradient accumulation are the user's.
         ends: Any = [*self._inputs, *self._parameters]
-        hooks = [parameter.register_hook(partial(_instead, parameter)) for parameter in self._given_up]
+        # A tensor like the gradient takes its place, and no memory.
+        hooks = [
+            parameter.register_hook(lambda g, p=parameter: p.detach() if g.layout == torch.strided else None)
+            for parameter in self._given_up
+        ]
         try:
             gradients: Sequence[torch.Tensor | None] = torch.autograd.grad(
                 root, ends, torch.empty_like(root), allow_unused=True
@@ -459,14 +451,6 @@ class _GradientSource(torch.autograd.Function):
             StorageWeakRef(gradient.untyped_storage()) for gradient in gradients if address_of(gradient) not in old
         )
         return None, None, None, *gradients
-
-
-def _instead(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
-    """A tensor like the gradient that takes no memory."""
-    return parameter.detach() if gradient.layout == torch.strided else None
-
-
-# ----------------------------------------------------------------------------------------------------
 
 
 Enough: TypeAlias = Callable[[Sequence[Sequence[tuple[float, float]]]], bool]

@@ -415,7 +415,14 @@ class _Case:
     @classmethod
     def of(cls, options: Namespace) -> _Case:
         """Build the model and what trains it."""
-        device = torch.device(_known_device(options.device))
+        kind = options.device.partition(":")[0]
+        if kind not in ("cpu", "cuda", "meta"):
+            raise ProfilingError(f"device {options.device!r} is unknown: expected cpu, cuda or meta")
+        if kind == "cuda" and not torch.cuda.is_available():
+            raise ProfilingError(
+                "there is no CUDA device on this machine: use --device meta with --gpu to estimate for one"
+            )
+        device = torch.device(options.device)
         limit = parse_limit(options.budget)  # wrong ones are found before anything is measured
         half = _HALF.get(options.precision.partition("-")[0])
         floating, mixed = (half, None) if options.precision.endswith("-true") else (None, half)
@@ -469,17 +476,6 @@ def _accelerator(options: Namespace) -> Accelerator:
     if options.flops is not None:
         found = replace(found, flops=options.flops, half_flops=options.flops)
     return replace(found, bandwidth=options.bandwidth) if options.bandwidth is not None else found
-
-
-def _known_device(name: str) -> str:
-    kind = name.partition(":")[0]
-    if kind not in ("cpu", "cuda", "meta"):
-        raise ProfilingError(f"device {name!r} is unknown: expected cpu, cuda or meta")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ProfilingError(
-            "there is no CUDA device on this machine: use --device meta with --gpu to estimate for one"
-        )
-    return name
 
 
 # -------------------------------------------------------------------- the answer

@@ -107,7 +107,8 @@ def draw_chain(
         console.print(Text(title, "bold"))
     for fact in (fact for applies, fact in facts if applies):
         console.print(Text(fact, _GREY))
-    drawing = _Drawing(chain, labels, options, depths, _colours(keys))
+    shades = dict(zip((key for key, count in Counter(keys).items() if count > 1), cycle(_COLOURS), strict=False))
+    drawing = _Drawing(chain, labels, options, depths, [shades.get(key, "#FFFFFF") for key in keys])
     for run in runs:
         console.print(drawing.run(run))
     return console.export_svg(title=title or "chain", theme=DEFAULT_TERMINAL_THEME, code_format=_SVG)
@@ -222,13 +223,6 @@ def folded(keys: Sequence[Hashable], *, longest: int = 64) -> list[Run]:
     return runs
 
 
-def _colours(keys: Sequence[Hashable]) -> list[str]:
-    """Colours by stage; white for stages without a like."""
-    kinds = [key for key, count in Counter(keys).items() if count > 1]
-    shades = dict(zip(kinds, cycle(_COLOURS), strict=False))
-    return [shades.get(key, "#FFFFFF") for key in keys]
-
-
 # ----------------------------------------------------------------------------------------------------
 # What stages run.
 
@@ -262,7 +256,7 @@ def operator_labels(stage: Stage) -> tuple[str, ...]:
 
 
 def _labels(operator: Any) -> Iterator[str]:
-    """Labels of a module, a function, or a tensor's method by its name."""
+    """Labels of a module with the shape of its weight (``Linear 10×288``), a function, or a tensor's method by name."""
     match operator:
         case GraphSlice():
             for inner in operator.operators:
@@ -271,14 +265,9 @@ def _labels(operator: Any) -> Iterator[str]:
             for member in operator:
                 yield from _labels(member)
         case nn.Module():
-            yield _described(operator)
+            weight = getattr(operator, "weight", None)
+            sizes = "×".join(map(str, weight.shape)) if isinstance(weight, torch.Tensor) else ""
+            yield f"{type(operator).__name__} {sizes}".strip()
         case _:
             name = operator if isinstance(operator, str) else getattr(operator, "__name__", str(operator))
             yield _PLAIN.get(name, name.strip("_"))
-
-
-def _described(module: nn.Module) -> str:
-    """Class of a layer, and the shape of its weight: ``Linear 10×288``."""
-    weight = getattr(module, "weight", None)
-    sizes = "×".join(map(str, weight.shape)) if isinstance(weight, torch.Tensor) else ""
-    return f"{type(module).__name__} {sizes}".strip()

@@ -137,9 +137,6 @@ def thread_skips(layers: Sequence[tuple[str, nn.Module]]) -> list[tuple[nn.Modul
     return threaded
 
 
-# ----------------------------------------------------------------------------------------------------
-
-
 DRAWING = (
     *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout),
     *(nn.MultiheadAttention, nn.RNNBase, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d),

@@ -358,7 +358,8 @@ class _Look:
 
     def _module(self, module: nn.Module) -> None:
         """Look at a module that is referred to: its hooks are not called, and nobody else sees to its buffers."""
-        if isinstance(module, torch.jit.ScriptModule) or _is_torchs(type(module)):
+        is_torchs = type(module).__module__.startswith(("torch.nn.modules.", "lightning_rotor."))
+        if isinstance(module, torch.jit.ScriptModule) or is_torchs:
             return
         attributes = module.__dict__
         self.kept.append((_NAMESPACE, attributes, dict(attributes)))
@@ -503,10 +504,6 @@ def is_users(filename: str) -> bool:
 _OURS = f"{Path(__file__).parents[1]}{os.sep}"
 _TORCHS_AND_OURS = (f"{Path(torch.__file__).parent}{os.sep}", _OURS)
 _PYTHONS = (f"{Path(os.__file__).parent}{os.sep}", "<frozen ")
-
-
-def _is_torchs(kind: type) -> bool:
-    return kind.__module__.startswith(("torch.nn.modules.", "lightning_rotor."))
 
 
 def _is_own(kind: type) -> bool:

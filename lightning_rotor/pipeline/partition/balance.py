@@ -11,6 +11,7 @@ import numpy as np
 from lightning_rotor.chain import Chain
 from lightning_rotor.pipeline.schedule import PipelineError
 from lightning_rotor.pipeline.simulator import Reals
+from lightning_rotor.units import is_positive_integer
 
 Cuts: TypeAlias = tuple[int, ...]
 """First stage of the chain in each pipeline stage."""
@@ -34,27 +35,24 @@ def stage_bytes(chain: Chain, param_scale: float = 2.0) -> list[float]:
     ]
 
 
-def check_balance(balance: Sequence[int], stages: int, parts: int) -> tuple[int, ...]:
+def check_balance(balance: Sequence[int] | str, stages: int, parts: int) -> tuple[int, ...]:
     """A balance given by hand, checked for so many stages and parts."""
-    given = list(balance)
-    entries: list[object] = [*balance]
     even = even_balance(stages, parts)
-    for place, count in enumerate(entries):
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise PipelineError(
-                f"balance={given} has {count!r} at place {place}: expected positive integers, since every pipeline "
-                f"stage needs at least one stage of the model, such as balance={even}"
-            )
-    if len(given) != parts:
-        raise PipelineError(
-            f"balance={given} has {len(given)} entries for {parts} pipeline stages: expected one for each, such as "
-            f"balance={even}"
+    if isinstance(balance, str):
+        raise PipelineError(f'balance is {balance!r}: expected "auto" or numbers such as {even}')
+    given = list(balance)
+    wrong, odd = "", [place for place, count in enumerate(given) if not is_positive_integer(count)]
+    if odd:
+        wrong = (
+            f"has {given[odd[0]]!r} at place {odd[0]}: expected positive integers, since every pipeline stage needs "
         )
-    if sum(given) != stages:
-        raise PipelineError(
-            f"balance={given} shares out {sum(given)} stages, but the model has {stages}: expected the entries to add "
-            f"up, such as balance={even}"
-        )
+        wrong += "at least one stage of the model"
+    elif len(given) != parts:
+        wrong = f"has {len(given)} entries for {parts} pipeline stages: expected one for each"
+    elif sum(given) != stages:
+        wrong = f"shares out {sum(given)} stages, but the model has {stages}: expected the entries to add up"
+    if wrong:
+        raise PipelineError(f"balance={given} {wrong}, such as balance={even}")
     return tuple(given)
 
 
@@ -81,9 +79,8 @@ def simple_balances(chain: Chain, parts: int) -> list[list[int]]:
 
 def least_largest(values: Sequence[float], partitions: int) -> list[int]:
     """Contiguous parts whose largest sum is least."""
-    n = len(values)
-    parts: object = partitions
-    if not isinstance(parts, int) or isinstance(parts, bool) or not 1 <= parts <= n:
+    n, parts = len(values), partitions
+    if not is_positive_integer(parts) or parts > n:
         raise PipelineError(
             f"partitions is {partitions!r}, but the chain has {n} stages: expected an integer from 1 to {n}, such as "
             f"partitions={n}"

@@ -80,7 +80,12 @@ def sub_chain(chain: Chain, first: int, last: int) -> Chain:
         if inside is not None:
             numbers[number] = len(skips)
             skips.append(inside)
-    stages = [_renumbered(stage, numbers) for stage in chain.stages[first : last + 1]]
+    stages = list(chain.stages[first : last + 1])
+    for place, stage in enumerate(stages):
+        if any(option.saved_skips for option in stage.options):
+            saved = [tuple(numbers[n] for n in option.saved_skips if n in numbers) for option in stage.options]
+            options = (replace(option, saved_skips=own) for option, own in zip(stage.options, saved, strict=True))
+            stages[place] = replace(stage, options=tuple(options))
     stages[-1] = replace(stages[-1], output_bytes=stages[-1].output_bytes + handed_bytes)
     input_bytes = boundary_bytes(chain, first) if first else chain.input_bytes
     return replace(chain, stages=tuple(stages), input_bytes=input_bytes, skips=tuple(skips))
@@ -131,16 +136,6 @@ def _inside(skip: Skip, first: int, last: int) -> Skip | None:
     if not uses:  # only handed on: as if the last stage read it; its gradient arrives from outside
         uses, gradients = (last - first,), (0,)
     return Skip(skip.born - first, uses, skip.size_bytes, gradients, in_output=leaves_here)
-
-
-def _renumbered(stage: StageCost, numbers: dict[int, int]) -> StageCost:
-    if not any(option.saved_skips for option in stage.options):
-        return stage
-    options = tuple(
-        replace(option, saved_skips=tuple(numbers[number] for number in option.saved_skips if number in numbers))
-        for option in stage.options
-    )
-    return replace(stage, options=options)
 
 
 # -------------------------------------------------------------------- plans of a run

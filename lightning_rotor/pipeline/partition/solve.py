@@ -13,20 +13,13 @@ from rich import box
 from rich.table import Table
 
 from lightning_rotor.chain import Chain
-from lightning_rotor.pipeline.partition.balance import (
-    Cuts,
-    check_balance,
-    cuts_of,
-    even_balance,
-    least_bottleneck,
-    runs_of,
-)
+from lightning_rotor.pipeline.partition.balance import Cuts, check_balance, cuts_of, least_bottleneck, runs_of
 from lightning_rotor.pipeline.partition.in_flight import END, StagePlan, sub_chain
 from lightning_rotor.pipeline.partition.problem import Costs, PipelineDevice, Problem, StageChoice
 from lightning_rotor.pipeline.partition.search import Search, impossible
 from lightning_rotor.pipeline.schedule import PipelineError
 from lightning_rotor.pipeline.simulator import PipelineSimulation, simulate_pipeline
-from lightning_rotor.units import format_bytes, format_seconds, rendered
+from lightning_rotor.units import format_bytes, format_seconds, formatted_apart, rendered
 
 # Most runs of stages whose least memory is computed for an error.
 _MOST_ASKED = 400
@@ -160,11 +153,7 @@ def partition(
     problem = Problem(chain, all_devices, micro_batches, state_bytes=tuple(state_bytes), **options)
     costs = Costs(problem)
     search = Search(costs)
-    asked: object = balance
-    if isinstance(asked, str) and asked != "auto":
-        even = even_balance(len(chain), problem.stages)
-        raise PipelineError(f'balance is {asked!r}: expected "auto" or numbers such as {even}')
-    by_hand: Cuts = () if isinstance(balance, str) else cuts_of(check_balance(balance, len(chain), problem.stages))
+    by_hand: Cuts = () if balance == "auto" else cuts_of(check_balance(balance, len(chain), problem.stages))
     choices, bound_seconds = (None, 0.0) if by_hand else search.run()
     if choices is None:
         cuts = by_hand or _least_memory_cuts(costs)
@@ -185,9 +174,7 @@ def _refusal(costs: Costs, cuts: Cuts, what: str) -> PartitionError:
     memories = [device.memory_bytes for device in problem.devices]
     short = [place for place, has in enumerate(memories) if has is not None and has < needs[place]]
     device = short[0] if short else needs.index(max(needs))
-    has, needed = format_bytes(memories[device] or 0), format_bytes(max(needs))
-    if has == needed:
-        has, needed = f"{memories[device] or 0:,} bytes", f"{max(needs):,} bytes"
+    has, needed = formatted_apart(memories[device] or 0, max(needs))
     static = sum(problem.state_bytes) + sum(int(costs.gradient_bytes(*run)) for run in runs)
     least = "at least" if problem.stages_per_device == 1 else "about"
     remedies = "use more devices or smaller micro-batches"
