@@ -157,8 +157,7 @@ class PausedCall:
         if self._arguments is None:
             raise PipelineError(
                 f"{self._what} never called the module that is cut into pipeline stages: expected one call of it. Name "
-                "the "
-                'module that it calls: RotorPipelineStrategy(module="...")'
+                'the module that it calls: RotorPipelineStrategy(module="...")'
             )
         return self._arguments
 

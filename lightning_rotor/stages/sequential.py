@@ -406,9 +406,8 @@ def require_own_output(
     taken_bytes, made_bytes = (sum(tensor.nbytes for tensor in tensors) for tensors in (inputs, made))
     if made_bytes < taken_bytes:
         raise InverseError(
-            f"{name!r} returns less than it takes, {made_bytes} of {taken_bytes} bytes: expected an output "
-            "from which the input can be rebuilt. Keep what is left out in a second output, or run the module "
-            "plainly",
+            f"{name!r} returns less than it takes, {made_bytes} of {taken_bytes} bytes: expected an output from which "
+            "the input can be rebuilt. Keep what is left out in a second output, or run the module plainly",
             stage=name,
         )
     return made

@@ -74,8 +74,7 @@ class PipelineSettings(PipelineOptions):
         if self.schedule == "1f1b" and self.micro_batches < stages:
             raise PipelineError(
                 f"micro_batches is {self.micro_batches} for {stages} devices: expected at least as many micro-batches "
-                "as "
-                f'devices under schedule "1f1b". Use micro_batches={stages}, or schedule="gpipe"'
+                f'as devices under schedule "1f1b". Use micro_batches={stages}, or schedule="gpipe"'
             )
 
     def check_fit(self, model: pl.LightningModule, precision: Precision, callbacks: Sequence[pl.Callback]) -> None:
