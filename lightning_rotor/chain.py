@@ -147,6 +147,21 @@ class Option:
         if self.needs_exact_output and not self.saved_output_bytes:
             raise ScheduleError(f"option {self.name!r} needs its exact output: expected it to save some of it")
 
+    @property
+    def seconds(self) -> float:
+        """Seconds of recorded forward and backward."""
+        return self.forward_seconds + self.backward_seconds
+
+    @property
+    def again_seconds(self) -> float:
+        """Least seconds that its backward spends on a forward where it ends a segment."""
+        return min(self.replay_seconds, self.forward_seconds) if self.saved_tensors else 0.0
+
+    @property
+    def kept_bytes(self) -> int:
+        """All that it saves, boundaries included."""
+        return self.saved_bytes + self.saved_input_bytes + self.saved_output_bytes
+
     def backward_peaks(self, *, gradients_exist: bool) -> BackwardPeaks:
         """Peaks of the backward, where parameters have gradients already or where they do not."""
         if gradients_exist and self.accumulating is not None:
@@ -323,7 +338,13 @@ class Chain:
     @property
     def step_seconds(self) -> float:
         """Forward and backward of the chain without any recomputation."""
-        return sum(stage.keep.forward_seconds + stage.keep.backward_seconds for stage in self.stages)
+        return sum(stage.keep.seconds for stage in self.stages)
+
+    @property
+    def always_bytes(self) -> int:
+        """Bytes alive in every backward, whatever the schedule: the output, and what no checkpoint can free."""
+        in_output = sum(skip.size_bytes for skip in self.skips if skip.in_output)
+        return self.stages[-1].output_bytes + sum(stage.pinned_bytes for stage in self.stages) + in_output
 
     def passing_gradient_bytes(self, stage: int) -> int:
         """Gradients of skips that are alive during the backward of a stage which neither makes nor reads them."""

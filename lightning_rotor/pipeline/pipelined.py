@@ -132,7 +132,7 @@ def _partition(
     processes: PipelineProcesses,
 ) -> Partition:
     """The first process's partition, or its error on every process."""
-    mine = [stage.keep.forward_seconds + stage.keep.backward_seconds for stage in profile.chain]
+    mine = [stage.keep.seconds for stage in profile.chain]
     if processes.replicas is not None:  # the slowest counts, since all wait for it
         mine = [max(each) for each in zip(*gathered(mine, processes.replicas), strict=True)]
     speeds = speeds_beside_first(gathered(mine, processes.group))

@@ -130,15 +130,13 @@ def least_stages(
     chain: Chain, budget_bytes: int, *, gradients_exist: bool = False, lingering_bytes: int = 0
 ) -> list[LeastStage]:
     """The stages of a chain; arguments as for :func:`lightning_rotor.planning.plan`."""
-    alive = chain.stages[-1].output_bytes + sum(stage.pinned_bytes for stage in chain)
-    alive += sum(skip.size_bytes for skip in chain.skips if skip.in_output)
     gradients = [
         0 if gradients_exist else min(option.parameter_gradient_bytes for option in stage.options) for stage in chain
     ]
     shares = _shares_of_skips(chain)
     stages = []
     for index, stage in enumerate(chain):
-        room = budget_bytes - alive - sum(gradients[index + 1 :]) - chain.passing_gradient_bytes(index)
+        room = budget_bytes - chain.always_bytes - sum(gradients[index + 1 :]) - chain.passing_gradient_bytes(index)
         before = lingering_bytes + sum(each.pinned_bytes for each in chain.stages[:index])
         peak = min(min(stage.discard_peak_of(option), option.forward_peak_bytes) for option in stage.options)
         first = min(stage.discard_seconds, *(option.forward_seconds for option in stage.options))
@@ -167,7 +165,7 @@ def _way(
     if not option.saved_tensors:
         seconds = option.backward_seconds
         return LeastWay(False, 0, 0, 0, least, held, seconds, seconds, seconds)
-    replay = min(option.replay_seconds, option.forward_seconds)
+    replay = option.again_seconds
     again = min(option.forward_seconds, first_seconds + replay) if stage.recomputable else option.forward_seconds
     return LeastWay(
         saves=True,

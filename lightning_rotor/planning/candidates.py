@@ -157,10 +157,8 @@ def _edited(items: tuple[Item, ...], chain: Chain) -> Iterator[tuple[Item, ...]]
 
 def _next_options(chain: Chain, stage: int, option: int) -> list[int]:
     """The options that save the next less and the next more bytes."""
-    saved = [
-        each.saved_bytes + each.saved_input_bytes + each.saved_output_bytes for each in chain.stages[stage].options
-    ]
-    ranks = sorted(range(len(saved)), key=saved.__getitem__)
+    options = chain.stages[stage].options
+    ranks = sorted(range(len(options)), key=lambda each: options[each].kept_bytes)
     at = ranks.index(option)
     return ranks[max(at - 1, 0) : at] + ranks[at + 1 : at + 2]
 

@@ -23,7 +23,7 @@ from itertools import groupby, pairwise
 from rich import box
 from rich.table import Table
 
-from lightning_rotor.chain import Chain, Option
+from lightning_rotor.chain import Chain
 from lightning_rotor.errors import BudgetError, ScheduleError
 from lightning_rotor.schedule import Item, Leaf, Schedule, Segment
 from lightning_rotor.simulator import Simulation
@@ -253,9 +253,7 @@ def keep_all_fastest(chain: Chain) -> Schedule:
     """Schedule without any recomputation, not even of inputs from outputs; every stage runs its fastest option."""
     fastest = []
     for stage in chain:
-        seconds = [
-            math.inf if option.inverts else option.forward_seconds + option.backward_seconds for option in stage.options
-        ]
+        seconds = [math.inf if option.inverts else option.seconds for option in stage.options]
         fastest.append(seconds.index(min(seconds)))
     return Schedule(tuple(Leaf(stage, option) for stage, option in enumerate(fastest)))
 
@@ -264,18 +262,13 @@ def no_schedule_is_faster(chain: Chain) -> bool:
     """True if no schedule can be faster than :func:`keep_all_fastest`: so on measured chains without inverses."""
     # Both forwards of a measured stage are timed as one, so dropping and recomputing it alone saves no time.
     for stage in chain:
-        kept = min(each.forward_seconds + each.backward_seconds for each in stage.options if not each.inverts)
-        others = [each.forward_seconds + each.backward_seconds for each in stage.options if each.inverts]
+        kept = min(each.seconds for each in stage.options if not each.inverts)
+        ways = [each.seconds for each in stage.options]
         if stage.recomputable:
-            others += [stage.discard_seconds + _again(each) + each.backward_seconds for each in stage.options]
-        if min(others, default=kept) < kept:
+            ways += [stage.discard_seconds + each.again_seconds + each.backward_seconds for each in stage.options]
+        if min(ways) < kept:
             return False
     return True
-
-
-def _again(option: Option) -> float:
-    """Least seconds that the backward spends on a forward in a segment."""
-    return min(option.replay_seconds, option.forward_seconds) if option.saved_tensors else 0.0
 
 
 def segments_around(chain: Chain, first: int, last: int) -> list[Item]:

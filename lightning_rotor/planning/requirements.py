@@ -171,7 +171,7 @@ class _Options:
             self._paid[index, number_before, number] = (NEVER if is_exact else 0) if option.inverts else kept
         if not option.inverts:  # what an inverted stage frees is never paid for
             self._freed[at] = self.input_slots[index] - self._paid[index, 0, number]
-        self.seconds[at] = option.forward_seconds + option.backward_seconds
+        self.seconds[at] = option.seconds
         self.last_seconds[at] = option.replay_seconds + option.backward_seconds
         self.bare_seconds[at] = option.backward_seconds + self._chain.stages[index].discard_seconds
 
@@ -387,9 +387,7 @@ def _classes(chain: Chain, boundary: int) -> tuple[_Class, ...]:
 
 def _backward_bases(chain: Chain, gradients_exist: bool) -> list[int]:
     """By stage, bytes alive at its backward whatever the schedule."""
-    always = chain.stages[-1].output_bytes + sum(stage.pinned_bytes for stage in chain)
-    always += sum(skip.size_bytes for skip in chain.skips if skip.in_output)
-    gradients = 0
+    always, gradients = chain.always_bytes, 0
     bases: list[int] = []
     behind: tuple[Option, ...] = ()
     for index, stage in reversed([*enumerate(chain.stages)]):

@@ -50,20 +50,13 @@ _LAUNCH_SECONDS = 3e-6
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """A device as a roofline sees it.
-
-    Attributes:
-        memory_bytes: As the driver shows it.
-        bandwidth: Bytes per second between memory and chip.
-        flops: Operations per second on 4-byte numbers (a fused multiply-add is two), without TF32, as torch's default.
-        half_flops: Operations per second on 2-byte numbers (dense, on tensor cores).
-    """
+    """A device as a roofline sees it."""
 
     name: str
-    memory_bytes: int
-    bandwidth: float
-    flops: float
-    half_flops: float
+    memory_bytes: int  # as the driver shows it
+    bandwidth: float  # bytes per second between memory and chip
+    flops: float  # operations per second on 4-byte numbers (a fused multiply-add is two), without TF32
+    half_flops: float  # operations per second on 2-byte numbers (dense, on tensor cores)
 
     def seconds(self, operations: float, moved_bytes: float, element_bytes: int) -> float:
         """Estimated duration of one operator that multiplies numbers of ``element_bytes``."""

@@ -130,22 +130,15 @@ def memories_elsewhere(layouts: Layouts) -> Memories:
 class Gradients:
     """What a backward leaves.
 
-    Attributes:
-        link_bytes: Gradients of its link.
-        skip_bytes: By place, what keeps alive a skip's gradient: more than its own size if it is a slice, 0 if another
-            skip's gradient counts it.
-        layouts: How they lie, by key (see :data:`Layouts`). Without a skip that several tensors show.
-        parameter_bytes: Gradients of parameters.
-        given_bytes: Gradients of skips that it was given, as far as its peaks count them.
-        passes_on: The link's gradients lie in memory that it was given.
+    A skip's gradient takes what keeps it alive: more than its own size if it is a slice, 0 if another skip's counts it.
     """
 
-    link_bytes: int = 0
-    skip_bytes: Mapping[int, int] = field(default_factory=dict)
-    layouts: Mapping[int, Layout] = field(default_factory=dict)
-    parameter_bytes: int = 0
-    given_bytes: int = 0
-    passes_on: bool = False
+    link_bytes: int = 0  # gradients of its link
+    skip_bytes: Mapping[int, int] = field(default_factory=dict)  # by place
+    layouts: Mapping[int, Layout] = field(default_factory=dict)  # by key, without skips that several tensors show
+    parameter_bytes: int = 0  # gradients of parameters
+    given_bytes: int = 0  # gradients of skips that it was given, as far as its peaks count them
+    passes_on: bool = False  # the link's gradients lie in memory that it was given
 
 
 def layouts_of(gradients: Sequence[tuple[int, tuple[int, ...], torch.Tensor]]) -> list[Layout]:

@@ -76,15 +76,10 @@ class Recording:
 
 
 class Meter(Protocol):
-    """Measures bytes and seconds on one device.
+    """Measures bytes and seconds on one device."""
 
-    Attributes:
-        needs_warm_up: An operator's first run allocates what later ones do not, such as workspaces of CUDA's libraries.
-        block_bytes: The size of each block is counted as a multiple of this.
-    """
-
-    needs_warm_up: bool = False
-    block_bytes: int = 1
+    needs_warm_up: bool = False  # an operator's first run allocates what later ones do not, such as workspaces of CUDA
+    block_bytes: int = 1  # the size of each block is counted as a multiple of this
 
     def recording(self) -> AbstractContextManager[Recording]:
         """A context manager that yields a recording, complete at its end."""

@@ -149,25 +149,15 @@ class Storage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Behaviour:
-    """What the runs of a stage, or of several in a row, showed.
+    """What the runs of a stage, or of several in a row, showed."""
 
-    Attributes:
-        draws_random: Random numbers were drawn, or could be in some step.
-        repeatable: A recomputation gives the same bits.
-        leaves_traces: Something that user code can reach was changed.
-        calls_checkpoint: torch's checkpoint was called.
-        updating: Modules that changed buffers.
-        written: Parameters that were changed.
-        seconds: Of one forward.
-    """
-
-    draws_random: bool
-    repeatable: bool
-    leaves_traces: bool
-    calls_checkpoint: bool
-    updating: tuple[nn.Module, ...]
-    written: tuple[nn.Parameter, ...]
-    seconds: float
+    draws_random: bool  # random numbers were drawn, or could be in some step
+    repeatable: bool  # a recomputation gives the same bits
+    leaves_traces: bool  # something that user code can reach was changed
+    calls_checkpoint: bool  # torch's
+    updating: tuple[nn.Module, ...]  # modules that changed buffers
+    written: tuple[nn.Parameter, ...]  # parameters that were changed
+    seconds: float  # of one forward
 
     @classmethod
     def of_all(cls, each: Sequence[Behaviour]) -> Behaviour:
@@ -185,21 +175,13 @@ class Behaviour:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scan:
-    """What one run of each stage showed.
+    """What one run of each stage showed."""
 
-    Attributes:
-        storages: Of each value by leaf; None if it is no tensor.
-        behaviours: Of each stage.
-        changes_input: The chain's input is changed in place.
-        groups: Stages to merge.
-        skips: Storages that outlive a link between the groups, without gradients.
-    """
-
-    storages: Mapping[int, tuple[Storage | None, ...]]
-    behaviours: tuple[Behaviour, ...]
-    changes_input: bool
-    groups: tuple[range, ...]
-    skips: Mapping[Storage, Skip]
+    storages: Mapping[int, tuple[Storage | None, ...]]  # of each value by leaf; None if it is no tensor
+    behaviours: tuple[Behaviour, ...]  # of each stage
+    changes_input: bool  # the chain's input is changed in place
+    groups: tuple[range, ...]  # stages to merge
+    skips: Mapping[Storage, Skip]  # storages that outlive a link between the groups, without gradients
 
 
 def _skips(storages: Mapping[int, tuple[Storage | None, ...]], groups: Sequence[range]) -> dict[Storage, Skip]:

@@ -21,26 +21,18 @@ from lightning_rotor.profiling.stage import StageMeasurement, StageProfiler, typ
 
 @dataclass(slots=True, eq=False)
 class MeasuredStage:
-    """A stage in its chain, and what measuring has found with gradients that lay as ``layouts`` says.
+    """A stage in its chain, and what measuring has found with gradients that lay as ``layouts`` says."""
 
-    Attributes:
-        profiler: It can measure wherever there is an input; its boundary is empty.
-        identity: Equal ones cost the same, for all that can be told before a run; equal ``kin`` take the same time.
-        way: How it is inverted, None if it cannot be; ``objection`` says why, or why not by its own backward.
-        readers: By place of a skip, the next stage that reads it.
-        expected_bytes: What the stage behind left of the link's gradient when it was measured.
-    """
-
-    profiler: StageProfiler
-    identity: tuple[Any, ...]
-    kin: tuple[Any, ...]
-    way: Way | None
-    objection: str
-    readers: Mapping[int, int]
+    profiler: StageProfiler  # it can measure wherever there is an input; its boundary is empty
+    identity: tuple[Any, ...]  # equal ones cost the same, for all that can be told before a run
+    kin: tuple[Any, ...]  # equal ones take the same time
+    way: Way | None  # how it is inverted; None if it cannot be
+    objection: str  # why it cannot be, or not by its own backward
+    readers: Mapping[int, int]  # by place of a skip, the next stage that reads it
     takes: tuple[str, ...]
     found: StageMeasurement = field(init=False)
     layouts: Layouts = ()
-    expected_bytes: int = 0
+    expected_bytes: int = 0  # what the stage behind left of the link's gradient when it was measured
 
     @property
     def link_bytes(self) -> int:

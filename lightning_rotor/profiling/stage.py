@@ -134,34 +134,26 @@ class _Saves:
 class StageProfiler:
     """Measures one stage at one boundary, whose output the caller holds during the backward if it is the last.
 
-    Attributes:
-        state: What a recomputation must leave alone.
-        recomputable: True if it may run as a segment.
-        generators: Where every run of a stage that may draw starts; ``before`` is what user code can reach then.
-        gradients_exist: Parameters' gradients are freed at once, as where autograd adds them to existing ones.
-        layouts: How later stages leave the gradients that it is given.
-        interlude: Called before each timed run.
-        in_lockstep: Other processes measure the same stage and wait, so neither times nor batch sizes may decide how
-            often it runs.
-        way: How it is inverted; None if it is not.
+    ``in_lockstep`` other processes measure the same stage and wait, so neither times nor batch sizes may decide how
+    often it runs.
     """
 
     stage: Stage
     ends: StageEnds
-    state: SegmentState
+    state: SegmentState  # what a recomputation must leave alone
     meter: Meter
     last: bool
-    recomputable: bool
-    generators: GeneratorStates | None
+    recomputable: bool  # it may run as a segment
+    generators: GeneratorStates | None  # where every run of a stage that may draw starts
     repeats: int
-    interlude: Callable[[], None]
+    interlude: Callable[[], None]  # called before each timed run
     in_lockstep: bool
     boundary: Boundary = NOTHING
-    layouts: Layouts = ()
-    before: Snapshot | None = None
-    gradients_exist: bool = False
+    layouts: Layouts = ()  # how later stages leave the gradients that it is given
+    before: Snapshot | None = None  # what user code can reach where every run starts
+    gradients_exist: bool = False  # new ones are freed at once, as where autograd adds them to others
     option: int = 0
-    way: Way | None = None
+    way: Way | None = None  # how it is inverted
 
     def measure(self, *, timed: bool = True) -> StageMeasurement:
         """Bytes and seconds of the stage."""

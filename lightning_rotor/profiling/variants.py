@@ -212,7 +212,7 @@ def _worthwhile(costs: Mapping[str, StageCost]) -> tuple[str, ...]:
     chance.
     """
     sizes = {name: _sizes(cost) for name, cost in costs.items()}
-    seconds = {name: cost.keep.forward_seconds + cost.keep.backward_seconds for name, cost in costs.items()}
+    seconds = {name: cost.keep.seconds for name, cost in costs.items()}
 
     def beats(one: str, other: str) -> bool:
         return all(mine <= theirs for mine, theirs in zip(sizes[one], sizes[other], strict=True)) and (
@@ -229,8 +229,7 @@ def _worthwhile(costs: Mapping[str, StageCost]) -> tuple[str, ...]:
 
 
 def _sizes(cost: StageCost) -> tuple[int, ...]:
-    option = cost.keep
-    saved = option.saved_bytes + option.saved_input_bytes + option.saved_output_bytes
+    option, saved = cost.keep, cost.keep.kept_bytes
     peaks = option.backward_peak_bytes, option.backward_segment_peak_bytes, option.backward_held_peak_bytes
     return saved, cost.discard_peak_bytes, option.forward_peak_bytes, *(saved + peak for peak in peaks)
 

@@ -137,8 +137,7 @@ class _Drawing:
 
     def _box(self, number: int, run: Run) -> Panel:
         option, depth = self.options[number], self.depths[number]
-        kept = option.saved_bytes + option.saved_input_bytes + option.saved_output_bytes
-        keeps = "inverted" if option.inverts else f"keeps {format_bytes(kept)}"
+        keeps = "inverted" if option.inverts else f"keeps {format_bytes(option.kept_bytes)}"
         if depth:
             keeps = f"recomputed{'' if depth == 1 else f' {depth} deep'}, {keeps}"
         skips = [Text(line, overflow="ellipsis", no_wrap=True) for line in self._skips(number)]

@@ -19,7 +19,7 @@ Cuts: TypeAlias = tuple[int, ...]
 
 def stage_seconds(chain: Chain) -> list[float]:
     """Seconds of each stage; recomputation does not count."""
-    return [stage.keep.forward_seconds + stage.keep.backward_seconds for stage in chain]
+    return [stage.keep.seconds for stage in chain]
 
 
 def stage_bytes(chain: Chain, param_scale: float = 2.0) -> list[float]:

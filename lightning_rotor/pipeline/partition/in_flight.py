@@ -324,10 +324,7 @@ class _Search:
     def __init__(self, columns: _Columns, in_flight: int, budget_bytes: int, best: StagePlan | None) -> None:
         self._columns, self._in_flight, self._budget_bytes, self._best = columns, in_flight, budget_bytes, best
         self._nodes: list[tuple[float, int, int]] = []
-        chain = columns.chain
-        # Every schedule holds it, but the table does not count it.
-        self._always_bytes = chain.stages[-1].output_bytes + sum(stage.pinned_bytes for stage in chain)
-        self._always_bytes += sum(skip.size_bytes for skip in chain.skips if skip.in_output)
+        self._always_bytes = columns.chain.always_bytes  # which the table does not count
 
     def run(self) -> StagePlan | None:
         """The fastest plan that fits, or None."""

@@ -72,13 +72,13 @@ class Bounds:
         self._firsts = np.arange(self._n)[:, None]
         self._ends = self._firsts + np.arange(1, self.longest + 1)
         self._speeds = np.array([self._problem.device_of(stage).speed for stage in range(self._stages)])
-        fastest = [min(stage.options, key=lambda each: each.forward_seconds + each.backward_seconds) for stage in chain]
+        fastest = [min(stage.options, key=lambda each: each.seconds) for stage in chain]
         forwards = [[each.forward_seconds] for each in fastest]
         backwards = [[each.backward_seconds] for each in fastest]
         if costs.recomputes:
             forwards = [[stage.discard_seconds, *(each.forward_seconds for each in stage.options)] for stage in chain]
             backwards = [[each.backward_seconds for each in stage.options] for stage in chain]
-        self._plain = _before(each.forward_seconds + each.backward_seconds for each in fastest)
+        self._plain = _before(each.seconds for each in fastest)
         self._forward, self._most_forward = _before(map(min, forwards)), _before(map(max, forwards))
         self._backward = _before(map(min, backwards))
         self._travel = np.array(costs.travel_seconds)
@@ -106,21 +106,13 @@ class Bounds:
             # A boundary that both sides save is freed by neither alone.
             shared = number == 0 or any(option.saved_output_bytes for option in chain.stages[number - 1].options)
             ways = [
-                (
-                    each.saved_bytes + (0 if shared else each.saved_input_bytes),
-                    each.forward_seconds + each.backward_seconds,
-                )
-                for each in stage.options
+                (each.saved_bytes + (0 if shared else each.saved_input_bytes), each.seconds) for each in stage.options
             ]
             most, least = max(held for held, _ in ways), min(seconds for _, seconds in ways)
-            bare = [stage.discard_seconds + each.backward_seconds for each in stage.options if not each.saved_tensors]
             if stage.recomputable:
-                again = [
-                    stage.discard_seconds + each.backward_seconds + min(each.replay_seconds, each.forward_seconds)
-                    for each in stage.options
-                ]
-                ways.append((0, min(again + bare)))
-                self._again[number] = 0.0 if bare else stage.discard_seconds
+                again = min(each.again_seconds + each.backward_seconds for each in stage.options)
+                ways.append((0, stage.discard_seconds + again))
+                self._again[number] = stage.discard_seconds * all(each.saved_tensors for each in stage.options)
             prices = [max(seconds - least, 0.0) / (most - held) for held, seconds in ways if held < most]
             self._kept[number], self._price[number] = most, min(prices, default=math.inf)
 
@@ -271,9 +263,7 @@ class Search:
         """Least seconds of partitions with a longer run."""
         if longest >= self._n - self._stages + 1:
             return math.inf
-        before = _before(
-            min(each.forward_seconds + each.backward_seconds for each in stage.options) for stage in self._problem.chain
-        )
+        before = _before(min(each.seconds for each in stage.options) for stage in self._problem.chain)
         least = (before[longest + 1 :] - before[: -longest - 1]).min()
         return float(self._problem.micro_batches * least / max(device.speed for device in self._problem.devices))
 
