@@ -7,12 +7,10 @@ networks may be anything that keeps the shape of a half; they are never inverted
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -21,7 +19,7 @@ from lightning_rotor.execution.inversion import Way, can_be_fused, run_inverted
 from lightning_rotor.execution.reverse import Roots, accumulate, learning
 from lightning_rotor.private.torch_names import has_forward_hooks, no_dispatch, outside_of_graphs
 from lightning_rotor.stages.sequential import DRAWING, Invertible, Stage, has_own_call, require_invertible
-from lightning_rotor.stages.state import GeneratorStates
+from lightning_rotor.stages.state import seeded
 
 # ----------------------------------------------------------------------------------------------------
 # Random numbers that do not depend on which part of a module runs first.
@@ -37,18 +35,9 @@ class PartSeeds:
             with no_dispatch():
                 self._seed = int(torch.randint(2**62, (), device="cpu"))
 
-    @contextmanager
-    def part(self, number: int) -> Iterator[None]:
+    def part(self, number: int) -> AbstractContextManager[None]:
         """Context in which a part draws its own numbers; the generators are as before afterwards."""
-        if self._seed is None:
-            yield
-            return
-        before = GeneratorStates(self._device)
-        _seed_all(self._seed + number, self._device)
-        try:
-            yield
-        finally:
-            before.restore()
+        return nullcontext() if self._seed is None else seeded(self._seed + number, self._device)
 
 
 def _may_draw(module: nn.Module) -> bool:
@@ -61,15 +50,6 @@ def _may_draw(module: nn.Module) -> bool:
     is_torchs = type(module).__module__.startswith("torch.")
     has_hooks = has_forward_hooks(module)
     return module.training and (has_hooks or not (is_torchs or getattr(module, "draws_by_parts", False)))
-
-
-def _seed_all(seed: int, device: torch.device) -> None:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002  (the one that users' code shares)
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            torch.cuda.manual_seed(seed)
 
 
 class _Coupling(nn.Module):

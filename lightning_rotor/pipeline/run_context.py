@@ -30,7 +30,7 @@ import torch
 from lightning_rotor.chain import Chain
 from lightning_rotor.pipeline.schedule import PipelineError
 from lightning_rotor.stages.sequential import Stage, Wiring
-from lightning_rotor.stages.state import GeneratorStates, Settings
+from lightning_rotor.stages.state import GeneratorStates, Settings, seeded
 
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of a call."""
@@ -47,19 +47,6 @@ def mixed(seed: int, place: int) -> int:
     return (value ^ (value >> 31)) & ((1 << 63) - 1)
 
 
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Context with torch's generators under a seed; their states are restored behind it."""
-    before = GeneratorStates(host=False)
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.manual_seed(seed)
-    try:
-        yield
-    finally:
-        before.restore()
-
-
 class _SeededStage(torch.nn.Module):
     """A stage that runs with random numbers of its own."""
 
@@ -70,7 +57,7 @@ class _SeededStage(torch.nn.Module):
         self._place = place
 
     def forward(self, value: Any) -> Any:
-        with seeded(mixed(torch.initial_seed(), self._place)):
+        with seeded(mixed(torch.initial_seed(), self._place), host=False):
             return self.__dict__["_way"](value)
 
 
@@ -138,7 +125,7 @@ class PausedCall:
 
     def __init__(self, run: Callable[[], Any], *, seed: int, device: torch.device, what: str = "training_step") -> None:
         self._run, self._device, self._what = run, device, what
-        with seeded(seed):
+        with seeded(seed, host=False):
             self._generators = GeneratorStates(device, host=False)
         self.context = RunContext()
         self._settings = Settings()

@@ -29,10 +29,11 @@ from lightning_rotor.execution.segment_state import SegmentState
 from lightning_rotor.pipeline.micro_batches import BatchStatistics
 from lightning_rotor.pipeline.partition.in_flight import END, StagePlan
 from lightning_rotor.pipeline.placement import PipelineProcesses
-from lightning_rotor.pipeline.run_context import mixed, seeded, with_seeds
+from lightning_rotor.pipeline.run_context import mixed, with_seeds
 from lightning_rotor.pipeline.schedule import PipelineError
 from lightning_rotor.private.values import TreeSpec, tree_flatten, tree_unflatten
 from lightning_rotor.stages.sequential import Stage, Wire, Wiring, packed, unpacked, wiring_of
+from lightning_rotor.stages.state import seeded
 
 ForwardContext: TypeAlias = Callable[[], AbstractContextManager[Any]]
 """Makes the context in which a forward runs."""
@@ -167,7 +168,7 @@ class Part(nn.Module):
         values = layouts[self.number].values(tensors)
         del tensors
         with ExitStack() as contexts:
-            contexts.enter_context(seeded(mixed(self.step.seed, micro_batch)))
+            contexts.enter_context(seeded(mixed(self.step.seed, micro_batch), host=False))
             if torch.is_grad_enabled():
                 contexts.enter_context(self.step.context())
                 contexts.enter_context(self._statistics.micro_batch(last=last))

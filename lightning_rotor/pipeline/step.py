@@ -19,11 +19,12 @@ from lightning_rotor.pipeline.micro_batches import join, rows_in, sizes_of, spli
 from lightning_rotor.pipeline.partition import Partition, RecomputeMode
 from lightning_rotor.pipeline.partition.problem import check_recompute
 from lightning_rotor.pipeline.placement import PipelineProcesses, Placement, first
-from lightning_rotor.pipeline.run_context import OUTSIDE, PausedCall, current, mixed, seeded
+from lightning_rotor.pipeline.run_context import OUTSIDE, PausedCall, current, mixed
 from lightning_rotor.pipeline.runner import Inputs, OpenStep, PipelineRunner
 from lightning_rotor.pipeline.schedule import PipelineError, PipelineScheduleName, check_numbers
 from lightning_rotor.planned.forward import attach, detach
 from lightning_rotor.private.values import tensors_in, tree_map_only
+from lightning_rotor.stages.state import seeded
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +167,7 @@ class PipelinedModule:
         seed = self.seed(number)
         self.manual_step = step = ManualStep(self, seed)
         try:
-            with seeded(mixed(mixed(seed, 0), OUTSIDE)):
+            with seeded(mixed(mixed(seed, 0), OUTSIDE), host=False):
                 return run()
         finally:
             self.manual_step = None

@@ -53,24 +53,24 @@ class GeneratorStates:
     and NumPy's generators (``host``).
     """
 
-    __slots__ = ("_cuda", "_device", "_host", "_torch")
+    __slots__ = ("_cuda", "_host", "_torch", "device")
 
     def __init__(self, device: torch.device | None = None, *, counted: bool = True, host: bool = True) -> None:
         if device is None and torch.cuda.is_available() and torch.cuda.is_initialized():
             device = torch.device("cuda", torch.cuda.current_device())
-        self._device = device if device is not None and device.type == "cuda" else None
+        self.device = device if device is not None and device.type == "cuda" else None
         self._host = HostGenerators() if host else None
         with no_dispatch():
             self._torch = torch.get_rng_state() if counted else uncounted_copy(torch.get_rng_state())
-            self._cuda = torch.cuda.get_rng_state(self._device) if self._device is not None else None
+            self._cuda = torch.cuda.get_rng_state(self.device) if self.device is not None else None
 
     def restore(self) -> None:
         """Set the generators back to this state."""
         if self._host is not None:
             self._host.restore()
         torch.set_rng_state(self._torch)
-        if self._cuda is not None and self._device is not None:
-            torch.cuda.set_rng_state(self._cuda, self._device)
+        if self._cuda is not None and self.device is not None:
+            torch.cuda.set_rng_state(self._cuda, self.device)
 
     def equals(self, other: GeneratorStates) -> bool:
         """True if no generator was used in between."""
@@ -80,6 +80,23 @@ class GeneratorStates:
             if self._cuda is None or other._cuda is None:
                 return self._cuda is other._cuda and torch.equal(self._torch, other._torch)
             return torch.equal(self._torch, other._torch) and torch.equal(self._cuda, other._cuda)
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device | None = None, *, host: bool = True) -> Iterator[None]:
+    """Context with all global generators under a seed; their states are restored behind it."""
+    before = GeneratorStates(device, host=host)
+    if host:
+        random.seed(seed)
+        np.random.seed(seed % 2**32)  # noqa: NPY002  (the one that users' code shares)
+    torch.default_generator.manual_seed(seed)
+    if before.device is not None:
+        with torch.cuda.device(before.device):
+            torch.cuda.manual_seed(seed)
+    try:
+        yield
+    finally:
+        before.restore()
 
 
 def generator_state(value: Any) -> Any:
