@@ -216,23 +216,15 @@ def frontier_table(frontier: Frontier, *, reserved_bytes: int = 0, most_rows: in
     table.add_column("", no_wrap=True, min_width=_BAR)
     table.add_column("", no_wrap=True)
     planned = None if frontier.budget_bytes is None else frontier.at(frontier.budget_bytes)
+    last = shown[-1] if shown[-1].overhead < 1e-6 else None
+    marked = {"least": shown[0], "knee": frontier.knee, "this plan": planned, "keep all": last}
     for point in shown:
-        notes = [
-            note
-            for note, applies in (
-                ("least", point is shown[0]),
-                ("knee", point == frontier.knee),
-                ("this plan", point == planned),
-                ("keep all", point is shown[-1] and point.overhead < 1e-6),
-            )
-            if applies
-        ]
         table.add_row(
             format_bytes(reserved_bytes + point.peak_bytes),
             f"{point.overhead:.2%}",
             format_seconds(point.seconds),
             "█" * round(_BAR * point.overhead / worst) if worst else "",
-            ", ".join(notes),
+            ", ".join(note for note, at in marked.items() if at == point),
         )
     return table
 

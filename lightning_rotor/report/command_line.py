@@ -511,6 +511,11 @@ def plan_as_json(found: Found) -> dict[str, Any]:
     """Everything that the tables show, and every stage and point of the curve; sizes in bytes, durations in seconds."""
     plan, reserved = found.plan, found.reserved_bytes
     of_stages = ("saved_bytes", "saved_input_bytes", "saved_output_bytes", "forward_seconds", "backward_seconds")
+    points = [
+        {"budget_bytes": reserved + point.peak_bytes, "seconds": point.seconds}
+        | {"overhead": point.overhead, "schedule": str(point.schedule)}
+        for point in found.frontier or ()
+    ] or None
     return {
         "model": found.model,
         "device": "meta" if found.accelerator is not None else plan.chain.device,
@@ -531,17 +536,7 @@ def plan_as_json(found: Found) -> dict[str, Any]:
             | {"recomputed": number in plan.recomputed}
             for number, stage in enumerate(plan.chain)
         ],
-        "frontier": None
-        if found.frontier is None
-        else [
-            {
-                "budget_bytes": reserved + point.peak_bytes,
-                "seconds": point.seconds,
-                "overhead": point.overhead,
-                "schedule": str(point.schedule),
-            }
-            for point in found.frontier
-        ],
+        "frontier": points,
     }
 
 

@@ -141,8 +141,12 @@ def plot_timeline(
         x, y = [seconds / duration for seconds, _ in points], [level / size for _, level in points]
         axes.plot(x, y, label=name, drawstyle="steps-post", color=style[0], linestyle=style[1], linewidth=1.0)
     axes.set(xlim=(0, 1.01 * longest / duration), ylim=(0, 1.09 * highest / size), ylabel=f"memory ({in_bytes})")
-    if budget_bytes is not None:
-        _draw_budget(axes, budget_bytes, size, longest / duration)
+    if budget_bytes is not None and budget_bytes / size <= axes.get_ylim()[1]:
+        axes.axhline(budget_bytes / size, color=BUDGET_COLOUR, linewidth=1.2)
+        axes.annotate(
+            f"budget {format_bytes(budget_bytes)}", (longest / duration, budget_bytes / size), xytext=(-2, 3),
+            textcoords="offset points", ha="right", color=BUDGET_COLOUR, fontsize="small",
+        )  # fmt: skip
     clear_frame(axes)
     if names:
         _draw_stages(panels[1], events, names, duration)
@@ -196,15 +200,6 @@ def _look(event: Event) -> tuple[str, tuple[str, str]]:
     if event.inverts:
         return INVERSION_LABEL, INVERSION_COLOURS
     return PHASE_LABELS[event.phase], PHASE_COLOURS[event.phase]
-
-
-def _draw_budget(axes: Axes, budget_bytes: int, size: int, right: float) -> None:
-    if budget_bytes / size <= axes.get_ylim()[1]:
-        axes.axhline(budget_bytes / size, color=BUDGET_COLOUR, linewidth=1.2)
-        axes.annotate(
-            f"budget {format_bytes(budget_bytes)}", (right, budget_bytes / size), xytext=(-2, 3),
-            textcoords="offset points", ha="right", color=BUDGET_COLOUR, fontsize="small",
-        )  # fmt: skip
 
 
 # -------------------------------------------------------------------- which stage runs when
