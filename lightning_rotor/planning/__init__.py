@@ -6,7 +6,7 @@ In: a chain and a budget. Out: a plan, or the least budget that works; the curve
     dynamic_program   the recurrences, and the table of them for every budget, filled by kernel
     candidates        table → schedules, judged in bytes by the simulator; edits of them
     solver            the tables of one chain → plans and frontiers
-    plan, frontier    the results, also as JSON; tables: as text
+    plan, frontier    the results, also as JSON and as tables
     bounds            a lower bound for whatever else an execution could do
 """
 
@@ -16,7 +16,6 @@ from functools import lru_cache
 
 from typing_extensions import Unpack
 
-import lightning_rotor.planning.tables  # noqa: F401  (lets plans print themselves)
 from lightning_rotor.chain import Chain
 from lightning_rotor.planning.bounds import lower_bound_seconds
 from lightning_rotor.planning.candidates import Candidate

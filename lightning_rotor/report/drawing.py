@@ -34,7 +34,7 @@ from torch import nn
 from lightning_rotor.capture.graph_stage import GraphSlice
 from lightning_rotor.chain import Chain, Option
 from lightning_rotor.errors import ScheduleError
-from lightning_rotor.planning.tables import from_to
+from lightning_rotor.planning.plan import from_to
 from lightning_rotor.report.timeline import INVERSION_COLOURS, PHASE_COLOURS
 from lightning_rotor.schedule import Schedule, leaves, segments_in
 from lightning_rotor.stages.sequential import Stage

@@ -10,7 +10,7 @@ from lightning_rotor.errors import RotorError
 from lightning_rotor.pipeline.partition import Partition
 from lightning_rotor.pipeline.simulator import PipelineEvent, PipelineSimulation
 from lightning_rotor.planning import Frontier, Plan
-from lightning_rotor.planning.tables import plain_simulation, shortened
+from lightning_rotor.planning.plan import plain_simulation, shortened
 from lightning_rotor.simulator import Event, Phase, Simulation
 from lightning_rotor.units import duration_unit, format_bytes, format_seconds, size_unit
 
