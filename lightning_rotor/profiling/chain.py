@@ -71,7 +71,7 @@ def waiting_gradient_bytes(stages: Sequence[Stage], block_bytes: int) -> tuple[i
 
     Where no gradient exists, the sum becomes it, so nothing extra waits.
     """
-    readers: dict[torch.Tensor, list[int]] = {}
+    readers: dict[nn.Parameter, list[int]] = {}
     for number, stage in enumerate(stages):
         for parameter in stage.parameters():
             if parameter.requires_grad:
