@@ -190,7 +190,7 @@ def document(figures: Mapping[str, Any]) -> str:
             if run
             else ["not run"] + [""] * 4
         )
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+        lines.append(f"| {name}{(run or {}).get('part', '')} | " + " | ".join(cells) + " |")
         lines += [f"| | | {test}: {reason} | | | |" for test, reason in (run or {}).get("failures", ())]
     return "\n".join([*lines, "", _LIMITS + _SETTINGS, *_private(figures["private before"])])
 
