@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 from benchmarks.step_models import WORKLOADS, Workload
 from lightning_rotor import BudgetError, RotorCallback
 from lightning_rotor.memory.budget import allocated_bytes
+from lightning_rotor.private.values import tensors_in
 from lightning_rotor.profiling import StepMeter
 from lightning_rotor.units import format_bytes
 
@@ -44,7 +45,7 @@ class Peaks(L.Callback):
         """Begin with a step."""
         self._meter = StepMeter(model.device)
         self._meter.start()
-        self._base = allocated_bytes(model, trainer.optimizers, batch, model.device)
+        self._base = allocated_bytes(model, trainer.optimizers, tensors_in(batch), model.device)
         self._began = time.thread_time()
 
     def on_train_batch_end(self, *_: Any) -> None:

@@ -72,7 +72,7 @@ class Budget:
         except BudgetError as error:
             if error.minimum_bytes <= self.available_bytes + self.guessed_bytes:
                 return self._plan(chain, error.minimum_bytes, slots)
-            raise self._explained(error) from None
+            raise (self.refusal(error.minimum_bytes, error.stage) if self.reserved_bytes else error) from None
 
     def least_plan(self, chain: Chain, error: BudgetError, *, slots: int) -> Plan:
         """The plan that takes least, after :meth:`plan` has said that none fits."""
@@ -103,19 +103,17 @@ class Budget:
         wanted = (max(self.available_bytes, 1), self.gradients_exist, self.lingering_bytes)
         return (plan.budget_bytes, plan.gradients_exist, plan.lingering_bytes) == wanted
 
-    def _explained(self, error: BudgetError) -> BudgetError:
-        """The planner's error in terms of the limit that the user set."""
-        if not self.reserved_bytes:
-            return error
-        limit_bytes, minimum_bytes = self.limit_bytes, error.minimum_bytes + self.reserved_bytes
+    def refusal(self, least_bytes: int, stage: str) -> BudgetError:
+        """The error, in terms of the limit that the user set, if no plan for the chain takes less than so much."""
+        limit_bytes, minimum_bytes = self.limit_bytes, least_bytes + self.reserved_bytes
         return self.error(
             f"mem_limit {format_bytes(limit_bytes)} is below the minimum {format_bytes(minimum_bytes)} "
             f"({minimum_bytes:,} bytes) for this model and batch: {format_bytes(self.reserved_bytes)} for "
-            f"{self.reserved_for}, and at least {format_bytes(error.minimum_bytes)} for activations and new gradients "
-            f"(set by {error.stage!r}). Raise mem_limit or lower the batch size",
+            f"{self.reserved_for}, and at least {format_bytes(least_bytes)} for activations and new gradients "
+            f"(set by {stage!r}). Raise mem_limit or lower the batch size",
             budget_bytes=limit_bytes,
             minimum_bytes=minimum_bytes,
-            stage=error.stage,
+            stage=stage,
         )
 
 

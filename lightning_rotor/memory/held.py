@@ -55,6 +55,14 @@ def existing_gradient_bytes(module: nn.Module, device: torch.device | str | None
     return storage_bytes((p.grad for p in module.parameters() if p.grad is not None), device)
 
 
+def own_gradients(module: nn.Module) -> list[torch.Tensor]:
+    """The gradients of a module whose memory goes with them. DDP's may be views of its buckets."""
+    gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    return [
+        each for each in gradients if each.layout is torch.strided and each.nbytes == each.untyped_storage().nbytes()
+    ]
+
+
 def optimizer_state_bytes(optimizer: torch.optim.Optimizer, device: torch.device | str | None = None) -> int:
     """Bytes that an optimizer holds now, besides parameters and gradients.
 

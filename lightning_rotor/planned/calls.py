@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 from weakref import ReferenceType
@@ -17,7 +18,9 @@ from lightning_rotor.planning import Plan
 from lightning_rotor.profiling.meters import MeteredPhase
 
 LOSS = "loss"
-"""Label of the phase that begins with the backward."""
+"""Label of a phase that begins with a backward."""
+INTO, BEHIND, BACK = "into", "behind", "back to"
+"""How labels begin of the phases that begin with a call's forward, behind it, and with its backward."""
 
 
 class Called(Protocol):
@@ -52,6 +55,12 @@ class Call:
         return self.prepared.plan
 
     @property
+    def has_another_plan(self) -> bool:
+        """True if it will run under another one in the next step."""
+        prepared = self.key.prepared()
+        return prepared is None or prepared.plan is not self.plan
+
+    @property
     def key(self) -> CallKey:
         """Equal for the same call in other steps."""
         return CallKey(self.module, self.signature, self.prepared.turn)
@@ -75,24 +84,6 @@ class CallKey:
         return self.module.plans.known(self.signature, self.turn)
 
 
-@dataclass(frozen=True, slots=True)
-class Outside:
-    """What the user's code behind a call takes, beyond what is there when that call has run.
-
-    Attributes:
-        held_bytes: Stays until its backward.
-        backward_peak_bytes: The same in its backward, beyond what is there when that begins.
-        left_bytes: Stays behind its backward, the call's output or its gradient included.
-        found_bytes: What the step has made before the call, if that is its first.
-    """
-
-    held_bytes: int = 0
-    forward_peak_bytes: int = 0
-    backward_peak_bytes: int = 0
-    left_bytes: int = 0
-    found_bytes: int = 0
-
-
 @dataclass(slots=True)
 class Step:
     """The running step; ``is_over`` once its optimizer has stepped.
@@ -102,9 +93,7 @@ class Step:
         numbers: Of its calls, from 0 on.
         is_shared: A call was planned with a part of what is left, because others were to come.
         other_bytes: What else a GPU's allocator had given out when the first forward began.
-        gradient_bytes: That existed when the last call had run.
-        freed_bytes: The part of them that was gone when the backward began.
-        new_bytes: Gradients outside of the planned modules that the backward made.
+        missing: What later steps will hold besides, in forwards and in backwards.
     """
 
     batch: list[torch.Tensor]
@@ -113,15 +102,36 @@ class Step:
     numbers: dict[Call, int] = field(default_factory=dict)
     is_shared: bool = False
     other_bytes: int | None = None
-    gradient_bytes: int = 0
-    freed_bytes: int = 0
-    new_bytes: int = 0
+    missing: tuple[int, int] = (0, 0)
     is_over: bool = False
 
     @property
     def waiting(self) -> tuple[Call, ...]:
         """Calls whose backward is still to come."""
         return tuple(call for call in self.paths[-1] if call.waits) if self.paths else ()
+
+    @property
+    def is_joint(self) -> bool:
+        """True if some of its calls were alive together, or could have been."""
+        return self.is_shared or any(len(path) > 1 for path in self.paths)
+
+    def as_later(self, phases: Iterable[MeteredPhase]) -> list[MeteredPhase]:
+        """Its phases, with what later steps hold besides."""
+        forward, backward = self.missing
+        return [
+            phase.raised(backward if phase.label == LOSS or phase.label.startswith(BACK) else forward)
+            for phase in phases
+        ]
+
+    def find(self, first: Signature) -> None:
+        """Count the input of the first call that the step has made before a meter of the CPU could see it."""
+        batch = {(tuple(tensor.shape), tensor.dtype) for tensor in self.batch}
+        made_bytes = sum(
+            math.prod(shape) * dtype.itemsize
+            for shape, (dtype, *_) in zip(first.shapes, first.kinds, strict=True)
+            if (shape, dtype) not in batch
+        )
+        self.missing = self.missing[0] + made_bytes, self.missing[1] + made_bytes
 
     def add(self, call: Call) -> None:
         """A call has run."""
@@ -130,26 +140,3 @@ class Step:
         if self.paths and waiting == self.paths[-1]:
             self.paths.pop()
         self.paths.append((*waiting, call))
-
-    def outside(self, call: Call, phases: Mapping[str, MeteredPhase]) -> Outside | None:
-        """What the code around a call has taken, or None if it was not measured."""
-        number = self.numbers[call]
-        behind = phases.get(f"behind {number}")
-        begin = phases.get(f"into {number}")
-        if behind is None or (number == 0 and begin is None):
-            return None
-        found_bytes = max(begin.start_bytes, 0) if number == 0 and begin is not None else 0
-        peak_bytes = behind.peak_bytes - behind.start_bytes
-        following = next(iter(list(phases)[list(phases).index(behind.label) + 1 :]), "")
-        if following != LOSS:
-            held_bytes = max(behind.end_bytes - behind.start_bytes, 0) if following.startswith("into") else 0
-            return Outside(held_bytes, peak_bytes, peak_bytes, found_bytes=found_bytes)
-        loss = phases[LOSS]
-        freed_bytes = self.freed_bytes - behind.start_bytes
-        return Outside(
-            held_bytes=max(loss.start_bytes + freed_bytes, 0),
-            forward_peak_bytes=peak_bytes,
-            backward_peak_bytes=max(loss.peak_bytes - loss.start_bytes - self.new_bytes, 0),
-            left_bytes=max(loss.end_bytes + freed_bytes - self.new_bytes, 0),
-            found_bytes=found_bytes,
-        )

@@ -6,16 +6,18 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
+from weakref import ReferenceType, ref
 
 import torch
+from torch import nn
 
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import BudgetError, ProfilingError
-from lightning_rotor.memory.held import existing_gradient_bytes
+from lightning_rotor.memory.held import own_gradients
 from lightning_rotor.planned.loop import TrainingLoop
 from lightning_rotor.planning import Plan
 from lightning_rotor.profiling import StepMeter
-from lightning_rotor.profiling.meters import MeteredPhase
+from lightning_rotor.profiling.meters import END, MeteredPhase
 
 # A peak this close to the limit is close enough; a gap smaller than the second figure is not worth a step.
 _CLOSE = 0.9
@@ -142,26 +144,26 @@ class Corrections:
 
     def correct(
         self, plans: Replanning, runs: Sequence[Plan], measured_bytes: int, *, limit_bytes: int, may_grow: bool
-    ) -> str | None:
-        """Plan better if a step has shown how. Returns why a peak above the limit must stay, or None.
+    ) -> bool:
+        """Plan better if a step has shown how. False if its peak is above the limit and no plan takes less.
 
         ``runs`` are the plans that the step has run under, one after the other, ``measured_bytes`` is the process' peak
         until the optimizer's step, ``may_grow`` says that it is the peak of a step like those to come.
         """
-        reason = None
+        is_better = True
         for plan in {id(plan): plan for plan in runs}.values():
             known = self._take_up(plan.chain)
             trial = Trial(plan.budget_bytes, plan.peak_bytes, measured_bytes)
             if measured_bytes > limit_bytes:
                 # Where other plans did not help, that is the one that takes least.
-                reason = _replanned(plans, plan, known, known.loop.too_much(trial, limit_bytes) or 0)
-            elif may_grow and plan.recomputed and not plan.is_of_step and not plans.is_capped(plan):
+                is_better = _replanned(plans, plan, known, known.loop.too_much(trial, limit_bytes) or 0)
+            elif may_grow and plan.recomputed and not plans.is_capped(plan):
                 budget = known.loop.too_little(trial, limit_bytes, calls=len(runs))
                 if budget is not None:
                     _replanned(plans, plan, known, budget)
-        if measured_bytes > limit_bytes and reason is None:
+        if measured_bytes > limit_bytes and is_better:
             plans.unplan(lambda plan: plan.chain in self)
-        return reason
+        return is_better
 
     def _take_up(self, chain: Chain) -> _Correction:
         name = chain.fingerprint
@@ -173,8 +175,8 @@ class Corrections:
         return self._known[name]
 
 
-def _replanned(plans: Replanning, plan: Plan, known: _Correction, budget_bytes: int) -> str | None:
-    """Give a chain another budget, or the least if there is no plan for it. Why that changes nothing, if so."""
+def _replanned(plans: Replanning, plan: Plan, known: _Correction, budget_bytes: int) -> bool:
+    """Give a chain another budget, or the least if there is no plan for it. False if that changes nothing."""
     before = known.size_bytes
     known.size_bytes += plan.budget_bytes - budget_bytes
     try:
@@ -183,10 +185,9 @@ def _replanned(plans: Replanning, plan: Plan, known: _Correction, budget_bytes: 
         known.size_bytes -= error.minimum_bytes - error.budget_bytes
         if known.size_bytes <= before:
             known.size_bytes = before
-            return f"no plan saves that much: {error}"
-        if plans.replan(plan).schedule == plan.schedule:
-            return f"no plan saves that much: {error}"
-    return None
+            return False
+        return plans.replan(plan).schedule != plan.schedule
+    return True
 
 
 def _bytes_of(chain: Chain) -> int:
@@ -207,19 +208,21 @@ class StepWatch:
         peak_bytes: The allocator's peak in the step measured last, what was there before included; None before it.
         reserved_bytes: Most that a GPU's caching allocator had reserved in that step; None on the CPU.
         backward_peak_bytes: The peak until the optimizer's step, the only part that a plan can change.
-        phases: Of that step, by their labels, in order.
+        phases: Of that step, up to there, in order, with what was there before it.
     """
 
     def __init__(self) -> None:
         self.peak_bytes: int | None = None
         self.reserved_bytes: int | None = None
         self.backward_peak_bytes = 0
-        self.phases: dict[str, MeteredPhase] = {}
+        self.phases: list[MeteredPhase] = []
         self._left = 0
         self._meter: StepMeter | None = None
         self._base_bytes = 0
-        self._consecutive = False  # the step before this one was measured as well
-        self._exact = True
+        self._model: nn.Module = nn.Module()
+        self._seen: dict[int, ReferenceType[torch.Tensor]] = {}  # gradients that a meter saw made, by identity
+        self._older: list[tuple[ReferenceType[torch.Tensor], int]] = []  # others, which no meter will see go
+        self._gone_bytes: list[int] = []  # of them, when a phase began
         self._is_uneven = False  # more is taken in this step than is seen to be given back
         self._patience = _PATIENCE
         self._was_interrupted = False
@@ -262,20 +265,19 @@ class StepWatch:
             loop.warn(f"RotorCallback cannot measure the peak of this step: {error}")
             return
         self._meter = meter
-        # On the CPU only the release of gradients that were made under its eyes is seen.
-        self._exact = self._consecutive or not on_cpu or not existing_gradient_bytes(loop.model)
+        self._model = loop.model
+        # The CPU's meter sees only those go that were made under its eyes.
+        others = [each for each in own_gradients(loop.model) if on_cpu and not self._has_seen(each)]
+        self._older = [(ref(each), each.nbytes) for each in others]
+        self._gone_bytes = [0]
         self._base_bytes = loop.allocated_bytes(batch)
         self._is_uneven = on_cpu and loop.may_take_new_buckets()
 
-    def mark(self, label: str) -> None:
-        """Begin a phase of the step, if it is measured."""
+    def mark(self, label: str = END) -> None:
+        """Begin a phase of the step, if it is measured; without a label, what no plan can change."""
         if self._meter is not None:
+            self._gone_bytes.append(sum(size for tensor, size in self._older if tensor() is None))
             self._meter.lap(label)
-
-    def lap(self) -> None:
-        """Read the peak as the backward is over: no plan could change what the optimizer allocates."""
-        if self._meter is not None:
-            self._meter.lap()
 
     def stop(self) -> bool:
         """End with a step. True if there are new peaks."""
@@ -283,26 +285,39 @@ class StepWatch:
         if self._meter is None:
             return False
         trace, self._meter = self._meter.stop(), None
-        self.phases = {}
-        for phase in trace.phases:
-            self.phases.setdefault(phase.label, phase)
+        self._note_gradients()
         if self._is_uneven and self._patience > 0:
             # New buckets came, but the old ones, never measured, did not show as freed: measure another step.
-            self._consecutive = True
             self._patience -= 1
             return False
         self._left -= 1
-        self._consecutive = self._left > 0
-        if self._exact:
-            self.peak_bytes = self._base_bytes + trace.peak_bytes
-            self.reserved_bytes = trace.reserved_bytes
-            self.backward_peak_bytes = self._base_bytes + trace.lap_peak_bytes
-        return self._exact
+        phases = [
+            phase.raised(self._base_bytes - gone) for phase, gone in zip(trace.phases, self._gone_bytes, strict=True)
+        ]
+        self.phases = [phase for phase in phases if phase.label != END]
+        self.peak_bytes = max(phase.peak_bytes for phase in phases)
+        self.backward_peak_bytes = max(phase.peak_bytes for phase in self.phases)
+        self.reserved_bytes = trace.reserved_bytes
+        return True
+
+    def take(self) -> list[MeteredPhase]:
+        """The phases so far, of a step that does not go on; none if it is not measured."""
+        return self.phases if self.stop() else []
 
     def drop(self) -> None:
         """Give torch's one profiler back: a new input shape is about to be measured, or training is over."""
         if self._meter is not None:
             self._meter.stop()
             self._meter = None
-            self._consecutive = False
+            self._note_gradients()
             self._was_interrupted = True
+
+    def _note_gradients(self) -> None:
+        """Remember which gradients were made under a meter's eyes."""
+        older = [tensor() for tensor, _ in self._older]
+        new = [each for each in own_gradients(self._model) if not any(each is other for other in older)]
+        self._seen = {id(each): ref(each) for each in new}
+
+    def _has_seen(self, gradient: torch.Tensor) -> bool:
+        seen = self._seen.get(id(gradient))
+        return seen is not None and seen() is gradient

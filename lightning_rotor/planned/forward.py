@@ -159,6 +159,37 @@ def _actual_peak() -> str:
 
 _log = logging.getLogger(__name__)
 
+
+class KeyValueCaches:
+    """Caches for generating text, which models of transformers fill in training, too, unless told not to.
+
+    They keep keys and values of all layers, which nobody reads in training. transformers leaves them out under its own
+    checkpointing as well.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        configs = {id(config): config for each in module.modules() if (config := getattr(each, "config", None))}
+        self._configs = [each for each in configs.values() if getattr(each, "use_cache", False) is True]
+        self._has_told = False
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Context in which they are left out, unless a call asks for them."""
+        if not self._configs:
+            yield
+            return
+        if not self._has_told:
+            self._has_told = True
+            _log.info("it trains with use_cache=False, without past_key_values in its output, as nobody reads them")
+        for config in self._configs:
+            config.use_cache = False
+        try:
+            yield
+        finally:
+            for config in self._configs:
+                config.use_cache = True
+
+
 _NO_GRAPH = (
     "lightning-rotor runs this module under a recomputation plan, which cannot be one graph: expected torch.compile "
     "without fullgraph=True, or torch.compile of the layers inside the planned module"
@@ -184,6 +215,7 @@ class PlannedForward:
         self.plans = Plans(module, source, settings)
         self._module, self._source = module, source
         self._statistics = CopiedStatistics()
+        self._caches = KeyValueCaches(module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlannedForward:
         return _inactive()
@@ -200,7 +232,14 @@ class PlannedForward:
         ``ShortageError`` (the device has no memory left, whatever the plan).
         """
         plainly = partial(type(module).forward, module, *args, **kwargs)
-        call = self._prepared(args, kwargs) if self._plans_for(module, args, kwargs) else None
+        if not self._plans_for(module, args, kwargs):
+            return plainly()
+        with self._caches.off():
+            return self._under_plan(plainly, args, kwargs)
+
+    def _under_plan(self, plainly: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Output of a call in training."""
+        call = self._prepared(args, kwargs)
         if call is None:
             return plainly()
         signature, value, prepared = call

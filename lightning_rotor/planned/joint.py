@@ -13,18 +13,19 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from itertools import accumulate
+from dataclasses import astuple, dataclass, fields, replace
+from itertools import accumulate, zip_longest
 from typing import Any, TypeAlias
 
 from lightning_rotor.chain import Chain, Option, Skip, StageCost
 from lightning_rotor.errors import BudgetError
-from lightning_rotor.planned.calls import Call, CallKey, Outside, Step
+from lightning_rotor.memory.budget import Budget
+from lightning_rotor.planned.calls import BACK, BEHIND, INTO, LOSS, Call, CallKey, Step
 from lightning_rotor.planning import Plan
 from lightning_rotor.planning.plan import scheduled
 from lightning_rotor.profiling.meters import MeteredPhase
 from lightning_rotor.schedule import Item, Leaf, Schedule, Segment
-from lightning_rotor.simulator import simulate
+from lightning_rotor.simulator import Simulation, simulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,28 +58,47 @@ class StepPlan(Plan):
         """The plans of the calls."""
         return self.plans
 
-    @property
-    def is_of_step(self) -> bool:
-        """True: what it does not know of the step is measured, so that no larger budget is worth a try."""
-        return True
-
 
 def _of_call(chain: Chain, schedule: Schedule, plan: Plan, budget_bytes: int) -> Plan:
     found = scheduled(chain, schedule, slots=plan.slots, **plan.conditions)
     return replace(found, budget_bytes=max(budget_bytes, found.peak_bytes))
 
 
-def joined(names: Sequence[str], parts: Sequence[Chain | Plan], outside: Sequence[Outside | None] = ()) -> Chain:
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """What the process takes around a call of a step beyond what the calls' chains say, in bytes.
+
+    Attributes:
+        forward_bytes: While the call runs.
+        behind_bytes: Peak of the user's code behind it.
+        backward_bytes: While its backward runs.
+        loss_bytes: Peak in the backward of the user's code behind it; read of the last call only.
+    """
+
+    forward_bytes: int = 0
+    behind_bytes: int = 0
+    backward_bytes: int = 0
+    loss_bytes: int = 0
+
+    def or_more(self, other: Outside) -> Outside:
+        """The larger of both, field by field."""
+        return Outside(*map(max, astuple(self), astuple(other)))
+
+
+def joined(names: Sequence[str], parts: Sequence[Chain | Plan], outside: Sequence[Outside] = ()) -> Chain:
     """What several calls cost, as one chain.
 
     Args:
         names: Of the called modules; one that comes twice is called twice.
         parts: As many: what a call costs, or the plan that it runs under in any case, which becomes a single stage.
-        outside: What is known of the code behind each; nothing by default.
+        outside: What is known of the rest of the step, for each of them; nothing by default.
     """
     stages: list[StageCost] = []
     skips: list[Skip] = []
     chains = [part.chain if isinstance(part, Plan) else part for part in parts]
+    found = tuple(outside) or (Outside(),) * len(parts)
+    # What is there before a call stays until the end of the step.
+    before = list(accumulate((each.forward_bytes for each in found), max, initial=0))[1:]
     for number, (name, part, chain) in enumerate(zip(names, parts, chains, strict=True)):
         if isinstance(part, Plan):
             stages.append(_as_stage(name, part))
@@ -88,10 +108,13 @@ def joined(names: Sequence[str], parts: Sequence[Chain | Plan], outside: Sequenc
             stages += [_moved_stage(stage, name, len(skips), gradients_exist=again) for stage in part]
             start = len(stages) - len(part)
             skips += [replace(skip, born=skip.born + start, uses=_moved(skip.uses, start)) for skip in part.skips]
-        behind = (outside[number] if outside else None) or Outside()
-        stages.append(_users_code(name, chain.stages[-1].output_bytes, behind))
-    found_bytes = (outside[0] or Outside()).found_bytes if outside else 0
-    stages[0] = replace(stages[0], pinned_bytes=stages[0].pinned_bytes + found_bytes)
+        held_bytes = before[number + 1] - before[number] if number + 1 < len(parts) else 0
+        peak_bytes = max(found[number].behind_bytes - before[number], held_bytes)
+        stages.append(_users_code(name, chain.stages[-1].output_bytes, held_bytes, peak_bytes))
+    stages[0] = replace(stages[0], pinned_bytes=stages[0].pinned_bytes + before[0])
+    # The same for all backwards: the peak of the one where it is most is hardly ever that of another.
+    more_bytes = max(0, *(each.backward_bytes - there for each, there in zip(found, before, strict=True)))
+    stages[-1] = _with_loss(stages[-1], more_bytes, found[-1].loss_bytes - before[-1] - more_bytes)
     return Chain(
         tuple(stages),
         input_bytes=chains[0].input_bytes,
@@ -100,6 +123,75 @@ def joined(names: Sequence[str], parts: Sequence[Chain | Plan], outside: Sequenc
         device=chains[0].device,
         skips=tuple(skips),
     )
+
+
+def measured_outside(
+    bare: Simulation,
+    lengths: Sequence[int],
+    numbers: Sequence[int],
+    phases: Sequence[MeteredPhase],
+    *,
+    lingering_bytes: int,
+) -> list[Outside] | None:
+    """What the process has taken beyond the chains of some calls, or None if the meter did not see them begin.
+
+    Args:
+        bare: Of these calls joined, with nothing outside, under the schedules that they have run.
+        lengths: Stages of each call.
+        numbers: Of the calls in the step.
+        phases: Of the step, with bytes beyond what is kept free for the rest of it.
+        lingering_bytes: In the simulation, before its first backward.
+    """
+    first = {phase.label: place for place, phase in reversed(list(enumerate(phases)))}
+    if any(f"{INTO} {number}" not in first for number in numbers):
+        return None
+    found = []
+    for number, following, start, length in zip_longest(numbers, numbers[1:], _starts(lengths), lengths):
+        into, behind, back = (first.get(f"{label} {number}", len(phases)) for label in (INTO, BEHIND, BACK))
+        end = loss = back if following is None else first[f"{INTO} {following}"]
+        if following is None:
+            loss = max((place for place in range(behind, end) if phases[place].label == LOSS), default=end)
+        levels = _Levels.of(bare, start, start + length, lingering_bytes)
+        backward = phases[back] if back < len(phases) else None
+        found.append(
+            Outside(
+                forward_bytes=_most_beyond(levels.forward, phases[into]),
+                behind_bytes=max((phase.peak_bytes for phase in phases[behind:loss]), default=0) - levels.behind_bytes,
+                backward_bytes=0 if backward is None else _most_beyond(levels.backward, backward),
+                loss_bytes=max((phase.peak_bytes for phase in phases[loss:end]), default=0)
+                - (levels.behind_bytes - lingering_bytes),
+            )
+        )
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Levels:
+    """A call in a simulation: levels at the beginning and at the peak of its two passes, and behind its forward."""
+
+    forward: tuple[int, int]
+    backward: tuple[int, int]
+    behind_bytes: int
+
+    @classmethod
+    def of(cls, bare: Simulation, first: int, last: int, lingering_bytes: int) -> _Levels:
+        """Of the stages from ``first`` on, up to the user's code, which is ``last``; the code before it is a part."""
+        before = [lingering_bytes, *(event.after_bytes for event in bare.events)]
+        timed = list(zip(before, bare.events, strict=False))
+        forward = [(level, event) for level, event in timed if event.phase == "forward" and first <= event.stage < last]
+        backward = [
+            (level, event) for level, event in timed if event.phase != "forward" and first - 1 <= event.stage < last
+        ]
+        return cls(
+            (forward[0][0], max(event.peak_bytes for _, event in forward)),
+            (backward[0][0], max(event.peak_bytes for _, event in backward)),
+            forward[-1][1].after_bytes,
+        )
+
+
+def _most_beyond(levels: tuple[int, int], phase: MeteredPhase) -> int:
+    """By how much a measured phase exceeds its simulation. A GPU's meter may not have seen its peak."""
+    return max(phase.start_bytes - levels[0], phase.peak_bytes - levels[1])
 
 
 def split(schedule: Schedule, lengths: Sequence[int]) -> list[Schedule]:
@@ -158,17 +250,24 @@ def _kept_option(
     )
 
 
-def _users_code(behind: str, output_bytes: int, outside: Outside) -> StageCost:
+def _users_code(behind: str, output_bytes: int, held_bytes: int, peak_bytes: int) -> StageCost:
     """The code behind a call: it holds the call's output, and leaves its gradient."""
-    forward_bytes = max(outside.forward_peak_bytes, outside.held_bytes)
-    backward_bytes = max(outside.backward_peak_bytes, output_bytes)
+    option = _kept_option(peak_bytes, output_bytes, saved=(held_bytes, output_bytes, 1), left=(output_bytes, 0))
     # Whoever calls has the next call's input, which no peak counts.
-    option = _kept_option(
-        forward_bytes, backward_bytes, saved=(outside.held_bytes, output_bytes, 1), left=(output_bytes, 0)
+    return StageCost(f"behind {behind}", 0, peak_bytes, 0.0, (option,), recomputable=False)
+
+
+def _with_loss(users_code: StageCost, more_bytes: int, peak_bytes: int) -> StageCost:
+    """The code behind the last call, whose backward begins that of the step; ``more_bytes`` stay from there on."""
+    output_bytes = users_code.keep.input_gradient_bytes
+    peak_bytes = max(peak_bytes, output_bytes)
+    option = replace(
+        users_code.keep,
+        backward_peak_bytes=peak_bytes,
+        backward_segment_peak_bytes=peak_bytes,
+        backward_held_peak_bytes=peak_bytes,
     )
-    pinned_bytes = outside.left_bytes - output_bytes if outside.left_bytes >= output_bytes else outside.left_bytes
-    name = f"behind {behind}"
-    return StageCost(name, 0, forward_bytes, 0.0, (option,), pinned_bytes=pinned_bytes, recomputable=False)
+    return replace(users_code, options=(option,), pinned_bytes=more_bytes)
 
 
 def _as_stage(name: str, plan: Plan) -> StageCost:
@@ -241,57 +340,72 @@ class _NoRoomError(Exception):
 class PathPlans:
     """Plans for calls that are alive together.
 
-    ``solve`` plans a chain, with so many bytes copied in its forward; True if that is all that is known of it.
+    Until a step has shown what lies around its calls, they take as little as they can.
+
+    ``budget`` says what a chain may use that copies so many bytes in its forward, ``solve`` plans it: ``BudgetError``
+    if nothing fits and it must.
     """
 
-    def __init__(self, solve: Callable[[Chain, int, bool], Plan]) -> None:
-        self._solve = solve
+    def __init__(self, budget: Callable[[Chain, int], Budget], solve: Callable[[Chain, Budget, bool], Plan]) -> None:
+        self._budget, self._solve = budget, solve
         self._known: OrderedDict[Path, StepPlan] = OrderedDict()
-        self._measured: dict[Path, list[Outside | None]] = {}
-        self._outside: dict[Path, list[Outside | None]] = {}  # with guesses
+        self._measured: dict[Path, list[Outside]] = {}
+        self._kept: set[CallKey] = set()
 
-    def learn(self, path: Path, measured: Sequence[Outside | None], assumed: Sequence[Outside | None]) -> bool:
-        """Keep what the code behind the calls of a path has taken, or may take. True if it is not as it was known."""
-        known = self._measured.setdefault(path, [None] * len(path))
-        news = [number for number, found in enumerate(measured) if found is not None and known[number] is None]
-        for number in news:
-            known[number] = measured[number]
-        outside = [found or guess for found, guess in zip(known, assumed, strict=True)]
-        is_new = bool(news) and outside != self._outside.get(path)
-        if is_new or path not in self._outside:
-            self._outside[path] = outside
-        return is_new
+    def keep(self, call: CallKey) -> None:
+        """Recompute nothing of a call whose backward is differentiated: its graph would hold what was recomputed."""
+        self._kept.add(call)
 
-    def follow(
-        self, step: Step, phases: Mapping[str, MeteredPhase], assumed: Sequence[Outside | None]
-    ) -> list[StepPlan]:
-        """New plans for the paths of a step that is over, where it had none, or has shown what lies around its calls.
+    def follow(self, step: Step, phases: Sequence[MeteredPhase], *, exceeds: bool) -> None:
+        """Plan the paths of a step that is over, where they have no plan, or the step has shown more of them.
 
-        ``phases`` are those measured, by their labels; ``assumed`` is what was thought of the code around each call.
+        Args:
+            step: With all its calls.
+            phases: Of the step, if it was measured.
+            exceeds: The step has taken more than the limit.
         """
-        plans = []
         for calls in step.paths:
-            path = tuple(call.key for call in calls)
-            measured = [step.outside(call, phases) for call in calls]
-            learned = self.learn(path, measured, [assumed[step.numbers[call]] for call in calls])
-            if learned or self.running(calls) is None:
-                plans.append(self.plan(path))
-        return plans
+            path = _path(calls)
+            is_new = self.running(calls) is None
+            is_first_measurement = self._learn(path, calls, step, phases, exceeds=exceeds)
+            if is_new or is_first_measurement or exceeds:
+                self.plan(path)
 
-    def is_measured(self, path: Path) -> bool:
-        """True if the code behind all calls of a path has been measured."""
-        return None not in self._measured.get(path, [None])
+    def largest(self, step: Step) -> StepPlan:
+        """Of the plans for the paths of a step, the one with the highest peak."""
+        return max((self._known[_path(calls)] for calls in step.paths), key=lambda plan: plan.peak_bytes)
+
+    def _learn(
+        self, path: Path, calls: Sequence[Call], step: Step, phases: Sequence[MeteredPhase], *, exceeds: bool
+    ) -> bool:
+        """Keep what the step has taken around some calls. True if nothing was known of it."""
+        names, chains = [key.name for key in path], [call.plan.chain for call in calls]
+        bare = joined(names, chains)
+        budget = self._budget(bare, _copied_bytes(calls))
+        schedule = concatenated([call.plan.schedule for call in calls])
+        # What is kept free for the rest of the step is in the budget already.
+        beyond = [phase.raised(-budget.reserved_bytes) for phase in step.as_later(phases)]
+        found = measured_outside(
+            simulate(bare, schedule, **budget.conditions),
+            list(map(len, chains)),
+            [step.numbers[call] for call in calls],
+            beyond,
+            lingering_bytes=budget.lingering_bytes,
+        )
+        if found is None:
+            return False
+        known = self._measured.get(path)
+        if known is not None and exceeds:  # what was known was too little
+            found = [one.or_more(other) for one, other in zip(known, found, strict=True)]
+        self._measured[path] = found
+        return known is None
 
     def running(self, calls: Sequence[Call]) -> StepPlan | None:
         """The plan that calls have run under, or None if each had one of its own."""
-        found = self._known.get(tuple(call.key for call in calls))
+        found = self._known.get(_path(calls))
         if found is None or any(call.plan is not plan for call, plan in zip(calls, found.plans, strict=True)):
             return None
         return found
-
-    def path_of(self, plan: Plan) -> Path | None:
-        """The path that a plan is for."""
-        return next((path for path, known in self._known.items() if known is plan), None)
 
     def plan(self, path: Path) -> StepPlan:
         """Plan a path anew, and what shares calls with it as far as that changes. ``BudgetError`` if none fits."""
@@ -303,18 +417,26 @@ class PathPlans:
         except _NoRoomError as failure:
             found = self._in_order([failure.path, *(each for each in order if each != failure.path)], strict=False)
         for each, plan in found.items():
-            self._known[each] = plan
+            self._known[each] = self._in_use(each, plan)
             self._known.move_to_end(each)
-            for key, part in zip(each, plan.plans, strict=True):
-                prepared = key.prepared()
-                if prepared is not None and prepared.plan is not part:
-                    key.module.plans.use_plan(key.signature, prepared, part)
         self._known.move_to_end(path)
         while len(self._known) > _MOST_PATHS:
             oldest, _ = self._known.popitem(last=False)
-            self._outside.pop(oldest, None)
             self._measured.pop(oldest, None)
-        return found[path]
+        return self._known[path]
+
+    def _in_use(self, path: Path, plan: StepPlan) -> StepPlan:
+        """Let calls run under a plan, those that run the same schedule under what they have."""
+        parts = []
+        for key, part in zip(path, plan.plans, strict=True):
+            prepared = key.prepared()
+            if prepared is not None and prepared.plan is not None and prepared.plan.schedule == part.schedule:
+                parts.append(prepared.plan)
+                continue
+            parts.append(part)
+            if prepared is not None:
+                key.module.plans.use_plan(key.signature, prepared, part)
+        return replace(plan, plans=tuple(parts))
 
     def _in_order(self, order: Sequence[Path], *, strict: bool = True) -> dict[Path, StepPlan]:
         """Plans for paths, those of earlier ones settled. ``_NoRoomError`` if that is why there is none."""
@@ -333,20 +455,28 @@ class PathPlans:
 
     def _beside(self, path: Path, settled: Mapping[CallKey, Plan], *, strict: bool) -> StepPlan | None:
         """A plan for a path, some of whose calls have theirs; None if one of its calls is not known any more."""
-        profiles = [prepared.profile for key in path if (prepared := key.prepared()) is not None]
-        if len(profiles) < len(path):
+        known = [prepared for key in path if (prepared := key.prepared()) is not None]
+        if len(known) < len(path):
             return None
-        names, chains = [key.name for key in path], [profile.chain for profile in profiles]
-        copied_bytes = sum(profile.copied_bytes for profile in profiles)
-        outside = self._outside.get(path, ())
+        names, chains = [key.name for key in path], [prepared.profile.chain for prepared in known]
+        outside = self._measured.get(path, [])
+        kept = {
+            key: scheduled(each.profile.chain, Schedule.keep_all(len(each.profile.chain)), **each.plan.conditions)
+            for key, each in zip(path, known, strict=True)
+            if key in self._kept and each.plan is not None
+        }
+        settled = {**kept, **settled}
         parts = [settled.get(key, chain) for key, chain in zip(path, chains, strict=True)]
+        is_partly_settled = any(key in settled for key in path)
+        chain = joined(names, parts, outside)
+        budget = self._budget(chain, sum(each.profile.copied_bytes for each in known))
+        if not outside:
+            budget = budget.reduced_to(0, "what is not measured yet")
         try:
-            solved = self._solve(joined(names, parts, outside), copied_bytes, self.is_measured(path))
+            solved = self._solve(chain, budget, strict and is_partly_settled)
         except BudgetError:
-            if strict and any(key in settled for key in path):
-                raise _NoRoomError(path) from None
-            raise
-        if not any(key in settled for key in path):
+            raise _NoRoomError(path) from None
+        if not is_partly_settled:
             return StepPlan.of(solved, names, chains)
         lengths = [1 if isinstance(part, Plan) else len(part) for part in parts]
         schedules = [
@@ -358,6 +488,16 @@ class PathPlans:
         plan = StepPlan.of(whole, names, chains)
         plans = tuple(settled.get(key, part) for key, part in zip(path, plan.plans, strict=True))
         return replace(plan, plans=plans)
+
+
+def _path(calls: Sequence[Call]) -> Path:
+    """The same calls in every step."""
+    return tuple(call.key for call in calls)
+
+
+def _copied_bytes(calls: Sequence[Call]) -> int:
+    """What the forwards of some calls copy."""
+    return sum(call.prepared.profile.copied_bytes for call in calls)
 
 
 def _demand(path: Path) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 from weakref import ReferenceType
 
@@ -15,12 +14,12 @@ from lightning_rotor.errors import BudgetError, ModelError, ProfilerBusyError
 from lightning_rotor.execution.executor import Pending
 from lightning_rotor.memory.budget import Budget
 from lightning_rotor.planned.cache import Prepared, Signature
-from lightning_rotor.planned.calls import Call, Outside
+from lightning_rotor.planned.calls import Call
 from lightning_rotor.planned.forward import PlannedForward, attach, detach, is_attached
 from lightning_rotor.planned.loop import TrainingLoop
 from lightning_rotor.planned.plans import BudgetSource, Plans, PlanSettings
 from lightning_rotor.planned.ranks import Agreement
-from lightning_rotor.planned.target import CallCompute, Target, TargetSearch, named_target
+from lightning_rotor.planned.target import Target, TargetSearch, named_target
 from lightning_rotor.planning import Plan
 from lightning_rotor.private.torch_names import INNER
 from lightning_rotor.profiling import Profile
@@ -192,27 +191,10 @@ class PlannedModules:
         _log.info("RotorCallback cannot plan %s: %s", module.target.place, error)
         self._take(found)
 
-    def share(self, module: PlannedModule, before: Sequence[Call]) -> float:
-        """Part of the memory that is left for a call in a step whose calls are not known yet, by compute."""
-        order = self._known_calls()
-        names = [call.module.target.name for call in before]
-        if not order:
-            missing = [each for each in self if each is not module and each.target.name not in names]
-            return 1 / (1 + len(missing))
-        rest = order[len(names) :] if [call.name for call in order[: len(names)]] == names else order
-        own = next((call.flops for call in rest if call.name == module.target.name), 0)
-        return own / sum(call.flops for call in rest) if own else 1.0
-
-    def outside(self, names: Sequence[str]) -> list[Outside | None]:
-        """What the code behind each call of a step takes, as far as the dry run can tell for these calls."""
-        order = self._known_calls()
-        if self._search is None or [call.name for call in order] != list(names):
-            return [None] * len(names)
-        outside = [Outside(held, peak, peak) for held, peak in self._search.behind(order)]
-        return [replace(outside[0], found_bytes=self._search.before(order[0])), *outside[1:]]
-
-    def _known_calls(self) -> list[CallCompute]:
-        return [] if self._search is None else self._search.calls([each.target.name for each in self])
+    def is_alone(self, module: PlannedModule) -> bool:
+        """True if a step calls nothing else that is planned, as far as is known."""
+        calls = 0 if self._search is None else self._search.calls([each.target.name for each in self])
+        return calls <= 1 and all(each is module for each in self)
 
     def end(self) -> None:
         """Give all of them their own forwards back."""

@@ -21,9 +21,15 @@ from torch import nn
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import BudgetError, ModelError, ProfilerBusyError, TrialError
 from lightning_rotor.memory.budget import Budget, take_workspaces
-from lightning_rotor.memory.held import existing_gradient_bytes, gradient_bytes
+from lightning_rotor.memory.devices import usable_bytes
+from lightning_rotor.memory.held import (
+    existing_gradient_bytes,
+    gradient_bytes,
+    optimizer_state_bytes,
+    predict_optimizer_state_bytes,
+)
 from lightning_rotor.planned.cache import model_fingerprint
-from lightning_rotor.planned.calls import LOSS, Call, Step
+from lightning_rotor.planned.calls import BACK, BEHIND, INTO, LOSS, Call, Step
 from lightning_rotor.planned.closed_loop import Corrections, StepWatch
 from lightning_rotor.planned.forward import note_of_shortage
 from lightning_rotor.planned.joint import PathPlans
@@ -129,7 +135,9 @@ class StepLimit:
         """Take the least limit of all processes."""
         self._agreed_bytes = self._loop.least(self._loop.limit_bytes(self._limit, batch))
 
-    def budget(self, chain: Chain, modules: nn.Module, step: Step | None) -> Budget:
+    def budget(
+        self, chain: Chain, modules: nn.Module, step: Step | None, *, correction_bytes: int | None = None
+    ) -> Budget:
         """What a plan may use. What else there is shows when a forward begins; between steps the first counts."""
         batch = [] if step is None else step.batch
         resident = self._loop.resident(modules, batch, torch.device(chain.device))
@@ -137,7 +145,8 @@ class StepLimit:
             resident = replace(resident, batch_bytes=chain.input_bytes)
         resident = replace(resident, other_bytes=self._other_bytes(chain, step, resident.other_bytes))
         self.size_bytes = self._agreed_bytes or self._loop.limit_bytes(self._limit, batch)
-        correction_bytes = self.corrections.of(chain)
+        if correction_bytes is None:
+            correction_bytes = self.corrections.of(chain)
         budget = resident.budget(self.size_bytes, correction_bytes=correction_bytes)
         if chain not in self.corrections:
             budget = replace(budget, guessed_bytes=correction_bytes)
@@ -183,8 +192,11 @@ class StepPlanner:
         self._step: Step | None = None
         self._has_met = False
         self._warned_beyond = False
-        self._is_share = False  # the budget told last is a part of what there is
-        self._paths = PathPlans(self._solve)
+        self._is_cautious = False  # the budget told last is not what there is
+        self._told = Budget(0)
+        self._refused: tuple[Budget, BudgetError] | None = None  # what to raise when the step has run
+        self._is_joint = False  # calls of a step may be alive together
+        self._paths = PathPlans(self._joint_budget, self._solve)
         self._modules = PlannedModules(loop, self, settings, names)
         self._modules.begin([] if saved is None else saved.targets_in(loop.model))
         if saved is not None:
@@ -221,24 +233,37 @@ class StepPlanner:
             self._modules.choose(batch, batch_idx)
             if list(self._modules) != before:  # those of a guess, in a tuner's trial
                 self.plan = None
+        if self._step.is_first:
+            self._step.missing = self._missing()
         if self.watch.due:
             self.watch.start(self.loop, tensors)
 
+    def _missing(self) -> tuple[int, int]:
+        """What later steps hold besides, in forwards and in backwards: a first step has neither state nor gradients."""
+        loop = self.loop
+        with loop.untoggled():
+            gradients = gradient_bytes(loop.model) - existing_gradient_bytes(loop.model)
+            state = sum(predict_optimizer_state_bytes(each) - optimizer_state_bytes(each) for each in loop.optimizers)
+        return gradients + state, state if loop.gradients_linger else gradients + state
+
     def begin_backward(self) -> None:
         """The loss is known."""
-        step = self._step
-        if step is None or not self.watch.running:
-            return
         self.watch.mark(LOSS)
-        now_bytes = existing_gradient_bytes(self.loop.model)
-        step.freed_bytes = max(step.gradient_bytes - now_bytes, 0)
-        modules = self._modules.all
-        there = now_bytes - existing_gradient_bytes(modules)
-        step.new_bytes = max(gradient_bytes(self.loop.model) - gradient_bytes(modules) - there, 0)
 
     def end_backward(self) -> None:
         """The optimizer is about to step: what it allocates is nothing that a plan could change."""
-        self.watch.lap()
+        self.watch.mark()
+        refused, self._refused = self._refused, None
+        if refused is None or self._step is None:
+            return
+        # The weights are as they were, and a step under the least plan has shown what it takes.
+        budget, error = refused
+        peak_bytes = max((phase.peak_bytes for phase in self._step.as_later(self.watch.take())), default=0)
+        rest_bytes = max(peak_bytes - error.minimum_bytes, 0)
+        least_bytes = error.minimum_bytes - budget.reserved_bytes
+        raise budget.reduced_to(budget.available_bytes - rest_bytes, "the rest of the step").refusal(
+            least_bytes, error.stage
+        )
 
     def end_step(self) -> bool:
         """Read the meter, and plan again if the limit was exceeded or missed by far. True if plans have settled now."""
@@ -246,7 +271,10 @@ class StepPlanner:
         if self.plan is not None and step is not None:
             step.is_over = True
             is_measured = self.watch.stop()
-            if not self._plan_together(step, is_measured=is_measured) and is_measured:
+            self._is_joint |= step.is_joint
+            if self._is_joint:
+                self._follow(step, is_measured=is_measured)
+            elif is_measured:
                 self._correct(step)
         self._step = None
         if self.plan is None or self.watch.due or self._is_settled:
@@ -254,43 +282,54 @@ class StepPlanner:
         self._is_settled = True
         return True
 
-    def _plan_together(self, step: Step, *, is_measured: bool) -> bool:
-        """Plan calls that were alive together as one, unless they ran under such a plan. True if there is a new one."""
-        if not step.is_shared and all(len(path) == 1 for path in step.paths):
-            return False
-        if not is_measured and all(map(self._paths.running, step.paths)):
-            return False  # nothing can be learned from it
-        phases = self.watch.phases if is_measured else {}
-        assumed = self._modules.outside([call.module.target.name for call in step.numbers])
-        plans = self._paths.follow(step, phases, assumed)
-        for plan in plans:
-            self.on_plan(plan)
-        return bool(plans)
-
-    def _plans_of(self, step: Step) -> list[Plan]:
-        """What the calls of a step have run under."""
-        return [self._paths.running(path) or path[0].plan for path in step.paths]
+    def _follow(self, step: Step, *, is_measured: bool) -> None:
+        """Plan calls that were alive together as one, by what the step has shown."""
+        phases = self.watch.phases if is_measured else []
+        exceeds = is_measured and self.watch.backward_peak_bytes > self.limit_bytes
+        self._paths.follow(step, phases, exceeds=exceeds)
+        self.plan = self._paths.largest(step)
+        if exceeds and not any(call.has_another_plan for call in step.numbers):
+            self._exceeded(step)
 
     def _correct(self, step: Step) -> None:
         """Closed loop: what the plan could not know shows in the measured peak."""
-        peak_bytes = self.watch.backward_peak_bytes
         may_grow = not step.is_first and not self.watch.due  # with all that a step finds from those before it
-        reason = self._limit.corrections.correct(
-            self, self._plans_of(step), peak_bytes, limit_bytes=self.limit_bytes, may_grow=may_grow
+        is_enough = self._limit.corrections.correct(
+            self,
+            [path[0].plan for path in step.paths],
+            self.watch.backward_peak_bytes,
+            limit_bytes=self.limit_bytes,
+            may_grow=may_grow,
         )
-        if reason is not None:
+        if not is_enough:
+            self._exceeded(step)
+
+    def _exceeded(self, step: Step) -> None:
+        """No plan takes less than this step has taken. The first takes what no later one does."""
+        if not step.is_first:
             self.watch.give_up()
-            self.loop.warn(
-                f"the step took {format_bytes(peak_bytes)}, more than mem_limit {format_bytes(self.limit_bytes)}. "
-                f"The current plan stays, since {reason}"
-            )
+            self._go_beyond(self._too_much(self.watch.backward_peak_bytes))
+
+    def _too_much(self, peak_bytes: int) -> BudgetError:
+        """A measured step has exceeded the limit under the plan that takes least."""
+        assert self.plan is not None
+        limit_bytes = self.limit_bytes
+        names = getattr(self.plan, "names", None) or [module.target.name for module in self._modules]
+        calls = ", ".join(
+            f"{format_bytes(call.peak_bytes)} in {name or 'the model itself'}"
+            for name, call in zip(names, self.plan.calls, strict=False)
+        )
+        return BudgetError(
+            f"mem_limit {format_bytes(limit_bytes)} is below the minimum {format_bytes(peak_bytes)} ({peak_bytes:,} "
+            f"bytes) for this model and batch, which a measured step has taken under the plan that takes least: "
+            f"{calls}, and the rest of the step. Raise mem_limit or lower the batch size",
+            budget_bytes=limit_bytes,
+            minimum_bytes=peak_bytes,
+            stage=max(self.plan.calls, key=lambda call: call.peak_bytes).chain.names[0],
+        )
 
     def replan(self, plan: Plan) -> Plan:
         """A new plan in the place of one that steps run under, with the budget of this moment."""
-        path = self._paths.path_of(plan)
-        if path is not None:
-            self.plan = self._paths.plan(path)
-            return self.plan
         module = next((module for module in self._modules if module.plans.runs(plan)), None)
         return plan if module is None else module.plans.replan(plan)
 
@@ -329,32 +368,30 @@ class StepPlanner:
         return 0 if self._step is None else [call.module for call in self._step.waiting].count(module)
 
     def budget(self, module: PlannedModule, profile: Profile) -> Budget:
-        """What a plan for one call may use now: for the first step, a share of what earlier calls have left."""
+        """What a plan for one call may use now: as little as it can, until the step is over, if there are others."""
         budget = self._limit.budget(profile.chain, self._modules.all, self._step)
         waiting = () if self._step is None else self._step.waiting
-        share = self._modules.share(module, waiting)
-        self._is_share = bool(waiting) or share < 1
-        if not self._is_share:
+        self._is_cautious = bool(waiting) or not self._modules.is_alone(module)
+        self._told = budget
+        if not self._is_cautious:
             return budget
         if self._step is not None:
             self._step.is_shared = True
-        held_bytes = sum(call.plan.simulation.held_bytes for call in waiting)
-        return budget.reduced_to(int(max(budget.available_bytes - held_bytes, 0) * share), "other calls of the step")
+        return budget.reduced_to(0, "other calls of the step")
 
-    def _solve(self, chain: Chain, copied_bytes: int, is_final: bool) -> Plan:
-        """Plan calls that are alive together, as all processes agree. Without a ``final`` knowledge nobody gives up."""
-        budget = self._limit.budget(chain, self._modules.all, self._step)
-        budget = replace(budget, lingering_bytes=budget.lingering_bytes + copied_bytes)
-        outcome: Plan | BudgetError
+    def _joint_budget(self, chain: Chain, copied_bytes: int) -> Budget:
+        """What calls that are alive together may use."""
+        budget = self._limit.budget(chain, self._modules.all, self._step, correction_bytes=0)
+        return replace(budget, lingering_bytes=budget.lingering_bytes + copied_bytes)
+
+    def _solve(self, chain: Chain, budget: Budget, must_fit: bool) -> Plan:
+        """Plan such calls, as all processes agree. Where nothing fits, a step under the least plan shows what it is."""
         try:
             outcome = budget.plan(chain, slots=self._slots)
         except BudgetError as error:
-            outcome = error
-            if self._beyond or not is_final:
-                outcome = budget.least_plan(chain, error, slots=self._slots)
-            if self._beyond:
-                self._is_share = False
-                self.on_infeasible(error)
+            if must_fit:
+                raise
+            outcome = budget.least_plan(chain, error, slots=self._slots)
         return self.ranks.settle(chain.fingerprint, outcome)
 
     def before_measuring(self) -> None:
@@ -376,19 +413,26 @@ class StepPlanner:
     def on_start(self) -> None:
         """A call is about to run."""
         if self._step is not None:
-            self.watch.mark(f"into {len(self._step.numbers)}")
+            self.watch.mark(f"{INTO} {len(self._step.numbers)}")
 
     def on_run(self, call: Call) -> None:
         """Count a call of the step."""
         if self._step is None:
             return
+        if self._step.is_first and not self._step.numbers and self.loop.device.type == "cpu":
+            self._step.find(call.signature)
         self._step.add(call)
         pending = call.pending()
-        if self.watch.running and pending is not None:
-            number = self._step.numbers[call]
-            self._step.gradient_bytes = existing_gradient_bytes(self.loop.model)
-            pending.on_backward = partial(self.watch.mark, f"back to {number}")
-            self.watch.mark(f"behind {number}")
+        if pending is not None and not self._is_settled:
+            pending.on_backward = partial(self._begin_backward_of, call)
+        self.watch.mark(f"{BEHIND} {self._step.numbers[call]}")
+
+    def _begin_backward_of(self, call: Call) -> None:
+        """The backward has reached a call."""
+        if self._step is not None and call in self._step.numbers:
+            self.watch.mark(f"{BACK} {self._step.numbers[call]}")
+        if torch.is_grad_enabled():
+            self._paths.keep(call.key)
 
     def on_unsupported(self, module: PlannedModule, error: ModelError) -> None:
         """From inside the first forward: plan what is next best, unless the user has named this one."""
@@ -413,9 +457,23 @@ class StepPlanner:
             )
 
     def on_infeasible(self, error: BudgetError) -> None:
-        """Say once that training goes beyond the limit, or end it. A share of the first step is worth neither."""
-        if self._is_share:
+        """Say once that training goes beyond the limit, or end it: now, or once the step has shown what it needs."""
+        if self._is_cautious:
             return
+        loop, runs = self.loop, self._step is not None and not self._step.is_over
+        is_simple = runs and loop.gradients_linger and not loop.is_trial and loop.processes == 1
+        if self._beyond or not is_simple or self._has_no_more(error):
+            self._go_beyond(error)
+        else:
+            self._refused = self._told, error
+
+    def _has_no_more(self, error: BudgetError) -> bool:
+        """True if the device has no memory for the least plan."""
+        device = self.loop.device
+        return device.type == "cuda" and error.minimum_bytes - self.limit_bytes > usable_bytes(device)
+
+    def _go_beyond(self, error: BudgetError) -> None:
+        """Say once that training goes beyond the limit, or end it."""
         if not self._beyond:
             raise error
         if not self._warned_beyond:

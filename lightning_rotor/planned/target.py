@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
 from typing import Any
@@ -19,9 +19,6 @@ from lightning_rotor.errors import ModelError, ProfilingError
 from lightning_rotor.private.torch_names import FakeTensorMode, backward_number, packet_of
 from lightning_rotor.private.values import tensors_in, tree_leaves
 from lightning_rotor.profiling.dry_run import AssumedValues, fake_copy, without_trace
-from lightning_rotor.profiling.estimates import GPUS, EstimatingMeter
-from lightning_rotor.profiling.meters import MeteredPhase, Recording
-from lightning_rotor.units import BLOCK_BYTES
 
 # ----------------------------------------------------------------------------------------------------
 # Where a training step computes: the FLOPs of every submodule, counted in a dry run.
@@ -29,16 +26,6 @@ from lightning_rotor.units import BLOCK_BYTES
 # A loop that waits for a value would never end, since values do not change.
 _MOST_READS = 1000
 _LONGEST_REASON = 300
-_ANY = next(iter(GPUS.values()))  # whose seconds nobody reads
-
-
-@dataclass(frozen=True, slots=True)
-class CallCompute:
-    """FLOPs of one call of a submodule, and the numbers of the phases that begin with it and behind it."""
-
-    name: str
-    flops: int
-    phases: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,32 +35,18 @@ class StepCompute:
     Attributes:
         plannable: By dotted name of a submodule, those inside its forwards that a plan could run: in training mode,
             with gradients enabled and flowing through its output.
-        calls: The same call by call, in their order.
-        phases: Bytes of the forwards' tensors, call by call: :attr:`CallCompute.phases` are numbers in it.
+        calls: How often each of them runs.
         assumed_values: How often the step asked for a value that a dry run cannot know.
     """
 
     total: int
     plannable: Mapping[str, int]
     assumed_values: int = 0
-    calls: tuple[CallCompute, ...] = ()
-    phases: tuple[MeteredPhase, ...] = ()
+    calls: Mapping[str, int] = field(default_factory=dict)
 
     def share(self, name: str) -> float:
         """The part of the step's FLOPs that a plan for this submodule would reach, between 0 and 1."""
         return self.plannable.get(name, 0) / self.total
-
-    def behind(self, calls: Sequence[CallCompute]) -> list[tuple[int, int]]:
-        """What the code behind each of some calls holds in the end, and its peak; both beyond what it found."""
-        found = []
-        for number, call in enumerate(calls):
-            begin = call.phases[1]
-            end = calls[number + 1].phases[0] if number + 1 < len(calls) else len(self.phases)
-            between, start_bytes = self.phases[begin:end], self.phases[begin].start_bytes
-            peak_bytes = max((phase.peak_bytes for phase in between), default=start_bytes)
-            held_bytes = between[-1].end_bytes - start_bytes if between else 0
-            found.append((max(held_bytes, 0), peak_bytes - start_bytes))
-        return found
 
 
 def measure_compute(
@@ -111,22 +84,19 @@ def _count(
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     with without_trace(device, model.modules()), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         duplicate, inputs = fake_copy((model, inputs), mode, replacements)
-        meter = EstimatingMeter(_ANY, block_bytes=BLOCK_BYTES.get(device.type, 1))
-        with meter.recording() as recording, _Count(duplicate, recording) as count, meter:
+        with _Count(duplicate) as count:
             step(duplicate, inputs)
-        phases = tuple(recording.phases)
-    return StepCompute(count.flops, dict(count.plannable), count.assumed_values, tuple(count.calls), phases)
+    return StepCompute(count.flops, dict(count.plannable), count.assumed_values, dict(count.calls))
 
 
 class _Count(AssumedValues):
     """Counts operations, and knows whose forward runs them."""
 
-    def __init__(self, model: nn.Module, recording: Recording) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._recording = recording
         self.flops = 0
         self.plannable: Counter[str] = Counter()
-        self.calls: list[CallCompute] = []
+        self.calls: Counter[str] = Counter()
         self._running: list[str] = []
         for name, module in model.named_modules():
             # Not a hook: those do not fire when a forward is called by its name.
@@ -136,16 +106,13 @@ class _Count(AssumedValues):
         learning = module.training and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         recursive, before = name in self._running, self.flops
         self._running.append(name)
-        self._recording.mark("")
-        begin = len(self._recording.phases)
         try:
             output = forward(*args, **kwargs)
         finally:
             self._running.pop()
-        self._recording.mark("")
         if learning and not recursive and any(tensor.requires_grad for tensor in _outputs_in(output)):
             self.plannable[name] += self.flops - before
-            self.calls.append(CallCompute(name, self.flops - before, (begin, len(self._recording.phases))))
+            self.calls[name] += 1
         return output
 
     def __torch_dispatch__(
@@ -300,19 +267,9 @@ class TargetSearch:
         beside = self._shares([best.name], self._refused)
         return [best, *(self._target(name) for name, share in beside if share >= _HEAVY)]
 
-    def calls(self, names: Collection[str]) -> list[CallCompute]:
-        """The calls of these modules in a step, in order; empty if unknown."""
-        return [] if self._compute is None else [call for call in self._compute.calls if call.name in names]
-
-    def before(self, call: CallCompute) -> int:
-        """Bytes that the step has made before a call."""
-        assert self._compute is not None
-        return self._compute.phases[call.phases[0]].start_bytes
-
-    def behind(self, calls: Sequence[CallCompute]) -> list[tuple[int, int]]:
-        """See :meth:`StepCompute.behind`."""
-        assert self._compute is not None
-        return self._compute.behind(calls)
+    def calls(self, names: Collection[str]) -> int:
+        """How many calls of these modules a step has; 0 if unknown."""
+        return 0 if self._compute is None else sum(self._compute.calls.get(name, 0) for name in names)
 
     def _shares(self, planned: Collection[str], refused: Collection[str] = ()) -> list[tuple[str, float]]:
         """Other submodules that could be planned, and their shares of the compute, largest first; empty if unknown."""

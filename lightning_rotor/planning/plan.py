@@ -106,11 +106,6 @@ class Plan:
         """The plans of the calls that it is for: a plan for a step may be for several."""
         return (self,)
 
-    @property
-    def is_of_step(self) -> bool:
-        """True if it counts what the step does between its calls."""
-        return False
-
     def frontier(self) -> Frontier:
         """The curve of memory against time for the plan's chain, which is solved once more: a plan holds no tables."""
         return Plan.solved_frontier(self)

@@ -38,6 +38,12 @@ class MeteredPhase:
     peak_bytes: int
     end_bytes: int
 
+    def raised(self, size_bytes: int) -> MeteredPhase:
+        """The same with so much more throughout."""
+        return MeteredPhase(
+            self.label, self.start_bytes + size_bytes, self.peak_bytes + size_bytes, self.end_bytes + size_bytes
+        )
+
     @property
     def freed_bytes(self) -> int:
         """Bytes by which the level fell from its start to its end."""
@@ -300,7 +306,8 @@ def await_autograd(device: torch.device) -> None:
 # ----------------------------------------------------------------------------------------------------
 # The memory of a whole training step, as the allocator saw it.
 
-_LAP = "lap"
+END = "end"
+"""Label of the phase behind the backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +316,6 @@ class StepTrace:
 
     Attributes:
         peak_bytes: Highest level above that at the start.
-        lap_peak_bytes: The same until the first :meth:`StepMeter.lap`, or of all of it if there was none.
         end_bytes: Level at the end above that at the start; negative if more was freed than allocated.
         reserved_bytes: The most that a GPU's caching allocator had reserved, blocks kept for reuse included; None on
             the CPU.
@@ -318,7 +324,6 @@ class StepTrace:
     """
 
     peak_bytes: int
-    lap_peak_bytes: int
     end_bytes: int
     timeline: tuple[tuple[float, int], ...]
     reserved_bytes: int | None = None
@@ -356,8 +361,8 @@ class StepMeter:
         recording.start()
         self._recording = recording
 
-    def lap(self, label: str = _LAP) -> None:
-        """Begin a phase. Without a label it is what comes behind the backward; only the first such lap counts."""
+    def lap(self, label: str = END) -> None:
+        """Begin a phase; without a label, what comes behind the backward."""
         if self._recording is not None:
             self._recording.mark(label)
 
@@ -369,11 +374,8 @@ class StepMeter:
         reserved_bytes = torch.cuda.max_memory_reserved(self._device) if self._device.type == "cuda" else None
         recording.stop()
         phases = tuple(recording.phases)
-        laps = [phase.label for phase in phases]
-        until_lap = phases[: laps.index(_LAP) if _LAP in laps else None]
         return StepTrace(
             max(phase.peak_bytes for phase in phases),
-            max(phase.peak_bytes for phase in until_lap),
             recording.level,
             tuple(recording.timeline),
             reserved_bytes,
