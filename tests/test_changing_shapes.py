@@ -15,11 +15,14 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import lightning_rotor.planned.plans
-from lightning_rotor import RotorCallback, UnitError
+from lightning_rotor import Checkpointable, RotorCallback, UnitError
 from lightning_rotor.chain import Chain, Option, StageCost
 from lightning_rotor.planned import closed_loop
 from lightning_rotor.planned.new_shapes import chain_at
+from lightning_rotor.planned.plans import Plans
 from lightning_rotor.profiling import profile_chain
+from lightning_rotor.schedule import Schedule
+from lightning_rotor.simulator import simulate
 from tests.training import Witness, assert_same_bits
 
 pytestmark = pytest.mark.usefixtures("coarse_tables")
@@ -184,3 +187,38 @@ def test_the_plans_used_last_are_kept(tmp_path: Path, measured: list[Any]) -> No
     assert len(measured) == 1
     with pytest.raises(UnitError, match="max_plans is 0: expected a positive integer"):
         train(nn.Sequential, [16], tmp_path, RotorCallback("1GiB", "body", max_plans=0, show_table=False))
+
+
+def test_another_size_takes_a_known_schedule_until_a_search_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = nn.Sequential(*(Block(16) for _ in range(4)), Loss())
+    net, searched = Checkpointable(body, torch.randn(8, 48, 16)), []
+    assert net.chain is not None
+    limit = int(0.6 * simulate(net.chain, Schedule.keep_all(len(net.chain))).peak_bytes)
+    net.compute_sequence(limit)
+    solve = Plans._solve
+    monkeypatch.setattr(Plans, "_solve", lambda plans, profile: searched.append(1) or solve(plans, profile))
+
+    def schedule_for(length: int, seconds: float) -> Schedule:
+        net._planned.plans._solve_seconds = seconds  # what a search is known to take
+        x = torch.randn(8, length, 16)
+        found = []
+        for module in (net, body):
+            body.zero_grad()
+            torch.manual_seed(1)
+            module(x).backward()
+            found.append({name: parameter.grad for name, parameter in body.named_parameters()})
+        assert_same_bits(*found)
+        assert net.plan is not None
+        assert net.plan.peak_bytes <= limit
+        return net.plan.schedule
+
+    longest = schedule_for(48, 1e9)
+    assert longest.recomputed
+    assert schedule_for(46, 1e9) == schedule_for(44, 1e9) == longest
+    assert not searched
+    schedule_for(45, 0.0)  # nothing may be lost
+    assert len(searched) == 1
+    schedule_for(44, 0.0)  # the second time, too
+    assert len(searched) == 2
+    schedule_for(44, 0.0)
+    assert len(searched) == 2

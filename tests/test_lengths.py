@@ -10,6 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.overrides import TorchFunctionMode
 
 from lightning_rotor import ModelError
 from lightning_rotor.capture.cuts import GraphCut, cut_graph
@@ -62,7 +65,15 @@ def masked(x: torch.Tensor) -> torch.Tensor:
     return scores.masked_fill(hidden, -math.inf).softmax(-1) @ x
 
 
-@pytest.mark.parametrize("act", [torch.tanh, halves, masked])
+def without_gradients(x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        weights = torch.arange(x.shape[1], device="cpu").float().softmax(0)
+    if x.shape[1] != weights.shape[0]:
+        raise ValueError("one for each place")
+    return x * weights[:, None]
+
+
+@pytest.mark.parametrize("act", [torch.tanh, halves, masked, without_gradients])
 def test_two_recorded_lengths_are_enough_for_a_third(act: Callable[[torch.Tensor], torch.Tensor]) -> None:
     net = Net(act)
     assert holds_after(net, SIX, EIGHT) is not None
@@ -135,7 +146,7 @@ def test_nothing_runs_for_a_third_length(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_modules_that_had_to_be_one_operation_are_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     class Hidden(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            with torch.no_grad():
+            with sdpa_kernel(SDPBackend.MATH):
                 return x.cos()
 
     net = Net(Hidden())
@@ -148,6 +159,65 @@ def test_modules_that_had_to_be_one_operation_are_so_at_once(monkeypatch: pytest
     assert len(runs) == 1
     assert first.bind((NINE,), {}) is not None
     require_same(net, first, (NINE,), {})
+
+
+def test_equal_layers_are_asked_once() -> None:
+    def asks(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(20):
+            x = torch.tanh(x * 2)
+            if x.shape[1] > 100:
+                raise ValueError("too long")
+        return x
+
+    cut = holds_after(Net(asks), SIX, EIGHT)
+    assert cut is not None
+    runs: list[str] = []
+
+    class Runs(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            runs.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with Runs():
+        assert cut.bind((NINE[:, :7].contiguous(),), {}) is not None
+    assert runs.count("tanh") == 1
+    assert cut.bind((torch.randn(4, 101, 16),), {}) is None
+
+
+class Packed(nn.Module):
+    """Sentences of several lengths, as long as the input if ``whole``. Otherwise it does something else for long ones."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self.before, self.cells, self.after = nn.Linear(16, 16), nn.GRU(16, 8, batch_first=True), nn.Linear(8, 4)
+        self.whole = whole
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        packed = pack_padded_sequence(self.before(x), lengths, batch_first=True, enforce_sorted=False)
+        size = x.shape[1] if self.whole else None
+        y, _ = pad_packed_sequence(self.cells(packed)[0], batch_first=True, total_length=size)
+        return self.after(y * 2 if not self.whole and y.shape[1] > 7 else y)
+
+
+def test_packed_sequences_hold_for_other_lengths_and_their_entries_count() -> None:
+    net = Packed(whole=True)
+    cut = cut_graph(net, (SIX, torch.tensor([6, 2, 3, 4])))
+    assert cut_graph(net, (EIGHT, torch.tensor([5, 8, 3, 4])), known=[cut]) is cut
+    known = KnownCuts(net, most=4)
+    seven = NINE[:, :7].contiguous()
+    for lengths in ([7, 2, 3, 4], [1, 1, 5, 1]):
+        call = seven, torch.tensor(lengths)
+        value = cut.bind(call, {})
+        assert value is not None
+        require_same(net, cut, call, {})
+        assert known.signature(cut, value).shapes[-1] == (sum(lengths),)
+
+
+def test_a_size_that_depends_on_values_is_asked_at_every_call() -> None:
+    net = Packed(whole=False)
+    cut = cut_graph(net, (NINE, torch.tensor([9, 2, 3, 4])))
+    for lengths, same in (([2, 9, 4, 3], True), ([9, 2, 3, 5], False), ([6, 2, 3, 4], False)):
+        assert (cut.bind((NINE, torch.tensor(lengths)), {}) is not None) == same
 
 
 class ChangesATensor(Net):

@@ -6,7 +6,7 @@ import copy
 import gc
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
@@ -583,11 +583,35 @@ def test_code_that_does_something_else_each_time(trap: Callable[..., torch.Tenso
 COUNTER = count()
 
 
+class Doubled(torch.autograd.Function):
+    """Its gradient is none that autograd would find."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, inside: bool) -> torch.Tensor:
+        with torch.no_grad() if inside else nullcontext():
+            return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient * 3, None
+
+
+KEPT = Doubled.apply
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_an_autograd_function_that_was_kept_is_no_region_without_gradients(inside: bool) -> None:
+    def kept(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            scale = x.mean() + 1
+        return KEPT(x, inside) * scale
+
+    both(kept, "an autograd function")
+
+
 @pytest.mark.parametrize(
     "context",
     [
-        torch.no_grad,
-        lambda: torch.autocast("cpu", torch.bfloat16),
         lambda: sdpa_kernel(SDPBackend.MATH),
         torch.autograd.graph.save_on_cpu,
     ],
@@ -932,13 +956,50 @@ def test_language_models_of_transformers(hugging: Any, name: str, config: str, s
     padded[1, 6:] = 0
     options = {} if name.startswith("Bert") else {"use_cache": False}
     full = record(net, input_ids=ids, attention_mask=mask, labels=labels, **options)
-    assert set(full.opaque) <= {"model.rotary_emb"}
+    assert not full.opaque
     cut = record(net, input_ids=ids, attention_mask=padded, labels=labels, **options)
     other = torch.ones_like(mask)
     other[0, 7:] = 0
     agree(net, cut, input_ids=ids.roll(1, 1), attention_mask=other, labels=labels, **options)
     if full.recording.guards.asks_values:
         assert full.bind((), {"input_ids": ids, "attention_mask": padded, "labels": labels, **options}) is None
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize(("name", "options"), [("Bert", {}), ("GPTNeoX", {"use_cache": False})])
+def test_base_models_of_transformers(hugging: Any, name: str, options: dict[str, Any]) -> None:
+    net = getattr(hugging, f"{name}Model")(getattr(hugging, f"{name}Config")(**SMALL)).train()
+    ids = torch.randint(3, 60, (2, 9))
+    assert len(record(net, ids, **options).stages) > 10
+    assert len(record(net, input_ids=ids, attention_mask=torch.ones_like(ids).tril(7), **options).stages) > 10
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_torchs_transformer_with_and_without_masks(masked: bool, padded: bool) -> None:
+    class Translator(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.head = nn.Embedding(50, 16), nn.Linear(16, 50)
+            self.layers = nn.Transformer(16, 2, 2, 2, 32, batch_first=True)
+
+        def forward(self, source: torch.Tensor, target: torch.Tensor, mask: Any, padding: Any) -> torch.Tensor:
+            hidden = self.layers(
+                self.words(source), self.words(target), mask, mask,
+                src_key_padding_mask=padding, memory_key_padding_mask=padding,
+            )  # fmt: skip
+            return self.head(hidden)
+
+    net, ids = Translator(), torch.randint(50, (2, 9))
+    mask = torch.ones(9, 9, dtype=torch.bool).triu(1) if masked else None
+    padding = torch.zeros(2, 9, dtype=torch.bool) if padded else None
+    if padding is not None:
+        padding[1, 6:] = True
+    cut = record(net, ids, ids.roll(1), mask, padding)
+    assert not cut.opaque
+    assert len(cut.stages) > 40
+    if mask is not None:
+        assert cut.bind((ids, ids, ~mask, padding), {}) is None  # no longer causal
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

@@ -111,6 +111,7 @@ def cut_graph(
     cannot be recorded.
     """
     call = Call.of(module, args, kwargs or {})
+    names = call.names
     like = [cut for cut in reversed(known) if cut.is_like(call)]
     recording, opaque = _Attempts(module, call, like[:1]).record()
     watch = _watch(recording)
@@ -118,7 +119,7 @@ def cut_graph(
         if cut.renewed_by(recording, call, watch):
             return cut
     stages = tuple(stages_of(recording))
-    return GraphCut(stages, opaque, module, call.names, _key(call), watch, recording)
+    return GraphCut(stages, opaque, module, names, _key(call), watch, recording)
 
 
 def _key(call: Call) -> Any:

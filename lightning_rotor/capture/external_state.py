@@ -8,12 +8,14 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from operator import is_
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
-from lightning_rotor.capture.guards import Same, frozen
+from lightning_rotor.capture.guards import Contents, Same, frozen
 from lightning_rotor.private.torch_names import without_modes
 from lightning_rotor.stages import snapshot as kinds
 from lightning_rotor.stages.snapshot import PLAIN, Kind, Snapshot, globals_of, is_users, namespace_of
@@ -30,32 +32,40 @@ class Place(NamedTuple):
         """The value, or a mark if there is none."""
         return self.kind.read(self.owner, self.name)
 
+    def reader(self) -> Callable[[], Any]:
+        """A quick :meth:`read`."""
+        if self.kind is kinds.ENTRIES:
+            return partial(dict.get, self.owner, self.name, kinds.ABSENT)
+        if self.kind is kinds.CLASS_ENTRIES:
+            return partial(vars(self.owner).get, self.name, kinds.ABSENT)
+        return self.read
+
 
 class _Noted:
     """The value at a place as it is now."""
 
-    __slots__ = ("_before", "_is_fixed", "_seen", "_value", "place")
+    __slots__ = ("_before", "_seen", "is_fixed", "place", "value")
 
     def __init__(self, place: Place) -> None:
-        self.place, self._value = place, place.read()
-        self._seen = frozen(self._value, objects=False)
+        self.place, self.value = place, place.read()
+        self._seen = frozen(self.value, objects=False)
         # What is one object for ever, or equal to itself, need not be looked at again as long as it is the same.
-        self._is_fixed = type(self._value) in PLAIN or _is_object(self._value)
-        self._before = Snapshot(() if self._is_fixed else (self._value,), hooks=False, objects=False)
+        self.is_fixed = type(self.value) in PLAIN or _is_object(self.value)
+        self._before = Snapshot(() if self.is_fixed else (self.value,), hooks=False, objects=False)
 
     def holds(self) -> bool:
         """True if the value is still the same. This runs for every place at every training call."""
         value = self.place.read()
-        return bool((self._is_fixed and value is self._value) or frozen(value, objects=False) == self._seen)
+        return bool((self.is_fixed and value is self.value) or frozen(value, objects=False) == self._seen)
 
     @property
     def is_of_objects(self) -> bool:
         """True if only the value's identity counted, and still does."""
-        return _is_object(self._value) and _is_object(self.place.read())
+        return _is_object(self.value) and _is_object(self.place.read())
 
     def restore(self) -> None:
         """Put the value back, and what was in it."""
-        self.place.kind.put(self.place.owner, {self.place.name: self._value}, None)
+        self.place.kind.put(self.place.owner, {self.place.name: self.value}, None)
         self._before.restore()
 
 
@@ -69,11 +79,13 @@ class Notes:
 
     def __init__(self) -> None:
         self._noted: dict[tuple[int, str], tuple[_Noted, str]] = {}
+        self._reads: list[Callable[[], Any]] | None = None
 
     def take(self, place: Place, module_path: str) -> None:
         """Note what is at a place, unless it was noted before, and whose code is about to read it."""
         key = id(place.owner), place.name
         if key not in self._noted:
+            self._reads = None
             self._noted[key] = _Noted(place), module_path
 
     def changed(self) -> tuple[str, str] | None:
@@ -85,13 +97,21 @@ class Notes:
 
     def settle(self) -> None:
         """Take the present values as the noted ones."""
+        self._reads = None
         self._noted = {
             key: (noted if noted.holds() else _Noted(noted.place), path) for key, (noted, path) in self._noted.items()
         }
 
     def holds(self) -> bool:
-        """True if everything is as it was."""
-        return all(noted.holds() for noted, _ in self._noted.values())
+        """True if everything is as it was. This runs at every training call."""
+        every = [noted for noted, _ in self._noted.values()]
+        if self._reads is None:
+            self._reads = [noted.place.reader() for noted in every]
+            self._values = [noted.value for noted in every]
+            self._contents = Contents((noted.value for noted in every if not noted.is_fixed), objects=False)
+        if all(map(is_, [read() for read in self._reads], self._values)) and self._contents.hold():
+            return True
+        return all(noted.holds() for noted in every)
 
     def restore(self) -> None:
         """Put back what the code has changed: variables, what is in lists and dicts, random generators."""

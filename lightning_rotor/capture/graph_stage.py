@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from copy import copy
+from contextlib import ExitStack, contextmanager
+from copy import copy, deepcopy
+from dataclasses import dataclass
 from functools import lru_cache
 from types import CodeType, FunctionType, MethodType
 from typing import Any
@@ -24,11 +27,41 @@ UNSURE = "unsure"
 """Where the node of a function says that it may draw random numbers, or give other bits when it runs again."""
 SIZE = "size"
 """Where the node of a size keeps what it was in the recording."""
+VALUED = "valued"
+"""Where a number says that it depends on values: the longest row of packed sequences, and what is computed from it."""
+REGION = "region"
+"""Where a node says under which other settings than the call's it runs."""
 IN_PLACE = (
     *(operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod, operator.ipow),
     *(operator.imatmul, operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift),
 )
 """Python's operators that change a tensor."""
+
+
+def longest(lengths: torch.Tensor) -> int:
+    """Length of the longest of some rows: how many time steps they have once they are packed."""
+    return int(lengths.max())
+
+
+def total(lengths: torch.Tensor) -> int:
+    """Entries of some rows once they are packed."""
+    return int(lengths.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Settings of operations inside of ``torch.no_grad`` or ``torch.autocast``; of autocast those that it changes."""
+
+    gradients: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Context of the operations. A first pass without gradients stays without."""
+        with torch.set_grad_enabled(self.gradients and torch.is_grad_enabled()), ExitStack() as stack:
+            for device, enabled, dtype in self.autocast:
+                stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=False))
+            yield
 
 
 def is_constant(node: fx.Node) -> bool:
@@ -140,7 +173,7 @@ class GraphSlice(nn.Module):
         self._calls: dict[str, nn.Module] = {}
         self._function: Callable[[Any], Any] | None = None  # made at the first call
         source = Source()
-        lines = ["del value"]
+        lines, region, indent = ["del value"], None, ""
         if inputs:
             lines.insert(0, f"{', '.join(map(source.name, inputs))} = value")
         last = {used: node for node in nodes for used in node.all_input_nodes}
@@ -155,12 +188,16 @@ class GraphSlice(nn.Module):
                 called = f"getattr({source.bind(owner)}, {name!r})"
             else:
                 called = source.call(node, self._target(node, source))
-            lines.append(f"{source.name(node)} = {called}")
+            if node.op != "get_attr" and SIZE not in node.meta and node.meta.get(REGION) != region:
+                region = node.meta.get(REGION)
+                indent = "    " if region else ""
+                lines += [f"with {source.bind(region)}():"] if region else []
+            lines.append(f"{indent}{source.name(node)} = {called}")
             dying = [used for used in node.all_input_nodes if last[used] is node and used not in kept]
             if node not in last and node not in kept:
                 dying.append(node)
             if dying:
-                lines.append(f"del {', '.join(map(source.name, dying))}")
+                lines.append(f"{indent}del {', '.join(map(source.name, dying))}")
         lines.append(f"return {source.spell(outputs)}")
         self._source, self._bound = "\n    ".join(["def run(value):", *lines]), source.bound
         self.operators = tuple(node.meta[OF] if node.op == "call_module" else node.target for node in nodes)
@@ -168,6 +205,7 @@ class GraphSlice(nn.Module):
         working = [node for node in nodes if node.target is not require_as_recorded]
         self._is_call = len(working) == len(self._calls) == len(inputs) == 1 and (
             (working[0].args, working[0].kwargs, outputs) == ((inputs[0],), {}, working[0])
+            and REGION not in working[0].meta
         )
 
     def _target(self, node: fx.Node, source: Source) -> str:
@@ -202,6 +240,18 @@ class GraphSlice(nn.Module):
         other = copy(self)
         other._function = None
         other._bound = self._bound | {name: replacements.get(each, each) for name, each in self._calls.items()}
+        return other
+
+    def on_meta(self) -> GraphSlice:
+        """The same operations on tensors of the meta device, which have sizes and no values."""
+        other = copy(self)
+        other._function = None
+        other._source = _DEVICE_METHODS.sub(r"getattr(\1, 'clone')", self._source)
+        other._source = _DEVICE_NAMES.sub("'meta'", other._source)
+        other._bound = {
+            name: _module_on_meta(value) if name in self._calls else _on_meta(value)
+            for name, value in self._bound.items()
+        }
         return other
 
     # ---------------------------------------------------------------- what belongs to it
@@ -250,6 +300,33 @@ class GraphSlice(nn.Module):
         return self._source, tuple(
             places[calls[name]] if name in calls else look_of(value) for name, value in self._bound.items()
         )
+
+
+_DEVICE_METHODS = re.compile(r"getattr\((\w+), '(?:cpu|cuda)'\)")
+_DEVICE_NAMES = re.compile(r"'(?:cpu|cuda)(?::\d+)?'")
+
+
+class _OwnerOnMeta:
+    """Stands in for a module whose tensors are read."""
+
+    def __init__(self, owner: nn.Module) -> None:
+        self._owner = owner
+
+    def __getattr__(self, name: str) -> Any:
+        return _on_meta(getattr(self._owner, name))
+
+
+def _on_meta(value: Any) -> Any:
+    if isinstance(value, nn.Module):
+        return _OwnerOnMeta(value)
+    if isinstance(value, torch.device):
+        return torch.device("meta")
+    return value.detach().to("meta") if isinstance(value, torch.Tensor) else value
+
+
+def _module_on_meta(module: nn.Module) -> nn.Module:
+    """A copy of one of torch's own modules."""
+    return deepcopy(module, {id(each): _on_meta(each) for each in (*module.parameters(), *module.buffers())})
 
 
 def _with_reads(nodes: Sequence[fx.Node], kept: Iterable[fx.Node]) -> dict[fx.Node, None]:

@@ -17,13 +17,14 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import fx, nn
+from torch.overrides import TorchFunctionMode
 
-from lightning_rotor.capture.graph_stage import OF, SIZE, GraphSlice, Source, is_constant, look_of, spell_value
+from lightning_rotor.capture.graph_stage import OF, REGION, SIZE, GraphSlice, Source, is_constant, look_of, spell_value
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.torch_names import HOOKS, FakeTensorMode, any_hooks_of_all
 from lightning_rotor.private.values import same_bits
 from lightning_rotor.stages.sequential import has_own_call, packed
-from lightning_rotor.stages.snapshot import PLAIN
+from lightning_rotor.stages.snapshot import PLAIN, namespace_of
 from lightning_rotor.stages.state import generator_state
 
 OWN = "own"
@@ -35,7 +36,12 @@ Signature: TypeAlias = tuple[tuple[tuple[int, ...], Any], ...]
 
 
 class Guards:
-    """What one recording saw of sizes and of values; ``asks_values`` is True if values of inputs or buffers count."""
+    """What one recording saw of sizes and of values.
+
+    Attributes:
+        asks_values: Values of inputs or buffers count.
+        totals: Entries of the packed sequences in the call for which it was last found to hold.
+    """
 
     def __init__(
         self,
@@ -43,19 +49,22 @@ class Guards:
         inputs: Sequence[fx.Node],
         sizes: Sequence[Question],
         values: Sequence[Question],
+        totals: Sequence[fx.Node] = (),
     ) -> None:
         nodes = list(inputs[0].graph.nodes) if inputs else []
-        needed = ancestors([node for node, _ in values], sizes=False)
+        needed = ancestors([*totals, *(node for node, _ in values)], sizes=False)
         read = [node for node in nodes if SIZE in node.meta and node in needed]
         self._value_answers = [spell_value([value for _, value in values])]
         self._values = GraphSlice(
-            [*inputs, *read], _operations(nodes, needed - set(read)), [node for node, _ in values]
+            [*inputs, *read], _operations(nodes, needed - set(read)), [[node for node, _ in values], list(totals)]
         )
+        self.totals: tuple[int, ...] = ()
         self.asks_values = any(node.op == "placeholder" or _is_buffer(node) for node in needed)
         asked = [*(node for node, _ in sizes), *read]
         self._size_answers = [spell_value([value for _, value in sizes])]
         behind = ancestors(asked)
         self._sizes = GraphSlice(inputs, _operations(nodes, behind), asked)
+        self._on_meta: GraphSlice | None = None  # made when first asked
         self._is_general = not any(node.meta.get(OWN) for node in behind)
         self._recorded = [signature]
         self._varied: set[tuple[int, int]] = set()
@@ -70,26 +79,42 @@ class Guards:
             return True
         try:
             with torch.no_grad():
-                found = self._values(packed((*tensors, *self._read[signature])))
+                found, totals = self._values(packed((*tensors, *self._read[signature])))
         except (RuntimeError, IndexError, ValueError):  # the forward itself will say it better
             return False
+        self.totals = tuple(totals)
         return spell_value(found) in self._value_answers
 
     def _holds_for_sizes(self, signature: Signature, tensors: Sequence[torch.Tensor]) -> bool:
         if not self._is_general or not self._may_be(signature):
             return False
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        try:
-            with torch.no_grad(), mode:
-                fakes = [mode.from_tensor(tensor.detach(), static_shapes=True) for tensor in tensors]
-                found = self._sizes(packed(fakes))
-        except Exception:  # no rule for an operation, or sizes that do not go together
+        found = self._sizes_on_meta(tensors) or self._sizes_on_fakes(tensors)
+        if found is None:  # no rule for an operation, or sizes that do not go together
             return False
         answers, read = found[: len(found) - self._reads], found[len(found) - self._reads :]
         if spell_value(answers) not in self._size_answers:
             return False
         self._read[signature] = tuple(read)
         return True
+
+    def _sizes_on_meta(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """What was asked of sizes, in a few microseconds an operation; None if an operation needs its own device."""
+        try:
+            if self._on_meta is None:
+                self._on_meta = self._sizes.on_meta()
+            with torch.no_grad(), torch.device("meta"), _OncePerSize():
+                return self._on_meta(packed([tensor.detach().to("meta") for tensor in tensors]))
+        except Exception:
+            return None
+
+    def _sizes_on_fakes(self, tensors: Sequence[torch.Tensor]) -> Any:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        try:
+            with torch.no_grad(), mode:
+                fakes = [mode.from_tensor(tensor.detach(), static_shapes=True) for tensor in tensors]
+                return self._sizes(packed(fakes))
+        except Exception:
+            return None
 
     @property
     def _reads(self) -> int:
@@ -131,6 +156,40 @@ class Guards:
         )
 
 
+_RESHAPES_IN_PLACE = frozenset(
+    f"{name}_" for name in ("as_strided", "resize", "resize_as", "set", "squeeze", "swapaxes", "swapdims", "t",
+    "transpose", "unsqueeze")
+)  # fmt: skip
+
+
+class _OncePerSize(TorchFunctionMode):
+    """Runs an operation once for arguments that look the same, such as those of equal layers. Values do not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._results: dict[Any, Any] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in _RESHAPES_IN_PLACE:
+            raise NotImplementedError  # the tensor may stand for others
+        key = func, _look(args), _look(kwargs or {})
+        if key not in self._results:
+            self._results[key] = func(*args, **(kwargs or {}))
+        return self._results[key]
+
+
+def _look(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.stride(), value.dtype
+    if isinstance(value, (tuple, list)):
+        return type(value), tuple(map(_look, value))
+    if isinstance(value, dict):
+        return tuple((key, _look(entry)) for key, entry in value.items())
+    return repr(value) if isinstance(value, slice) else (type(value), value)
+
+
 def _operations(nodes: Iterable[fx.Node], wanted: set[fx.Node]) -> list[fx.Node]:
     return [node for node in nodes if node in wanted and node.op not in ("placeholder", "get_attr")]
 
@@ -169,7 +228,8 @@ def first_difference(left: fx.Graph, right: fx.Graph) -> tuple[str, ...]:
 def _said(node: fx.Node, source: Source) -> Any:
     """What an operation does, comparable between two recordings."""
     source.bound.clear()
-    text = source.spell((node.op, str(node.meta["module"]), node.target, node.args, node.kwargs))
+    what = node.op, str(node.meta["module"]), node.target, node.args, node.kwargs, node.meta.get(REGION)
+    text = source.spell(what)
     source.name(node)
     return text, list(map(look_of, source.bound.values()))
 
@@ -225,9 +285,10 @@ def frozen(value: Any, depth: int = 4, *, objects: bool = True) -> Any:
     state = generator_state(value)
     if state is not None:
         return Same(value), state
-    if objects and depth and not isinstance(value, (nn.Module, type)) and hasattr(value, "__dict__"):
+    namespace = namespace_of(value) if objects and depth and not isinstance(value, (nn.Module, type)) else None
+    if namespace is not None:
         # A configuration object, most likely; what it refers to is followed no further.
-        return Same(value), tuple((key, entry) for key, entry in vars(value).items() if type(entry) in PLAIN)
+        return Same(value), tuple((key, entry) for key, entry in namespace.items() if type(entry) in PLAIN)
     return Same(value)
 
 
@@ -294,6 +355,53 @@ def _own_names(module: nn.Module) -> tuple[str, ...]:
     return tuple(name for name in module.__dict__ if name not in _STRUCTURE and not (hidden and name.startswith("_")))
 
 
+class Contents:
+    """What is in some values at one moment, as far as :func:`frozen` looks: one flat list to compare by object."""
+
+    def __init__(self, values: Iterable[Any], *, objects: bool = True) -> None:
+        self._follows = objects
+        self._rows: list[Any] = []
+        self._tables: list[dict[Any, Any]] = []
+        self._others: list[Any] = []
+        self._add(values, 4, set())
+        self._seen, self._frozen = self._now(), [frozen(other, objects=objects) for other in self._others]
+
+    def _add(self, values: Iterable[Any], depth: int, known: set[int]) -> None:
+        for value in values:
+            if type(value) in _FIXED or type(value) in PLAIN or id(value) in known:
+                continue
+            known.add(id(value))
+            is_filled = isinstance(value, (list, tuple, dict, set, deque))
+            namespace = None if is_filled else namespace_of(value)
+            if is_filled and depth and len(value) <= LONG:
+                if isinstance(value, dict):
+                    self._tables.append(value)
+                    self._add((*dict.keys(value), *dict.values(value)), depth - 1, known)
+                else:
+                    self._rows.append(value)
+                    self._add(tuple(value), depth - 1, known)
+            elif is_filled or isinstance(value, torch.Tensor) or generator_state(value) is not None:
+                self._others.append(value)
+            elif self._follows and depth and namespace and not isinstance(value, nn.Module):
+                self._tables.append(namespace)  # most likely a configuration that several modules share
+
+    def hold(self) -> bool:
+        """True if surely nothing has changed."""
+        now = self._now()
+        if len(now) != len(self._seen) or not all(map(is_, now, self._seen)):
+            return False
+        return [frozen(other, objects=self._follows) for other in self._others] == self._frozen
+
+    def _now(self) -> list[Any]:
+        tables = self._tables
+        return [
+            *map(len, self._rows),
+            *chain(*self._rows),
+            *chain(*tables),
+            *chain.from_iterable(map(dict.values, tables)),
+        ]
+
+
 class _Identities:
     """The attributes of modules at one moment, as one flat list to compare object by object. No scripted modules."""
 
@@ -306,14 +414,12 @@ class _Identities:
         self._objects = self._now()
         # What is in a list, a dict or an object may change though it stays the same object.
         values = [own[name] for own, each in zip(self._attributes, modules, strict=True) for name in _own_names(each)]
-        self._filled = [v for v in values if type(v) not in PLAIN and not isinstance(v, (nn.Module, type))]
-        self._seen = list(map(frozen, self._filled))
+        self._contents = Contents(values)
 
     def hold(self) -> bool:
         """True if surely nothing has changed."""
         now = self._now()
-        is_same = len(now) == len(self._objects) and all(map(is_, now, self._objects))
-        return is_same and list(map(frozen, self._filled)) == self._seen
+        return len(now) == len(self._objects) and all(map(is_, now, self._objects)) and self._contents.hold()
 
     def _now(self) -> list[Any]:
         kinds = list(map(type, self._modules))

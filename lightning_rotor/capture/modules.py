@@ -142,59 +142,74 @@ PLAIN = (
 )
 
 
+_SIMPLE = frozenset((torch.Tensor, nn.Parameter, bool, int, float, str, type(None)))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """The arguments of a call, flattened. A recording speaks of the tensors; every other leaf is baked into it.
+    """The arguments of a call as they were given, flattened. Leaves that are no tensors are baked into a recording.
 
-    ``key`` is equal for calls that one recording could serve: the structure, and leaves with None for tensors.
+    ``key`` is equal for calls that one recording could serve: the structure, and leaves without tensors.
     """
 
+    module: nn.Module
     tensors: tuple[torch.Tensor, ...]
     key: Any
     leaves: tuple[Any, ...]
-    spec: TreeSpec
-    _signature: inspect.Signature
+    _spec: TreeSpec | None
+    _keywords: tuple[str, ...]
 
     @classmethod
     def of(cls, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-        """Bind arguments to the forward, with defaults; ``ModelError`` if one may hide tensors, or ``TypeError``."""
-        signature = inspect.signature(type(module).forward)
-        bound = signature.bind(module, *args, **kwargs)
-        bound.apply_defaults()
-        arguments = list(bound.arguments.items())[1:]
-        flat, spec = tree_flatten(dict(arguments))
-        for leaf in flat:
-            if not isinstance(leaf, (torch.Tensor, *PLAIN)):
-                names = [name for name, value in arguments if any(entry is leaf for entry in tree_flatten(value)[0])]
+        """Flatten arguments; ``ModelError`` if one may hide tensors. This runs at every training call."""
+        flat, spec, structure = [*args, *kwargs.values()], None, ""
+        if not _SIMPLE.issuperset(map(type, flat)):
+            flat, spec = tree_flatten((tuple(args), dict(kwargs)))
+            structure = str(spec)
+        tensors = tuple([leaf for leaf in flat if isinstance(leaf, torch.Tensor)])
+        key = (len(args), *kwargs), structure, tuple(map(_spelled, flat))
+        leaves = tuple([None if isinstance(leaf, torch.Tensor) else leaf for leaf in flat])
+        call = cls(module, tensors, key, leaves, spec, tuple(kwargs))
+        for number, leaf in enumerate(leaves if spec is not None else ()):
+            if not isinstance(leaf, PLAIN):
                 raise ModelError(
                     f"the forward of {type(module).__name__} takes {type(leaf).__name__} as "
-                    f"{' or '.join(map(repr, names))}: expected tensors and plain values, or tuples, lists "
+                    f"{call._paths()[number]}: expected tensors and plain values, or tuples, lists "
                     "and dicts of them (register other containers with torch.utils._pytree)"
                 )
-        tensors = tuple(leaf for leaf in flat if isinstance(leaf, torch.Tensor))
-        leaves = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in flat)
-        return cls(tensors, (str(spec), tuple(map(_spelled, flat))), leaves, spec, signature)
+        return call
+
+    def _paths(self) -> list[str]:
+        """The argument that each leaf is in, and the place in it; ``TypeError`` if the forward takes no such call."""
+        args, kwargs = self._unflatten(list(range(len(self.leaves))))
+        arguments = inspect.signature(type(self.module).forward).bind(self.module, *args, **kwargs).arguments
+        found, _ = tree_flatten_with_path(dict(list(arguments.items())[1:]))
+        named = {number: f"{getattr(path[0], 'key', None)!r}{keystr(path[1:])}" for path, number in found}
+        return [named[number] for number in range(len(self.leaves))]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the tensors in messages: the argument, and the place in it."""
-        paths, _ = tree_flatten_with_path(tree_unflatten(range(len(self.leaves)), self.spec))
-        named = [f"input {getattr(path[0], 'key', None)!r}{keystr(path[1:])}" for path, _ in paths]
-        return tuple(name for name, kind in zip(named, self.key[1], strict=True) if kind == "tensor")
+        """Names of the tensors in messages; ``TypeError`` if the forward takes no such call."""
+        kinds = zip(self._paths(), self.key[-1], strict=True)
+        return tuple(f"input {path}" for path, kind in kinds if kind is torch.Tensor)
 
     @property
     def signature(self) -> Any:
         """Shapes, and what else code can tell of tensors without values, besides dimensions, types and devices."""
-        return tuple((tuple(tensor.shape), (_layout(tensor), tensor.requires_grad)) for tensor in self.tensors)
+        return tuple([(tuple(tensor.shape), (_layout(tensor), tensor.requires_grad)) for tensor in self.tensors])
 
     def with_tensors(self, replacements: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional and keyword arguments with other values in the place of the tensors."""
+        """Positional and keyword arguments, as they were given, with other values in the place of the tensors."""
         pending = iter(replacements)
-        kinds = zip(self.key[1], self.leaves, strict=True)
-        leaves = [next(pending) if kind == "tensor" else leaf for kind, leaf in kinds]
-        bound = self._signature.bind_partial()
-        bound.arguments.update({next(iter(self._signature.parameters)): None}, **tree_unflatten(leaves, self.spec))
-        return bound.args[1:], bound.kwargs
+        kinds = zip(self.key[-1], self.leaves, strict=True)
+        return self._unflatten([next(pending) if kind is torch.Tensor else leaf for kind, leaf in kinds])
+
+    def _unflatten(self, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._spec is not None:
+            args, kwargs = tree_unflatten(leaves, self._spec)
+            return args, kwargs
+        positional = len(leaves) - len(self._keywords)
+        return tuple(leaves[:positional]), dict(zip(self._keywords, leaves[positional:], strict=True))
 
 
 def firsts_of(values: Sequence[Any]) -> tuple[int, ...]:
@@ -205,7 +220,7 @@ def firsts_of(values: Sequence[Any]) -> tuple[int, ...]:
 
 def _spelled(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
-        return "tensor"
+        return torch.Tensor
     return type(leaf), repr(leaf) if isinstance(leaf, (slice, float)) else leaf
 
 

@@ -29,7 +29,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from lightning_rotor.capture.external_state import Closures, Notes, Surroundings
-from lightning_rotor.capture.graph_stage import OF, UNSURE, appearance_of, is_constant, require_as_recorded
+from lightning_rotor.capture.graph_stage import (
+    OF,
+    UNSURE,
+    Region,
+    appearance_of,
+    is_constant,
+    require_as_recorded,
+    total,
+)
 from lightning_rotor.capture.guards import OWN, Guards, ancestors, first_difference, version_of
 from lightning_rotor.capture.modules import (
     Call,
@@ -62,6 +70,7 @@ _CONTAINERS = (
     *(nn.TransformerEncoderLayer, nn.TransformerDecoderLayer),
 )
 """Modules of torch that are several layers."""
+_PACK = torch._VF._pack_padded_sequence  # type: ignore[attr-defined]
 _RANDOM = "random numbers, as when a block is skipped at random"
 
 
@@ -115,6 +124,7 @@ class Recorder(TorchFunctionMode):
         try:
             with saved_tensors_hooks(self._note_saved, _gone), self._listening():
                 self._ambient, self._states = ambient(), GeneratorStates()
+                self._gradients = self._ambient[0]
                 output = type(self._root).forward(self._root, *args, **kwargs)
                 self._require_same_generators()
                 with self._aside():
@@ -126,8 +136,12 @@ class Recorder(TorchFunctionMode):
         for leaf, check, appearance in self._leaves:
             if leaf in behind:
                 check.args = (leaf, appearance, True)
-        guards = Guards(self._call.signature, inputs, asked, self._seen)
-        writer.erase([node for node, _ in (*self._seen, *asked)])
+        self._seen += writer.valued
+        if any(node.target is _PACK for node in behind):  # sizes that depend on the lengths in ways of their own
+            self._seen += writer.lengths
+        totals = [writer.node("call_function", total, node.args, {}) for node, _ in writer.lengths]
+        guards = Guards(self._call.signature, inputs, asked, self._seen, totals)
+        writer.erase([*totals, *(node for node, _ in (*self._seen, *writer.lengths, *asked))])
         notes = self.surroundings.notes
         return Recording(writer.graph, writer.memory(), self._root, writer.constants, self.calls.leaves, guards, notes)
 
@@ -164,7 +178,7 @@ class Recorder(TorchFunctionMode):
             # ``nn.CrossEntropyLoss()(logits, labels)``: it is made anew in each call
             return call(module, *args, **kwargs)
         path = self.calls.path_of(module)
-        self._require_ambient()
+        self._follow_ambient()
         with self.calls.inside(module):
             if self._is_leaf(module, args, kwargs):
                 self.calls.leaves.add(module)
@@ -202,6 +216,8 @@ class Recorder(TorchFunctionMode):
                 return function(*args, **kwargs)
             if name in METADATA or name in SIZES or (name == "type" and len(args) == 1):
                 return self._look(name, function, args, kwargs)
+            if name == "_set_grad_enabled":
+                self._note_gradients(*args)
             require_recordable(function, args, kwargs)
             if function not in FUNCTIONS:
                 kind, target, positional = spell(function, args)
@@ -240,7 +256,7 @@ class Recorder(TorchFunctionMode):
                 raise UntraceableError("it computes under a transform of torch.func (vmap, grad)")
             read = tensors_in((args, kwargs))
             if read or kind == "call_module":
-                self._require_ambient()
+                self._follow_ambient()
                 encoded = self._writer.encode((args, kwargs), exact=bool(own_code))
             versions = [version_of(tensor) for tensor in read]
             self._require_same_generators()
@@ -252,7 +268,7 @@ class Recorder(TorchFunctionMode):
             if not read and kind != "call_module":
                 if not tensors_in(result):
                     return result  # torch.set_grad_enabled and the like
-                self._require_ambient()
+                self._follow_ambient()
                 encoded = self._writer.encode((args, kwargs), exact=bool(own_code))
             node = self._writer.node(kind, target, *encoded)
             if own_code or self.check.random:
@@ -262,10 +278,12 @@ class Recorder(TorchFunctionMode):
                 node.meta[UNSURE] = True
             for tensor, version in zip(read, versions, strict=True):
                 if version_of(tensor) != version:
-                    self._writer.note_change(tensor)
+                    self._writer.note_change(tensor, node)
             node.meta[OWN] = bool(own_code) and not (known and kind == "call_module")
             if kind != "call_module":
                 result = self._result_of(result, node, read)
+                if target is _PACK:
+                    self._writer.note_packed(result[1], args[1])
             else:
                 if not known:
                     seen = appearance_of(result, sizes=False)
@@ -299,11 +317,23 @@ class Recorder(TorchFunctionMode):
 
     # ---------------------------------------------------------------- what must not differ at another call
 
-    def _require_ambient(self) -> None:
-        if ambient() != self._ambient:
+    def _follow_ambient(self) -> None:
+        """Tell the graph under which settings the next operation runs."""
+        now, then = ambient(), self._ambient
+        same = now[1:_AUTOCAST], now[-1]
+        if now[0] != self._gradients or same != (then[1:_AUTOCAST], then[-1]):
             raise UntraceableError(
-                "it computes inside of a context (no_grad, autocast, torch's checkpoint), which a recording would lose"
+                "it computes inside of a context (inference_mode, torch's checkpoint, an autograd function, a choice of "
+                "kernels), which a recording would lose"
             )
+        changed = zip(("cpu", "cuda"), now[_AUTOCAST:-1], then[_AUTOCAST:-1], strict=True)
+        autocast = tuple((device, *setting) for device, setting, before in changed if setting != before)
+        self._writer.region = None if now == then else Region(now[0], autocast)
+
+    def _note_gradients(self, enabled: bool) -> None:
+        """Note that code switches gradients. What switched them without being seen is an autograd function."""
+        self._follow_ambient()
+        self._gradients = enabled
 
     def _require_same_generators(self) -> None:
         with self._aside():
@@ -371,6 +401,9 @@ def require_unrecorded(what: str) -> None:
 
 
 # -------------------------------------------------------------------- small things
+
+
+_AUTOCAST = 6  # where autocast's settings begin
 
 
 def ambient() -> tuple[Any, ...]:

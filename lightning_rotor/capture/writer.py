@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import FunctionType
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from torch import fx, nn
 
-from lightning_rotor.capture.graph_stage import OF, SIZE, is_constant
+from lightning_rotor.capture.graph_stage import OF, REGION, SIZE, VALUED, Region, is_constant, longest
 from lightning_rotor.capture.guards import ancestors
 from lightning_rotor.capture.modules import PLAIN, ModuleCalls, UntraceableError, tensor_slots
 from lightning_rotor.capture.operations import CHANGES, DispatchCheck
@@ -150,7 +151,7 @@ class _Values:
         # One changes when another that shares its memory is changed in place: for each the first of those that share.
         self._firsts: dict[fx.Node, fx.Node] = {}
         self._bytes: dict[fx.Node, tuple[int, int]] = {}  # of the tensor's memory, and of the tensor
-        self._changed: set[fx.Node] = set()
+        self._changes: defaultdict[fx.Node, set[fx.Node]] = defaultdict(set)  # in place, by the first that shares
         self._saved: dict[fx.Node, tuple[int, frozenset[fx.Node]]] = {}
 
     def node_of(self, tensor: torch.Tensor) -> fx.Node | None:
@@ -158,6 +159,10 @@ class _Values:
         # A tensor may have the address of one that is gone, or have been rebuilt around what C++ still held of it.
         reference, node = self._nodes.get(id(tensor), (None, None))
         return node if reference is not None and reference() is tensor else None
+
+    def first_of(self, node: fx.Node) -> fx.Node:
+        """The first node that shares a node's memory."""
+        return self._firsts.get(node, node)
 
     def put(self, tensor: torch.Tensor, node: fx.Node, made_from: Sequence[torch.Tensor] = ()) -> None:
         """Make the tensor the value of this node; it may be a view of one that it was made from."""
@@ -171,15 +176,17 @@ class _Values:
         self._bytes[node] = 0 if storage is None else tensor.untyped_storage().nbytes(), tensor.nbytes
         self._nodes[id(tensor)] = weakref.ref(tensor), node
 
-    def mark_changed(self, tensor: torch.Tensor) -> None:
+    def mark_changed(self, tensor: torch.Tensor, by: fx.Node) -> None:
         """Note that an operation in place has changed the tensor."""
         node = self.node_of(tensor)
         if node in self._firsts:
-            self._changed.add(self._firsts[node])
+            self._changes[self._firsts[node]].add(by)
 
-    def has_changed(self, node: fx.Node) -> bool:
-        """True if the node's value is no longer what the node computed."""
-        return self._firsts.get(node) in self._changed
+    def is_repeatable(self, nodes: Set[fx.Node]) -> bool:
+        """True if these operations alone give what they gave: no other, and none on what was there, changed a value."""
+        firsts = {self._firsts[node] for node in nodes if node in self._firsts}
+        changed = [first for first in firsts if first in self._changes]
+        return all(first.op not in _LASTING and self._changes[first] <= nodes for first in changed)
 
     def note_saved(
         self, node: fx.Node, saved: Mapping[int | None, int], tensors: Sequence[torch.Tensor], lasting: Set[int | None]
@@ -243,12 +250,23 @@ def _storage(tensor: torch.Tensor) -> int | None:
 
 
 class GraphWriter:
-    """Writes a graph. ``asked`` is what code has asked of sizes, with the answers. See also :class:`.Recording`."""
+    """Writes a graph. See also :class:`.Recording`.
+
+    Attributes:
+        asked: What code has asked of sizes, with the answers.
+        valued: The same of numbers that depend on values.
+        lengths: Of sequences that were packed, as a list.
+        region: Other settings than the call's that the code has chosen for now.
+    """
 
     def __init__(self, calls: ModuleCalls, check: DispatchCheck) -> None:
         self.graph = fx.Graph()
         self.constants: list[torch.Tensor] = []
         self.asked: list[tuple[fx.Node, Any]] = []
+        self.valued: list[tuple[fx.Node, Any]] = []
+        self.lengths: list[tuple[fx.Node, Any]] = []
+        self._packed: dict[fx.Node, fx.Node] = {}
+        self.region: Region | None = None
         self._calls = calls
         self._check = check
         self._named: dict[int, tuple[torch.Tensor, str, Any]] = {}
@@ -272,6 +290,8 @@ class GraphWriter:
         name = target if isinstance(target, str) else getattr(target, "__name__", "operation")
         node = self.graph.create_node(kind, target, args, kwargs, str(name).replace(".", "_"))
         node.meta["module"] = self._calls.path
+        if self.region is not None:
+            node.meta[REGION] = self.region
         if kind == "call_module":
             node.meta[OF] = self._root.get_submodule(target)
         for used in node.all_input_nodes:
@@ -316,6 +336,10 @@ class GraphWriter:
         owner = self._values.node_of(tensor)
         if owner is None or owner.op == "get_attr":
             return value
+        lengths = self._packed.get(self._values.first_of(owner))
+        if lengths is not None:
+            steps = self._size(tensor.shape[0], "call_function", longest, lengths)
+            return torch.Size([steps]) if isinstance(value, torch.Size) else steps
         if dim is None and not isinstance(value, torch.Size):
             return self._size(value, "call_method", "numel", owner)
         shape = self._size_node("call_function", getattr, (owner, "shape"), tuple(tensor.shape))
@@ -339,13 +363,19 @@ class GraphWriter:
     def ask(self, function: Callable[..., Any], left: Any, right: Any, answer: Any) -> None:
         """Record a question about sizes."""
         operands = self.encode(left), self.encode(right)
-        self.asked.append((self._size_node("call_function", function, operands, answer), answer))
+        node = self._size_node("call_function", function, operands, answer)
+        if VALUED in node.meta:
+            self.require_computable(node, "a size")
+        (self.valued if VALUED in node.meta else self.asked).append((node, answer))
 
     def _size(self, value: int, kind: str, target: Any, *args: Any) -> Size:
         return Size.of(value, self._size_node(kind, target, args, value), self)
 
     def _size_node(self, kind: str, target: Any, args: tuple[Any, ...], value: Any) -> fx.Node:
         node = self.node(kind, target, args, {})
+        if target is longest or any(VALUED in used.meta for used in node.all_input_nodes):
+            node.meta[VALUED] = True
+            return node
         node.meta[SIZE] = value
         self._impure.pop(node, None)  # whatever is in a tensor, its sizes are these
         return node
@@ -448,18 +478,25 @@ class GraphWriter:
         """Note that the node's value, and all that is computed from it, depends on something else, too."""
         self._impure.setdefault(node, why)
 
-    def note_change(self, tensor: torch.Tensor) -> None:
+    def note_change(self, tensor: torch.Tensor, by: fx.Node) -> None:
         """Note a change in place; ``UntraceableError`` if the next call would find the tensor changed."""
         node = self.node_of(tensor)
         if is_constant(node):
             raise UntraceableError(CHANGES)
-        self._values.mark_changed(tensor)
+        self._values.mark_changed(tensor, by)
+
+    def note_packed(self, batch_sizes: torch.Tensor, lengths: torch.Tensor) -> None:
+        """Note that sequences of these lengths were packed."""
+        node = self.node_of(lengths)
+        self.require_computable(node, "the lengths of packed sequences")
+        self._packed[self.node_of(batch_sizes)] = node
+        self.lengths.append((self.node("call_method", "tolist", (node,), {}), lengths.tolist()))
 
     def require_computable(self, node: fx.Node, what: str) -> None:
         """Raise ``UntraceableError`` if a node cannot be computed from a call's inputs alone."""
         if node in self._impure:
             raise UntraceableError(f"its course depends on {what}, which depends on {self._impure[node]}")
-        if any(self._values.has_changed(ancestor) for ancestor in ancestors([node], sizes=False)):
+        if not self._values.is_repeatable(ancestors([node], sizes=False)):
             raise UntraceableError(f"its course depends on {what}, which was changed in place before")
 
     def erase(self, nodes: Sequence[fx.Node]) -> None:

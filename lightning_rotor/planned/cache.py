@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -96,7 +97,7 @@ class Signature:
     """What a plan is made for.
 
     Attributes:
-        shapes: Of the tensors that the chain takes.
+        shapes: Of the tensors that the chain takes, and the entries of sequences that it packs.
         kinds: For each of them, type, device, and whether it requires a gradient.
         cut: The stages.
         autocast: For the CPU and for CUDA, whether it is on, and its type.
@@ -118,6 +119,11 @@ class Signature:
         """Equal for signatures that differ in the sizes of tensors alone."""
         names = tuple(stage.name for stage in self.cut.stages)
         return self.cut.way, names, tuple(map(len, self.shapes)), self.kinds, self.autocast, self.modes
+
+    @property
+    def size(self) -> int:
+        """Elements of all tensors together."""
+        return sum(map(math.prod, self.shapes))
 
     @property
     def plain(self) -> Any:
@@ -216,8 +222,9 @@ class KnownCuts:
                 tuple(module.training for module in self._submodules or ()),
                 tuple((parameter.requires_grad, parameter.dtype) for parameter in self._module.parameters()),
             )
+        totals = cut.recording.guards.totals if isinstance(cut, GraphCut) else ()
         return Signature(
-            tuple(tuple(tensor.shape) for tensor in tensors),
+            (*(tuple(tensor.shape) for tensor in tensors), *((total,) for total in totals)),
             tuple((tensor.dtype, tensor.device, tensor.requires_grad) for tensor in tensors),
             cut,
             tuple((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")),
@@ -268,6 +275,7 @@ class Prepared:
         estimated: True if the costs follow from those of other shapes.
         runs_plainly: True if the plan recomputes nothing, and the module's own forward keeps inside it.
         turn: How many earlier calls of the module wait for their backward meanwhile: each has a plan of its own.
+        lost_seconds: The most that a better plan would save in each step, where the schedule is that of another size.
     """
 
     profile: Profile
@@ -276,6 +284,7 @@ class Prepared:
     estimated: bool = False
     runs_plainly: bool = False
     turn: int = 0
+    lost_seconds: float = 0.0
 
     def under(self, signature: Signature, plan: Plan) -> Prepared:
         """The same costs with a plan, and an executor for it."""

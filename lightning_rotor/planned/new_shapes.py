@@ -184,7 +184,7 @@ def _total_bytes(chain: Chain) -> int:
 
 def _taken_by_first(stages: Sequence[Stage], signature: Signature) -> tuple[str, ...]:
     """Tensors that the first stage reads, for which a plan is made."""
-    names = tuple(spelled(kind[0], shape) for kind, shape in zip(signature.kinds, signature.shapes, strict=True))
+    names = tuple(spelled(kind[0], shape) for kind, shape in zip(signature.kinds, signature.shapes, strict=False))
     reads = wiring_of(stages).wire.reads
     if len(reads) != len(names):  # one value that holds several
         return names

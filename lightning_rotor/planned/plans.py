@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 from weakref import ReferenceType
 
@@ -38,6 +39,7 @@ from lightning_rotor.schedule import Schedule
 
 # A smaller last batch is not worth measuring; every fourth size that recomputes for want of better knowledge is.
 _PATIENCE = 4
+_NEAREST = 4  # schedules that are tried for a new size
 
 
 class BudgetSource:
@@ -113,6 +115,7 @@ class Plans:
         self._compiled = CompiledModules(settings.compiled_variants)
         self._records: dict[str, dict[str, Any]] = {}
         self._rough = 0  # plans that recompute by costs that are much too high, perhaps
+        self._solve_seconds = self._lost_seconds = 0.0  # the longest search for a plan, and what was lost without one
 
     @property
     def plan(self) -> Plan | None:
@@ -168,7 +171,7 @@ class Plans:
         if prepared is None:
             self.measure(signature, value)
             prepared = self._cache.latest[1]
-        if prepared.turn != turn:
+        if prepared.turn != turn or (prepared.lost_seconds and self._is_too_much(prepared.lost_seconds)):
             prepared = replace(prepared.without_plan(), turn=turn)
         return self.plan_again(signature, prepared) if prepared.executor is None else prepared
 
@@ -190,15 +193,53 @@ class Plans:
         estimate = None if self.together else self._measurements.estimate(signature)
         if estimate is None:
             return None
+        known, lost_seconds = self._known_schedule(signature, estimate.profile)
         try:
-            solved = self._solve(estimate.profile)
+            solved = known or self._solve(estimate.profile)
         except BudgetError:
             return None
         if solved.recomputed and not estimate.is_close:
             self._rough += 1
             if self._rough % _PATIENCE == 0:
                 return None
-        return self.use_plan(signature, Prepared(estimate.profile, estimated=True), solved)
+        prepared = Prepared(estimate.profile, estimated=True, lost_seconds=lost_seconds)
+        return self.use_plan(signature, prepared, solved)
+
+    def _known_schedule(self, signature: Signature, profile: Profile) -> tuple[Plan | None, float]:
+        """The best schedule made for a size near this one that fits here, and the most seconds that a step loses by it.
+
+        None if there is none, or if all that was lost by such schedules would have paid for a search.
+        """
+        budget, size = self.budget(profile), signature.size
+        alike = sorted(
+            (
+                (known.size, prepared)
+                for known, prepared in self._cache
+                if prepared.plan is not None
+                and known.same_but_shapes(signature)
+                and prepared.plan.chain.names == profile.chain.names
+            ),
+            key=lambda entry: abs(entry[0] - size),
+        )
+        schedules = {id(plan.schedule): plan.schedule for _, prepared in alike if (plan := prepared.plan) is not None}
+        limit = {"budget_bytes": max(budget.available_bytes, 1), "slots": self._settings.slots, **budget.conditions}
+        plans = [scheduled(profile.chain, each, **limit) for each in list(schedules.values())[:_NEAREST]]
+        fitting = [plan for plan in plans if plan.peak_bytes <= plan.budget_bytes]
+        if not fitting:
+            return None, 0.0
+        best = min(fitting, key=attrgetter("seconds"))
+        # A larger size needs no less recomputation.
+        least = [prepared.plan.overhead for other, prepared in alike if other <= size and not prepared.lost_seconds]
+        lost_seconds = max(best.overhead - max(least, default=0.0), 0.0) * best.seconds / (1 + best.overhead)
+        return (None, 0.0) if self._is_too_much(lost_seconds) else (best, lost_seconds)
+
+    def _is_too_much(self, lost_seconds: float) -> bool:
+        """True if a search for a plan would have taken less than what was lost since the last one."""
+        self._lost_seconds += lost_seconds
+        if self._lost_seconds <= self._solve_seconds:
+            return False
+        self._lost_seconds = 0.0
+        return True
 
     def measure(self, signature: Signature, value: Any) -> Profile:
         """Measure a call, again if it was measured before."""
@@ -226,7 +267,9 @@ class Plans:
         return budget.capped(self.ceiling_bytes) if ceiling else budget
 
     def _solve(self, profile: Profile) -> Plan:
-        return self.budget(profile).plan(profile.chain, slots=self._settings.slots)
+        plan = self.budget(profile).plan(profile.chain, slots=self._settings.slots)
+        self._solve_seconds = max(self._solve_seconds, plan.solve_seconds)
+        return plan
 
     def plan_again(self, signature: Signature, prepared: Prepared) -> Prepared:
         """Plan anew for known costs, as all processes agree."""
@@ -236,13 +279,13 @@ class Plans:
             solved = outcome
         else:
             solved = self._source.ranks.settle(self._call(signature), outcome)
-        return self.use_plan(signature, prepared, solved)
+        return self.use_plan(signature, prepared.without_plan(), solved)
 
     def _outcome(self, profile: Profile) -> Plan | BudgetError:
         """The plan of this process, or why it has none. An error is kept, since others may wait for it."""
         budget, slots = self.budget(profile), self._settings.slots
         try:
-            return budget.plan(profile.chain, slots=slots)
+            return self._solve(profile)
         except BudgetError as error:
             try:
                 self._source.on_infeasible(error)
