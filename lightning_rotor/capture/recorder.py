@@ -70,7 +70,6 @@ _CONTAINERS = (
     *(nn.TransformerEncoderLayer, nn.TransformerDecoderLayer),
 )
 """Modules of torch that are several layers."""
-_PACK = torch._VF._pack_padded_sequence  # type: ignore[attr-defined]
 _RANDOM = "random numbers, as when a block is skipped at random"
 
 
@@ -137,7 +136,9 @@ class Recorder(TorchFunctionMode):
             if leaf in behind:
                 check.args = (leaf, appearance, True)
         self._seen += writer.valued
-        if any(node.target is _PACK for node in behind):  # sizes that depend on the lengths in ways of their own
+        if any(
+            node.target is private.pack_sequences for node in behind
+        ):  # sizes that depend on the lengths in ways of their own
             self._seen += writer.lengths
         totals = [writer.node("call_function", total, node.args, {}) for node, _ in writer.lengths]
         guards = Guards(self._call.signature, inputs, asked, self._seen, totals)
@@ -282,7 +283,7 @@ class Recorder(TorchFunctionMode):
             node.meta[OWN] = bool(own_code) and not (known and kind == "call_module")
             if kind != "call_module":
                 result = self._result_of(result, node, read)
-                if target is _PACK:
+                if target is private.pack_sequences:
                     self._writer.note_packed(result[1], args[1])
             else:
                 if not known:

@@ -47,6 +47,9 @@ __all__ = [
     "no_dispatch",
 ]
 
+pack_sequences: Callable[..., Any] = torch._VF._pack_padded_sequence
+"""What ``torch.nn.utils.rnn.pack_padded_sequence`` calls: its results have sizes that depend on values."""
+
 # -------------------------------------------------------------------- a running backward
 
 
