@@ -45,7 +45,7 @@ def build(kind: str, world: int, options: PipelineOptions, memory_bytes: int | N
 
 
 def step(made: PipelinedModule, x: torch.Tensor, target: torch.Tensor, seed: int) -> dict[int, torch.Tensor]:
-    sizes = sizes_of(len(x), made.options.micro_batches)
+    sizes = made.sizes(len(x))
     targets, losses = split(target, sizes), {}
 
     def loss(output: torch.Tensor, number: int) -> torch.Tensor:

@@ -437,15 +437,11 @@ def invertible_checkpoint(module: nn.Module | Sequence[nn.Module], x: Any, *, na
 
 @outside_of_graphs
 def _in_a_row(module: nn.Module | Sequence[nn.Module], x: Any, name: str | None) -> Any:
-    for member_name, member in _steps(module, name):
+    if isinstance(module, nn.Module):
+        named = [(name or "", module)]
+    else:
+        named = [(f"{name}.{index}" if name else str(index), each) for index, each in enumerate(module)]
+    for member_name, member in (step for path, each in named for step in members(each, path)):
         require_invertible(member, name=member_name)
         x = run_inverted(Way(Stage(member_name, (member,)), can_be_fused(member)), x)
     return x
-
-
-def _steps(module: nn.Module | Sequence[nn.Module], name: str | None) -> Iterator[tuple[str, nn.Module]]:
-    if isinstance(module, nn.Module):
-        yield from members(module, name or "")
-        return
-    for index, member in enumerate(module):
-        yield from members(member, f"{name}.{index}" if name else str(index))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_rotor.capture.cuts import GraphCut, SequentialCut, cut_graph, sequentialize
+from lightning_rotor.capture.cuts import GraphCut, cut_graph, sequentialize
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import ModelError, RotorError, SampleError
 from lightning_rotor.pipeline.micro_batches import join, rows_in, split
@@ -25,7 +25,7 @@ from lightning_rotor.pipeline.partition import Partition, PipelineDevice, partit
 from lightning_rotor.pipeline.partition.balance import least_largest, stage_bytes, stage_seconds
 from lightning_rotor.pipeline.placement import PipelineProcesses, Placement, first, gathered, tensors_of
 from lightning_rotor.pipeline.run_context import Call
-from lightning_rotor.pipeline.runner import PipelineRunner
+from lightning_rotor.pipeline.runner import Cut, PipelineRunner
 from lightning_rotor.pipeline.schedule import PipelineError
 from lightning_rotor.pipeline.stage_runner import Part
 from lightning_rotor.pipeline.step import PipelinedModule, PipelineOptions
@@ -70,14 +70,9 @@ def pipelined(
     profile = profile_chain(training.stages, training.bind(*call))
     chain = _agreed(profile.chain, processes)
     made = _partition(profile, chain, options, devices, state_bytes(profile.stages), processes)
-    count = len(made.choices)
     pieces = [profile.stages[choice.first : choice.last + 1] for choice in made.choices]
     placement = Placement(model, pieces, processes)
-    mine = range(processes.rank, count, processes.size)
-
-    def runner(cut: SequentialCut | GraphCut, parts: Sequence[Part]) -> PipelineRunner:
-        by_number = {part.number: part for part in parts}
-        return PipelineRunner(module, cut, by_number, count, schedule=options.schedule, processes=processes)
+    mine = range(processes.rank, len(made.choices), processes.size)
 
     def trained(number: int) -> Part:
         choice = made.choices[number]
@@ -86,20 +81,19 @@ def pipelined(
         run, defers = (choice.first, choice.last), options.deferred_batch_norm
         return Part(number, profile.stages, run, states=profile.states, plans=plans, chain=chain, defers=defers)
 
-    training_runner = evaluation = runner(training, list(map(trained, mine)))
+    runner = evaluation = PipelineRunner(module, training, list(map(trained, mine)), made, processes)
     if isinstance(training, GraphCut):
         cut = _evaluation_cut(module, call)
         runs = _shared_out(cut.stages, profile, made, placement)
-        evaluation = runner(cut, [Part(number, cut.stages, runs[number]) for number in mine])
+        parts = [Part(number, cut.stages, runs[number]) for number in mine]
+        evaluation = PipelineRunner(module, cut, parts, made, processes)
     _log.info("%s: %s", type(module).__name__, made.summary())
-    whole = PipelinedModule(
-        module, made, placement, options, runner=training_runner, evaluation=evaluation, processes=processes
-    )
-    training_runner.check(call)
+    whole = PipelinedModule(module, placement, runner, evaluation)
+    runner.check(call)
     return whole
 
 
-def cut_for_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SequentialCut | GraphCut:
+def cut_for_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cut:
     """Stages for micro-batches of any size if the module allows; now, since later no process has all layers."""
     cut = sequentialize(module, args, kwargs)
     if isinstance(cut, GraphCut):
@@ -190,7 +184,7 @@ def _middle_ratio(seconds: Sequence[float], first: Sequence[float]) -> float:
 # -------------------------------------------------------------------- stages of evaluation
 
 
-def _evaluation_cut(module: nn.Module, call: Call) -> SequentialCut | GraphCut:
+def _evaluation_cut(module: nn.Module, call: Call) -> Cut:
     """Stages in evaluation, cut in a mode that is set back; what layers before make requires no gradients then."""
     args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.detach, call)
     modes = [(each, each.training) for each in module.modules()]

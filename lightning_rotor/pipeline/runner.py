@@ -8,7 +8,7 @@ The schedules are those of :mod:`torch.distributed.pipelining`; they get stages,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeAlias
@@ -21,12 +21,14 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 from lightning_rotor.capture.cuts import GraphCut, SequentialCut
 from lightning_rotor.capture.graph_stage import GraphSlice
 from lightning_rotor.execution.options import kept_attributes, lent_buffers, undisturbed
+from lightning_rotor.pipeline.partition import Partition
 from lightning_rotor.pipeline.placement import PipelineProcesses, first, share
 from lightning_rotor.pipeline.run_context import Call, RunContext
 from lightning_rotor.pipeline.schedule import PipelineError, PipelineScheduleName, check_numbers
 from lightning_rotor.pipeline.stage_runner import Gradients, Layout, MicroBatchStage, Part, Step
 from lightning_rotor.stages.sequential import packed, unpacked, wiring_of
 
+Cut: TypeAlias = SequentialCut | GraphCut
 Inputs: TypeAlias = Sequence[Sequence[Any]]
 """By micro-batch, the values that the chain takes. Only their shapes matter where the first stage is not."""
 OpenStep: TypeAlias = tuple[Step, MicroBatchStage]
@@ -39,17 +41,10 @@ class PipelineRunner:
     """Runs a cut module; process ``d`` of ``D`` has the pipeline stages numbered ``d``, ``d + D``, ..."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        cut: SequentialCut | GraphCut,
-        parts: Mapping[int, Part],
-        stages: int,
-        *,
-        schedule: PipelineScheduleName,
-        processes: PipelineProcesses,
+        self, module: nn.Module, cut: Cut, parts: Sequence[Part], partition: Partition, processes: PipelineProcesses
     ) -> None:
-        self._module, self._cut, self._parts = module, cut, dict(sorted(parts.items()))
-        self._stages, self._schedule, self._processes = stages, schedule, processes
+        self._module, self._cut, self._parts = module, cut, {part.number: part for part in parts}
+        self.partition, self.processes, self._stages = partition, processes, partition.problem.stages
         self._device, self._group = processes.device, processes.group
         self._slots = [(each._parameters, name) for each in module.modules() for name in each._parameters]
         self._known: dict[Any, tuple[Layout, ...]] = {}
@@ -57,9 +52,9 @@ class PipelineRunner:
         self._ready: tuple[Any, Any, list[MicroBatchStage]] | None = None
         self._loss: Loss | None = None
         self._outputs: dict[int, list[torch.Tensor]] = {}
-        self._has_first = 0 in parts
-        if stages - 1 in parts:
-            parts[stages - 1].outputs = self._outputs
+        self._has_first = 0 in self._parts
+        if self._stages - 1 in self._parts:
+            self._parts[self._stages - 1].outputs = self._outputs
 
     @property
     def stages(self) -> Sequence[MicroBatchStage]:
@@ -162,7 +157,7 @@ class PipelineRunner:
         """Layouts seen by running one micro-batch through all stages, without leaving a trace."""
         layouts: list[Layout] = []
         for number in range(self._stages):
-            answer, made, source = None, list[torch.Tensor](), number % self._processes.size
+            answer, made, source = None, list[torch.Tensor](), number % self.processes.size
             if number in self._parts:
                 answer, made = self._looked_at(number, layout, tensors, context)
             answer = first(answer, self._group, source=source)
@@ -208,9 +203,9 @@ class PipelineRunner:
         key = step.layouts, step.trains
         if self._ready is None or self._ready[0] != key:
             self._ready = None
-            stages = [MicroBatchStage(part, self._stages, self._processes) for part in self._parts.values()]
+            stages = [MicroBatchStage(part, self._stages, self.processes) for part in self._parts.values()]
             loss = self._loss_of if step.trains else None
-            schedule = _torch_schedule(self._schedule, stages, len(step.layouts), loss)
+            schedule = _torch_schedule(self.partition.problem.schedule, stages, len(step.layouts), loss)
             # Torch cuts what it is given as targets: each micro-batch's is its number.
             numbers = torch.arange(len(step.layouts))
             self._ready = key, partial(schedule.step, target=numbers, return_outputs=False), stages
@@ -234,7 +229,7 @@ class PipelineRunner:
         for number, (*_, layout) in enumerate(step.layouts):
             tensors = self._outputs.pop(number, None) or layout.buffers(self._device)
             for tensor in tensors:
-                share(tensor, self._group, source=(self._stages - 1) % self._processes.size)
+                share(tensor, self._group, source=(self._stages - 1) % self.processes.size)
             shared.append(packed(layout.values(tensors)))
         return tuple(shared)
 

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_rotor.pipeline.micro_batches import join, rows_in, sizes_of, split
-from lightning_rotor.pipeline.partition import Partition, RecomputeMode
+from lightning_rotor.pipeline.partition import RecomputeMode
 from lightning_rotor.pipeline.partition.problem import check_recompute
-from lightning_rotor.pipeline.placement import PipelineProcesses, Placement, first
+from lightning_rotor.pipeline.placement import Placement, first
 from lightning_rotor.pipeline.run_context import OUTSIDE, PausedCall, current, mixed
 from lightning_rotor.pipeline.runner import Inputs, OpenStep, PipelineRunner
 from lightning_rotor.pipeline.schedule import PipelineError, PipelineScheduleName, check_numbers
@@ -51,19 +51,11 @@ class PipelinedModule:
     active = True  # a copy has False
 
     def __init__(
-        self,
-        module: nn.Module,
-        partition: Partition,
-        placement: Placement,
-        options: PipelineOptions,
-        *,
-        runner: PipelineRunner,
-        evaluation: PipelineRunner,
-        processes: PipelineProcesses,
+        self, module: nn.Module, placement: Placement, runner: PipelineRunner, evaluation: PipelineRunner
     ) -> None:
-        self.module, self.partition, self.placement, self.options = module, partition, placement, options
-        self.processes, self.runner, self._evaluation = processes, runner, evaluation
-        self._seed = first(torch.initial_seed(), processes.group)
+        self.module, self.placement, self.runner, self._evaluation = module, placement, runner, evaluation
+        self.partition, self.processes = runner.partition, runner.processes
+        self._seed = first(torch.initial_seed(), self.processes.group)
         self._evaluations = 0
         self.manual_step: ManualStep | None = None  # the one that runs
 
@@ -98,10 +90,14 @@ class PipelinedModule:
             "training_step: expected calls in training_step, or under torch.no_grad()"
         )
 
+    def sizes(self, rows: int) -> tuple[int, ...]:
+        """Rows of each micro-batch of a batch."""
+        return sizes_of(rows, self.partition.problem.micro_batches)
+
     def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's output for a whole batch, on every process, without gradients."""
         runner = self.runner if self.module.training else self._evaluation
-        calls = split((args, kwargs), sizes_of(rows_in((args, kwargs)), self.options.micro_batches))
+        calls = split((args, kwargs), self.sizes(rows_in((args, kwargs))))
         self._evaluations += 1
         seed = mixed(self.seed(0), self._evaluations)  # for dropout that is on without gradients
         return join(runner.forward(runner.inputs(calls), seed=seed))
@@ -215,8 +211,7 @@ class ManualStep:
             )
         pipelined, seed = self._pipelined, mixed(self._seed, self._forwards)
         self._forwards += 1
-        sizes = sizes_of(rows_in((args, kwargs)), pipelined.options.micro_batches)
-        self._inputs = pipelined.runner.inputs(split((args, kwargs), sizes))
+        self._inputs = pipelined.runner.inputs(split((args, kwargs), pipelined.sizes(rows_in((args, kwargs)))))
         outputs, self._open = pipelined.runner.run_forwards(self._inputs, seed=seed)
         asking = [meta.requires_grad for meta in self._open[0].layouts[0][-1].metas]
         asks = cycle(asking)

@@ -196,11 +196,10 @@ class Judge:
 
     def __init__(self, chain: Chain, step: Conditions) -> None:
         self._chain, self._step = chain, step
-        self._judged: dict[Schedule, Candidate] = {}
-        self._too_large: dict[Schedule, float] = {}  # takes so much, or more
+        self._known: dict[Schedule, Candidate | float] = {}  # or what it takes at least
 
     def __len__(self) -> int:
-        return len(self._judged.keys() | self._too_large.keys())
+        return len(self._known)
 
     def __call__(self, schedule: Schedule) -> Candidate:
         """The candidate."""
@@ -210,14 +209,13 @@ class Judge:
 
     def within(self, budget_bytes: float, schedule: Schedule) -> Candidate | None:
         """The candidate if it fits a budget. That one does not is known before its simulation ends."""
-        if schedule not in self._judged and self._too_large.get(schedule, 0) <= budget_bytes:
+        known = self._known.get(schedule, 0.0)
+        if isinstance(known, float | int) and known <= budget_bytes:
             found = simulate_below(self._chain, schedule, budget_bytes + 1, **self._step)
-            if found is None:
-                self._too_large[schedule] = budget_bytes + 1
-            else:
-                self._judged[schedule] = Candidate(schedule, found)
-        judged = self._judged.get(schedule)
-        return judged if judged is not None and judged.simulation.peak_bytes <= budget_bytes else None
+            known = self._known[schedule] = budget_bytes + 1 if found is None else Candidate(schedule, found)
+        if isinstance(known, Candidate) and known.simulation.peak_bytes <= budget_bytes:
+            return known
+        return None
 
 
 @dataclass(eq=False)

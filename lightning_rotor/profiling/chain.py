@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -163,14 +163,8 @@ def profile_chain(
     require_tensors(sample)
     device = tensors_in(sample)[0].device
     with undisturbed(device):
-        measuring = _Measuring(
-            stages,
-            sample,
-            meter or meter_for(device),
-            compiled or CompiledModules(),
-            repeats=repeats,
-            in_lockstep=in_lockstep,
-        )
+        timing = {"repeats": repeats, "in_lockstep": in_lockstep}
+        measuring = _Measuring(stages, sample, meter or meter_for(device), compiled or CompiledModules(), **timing)
         measuring.measure(progress)
         profile = measuring.profile()
         for message in _complaints(profile.chain, measuring.behaviours):
@@ -188,16 +182,9 @@ class _Measuring:
     """A chain that is scanned, then measured stage by stage while two boundaries are held, then settled."""
 
     def __init__(
-        self,
-        stages: Sequence[Stage],
-        sample: Any,
-        meter: Meter,
-        compiled: CompiledModules,
-        *,
-        repeats: int,
-        in_lockstep: bool,
+        self, stages: Sequence[Stage], sample: Any, meter: Meter, compiled: CompiledModules, **timing: Any
     ) -> None:
-        self._meter, self._compiled, self._repeats, self._in_lockstep = meter, compiled, repeats, in_lockstep
+        self._meter, self._compiled = meter, compiled
         tensor = tensors_in(sample)[0]
         self._device = tensor.device
         reads = wiring_of(stages).wire.reads
@@ -206,6 +193,7 @@ class _Measuring:
         self._scan = scan(stages, self._inputs, self._device, block_bytes=meter.block_bytes)
         stage_seconds = sum(each.seconds for each in self._scan.behaviours) / len(stages)
         self._interlude = Interlude(self._device, 0.0 if is_fake(tensor) else stage_seconds)
+        self._profiler = partial(StageProfiler, meter=meter, interlude=self._interlude, **timing)
         self.stages = merged(stages, self._scan.groups)
         self.behaviours = [Behaviour.of_all(self._scan.behaviours[g.start : g.stop]) for g in self._scan.groups]
         self._skips = list(self._scan.skips.values())
@@ -301,17 +289,13 @@ class _Measuring:
         stage, behaviour = self.stages[number], self.behaviours[number]
         state = replace(state_of(stage, behaviour.updating, self._scratch), written=behaviour.written)
         ends = StageEnds.of(stage, number, self._scan)
-        profiler = StageProfiler(
+        profiler = self._profiler(
             stage,
             ends,
             state,
-            self._meter,
             last=number == len(self.stages) - 1,
             recomputable=behaviour.repeatable and not (number == 0 and self._scan.changes_input),
             generators=GeneratorStates(self._device) if behaviour.draws_random else None,
-            repeats=self._repeats,
-            interlude=self._interlude,
-            in_lockstep=self._in_lockstep,
         )
         objections, way = _objections(number, stage, boundary), None
         if stage.invertible is not None and stage.inverse is not None and not objections.inverse:

@@ -34,7 +34,7 @@ from lightning_rotor.private.torch_names import (
 from lightning_rotor.private.values import tree_leaves
 from lightning_rotor.profiling import Profile, profile_chain
 from lightning_rotor.profiling.chain import Progress
-from lightning_rotor.profiling.meters import Recording
+from lightning_rotor.profiling.meters import Meter, Recording
 from lightning_rotor.units import BLOCK_BYTES, in_blocks
 
 # ----------------------------------------------------------------------------------------------------
@@ -96,10 +96,8 @@ GPUS: dict[str, Accelerator] = {
 _aten = torch.ops.aten
 
 
-class EstimatingMeter(TorchDispatchMode):
+class EstimatingMeter(TorchDispatchMode, Meter):
     """Bytes of storages, rounded up to blocks, and seconds of a roofline, for what runs while this mode is active."""
-
-    needs_warm_up = False
 
     def __init__(self, accelerator: Accelerator, *, block_bytes: int = 1) -> None:
         super().__init__()
@@ -123,10 +121,6 @@ class EstimatingMeter(TorchDispatchMode):
     def now(self) -> float:
         """Seconds that everything so far would have taken."""
         return self._seconds
-
-    def seconds_between(self, start: float, end: float) -> float:
-        """Seconds from ``start`` to ``end``."""
-        return end - start
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

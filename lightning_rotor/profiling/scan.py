@@ -276,7 +276,7 @@ def _look(
             for leaf, storage, version in zip(leaves, taken, versions, strict=True)
             if storage is not None and version_of(leaf) != version
         ]
-        updating, leaves_traces, repeatable = _updating(originals), bool(before.changed()), before.is_undoable()
+        updating, leaves_traces, repeatable = _updating(originals), bool(before.changed()), not before.gone()
     del value, leaves, output
     if True in noticed:
         raise ModelError(f"stage {stage.name!r} cannot be measured. {NO_CHECKPOINTS}")

@@ -141,10 +141,10 @@ class StageProfiler:
     stage: Stage
     ends: StageEnds
     state: SegmentState  # what a recomputation must leave alone
-    meter: Meter
     last: bool
     recomputable: bool  # it may run as a segment
     generators: GeneratorStates | None  # where every run of a stage that may draw starts
+    meter: Meter
     repeats: int
     interlude: Callable[[], None]  # called before each timed run
     in_lockstep: bool

@@ -139,14 +139,11 @@ class Snapshot:
 
     def require_undoable(self) -> None:
         """Raise ``ExecutionError`` if a tensor has changed whose earlier value is gone, or cannot be lent."""
-        for tensor in self._gone():
+        for tensor in self.gone():
             raise _lost(tensor)
 
-    def is_undoable(self) -> bool:
-        """True if :meth:`require_undoable` would find nothing."""
-        return not self._gone()
-
-    def _gone(self) -> list[torch.Tensor]:
+    def gone(self) -> list[torch.Tensor]:
+        """Tensors that have changed and cannot be put back or lent."""
         changed = self._changed_tensors()
         slots = {id(value) for kind, _, content in self._kept for value in kind.values(content)} if changed else ()
         return [

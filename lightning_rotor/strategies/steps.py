@@ -15,7 +15,7 @@ from torch import nn
 from torchmetrics import Metric
 
 from lightning_rotor.execution.recomputation import is_recomputing
-from lightning_rotor.pipeline.micro_batches import join, rows_in, sizes_of, split
+from lightning_rotor.pipeline.micro_batches import join, rows_in, split
 from lightning_rotor.pipeline.placement import outside
 from lightning_rotor.pipeline.schedule import PipelineError
 from lightning_rotor.pipeline.stage_runner import ForwardContext
@@ -69,7 +69,7 @@ class PipelineSteps:
                 f"batch {epoch.batch_idx} of epoch {trainer.current_epoch} is empty: expected at least one row, since "
                 "the loss of a pipeline is a mean over rows. Leave such batches out"
             )
-        sizes = sizes_of(rows, self.pipelined.options.micro_batches)
+        sizes = self.pipelined.sizes(rows)
         logs = MicroBatchLogs(self._model, sizes)
 
         # zero_grad comes between this step and the backward that Lightning asks for: the new gradients wait until then.
