@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -421,9 +420,7 @@ class MeasuringProgress:
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=done, total=total)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
