@@ -386,21 +386,16 @@ class StepMeter:
 # A progress bar for measuring, which stays out of sight while measuring is quick.
 
 
+_LONG_SECONDS = 2.0
+
+
 class MeasuringProgress:
     """Shows how many stages are measured once that takes long, on the error stream by default, until the end."""
 
     def __init__(
-        self,
-        *,
-        enabled: bool = True,
-        delay_seconds: float = 2.0,
-        clock: Callable[[], float] = time.monotonic,
-        console: Console | None = None,
+        self, *, enabled: bool = True, clock: Callable[[], float] = time.monotonic, console: Console | None = None
     ) -> None:
-        self._enabled = enabled
-        self._delay_seconds = delay_seconds
-        self._clock = clock
-        self._console = console or Console(stderr=True)
+        self._enabled, self._clock, self._console = enabled, clock, console or Console(stderr=True)
         self._started = 0.0
         self._bar: Progress | None = None
 
@@ -410,7 +405,7 @@ class MeasuringProgress:
 
     def __call__(self, done: int, total: int) -> None:
         """Note that ``done`` of ``total`` stages are measured."""
-        if self._enabled and self._bar is None and self._clock() - self._started >= self._delay_seconds:
+        if self._enabled and self._bar is None and self._clock() - self._started >= _LONG_SECONDS:
             self._bar = Progress(console=self._console, transient=True)
             self._bar.add_task("measuring stages", total=total)
             try:
