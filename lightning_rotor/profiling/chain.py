@@ -193,7 +193,8 @@ class _Measuring:
         self._scan = scan(stages, self._inputs, self._device, block_bytes=meter.block_bytes)
         stage_seconds = sum(each.seconds for each in self._scan.behaviours) / len(stages)
         self._interlude = Interlude(self._device, 0.0 if is_fake(tensor) else stage_seconds)
-        self._profiler = partial(StageProfiler, meter=meter, interlude=self._interlude, **timing)
+        make: Callable[..., StageProfiler] = StageProfiler
+        self._profiler = partial(make, meter=meter, interlude=self._interlude, **timing)
         self.stages = merged(stages, self._scan.groups)
         self.behaviours = [Behaviour.of_all(self._scan.behaviours[g.start : g.stop]) for g in self._scan.groups]
         self._skips = list(self._scan.skips.values())
