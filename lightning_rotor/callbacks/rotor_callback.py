@@ -58,8 +58,8 @@ class RotorCallback(pl.Callback):
             of those above; in ``setup``: ``slots`` or ``max_plans`` is not positive.
         ModelError: In ``setup``: no such module, or none that is supported. In the first training batch: it cannot be
             cut into stages, or ``training_step`` calls none that can.
-        BudgetError: In the first training batch (for several calls, the second), or that of a larger shape: no schedule
-            fits; says the least limit that would.
+        BudgetError: In the first training batch, before its optimizer step, or that of a larger shape: no schedule
+            fits. For several calls, and where measured steps take more: behind a step. Says the least limit that would.
         ShortageError: In a training batch: the device has no memory left, whatever the plan.
     Example:
         >>> trainer = L.Trainer(callbacks=[RotorCallback(mem_limit="2GiB")])  # doctest: +SKIP

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, repeat
 from operator import attrgetter, contains, is_, itemgetter
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -262,6 +262,7 @@ class KnownCuts:
 
 # ----------------------------------------------------------------------------------------------------
 
+Turn: TypeAlias = tuple[str, ...]
 MAX_PLANS = 64
 """Plans that are kept by default, each for another signature."""
 
@@ -274,7 +275,7 @@ class Prepared:
         plan: None until there is one, and once it no longer holds.
         estimated: True if the costs follow from those of other shapes.
         runs_plainly: True if the plan recomputes nothing, and the module's own forward keeps inside it.
-        turn: How many earlier calls of the module wait for their backward meanwhile: each has a plan of its own.
+        turn: Names of the modules whose calls wait for their backward meanwhile: behind others a call has another plan.
         lost_seconds: The most that a better plan would save in each step, where the schedule is that of another size.
     """
 
@@ -283,7 +284,7 @@ class Prepared:
     executor: Executor | None = None
     estimated: bool = False
     runs_plainly: bool = False
-    turn: int = 0
+    turn: Turn = ()
     lost_seconds: float = 0.0
 
     def under(self, signature: Signature, plan: Plan) -> Prepared:
@@ -321,7 +322,7 @@ class PlanCache:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._prepared: OrderedDict[Signature, dict[int, Prepared]] = OrderedDict()
+        self._prepared: OrderedDict[Signature, dict[Turn, Prepared]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._prepared)
@@ -338,7 +339,7 @@ class PlanCache:
         signature, turns = next(reversed(self._prepared.items()))
         return signature, next(iter(turns.values()))
 
-    def use(self, signature: Signature, turn: int = 0) -> Prepared | None:
+    def use(self, signature: Signature, turn: Turn = ()) -> Prepared | None:
         """The entry of a signature, now used last. What is known of one turn is known of the others, but no plan."""
         turns = self._prepared.get(signature)
         if turns is None:

@@ -11,7 +11,7 @@ from weakref import ReferenceType
 import torch
 
 from lightning_rotor.execution.executor import Pending
-from lightning_rotor.planned.cache import Prepared, Signature
+from lightning_rotor.planned.cache import Prepared, Signature, Turn
 from lightning_rotor.planned.plans import Plans
 from lightning_rotor.planned.target import Target
 from lightning_rotor.planning import Plan
@@ -72,7 +72,7 @@ class CallKey:
 
     module: Called
     signature: Signature
-    turn: int
+    turn: Turn
 
     @property
     def name(self) -> str:

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from lightning_rotor.errors import ModelError, ProfilerBusyError, ProfilingError, ShortageError
+from lightning_rotor.errors import ModelError, ProfilerBusyError, ProfilingError, SampleError, ShortageError
 from lightning_rotor.execution.executor import await_backward
 from lightning_rotor.execution.recomputation import is_recomputing
 from lightning_rotor.execution.segment_state import SegmentState
@@ -264,7 +264,7 @@ class PlannedForward:
         try:
             self.plans.follow_changes()
             signature, value = self.plans.bind(args, kwargs)
-        except ModelError as error:
+        except (ModelError, SampleError) as error:  # no chain, or a call without tensors
             if self.plans.has_cut:
                 raise
             self._source.on_unsupported(error)

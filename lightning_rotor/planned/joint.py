@@ -11,7 +11,7 @@ into one for each call; bounds and tables hold for all of them.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from itertools import accumulate, zip_longest
@@ -132,8 +132,9 @@ def measured_outside(
     phases: Sequence[MeteredPhase],
     *,
     lingering_bytes: int,
+    is_whole: bool = True,
 ) -> list[Outside] | None:
-    """What the process has taken beyond the chains of some calls, or None if the meter did not see them begin.
+    """What the process has taken beyond the chains of some calls, or None if the meter did not see all of them.
 
     Args:
         bare: Of these calls joined, with nothing outside, under the schedules that they have run.
@@ -141,9 +142,11 @@ def measured_outside(
         numbers: Of the calls in the step.
         phases: Of the step, with bytes beyond what is kept free for the rest of it.
         lingering_bytes: In the simulation, before its first backward.
+        is_whole: The backward must have reached all calls.
     """
     first = {phase.label: place for place, phase in reversed(list(enumerate(phases)))}
-    if any(f"{INTO} {number}" not in first for number in numbers):
+    needed = (INTO, BACK) if is_whole else (INTO,)
+    if any(f"{label} {number}" not in first for label in needed for number in numbers):
         return None
     found = []
     for number, following, start, length in zip_longest(numbers, numbers[1:], _starts(lengths), lengths):
@@ -325,6 +328,8 @@ def _moved(numbers: Sequence[int], by: int) -> tuple[int, ...]:
 # The plans of all paths. A call that is on several has one plan, made for the path that needs most.
 
 _MOST_PATHS = 64
+_MOST_IN_PART = 2
+_SPARED = 0.01  # of the limit: under another plan, the code around calls takes a little more
 Path: TypeAlias = tuple[CallKey, ...]
 """Calls that wait for their backward together, in the order of their forwards."""
 
@@ -351,6 +356,7 @@ class PathPlans:
         self._known: OrderedDict[Path, StepPlan] = OrderedDict()
         self._measured: dict[Path, list[Outside]] = {}
         self._kept: set[CallKey] = set()
+        self._in_part: Counter[Path] = Counter()  # steps whose backward did not reach all calls
 
     def keep(self, call: CallKey) -> None:
         """Recompute nothing of a call whose backward is differentiated: its graph would hold what was recomputed."""
@@ -391,8 +397,10 @@ class PathPlans:
             [step.numbers[call] for call in calls],
             beyond,
             lingering_bytes=budget.lingering_bytes,
+            is_whole=self._in_part[path] < _MOST_IN_PART,
         )
         if found is None:
+            self._in_part[path] += bool(phases)
             return False
         known = self._measured.get(path)
         if known is not None and exceeds:  # what was known was too little
@@ -408,14 +416,11 @@ class PathPlans:
         return found
 
     def plan(self, path: Path) -> StepPlan:
-        """Plan a path anew, and what shares calls with it as far as that changes. ``BudgetError`` if none fits."""
+        """Plan a path anew, and what shares calls with it as far as that changes."""
         related = [known for known in self._known if known != path and not set(known).isdisjoint(path)]
         order = sorted([path, *related], key=_demand, reverse=True)
         self._known.pop(path, None)
-        try:
-            found = self._in_order(order)
-        except _NoRoomError as failure:
-            found = self._in_order([failure.path, *(each for each in order if each != failure.path)], strict=False)
+        found = self._all_that_fit(order)
         for each, plan in found.items():
             self._known[each] = self._in_use(each, plan)
             self._known.move_to_end(each)
@@ -424,6 +429,25 @@ class PathPlans:
             oldest, _ = self._known.popitem(last=False)
             self._measured.pop(oldest, None)
         return self._known[path]
+
+    def _all_that_fit(self, order: Sequence[Path]) -> dict[Path, StepPlan]:
+        """Plans for paths, made first for the one that needs most; where they exclude each other, as small as can be."""
+        try:
+            return self._in_order(order, {})
+        except _NoRoomError as failure:
+            order = [failure.path, *(each for each in order if each != failure.path)]
+        smallest = {key: small for path in order for key in path if (small := self._smallest(key)) is not None}
+        ways = [self._in_order(order, settled, strict=False) for settled in ({}, smallest)]
+        return min(ways, key=lambda found: max(plan.peak_bytes for plan in found.values()))
+
+    def _smallest(self, call: CallKey) -> Plan | None:
+        """The plan of a call that takes least, if the call is still known."""
+        prepared = call.prepared()
+        if prepared is None:
+            return None
+        profile = prepared.profile
+        budget = self._budget(profile.chain, profile.copied_bytes).reduced_to(0, "other calls of the step")
+        return self._solve(profile.chain, budget, False)
 
     def _in_use(self, path: Path, plan: StepPlan) -> StepPlan:
         """Let calls run under a plan, those that run the same schedule under what they have."""
@@ -438,9 +462,10 @@ class PathPlans:
                 key.module.plans.use_plan(key.signature, prepared, part)
         return replace(plan, plans=tuple(parts))
 
-    def _in_order(self, order: Sequence[Path], *, strict: bool = True) -> dict[Path, StepPlan]:
+    def _in_order(
+        self, order: Sequence[Path], settled: dict[CallKey, Plan], *, strict: bool = True
+    ) -> dict[Path, StepPlan]:
         """Plans for paths, those of earlier ones settled. ``_NoRoomError`` if that is why there is none."""
-        settled: dict[CallKey, Plan] = {}
         found: dict[Path, StepPlan] = {}
         for path in order:
             plan = self._known.get(path)
@@ -470,7 +495,10 @@ class PathPlans:
         is_partly_settled = any(key in settled for key in path)
         chain = joined(names, parts, outside)
         budget = self._budget(chain, sum(each.profile.copied_bytes for each in known))
-        if not outside:
+        if outside:
+            spared_bytes = int(budget.limit_bytes * _SPARED)
+            budget = replace(budget, available_bytes=budget.available_bytes - spared_bytes, guessed_bytes=spared_bytes)
+        else:
             budget = budget.reduced_to(0, "what is not measured yet")
         try:
             solved = self._solve(chain, budget, strict and is_partly_settled)

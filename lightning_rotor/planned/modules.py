@@ -10,10 +10,10 @@ from weakref import ReferenceType
 from torch import nn
 
 from lightning_rotor.capture.compiled import is_compiled, taken_apart
-from lightning_rotor.errors import BudgetError, ModelError, ProfilerBusyError
+from lightning_rotor.errors import BudgetError, ModelError, ProfilerBusyError, RotorError
 from lightning_rotor.execution.executor import Pending
 from lightning_rotor.memory.budget import Budget
-from lightning_rotor.planned.cache import Prepared, Signature
+from lightning_rotor.planned.cache import Prepared, Signature, Turn
 from lightning_rotor.planned.calls import Call
 from lightning_rotor.planned.forward import PlannedForward, attach, detach, is_attached
 from lightning_rotor.planned.loop import TrainingLoop
@@ -32,8 +32,8 @@ class ForSteps(Protocol):
 
     ranks: Agreement
 
-    def turn(self, module: PlannedModule) -> int:
-        """How many earlier calls of a module wait for their backward."""
+    def turn(self) -> Turn:
+        """Names of the modules whose calls wait for their backward."""
 
     def budget(self, module: PlannedModule, profile: Profile) -> Budget:
         """What a plan may use now."""
@@ -50,7 +50,7 @@ class ForSteps(Protocol):
     def on_run(self, call: Call) -> None:
         """A call has run."""
 
-    def on_unsupported(self, module: PlannedModule, error: ModelError) -> None:
+    def on_unsupported(self, module: PlannedModule, error: RotorError) -> None:
         """A module is no chain."""
 
     def on_busy(self, error: ProfilerBusyError) -> None:
@@ -85,9 +85,9 @@ class PlannedModule(BudgetSource):
         return self._planner.ranks
 
     @property
-    def turn(self) -> int:
-        """How many earlier calls of the module wait for their backward."""
-        return self._planner.turn(self)
+    def turn(self) -> Turn:
+        """Names of the modules whose calls wait for their backward."""
+        return self._planner.turn()
 
     def budget(self, profile: Profile) -> Budget:
         """What a plan for the module may use now."""
@@ -109,7 +109,7 @@ class PlannedModule(BudgetSource):
         """A call has run."""
         self._planner.on_run(Call(self, signature, prepared, pending))
 
-    def on_unsupported(self, error: ModelError) -> None:
+    def on_unsupported(self, error: RotorError) -> None:
         """The module is no chain."""
         self._planner.on_unsupported(self, error)
 
@@ -180,7 +180,7 @@ class PlannedModules:
     def _as_on_rank_0(self, name: str) -> Target:
         return Target(name, self._loop.model.get_submodule(name), "as on rank 0")
 
-    def refuse(self, module: PlannedModule, error: ModelError) -> None:
+    def refuse(self, module: PlannedModule, error: RotorError) -> None:
         """From inside the first forward: plan what is next best, unless the user has named this one."""
         if self._search is None:
             raise error

@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_rotor.capture.compiled import CompiledModules, Variants
 from lightning_rotor.capture.cuts import check_module
-from lightning_rotor.errors import BudgetError, ModelError, ProfilerBusyError, ProfilingError, UnitError
+from lightning_rotor.errors import BudgetError, ProfilerBusyError, ProfilingError, RotorError, UnitError
 from lightning_rotor.execution.executor import Pending
 from lightning_rotor.memory.budget import Budget
 from lightning_rotor.planned.cache import (
@@ -25,6 +25,7 @@ from lightning_rotor.planned.cache import (
     PlanCache,
     Prepared,
     Signature,
+    Turn,
     call_fingerprint,
     recall,
     record_of,
@@ -48,9 +49,9 @@ class BudgetSource:
     ranks = Agreement()
 
     @property
-    def turn(self) -> int:
-        """How many earlier calls of the module wait for their backward."""
-        return 0
+    def turn(self) -> Turn:
+        """Names of the modules whose calls wait for their backward."""
+        return ()
 
     def budget(self, profile: Profile) -> Budget:
         """What a plan for a measured module may use at this moment."""
@@ -68,7 +69,7 @@ class BudgetSource:
     def on_run(self, signature: Signature, prepared: Prepared, pending: ReferenceType[Pending]) -> None:
         """A call has run under a plan."""
 
-    def on_unsupported(self, error: ModelError) -> None:
+    def on_unsupported(self, error: RotorError) -> None:
         """The module turned out to be no chain. It runs plainly, unless this raises."""
         raise error
 
@@ -293,7 +294,7 @@ class Plans:
                 return refusal
             return budget.least_plan(profile.chain, error, slots=slots)
 
-    def known(self, signature: Signature, turn: int) -> Prepared | None:
+    def known(self, signature: Signature, turn: Turn) -> Prepared | None:
         """What is prepared for a call, if it is still known."""
         return self._cache.use(signature, turn)
 

@@ -19,20 +19,14 @@ import torch
 from torch import nn
 
 from lightning_rotor.chain import Chain
-from lightning_rotor.errors import BudgetError, ModelError, ProfilerBusyError, TrialError
+from lightning_rotor.errors import BudgetError, ProfilerBusyError, RotorError
 from lightning_rotor.memory.budget import Budget, take_workspaces
-from lightning_rotor.memory.devices import usable_bytes
-from lightning_rotor.memory.held import (
-    existing_gradient_bytes,
-    gradient_bytes,
-    optimizer_state_bytes,
-    predict_optimizer_state_bytes,
-)
-from lightning_rotor.planned.cache import model_fingerprint
+from lightning_rotor.planned.cache import Turn, model_fingerprint
 from lightning_rotor.planned.calls import BACK, BEHIND, INTO, LOSS, Call, Step
 from lightning_rotor.planned.closed_loop import Corrections, StepWatch
 from lightning_rotor.planned.forward import note_of_shortage
 from lightning_rotor.planned.joint import PathPlans
+from lightning_rotor.planned.limit import StepLimit
 from lightning_rotor.planned.loop import TrainingLoop
 from lightning_rotor.planned.modules import PlannedModule, PlannedModules
 from lightning_rotor.planned.plans import PlanSettings
@@ -41,7 +35,7 @@ from lightning_rotor.planned.target import Target, may_be_planned
 from lightning_rotor.planning import Plan
 from lightning_rotor.private.values import tensors_in
 from lightning_rotor.profiling import Profile
-from lightning_rotor.units import MemoryLimit, format_bytes
+from lightning_rotor.units import MemoryLimit
 
 
 class State(enum.Enum):
@@ -121,46 +115,6 @@ class SavedPlans:
         return True
 
 
-class StepLimit:
-    """What plans may use of a user's limit."""
-
-    def __init__(self, loop: TrainingLoop, limit: MemoryLimit | None) -> None:
-        self.size_bytes = 0
-        self.corrections = Corrections()
-        self._loop, self._limit = loop, limit
-        self._agreed_bytes: int | None = None
-        self._others: dict[str, int] = {}
-
-    def agree(self, batch: Sequence[torch.Tensor]) -> None:
-        """Take the least limit of all processes."""
-        self._agreed_bytes = self._loop.least(self._loop.limit_bytes(self._limit, batch))
-
-    def budget(
-        self, chain: Chain, modules: nn.Module, step: Step | None, *, correction_bytes: int | None = None
-    ) -> Budget:
-        """What a plan may use. What else there is shows when a forward begins; between steps the first counts."""
-        batch = [] if step is None else step.batch
-        resident = self._loop.resident(modules, batch, torch.device(chain.device))
-        if not batch:  # in a tuner's trial, which is known from its forward alone
-            resident = replace(resident, batch_bytes=chain.input_bytes)
-        resident = replace(resident, other_bytes=self._other_bytes(chain, step, resident.other_bytes))
-        self.size_bytes = self._agreed_bytes or self._loop.limit_bytes(self._limit, batch)
-        if correction_bytes is None:
-            correction_bytes = self.corrections.of(chain)
-        budget = resident.budget(self.size_bytes, correction_bytes=correction_bytes)
-        if chain not in self.corrections:
-            budget = replace(budget, guessed_bytes=correction_bytes)
-        return replace(budget, error=TrialError) if self._loop.is_trial else budget
-
-    def _other_bytes(self, chain: Chain, step: Step | None, now_bytes: int) -> int:
-        """What else there was when the first forward of the step began."""
-        if step is None:
-            return self._others.get(chain.fingerprint, now_bytes)
-        if step.other_bytes is None:
-            step.other_bytes = now_bytes
-        return self._others.setdefault(chain.fingerprint, step.other_bytes)
-
-
 class StepPlanner:
     """Keeps the steps of a training inside a limit; ``ModelError`` if a module of these names cannot be planned.
 
@@ -187,14 +141,11 @@ class StepPlanner:
         self.watch = StepWatch()
         self._is_settled = False
         self.was_put_off = False
-        self._limit = StepLimit(loop, limit)
-        self._beyond, self._slots = beyond, settings.slots
+        self._limit = StepLimit(loop, limit, beyond=beyond)
+        self._slots = settings.slots
         self._step: Step | None = None
         self._has_met = False
-        self._warned_beyond = False
         self._is_cautious = False  # the budget told last is not what there is
-        self._told = Budget(0)
-        self._refused: tuple[Budget, BudgetError] | None = None  # what to raise when the step has run
         self._is_joint = False  # calls of a step may be alive together
         self._paths = PathPlans(self._joint_budget, self._solve)
         self._modules = PlannedModules(loop, self, settings, names)
@@ -227,24 +178,16 @@ class StepPlanner:
             take_workspaces(self.loop.device)
             if self.loop.processes > 1:
                 self._limit.agree(tensors)
-                self.ranks = self.loop.meet(beyond=self._beyond)
+                self.ranks = self.loop.meet(beyond=self._limit.beyond)
         if self._modules.is_guess:
             before = list(self._modules)
             self._modules.choose(batch, batch_idx)
             if list(self._modules) != before:  # those of a guess, in a tuner's trial
                 self.plan = None
         if self._step.is_first:
-            self._step.missing = self._missing()
+            self._step.missing = self._limit.missing()
         if self.watch.due:
             self.watch.start(self.loop, tensors)
-
-    def _missing(self) -> tuple[int, int]:
-        """What later steps hold besides, in forwards and in backwards: a first step has neither state nor gradients."""
-        loop = self.loop
-        with loop.untoggled():
-            gradients = gradient_bytes(loop.model) - existing_gradient_bytes(loop.model)
-            state = sum(predict_optimizer_state_bytes(each) - optimizer_state_bytes(each) for each in loop.optimizers)
-        return gradients + state, state if loop.gradients_linger else gradients + state
 
     def begin_backward(self) -> None:
         """The loss is known."""
@@ -253,17 +196,8 @@ class StepPlanner:
     def end_backward(self) -> None:
         """The optimizer is about to step: what it allocates is nothing that a plan could change."""
         self.watch.mark()
-        refused, self._refused = self._refused, None
-        if refused is None or self._step is None:
-            return
-        # The weights are as they were, and a step under the least plan has shown what it takes.
-        budget, error = refused
-        peak_bytes = max((phase.peak_bytes for phase in self._step.as_later(self.watch.take())), default=0)
-        rest_bytes = max(peak_bytes - error.minimum_bytes, 0)
-        least_bytes = error.minimum_bytes - budget.reserved_bytes
-        raise budget.reduced_to(budget.available_bytes - rest_bytes, "the rest of the step").refusal(
-            least_bytes, error.stage
-        )
+        if self._step is not None:
+            self._limit.end_backward(self._step, self.watch)
 
     def end_step(self) -> bool:
         """Read the meter, and plan again if the limit was exceeded or missed by far. True if plans have settled now."""
@@ -284,6 +218,8 @@ class StepPlanner:
 
     def _follow(self, step: Step, *, is_measured: bool) -> None:
         """Plan calls that were alive together as one, by what the step has shown."""
+        if not is_measured and all(map(self._paths.running, step.paths)):
+            return
         phases = self.watch.phases if is_measured else []
         exceeds = is_measured and self.watch.backward_peak_bytes > self.limit_bytes
         self._paths.follow(step, phases, exceeds=exceeds)
@@ -306,27 +242,11 @@ class StepPlanner:
 
     def _exceeded(self, step: Step) -> None:
         """No plan takes less than this step has taken. The first takes what no later one does."""
-        if not step.is_first:
-            self.watch.give_up()
-            self._go_beyond(self._too_much(self.watch.backward_peak_bytes))
-
-    def _too_much(self, peak_bytes: int) -> BudgetError:
-        """A measured step has exceeded the limit under the plan that takes least."""
-        assert self.plan is not None
-        limit_bytes = self.limit_bytes
+        if step.is_first or self.plan is None:
+            return
+        self.watch.give_up()
         names = getattr(self.plan, "names", None) or [module.target.name for module in self._modules]
-        calls = ", ".join(
-            f"{format_bytes(call.peak_bytes)} in {name or 'the model itself'}"
-            for name, call in zip(names, self.plan.calls, strict=False)
-        )
-        return BudgetError(
-            f"mem_limit {format_bytes(limit_bytes)} is below the minimum {format_bytes(peak_bytes)} ({peak_bytes:,} "
-            f"bytes) for this model and batch, which a measured step has taken under the plan that takes least: "
-            f"{calls}, and the rest of the step. Raise mem_limit or lower the batch size",
-            budget_bytes=limit_bytes,
-            minimum_bytes=peak_bytes,
-            stage=max(self.plan.calls, key=lambda call: call.peak_bytes).chain.names[0],
-        )
+        self._limit.exceeded(self.watch.backward_peak_bytes, names, self.plan.calls)
 
     def replan(self, plan: Plan) -> Plan:
         """A new plan in the place of one that steps run under, with the budget of this moment."""
@@ -363,16 +283,15 @@ class StepPlanner:
 
     # ---------------------------------------------------------------- what the planned forward asks and tells
 
-    def turn(self, module: PlannedModule) -> int:
-        """How many earlier calls of a module wait for their backward."""
-        return 0 if self._step is None else [call.module for call in self._step.waiting].count(module)
+    def turn(self) -> Turn:
+        """Names of the modules whose calls wait for their backward."""
+        return () if self._step is None else tuple(call.module.target.name for call in self._step.waiting)
 
     def budget(self, module: PlannedModule, profile: Profile) -> Budget:
         """What a plan for one call may use now: as little as it can, until the step is over, if there are others."""
         budget = self._limit.budget(profile.chain, self._modules.all, self._step)
         waiting = () if self._step is None else self._step.waiting
         self._is_cautious = bool(waiting) or not self._modules.is_alone(module)
-        self._told = budget
         if not self._is_cautious:
             return budget
         if self._step is not None:
@@ -434,7 +353,7 @@ class StepPlanner:
         if torch.is_grad_enabled():
             self._paths.keep(call.key)
 
-    def on_unsupported(self, module: PlannedModule, error: ModelError) -> None:
+    def on_unsupported(self, module: PlannedModule, error: RotorError) -> None:
         """From inside the first forward: plan what is next best, unless the user has named this one."""
         self._modules.refuse(module, error)
         if self.plan is not None:
@@ -458,27 +377,8 @@ class StepPlanner:
 
     def on_infeasible(self, error: BudgetError) -> None:
         """Say once that training goes beyond the limit, or end it: now, or once the step has shown what it needs."""
-        if self._is_cautious:
-            return
-        loop, runs = self.loop, self._step is not None and not self._step.is_over
-        is_simple = runs and loop.gradients_linger and not loop.is_trial and loop.processes == 1
-        if self._beyond or not is_simple or self._has_no_more(error):
-            self._go_beyond(error)
-        else:
-            self._refused = self._told, error
-
-    def _has_no_more(self, error: BudgetError) -> bool:
-        """True if the device has no memory for the least plan."""
-        device = self.loop.device
-        return device.type == "cuda" and error.minimum_bytes - self.limit_bytes > usable_bytes(device)
-
-    def _go_beyond(self, error: BudgetError) -> None:
-        """Say once that training goes beyond the limit, or end it."""
-        if not self._beyond:
-            raise error
-        if not self._warned_beyond:
-            self._warned_beyond = True
-            self.loop.warn(f"training goes on beyond the limit, with the plan that takes least: {error}")
+        if not self._is_cautious:
+            self._limit.refuse(error, self._step)
 
     # ---------------------------------------------------------------- from one training to the next
 

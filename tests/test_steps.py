@@ -1,0 +1,168 @@
+"""Steps that call several modules, in one limit: what the limit is, its minimum, and steps that are not like the first."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.step_models import Gan, SimClr, Task, Vae, Workload, convolutions
+from benchmarks.steps import Peaks, least_limit, row, train
+from lightning_rotor import BudgetError, RotorCallback
+
+IMAGES = (4, 3, 16, 16)
+
+
+class SmallVae(Vae):
+    @staticmethod
+    def batch() -> tuple[Tensor, ...]:
+        return (torch.randn(IMAGES),)
+
+
+class SmallSimClr(SimClr):
+    batch = SmallVae.batch
+
+
+class SmallGan(Gan):
+    def __init__(self) -> None:
+        super().__init__()
+        self.judge[-1] = nn.Linear(16 * 16 * 16, 1)
+
+    @staticmethod
+    def batch() -> tuple[Tensor, ...]:
+        return torch.randn(IMAGES), torch.randn(4, 8, 16, 16)
+
+
+@pytest.mark.parametrize("model", [SmallVae, SmallSimClr, SmallGan])
+def test_the_minimum_that_an_error_names_trains(model: Any) -> None:
+    workload, peaks = Workload(model), Peaks()
+    plain = train(workload, [peaks])
+    least = least_limit(workload)
+    assert least < 0.7 * peaks.peaks[2]
+    text, good = row("", workload, "least", least, plain, peaks.peaks[2])
+    assert good, text
+
+
+class Switching(Task):
+    """Calls two towers in one order, and in the other; the third step has no loss of one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = convolutions(3, 16, 16, 16), convolutions(3, 16, 16, 16)
+        self.steps = 0
+
+    def loss(self, images: Tensor) -> Tensor:
+        self.steps += 1
+        first, second = (self.left, self.right) if self.steps % 3 else (self.right, self.left)
+        one, other = first(images), second(images)
+        return one.square().mean() + other.abs().mean()
+
+    batch = SmallVae.batch
+
+
+class Forgetful(Switching):
+    """Sometimes leaves a tower's output without a backward, or a whole step without a loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        images = batch[0]
+        one, other = self.left(images), self.right(images)
+        if batch_idx == 5:
+            return None
+        loss = one.square().mean() if batch_idx % 2 else one.square().mean() + other.abs().mean()
+        self.losses.append(loss.detach())
+        return loss
+
+
+@pytest.mark.parametrize("model", [Switching, Forgetful])
+@pytest.mark.filterwarnings("ignore:.*training_step.*returned.*")
+def test_steps_that_are_not_like_the_first_keep_the_limit(model: Any) -> None:
+    workload, peaks = Workload(model), Peaks()
+    plain = train(workload, [peaks])
+    limit = int(0.7 * peaks.peaks[2])
+    text, good = row("", workload, "70 %", limit, plain, peaks.peaks[2])
+    assert good, text
+
+
+class Breaking(Switching):
+    """Fails between two calls."""
+
+    def loss(self, images: Tensor) -> Tensor:
+        self.steps += 1
+        one = self.left(images)
+        if self.steps == 4:
+            raise ValueError("between two calls")
+        return one.square().mean() + self.right(images).abs().mean()
+
+
+def test_an_exception_between_two_calls_leaves_the_model_as_it_was() -> None:
+    model = None
+
+    def remembered() -> Breaking:
+        nonlocal model
+        model = Breaking()
+        return model
+
+    remembered.batch = SmallVae.batch  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="between two calls"):
+        train(Workload(remembered), [RotorCallback("90%" if torch.cuda.is_available() else "1GiB", show_table=False)])
+    assert model is not None
+    assert not any("forward" in vars(module) for module in model.modules())
+    model.loss(*SmallVae.batch()).backward()
+
+
+def test_a_limit_far_too_low_leaves_the_weights() -> None:
+    class Alone(Task):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = convolutions(3, 16, 16, 16)
+            self.before = [each.detach().clone() for each in self.net.parameters()]
+            Alone.made = self
+
+        def loss(self, images: Tensor) -> Tensor:
+            return self.net(images).square().mean()
+
+        batch = SmallVae.batch
+        made: Any = None
+
+    with pytest.raises(BudgetError, match=r"at least .* for activations and new gradients \(set by"):
+        train(Workload(Alone), [RotorCallback("10KiB", show_table=False)])
+    assert all(map(torch.equal, Alone.made.before, Alone.made.net.parameters()))
+
+
+class Generator(Task):
+    """GPT-2 called as its documentation calls it."""
+
+    def __init__(self) -> None:
+        hub = pytest.importorskip("transformers")
+        super().__init__()
+        self.net = hub.GPT2LMHeadModel(hub.GPT2Config(vocab_size=60, n_embd=32, n_layer=3, n_head=2, n_positions=32))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        output = self.net(**batch)
+        self.losses.append(output.loss.detach())
+        return output.loss
+
+    @staticmethod
+    def batch() -> Any:
+        ids = torch.randint(3, 60, (8, 24))
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+
+
+def test_a_model_of_the_hub_trains_without_its_cache(caplog: pytest.LogCaptureFixture) -> None:
+    workload, peaks = Workload(Generator), Peaks()
+    plain = train(workload, [peaks])
+    limit = int(0.6 * peaks.peaks[2])
+    rotor = RotorCallback(limit, show_table=False)
+    with caplog.at_level(logging.INFO, "lightning_rotor"):
+        model = train(workload, [rotor])
+    assert all(map(torch.equal, plain.state_dict().values(), model.state_dict().values()))
+    assert rotor.plan is not None
+    assert len(rotor.plan.chain) > 20
+    assert rotor.measured_peak_bytes is not None
+    assert rotor.measured_peak_bytes <= limit
+    assert caplog.text.count("use_cache=False") == 1
+    assert model.net.config.use_cache is True
+    assert model.net(**Generator.batch()).past_key_values is not None
