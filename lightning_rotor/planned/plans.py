@@ -223,14 +223,22 @@ class Plans:
             key=lambda entry: abs(entry[0] - size),
         )
         schedules = {id(plan.schedule): plan.schedule for _, prepared in alike if (plan := prepared.plan) is not None}
-        limit = {"budget_bytes": max(budget.available_bytes, 1), "slots": self._settings.slots, **budget.conditions}
+        limit: dict[str, Any] = {
+            "budget_bytes": max(budget.available_bytes, 1),
+            "slots": self._settings.slots,
+            **budget.conditions,
+        }
         plans = [scheduled(profile.chain, each, **limit) for each in list(schedules.values())[:_NEAREST]]
         fitting = [plan for plan in plans if plan.peak_bytes <= plan.budget_bytes]
         if not fitting:
             return None, 0.0
         best = min(fitting, key=attrgetter("seconds"))
         # A larger size needs no less recomputation.
-        least = [prepared.plan.overhead for other, prepared in alike if other <= size and not prepared.lost_seconds]
+        least = [
+            plan.overhead
+            for other, prepared in alike
+            if (plan := prepared.plan) is not None and other <= size and not prepared.lost_seconds
+        ]
         lost_seconds = max(best.overhead - max(least, default=0.0), 0.0) * best.seconds / (1 + best.overhead)
         return (None, 0.0) if self._is_too_much(lost_seconds) else (best, lost_seconds)
 
