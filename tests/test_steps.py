@@ -92,6 +92,26 @@ def test_steps_that_are_not_like_the_first_keep_the_limit(kind: Any) -> None:
     assert measured[-1] <= limit
 
 
+class Pairs(SmallSimClr):
+    """Two sizes in each step, and now and then a step that calls nothing."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 4:
+            return next(self.head.parameters()).square().mean()
+        return super().training_step(batch, batch_idx)
+
+    def loss(self, images: Tensor) -> Tensor:
+        return self.backbone(images).mean() + self.backbone(images[:, :, 4:]).mean()
+
+
+@pytest.mark.parametrize("max_plans", [64, 1])
+def test_two_sizes_in_a_step_and_steps_without_a_call(max_plans: int) -> None:
+    workload = Workload(Pairs, "backbone")
+    plain = train(workload, [])
+    model = train(workload, [RotorCallback("1GiB", "backbone", max_plans=max_plans, show_table=False)])
+    assert all(map(torch.equal, plain.state_dict().values(), model.state_dict().values()))
+
+
 class Breaking(Switching):
     """Fails between two calls."""
 

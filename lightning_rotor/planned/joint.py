@@ -372,14 +372,17 @@ class PathPlans:
         """
         for calls in step.paths:
             path = _path(calls)
+            if any(key.prepared() is None for key in path):  # dropped, as there are more shapes than plans are kept
+                continue
             is_new = self.running(calls) is None
             is_first_measurement = self._learn(path, calls, step, phases, exceeds=exceeds)
             if is_new or is_first_measurement or exceeds:
                 self.plan(path)
 
-    def largest(self, step: Step) -> StepPlan:
+    def largest(self, step: Step) -> StepPlan | None:
         """Of the plans for the paths of a step, the one with the highest peak."""
-        return max((self._known[_path(calls)] for calls in step.paths), key=lambda plan: plan.peak_bytes)
+        known = (self._known.get(_path(calls)) for calls in step.paths)
+        return max(filter(None, known), key=lambda plan: plan.peak_bytes, default=None)
 
     def _learn(
         self, path: Path, calls: Sequence[Call], step: Step, phases: Sequence[MeteredPhase], *, exceeds: bool
@@ -415,7 +418,7 @@ class PathPlans:
             return None
         return found
 
-    def plan(self, path: Path) -> StepPlan:
+    def plan(self, path: Path) -> None:
         """Plan a path anew, and what shares calls with it as far as that changes."""
         related = [known for known in self._known if known != path and not set(known).isdisjoint(path)]
         order = sorted([path, *related], key=_demand, reverse=True)
@@ -428,7 +431,6 @@ class PathPlans:
         while len(self._known) > _MOST_PATHS:
             oldest, _ = self._known.popitem(last=False)
             self._measured.pop(oldest, None)
-        return self._known[path]
 
     def _all_that_fit(self, order: Sequence[Path]) -> dict[Path, StepPlan]:
         """Plans for paths, made first for the one that needs most; where they exclude each other, as small as can be."""

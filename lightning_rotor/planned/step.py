@@ -223,7 +223,7 @@ class StepPlanner:
         phases = self.watch.phases if is_measured else []
         exceeds = is_measured and self.watch.backward_peak_bytes > self.limit_bytes
         self._paths.follow(step, phases, exceeds=exceeds)
-        self.plan = self._paths.largest(step)
+        self.plan = self._paths.largest(step) or self.plan
         if exceeds and not any(call.has_another_plan for call in step.numbers):
             self._exceeded(step)
 
