@@ -347,12 +347,14 @@ class PathPlans:
 
     Until a step has shown what lies around its calls, they take as little as they can.
 
-    ``budget`` says what a chain may use that copies so many bytes in its forward, ``solve`` plans it: ``BudgetError``
-    if nothing fits and it must.
+    ``budget`` says what a chain may use that copies so many bytes in its forward, ``settle`` takes a plan for a chain
+    of this fingerprint, and gives the one that all processes agree on.
     """
 
-    def __init__(self, budget: Callable[[Chain, int], Budget], solve: Callable[[Chain, Budget, bool], Plan]) -> None:
-        self._budget, self._solve = budget, solve
+    def __init__(
+        self, budget: Callable[[Chain, int], Budget], settle: Callable[[str, Plan], Plan], *, slots: int
+    ) -> None:
+        self._budget, self._settle, self._slots = budget, settle, slots
         self._known: OrderedDict[Path, StepPlan] = OrderedDict()
         self._measured: dict[Path, list[Outside]] = {}
         self._kept: set[CallKey] = set()
@@ -449,7 +451,7 @@ class PathPlans:
             return None
         profile = prepared.profile
         budget = self._budget(profile.chain, profile.copied_bytes).reduced_to(0, "other calls of the step")
-        return self._solve(profile.chain, budget, False)
+        return self._solved(profile.chain, budget, must_fit=False)
 
     def _in_use(self, path: Path, plan: StepPlan) -> StepPlan:
         """Let calls run under a plan, those that run the same schedule under what they have."""
@@ -503,7 +505,7 @@ class PathPlans:
         else:
             budget = budget.reduced_to(0, "what is not measured yet")
         try:
-            solved = self._solve(chain, budget, strict and is_partly_settled)
+            solved = self._solved(chain, budget, must_fit=strict and is_partly_settled)
         except BudgetError:
             raise _NoRoomError(path) from None
         if not is_partly_settled:
@@ -518,6 +520,16 @@ class PathPlans:
         plan = StepPlan.of(whole, names, chains)
         plans = tuple(settled.get(key, part) for key, part in zip(path, plan.plans, strict=True))
         return replace(plan, plans=plans)
+
+    def _solved(self, chain: Chain, budget: Budget, *, must_fit: bool) -> Plan:
+        """Plan calls, as all processes agree. Where nothing fits, a step under the least plan shows what it is."""
+        try:
+            plan = budget.plan(chain, slots=self._slots)
+        except BudgetError as error:
+            if must_fit:
+                raise
+            plan = budget.least_plan(chain, error, slots=self._slots)
+        return self._settle(chain.fingerprint, plan)
 
 
 def _path(calls: Sequence[Call]) -> Path:

@@ -20,6 +20,7 @@ from lightning_rotor.memory.held import (
 )
 from lightning_rotor.planned.calls import Step
 from lightning_rotor.planned.closed_loop import Corrections, StepWatch
+from lightning_rotor.planned.forward import note_of_shortage
 from lightning_rotor.planned.loop import TrainingLoop
 from lightning_rotor.planning import Plan
 from lightning_rotor.units import MemoryLimit, format_bytes
@@ -134,3 +135,12 @@ class StepLimit:
         if not self._has_warned:
             self._has_warned = True
             self._loop.warn(f"training goes on beyond the limit, with the plan that takes least: {error}")
+
+    def note_shortage(self, failure: BaseException, plan: Plan, *, lowered: bool) -> None:
+        """Say what the device had too little for; ``lowered`` says that plans to come take less."""
+        predicted_bytes = self.size_bytes - plan.budget_bytes + plan.peak_bytes
+        message = note_of_shortage(
+            failure, lowered=lowered, limit_bytes=self.size_bytes, predicted_bytes=predicted_bytes
+        )
+        if message is not None:
+            self._loop.warn(f"RotorCallback: {message}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 from weakref import ReferenceType
 
@@ -15,6 +15,7 @@ from lightning_rotor.execution.executor import Pending
 from lightning_rotor.memory.budget import Budget
 from lightning_rotor.planned.cache import Prepared, Signature, Turn
 from lightning_rotor.planned.calls import Call
+from lightning_rotor.planned.closed_loop import Replanning
 from lightning_rotor.planned.forward import PlannedForward, attach, detach, is_attached
 from lightning_rotor.planned.loop import TrainingLoop
 from lightning_rotor.planned.plans import BudgetSource, Plans, PlanSettings
@@ -122,7 +123,7 @@ class PlannedModule(BudgetSource):
         self._planner.on_infeasible(error)
 
 
-class PlannedModules:
+class PlannedModules(Replanning):
     """The planned modules of a model; a guess until the first batch shows where a step computes.
 
     Args:
@@ -201,6 +202,27 @@ class PlannedModules:
         for module in self:
             module.end()
         self._modules = []
+
+    def replan(self, plan: Plan) -> Plan:
+        """A new plan in the place of one that steps run under, with the budget of this moment."""
+        module = next((module for module in self if module.plans.runs(plan)), None)
+        return plan if module is None else module.plans.replan(plan)
+
+    def unplan(self, keep: Callable[[Plan], bool]) -> None:
+        """Drop all plans but those to keep."""
+        for module in self:
+            module.plans.unplan(keep)
+
+    def is_capped(self, plan: Plan) -> bool:
+        """True if a plan has all that plans may take since the device ran out of memory."""
+        return any(module.plans.is_capped(part) for module in self for part in plan.calls)
+
+    def tell(self) -> None:
+        """Warn of what is not planned, or not as it was."""
+        if not self.is_guess:
+            for message in self.warnings:
+                self._loop.warn(message)
+            self.warnings.clear()
 
     def _take(self, targets: Sequence[Target]) -> None:
         if not targets:

@@ -10,7 +10,7 @@ A :class:`StepPlanner` goes through these states, and back to ``SETTLING`` whene
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -24,7 +24,6 @@ from lightning_rotor.memory.budget import Budget, take_workspaces
 from lightning_rotor.planned.cache import Turn, model_fingerprint
 from lightning_rotor.planned.calls import BACK, BEHIND, INTO, LOSS, Call, Step
 from lightning_rotor.planned.closed_loop import Corrections, StepWatch
-from lightning_rotor.planned.forward import note_of_shortage
 from lightning_rotor.planned.joint import PathPlans
 from lightning_rotor.planned.limit import StepLimit
 from lightning_rotor.planned.loop import TrainingLoop
@@ -142,12 +141,15 @@ class StepPlanner:
         self._is_settled = False
         self.was_put_off = False
         self._limit = StepLimit(loop, limit, beyond=beyond)
-        self._slots = settings.slots
         self._step: Step | None = None
         self._has_met = False
         self._is_cautious = False  # the budget told last is not what there is
         self._is_joint = False  # calls of a step may be alive together
-        self._paths = PathPlans(self._joint_budget, self._solve)
+        self._paths = PathPlans(
+            self._joint_budget,
+            lambda name, plan: self.ranks.settle(name, plan),  # noqa: PLW0108 -- who agrees changes when processes meet
+            slots=settings.slots,
+        )
         self._modules = PlannedModules(loop, self, settings, names)
         self._modules.begin([] if saved is None else saved.targets_in(loop.model))
         if saved is not None:
@@ -231,7 +233,7 @@ class StepPlanner:
         """Closed loop: what the plan could not know shows in the measured peak."""
         may_grow = not step.is_first and not self.watch.due  # with all that a step finds from those before it
         is_enough = self._limit.corrections.correct(
-            self,
+            self._modules,
             [path[0].plan for path in step.paths],
             self.watch.backward_peak_bytes,
             limit_bytes=self.limit_bytes,
@@ -248,20 +250,6 @@ class StepPlanner:
         names = getattr(self.plan, "names", None) or [module.target.name for module in self._modules]
         self._limit.exceeded(self.watch.backward_peak_bytes, names, self.plan.calls)
 
-    def replan(self, plan: Plan) -> Plan:
-        """A new plan in the place of one that steps run under, with the budget of this moment."""
-        module = next((module for module in self._modules if module.plans.runs(plan)), None)
-        return plan if module is None else module.plans.replan(plan)
-
-    def unplan(self, keep: Callable[[Plan], bool]) -> None:
-        """Drop all plans but those to keep."""
-        for module in self._modules:
-            module.plans.unplan(keep)
-
-    def is_capped(self, plan: Plan) -> bool:
-        """True if a plan has all that plans may take since the device ran out of memory."""
-        return any(module.plans.is_capped(part) for module in self._modules for part in plan.calls)
-
     def end(self) -> None:
         """Give the modules their own forwards back, and keep what was learned in ``saved``."""
         self.watch.drop()
@@ -273,13 +261,7 @@ class StepPlanner:
         """A step ran out of memory. It cannot run again: some gradients are added already, and its graph is gone."""
         if self._step is None or self.plan is None:
             return
-        lowered = any(list(map(_lower, self._modules)))
-        predicted_bytes = self.limit_bytes - self.plan.budget_bytes + self.plan.peak_bytes
-        message = note_of_shortage(
-            failure, lowered=lowered, limit_bytes=self.limit_bytes, predicted_bytes=predicted_bytes
-        )
-        if message is not None:
-            self.loop.warn(f"RotorCallback: {message}")
+        self._limit.note_shortage(failure, self.plan, lowered=any(list(map(_lower, self._modules))))
 
     # ---------------------------------------------------------------- what the planned forward asks and tells
 
@@ -303,16 +285,6 @@ class StepPlanner:
         budget = self._limit.budget(chain, self._modules.all, self._step, correction_bytes=0)
         return replace(budget, lingering_bytes=budget.lingering_bytes + copied_bytes)
 
-    def _solve(self, chain: Chain, budget: Budget, must_fit: bool) -> Plan:
-        """Plan such calls, as all processes agree. Where nothing fits, a step under the least plan shows what it is."""
-        try:
-            outcome = budget.plan(chain, slots=self._slots)
-        except BudgetError as error:
-            if must_fit:
-                raise
-            outcome = budget.least_plan(chain, error, slots=self._slots)
-        return self.ranks.settle(chain.fingerprint, outcome)
-
     def before_measuring(self) -> None:
         """Give torch's profiler to who measures."""
         self.watch.drop()
@@ -322,7 +294,7 @@ class StepPlanner:
         self.plan, self.planned_modules = plan, str(self._modules)
         self.watch.renew()
         self._is_settled = False
-        self._tell()
+        self._modules.tell()
         if self._step is None or self._step.is_over or self.watch.running:
             return
         # Not while others are still to be measured, which takes torch's profiler away again.
@@ -357,14 +329,7 @@ class StepPlanner:
         """From inside the first forward: plan what is next best, unless the user has named this one."""
         self._modules.refuse(module, error)
         if self.plan is not None:
-            self._tell()
-
-    def _tell(self) -> None:
-        """Warn of what is not planned, or not as it was."""
-        if not self._modules.is_guess:
-            for message in self._modules.warnings:
-                self.loop.warn(message)
-            self._modules.warnings.clear()
+            self._modules.tell()
 
     def on_busy(self, error: ProfilerBusyError) -> None:
         """Say once that the module runs plainly."""
