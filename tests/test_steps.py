@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.step_models import Gan, SimClr, Task, Vae, Workload, convolutions
+from benchmarks.step_models import SimClr, Task, Vae, Workload, convolutions
 from benchmarks.steps import Followed, Peaks, least_limit, row, train
 from lightning_rotor import BudgetError, RotorCallback
 
@@ -26,17 +26,7 @@ class SmallSimClr(SimClr):
     batch = SmallVae.batch
 
 
-class SmallGan(Gan):
-    def __init__(self) -> None:
-        super().__init__()
-        self.judge[-1] = nn.Linear(16 * 16 * 16, 1)
-
-    @staticmethod
-    def batch() -> tuple[Tensor, ...]:
-        return torch.randn(IMAGES), torch.randn(4, 8, 16, 16)
-
-
-@pytest.mark.parametrize("model", [SmallVae, SmallSimClr, SmallGan])
+@pytest.mark.parametrize("model", [SmallVae, SmallSimClr])
 def test_the_minimum_that_an_error_names_trains(model: Any) -> None:
     workload, peaks = Workload(model), Peaks()
     plain = train(workload, [peaks])

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass, fields, replace
 from itertools import accumulate, zip_longest
 from typing import Any, TypeAlias
@@ -372,6 +373,7 @@ class PathPlans:
             phases: Of the step, if it was measured.
             exceeds: The step has taken more than the limit.
         """
+        stale = []
         for calls in step.paths:
             path = _path(calls)
             if any(key.prepared() is None for key in path):  # dropped, as there are more shapes than plans are kept
@@ -379,7 +381,9 @@ class PathPlans:
             is_new = self.running(calls) is None
             is_first_measurement = self._learn(path, calls, step, phases, exceeds=exceeds)
             if is_new or is_first_measurement or exceeds:
-                self.plan(path)
+                stale.append(path)
+        for path in stale:
+            self.plan(path)
 
     def largest(self, step: Step) -> StepPlan | None:
         """Of the plans for the paths of a step, the one with the highest peak."""
@@ -440,6 +444,8 @@ class PathPlans:
             return self._in_order(order, {})
         except _NoRoomError as failure:
             order = [failure.path, *(each for each in order if each != failure.path)]
+        with suppress(_NoRoomError):
+            return self._in_order(order, {})
         smallest = {key: small for path in order for key in path if (small := self._smallest(key)) is not None}
         ways = [self._in_order(order, settled, strict=False) for settled in ({}, smallest)]
         return min(ways, key=lambda found: max(plan.peak_bytes for plan in found.values()))
@@ -505,7 +511,7 @@ class PathPlans:
         else:
             budget = budget.reduced_to(0, "what is not measured yet")
         try:
-            solved = self._solved(chain, budget, must_fit=strict and is_partly_settled)
+            solved = self._solved(chain, budget, must_fit=strict and is_partly_settled and bool(outside))
         except BudgetError:
             raise _NoRoomError(path) from None
         if not is_partly_settled:
