@@ -36,7 +36,7 @@ from lightning_rotor.units import format_bytes
 
 RESULT = Path(__file__).parent / "results" / "lengths.md"
 BATCH, LONGEST, SHORTEST = 4, 256, 32
-WORDS = 2000
+WORDS = 1000
 FIRST = 4  # steps before the ratios begin
 
 
@@ -45,10 +45,10 @@ class Tagger(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.words = nn.Embedding(WORDS, 256)
-        self.before = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Dropout(0.1), nn.Linear(512, 256))
-        self.cells = nn.GRU(256, 256, num_layers=2, batch_first=True, bidirectional=True)
-        self.after = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Dropout(0.1), nn.Linear(1024, WORDS))
+        self.words = nn.Embedding(WORDS, 128)
+        self.before = nn.Sequential(nn.Linear(128, 512), nn.ReLU(), nn.Dropout(0.1), nn.Linear(512, 128))
+        self.cells = nn.GRU(128, 128, num_layers=2, batch_first=True, bidirectional=True)
+        self.after = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Dropout(0.1), nn.Linear(512, WORDS))
 
     def forward(self, input_ids: torch.Tensor, sizes: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Loss of a batch of words ``(batch, length)`` and how many each row has."""
@@ -64,25 +64,25 @@ def hub(kind: str, config: str, **options: Any) -> nn.Module:
 
 
 def bert() -> nn.Module:
-    """Six layers, 256 wide."""
-    sizes = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 1024}
+    """Six layers, 128 wide."""
+    sizes = {"hidden_size": 128, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 512}
     return hub("BertForMaskedLM", "BertConfig", **sizes)
 
 
 def gpt2() -> nn.Module:
-    """Six layers, 256 wide."""
-    return hub("GPT2LMHeadModel", "GPT2Config", n_embd=256, n_layer=6, n_head=4)
+    """Six layers, 128 wide."""
+    return hub("GPT2LMHeadModel", "GPT2Config", n_embd=128, n_layer=6, n_head=4)
 
 
 def llama() -> nn.Module:
-    """Four layers, 256 wide."""
-    sizes = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 704}
+    """Four layers, 128 wide."""
+    sizes = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 352}
     return hub("LlamaForCausalLM", "LlamaConfig", num_key_value_heads=2, **sizes)
 
 
 def t5() -> nn.Module:
-    """Three layers of encoder and of decoder, 256 wide."""
-    sizes = {"d_model": 256, "d_kv": 64, "d_ff": 1024, "num_layers": 3, "num_heads": 4, "decoder_start_token_id": 0}
+    """Three layers of encoder and of decoder, 128 wide."""
+    sizes = {"d_model": 128, "d_kv": 32, "d_ff": 512, "num_layers": 3, "num_heads": 4, "decoder_start_token_id": 0}
     return hub("T5ForConditionalGeneration", "T5Config", **sizes)
 
 

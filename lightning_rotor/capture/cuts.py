@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from traceback import extract_tb
@@ -22,7 +22,14 @@ from lightning_rotor.capture.compiled import is_compiled
 from lightning_rotor.capture.external_state import Closures, Notes
 from lightning_rotor.capture.graph_stage import OF, GraphSlice
 from lightning_rotor.capture.guards import Watch, first_difference
-from lightning_rotor.capture.modules import Call, firsts_of, hide_trainers, hides_code, is_invertible_as_a_whole
+from lightning_rotor.capture.modules import (
+    Call,
+    firsts_of,
+    hide_trainers,
+    hides_code,
+    is_invertible_as_a_whole,
+    tensor_attributes,
+)
 from lightning_rotor.capture.recorder import Recorder, Recording, ambient
 from lightning_rotor.errors import InverseError, ModelError
 from lightning_rotor.execution.options import kept_parameters, lent_buffers, undisturbed
@@ -50,6 +57,7 @@ class GraphCut:
     inputs: tuple[str, ...]
     _key: Any
     _watch: Watch
+    _attributes: tuple[tuple[nn.Module, str], ...]
     recording: Recording
     reasons: Mapping[str, str] = field(default_factory=dict)
     way: ClassVar[str] = "graph"
@@ -64,10 +72,14 @@ class GraphCut:
         It does not if another plain argument differs, the module has noticeably changed, or the forward would read
         other values out of tensors. Sizes may differ in dimensions recorded with two sizes.
         """
-        call = Call.of(self.module, args, kwargs)
+        call = self.call(args, kwargs)
         if not self.is_like(call) or not self.recording.guards.hold(call.signature, call.tensors):
             return None
         return self.take(call)
+
+    def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+        """A call of the module, with the attributes that were tensors when it was recorded."""
+        return Call.of(self.module, args, kwargs, self._attributes)
 
     def is_like(self, call: Call) -> bool:
         """True if a call differs at most in sizes and values, and the module is what it was."""
@@ -79,7 +91,9 @@ class GraphCut:
 
     def renewed_by(self, recording: Recording, call: Call, watch: Watch) -> bool:
         """Hold also for the call of a newer recording if that runs the same operations on the same objects."""
-        if self._key != _key(call) or not self.recording.runs_the_same(recording):
+        if (self._key, self._attributes) != (_key(call), call.attributes) or not self.recording.runs_the_same(
+            recording
+        ):
             return False
         self.recording.guards.include(recording.guards)
         self._watch = watch
@@ -110,16 +124,17 @@ def cut_graph(
     the same was recorded again: it then holds for this call as well. Raises ``ModelError`` if the module's own forward
     cannot be recorded.
     """
-    call = Call.of(module, args, kwargs or {})
+    attributes = tensor_attributes(module)
+    call = Call.of(module, args, kwargs or {}, attributes)
     names = call.names
     like = [cut for cut in reversed(known) if cut.is_like(call)]
     recording, opaque = _Attempts(module, call, like[:1]).record()
-    watch = _watch(recording)
+    watch = _watch(recording, attributes)
     for cut in reversed(known):
         if cut.renewed_by(recording, call, watch):
             return cut
     stages = tuple(stages_of(recording))
-    return GraphCut(stages, opaque, module, names, _key(call), watch, recording)
+    return GraphCut(stages, opaque, module, names, _key(call), watch, attributes, recording)
 
 
 def _key(call: Call) -> Any:
@@ -128,12 +143,12 @@ def _key(call: Call) -> Any:
     return call.key, firsts_of(call.tensors), ambient()[:-1], kinds
 
 
-def _watch(recording: Recording) -> Watch:
+def _watch(recording: Recording, inputs: Collection[tuple[nn.Module, str]]) -> Watch:
     """What must stay as it is: the modules whose code was recorded, and what it read outside of them."""
     called = [node.meta[OF] for node in recording.graph.nodes if node.op == "call_module"]
     inside = {below for leaf in (*recording.leaves, *called) for below in leaf.modules()}
     watched = [submodule for submodule in recording.root.modules() if submodule not in inside]
-    return Watch(recording.root, watched, outside=recording.notes.holds)
+    return Watch(recording.root, watched, outside=recording.notes.holds, inputs=inputs)
 
 
 # ----------------------------------------------------------------------------------------------------

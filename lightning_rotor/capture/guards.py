@@ -302,7 +302,8 @@ _forward_of = attrgetter("forward")
 class Watch:
     """What modules look like at one moment. Hooks and ``forward`` of ``root`` run outside of the recording.
 
-    With ``tensors``, also which tensors the parameters and buffers are. Stages read them anew at each call.
+    With ``tensors``, also which tensors the parameters and buffers are. Stages read them anew at each call, and take
+    attributes in ``inputs`` like arguments.
     """
 
     def __init__(
@@ -312,8 +313,10 @@ class Watch:
         *,
         tensors: bool = False,
         outside: Callable[[], bool] = lambda: True,
+        inputs: Collection[tuple[nn.Module, str]] = (),
     ) -> None:
         self._root, self._modules = root, tuple(modules)
+        self._inputs = frozenset(inputs)
         self._tensors, self._outside = tensors, outside
         self._seen = [self._look(module) for module in self._modules]
         self._identities: _Identities | None = None
@@ -339,7 +342,10 @@ class Watch:
             type(module),
             None if isinstance(module, torch.jit.ScriptModule) else Same(type(module).forward),
             module is self._root or has_own_call(module),
-            {name: frozen(module.__dict__[name]) for name in _own_names(module)},
+            {
+                name: torch.Tensor if (module, name) in self._inputs else frozen(module.__dict__[name])
+                for name in _own_names(module)
+            },
             {key: Same(child) for key, child in module._modules.items()},
             *(
                 {key: Same(tensor) if self._tensors else tensor is None for key, tensor in tensors.items()}

@@ -103,14 +103,24 @@ def is_torchs_module(module: nn.Module) -> bool:
 
 
 def tensor_slots(root: nn.Module) -> dict[int, tuple[torch.Tensor, str, Any]]:
-    """Parameters, buffers and attribute tensors by address: their first names, and the module and the name in it."""
+    """Parameters and buffers by address: their first names, and the module and the name in it."""
     slots: dict[int, tuple[torch.Tensor, str, Any]] = {}
     for path, module in root.named_modules():
-        plain = {key: value for key, value in module.__dict__.items() if isinstance(value, torch.Tensor)}
-        for key, tensor in (*module._parameters.items(), *module._buffers.items(), *plain.items()):
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
                 slots.setdefault(id(tensor), (tensor, f"{path}.{key}" if path else key, (module, key)))
     return slots
+
+
+def tensor_attributes(root: nn.Module) -> tuple[tuple[nn.Module, str], ...]:
+    """Attributes that hold a tensor which is no parameter or buffer: the module, and the name in it."""
+    slots = tensor_slots(root)
+    return tuple(
+        (module, name)
+        for module in root.modules()
+        for name, value in module.__dict__.items()
+        if type(value) is torch.Tensor and id(value) not in slots
+    )
 
 
 class _Hidden:
@@ -149,27 +159,36 @@ _SIMPLE = frozenset((torch.Tensor, nn.Parameter, bool, int, float, str, type(Non
 class Call:
     """The arguments of a call as they were given, flattened. Leaves that are no tensors are baked into a recording.
 
-    ``key`` is equal for calls that one recording could serve: the structure, and leaves without tensors.
+    ``key`` is equal for calls that one recording could serve: the structure, and leaves without tensors. Tensors that
+    are ``attributes`` of modules follow those of the arguments, as they may be others at each call.
     """
 
     module: nn.Module
     tensors: tuple[torch.Tensor, ...]
     key: Any
     leaves: tuple[Any, ...]
+    attributes: tuple[tuple[nn.Module, str], ...]
     _spec: TreeSpec | None
     _keywords: tuple[str, ...]
 
     @classmethod
-    def of(cls, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    def of(
+        cls,
+        module: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        attributes: tuple[tuple[nn.Module, str], ...] = (),
+    ) -> Call:
         """Flatten arguments; ``ModelError`` if one may hide tensors. This runs at every training call."""
         flat, spec, structure = [*args, *kwargs.values()], None, ""
         if not _SIMPLE.issuperset(map(type, flat)):
             flat, spec = tree_flatten((tuple(args), dict(kwargs)))
             structure = str(spec)
-        tensors = tuple([leaf for leaf in flat if isinstance(leaf, torch.Tensor)])
+        more = [owner.__dict__.get(name) for owner, name in attributes]
+        tensors = tuple([leaf for leaf in (*flat, *more) if isinstance(leaf, torch.Tensor)])
         key = (len(args), *kwargs), structure, tuple(map(_spelled, flat))
         leaves = tuple([None if isinstance(leaf, torch.Tensor) else leaf for leaf in flat])
-        call = cls(module, tensors, key, leaves, spec, tuple(kwargs))
+        call = cls(module, tensors, key, leaves, attributes, spec, tuple(kwargs))
         for number, leaf in enumerate(leaves if spec is not None else ()):
             if not isinstance(leaf, PLAIN):
                 raise ModelError(
@@ -191,7 +210,10 @@ class Call:
     def names(self) -> tuple[str, ...]:
         """Names of the tensors in messages; ``TypeError`` if the forward takes no such call."""
         kinds = zip(self._paths(), self.key[-1], strict=True)
-        return tuple(f"input {path}" for path, kind in kinds if kind is torch.Tensor)
+        named = [f"input {path}" for path, kind in kinds if kind is torch.Tensor]
+        paths = {module: path for path, module in self.module.named_modules()}
+        found = (f"{paths[owner]}.{name}" if paths[owner] else name for owner, name in self.attributes)
+        return (*named, *(f"attribute {path!r}" for path in found))
 
     @property
     def signature(self) -> Any:

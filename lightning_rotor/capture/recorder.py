@@ -116,7 +116,9 @@ class Recorder(TorchFunctionMode):
     def record(self) -> Recording:
         """Run the root's forward on copies of the call's tensors, and return what it did."""
         copies = _copies(self._call.tensors)
-        self.check.trust((*copies, *self._root.buffers()))
+        attributes = dict(zip(self._call.attributes[::-1], copies[::-1], strict=False))
+        self.check.trust((*copies[: len(copies) - len(attributes)], *self._root.buffers()))
+        self.check.allow(attributes.values())
         inputs = self._writer.begin(self._root, copies)
         args, kwargs = self._call.with_tensors(copies)
         del copies
@@ -124,7 +126,9 @@ class Recorder(TorchFunctionMode):
             with saved_tensors_hooks(self._note_saved, _gone), self._listening():
                 self._ambient, self._states = ambient(), GeneratorStates()
                 self._gradients = self._ambient[0]
-                output = type(self._root).forward(self._root, *args, **kwargs)
+                with _in_place(attributes):
+                    del attributes
+                    output = type(self._root).forward(self._root, *args, **kwargs)
                 self._require_same_generators()
                 with self._aside():
                     self._writer.node("output", "output", (self._writer.encode_output(output),), {})
@@ -349,6 +353,20 @@ class Recorder(TorchFunctionMode):
         """Remember a value that the code saw, if it can be computed from a call's inputs alone."""
         self._writer.require_computable(node, what)
         self._seen.append((node, value))
+
+
+@contextmanager
+def _in_place(attributes: Mapping[tuple[nn.Module, str], torch.Tensor]) -> Iterator[None]:
+    """Context in which modules have other tensors as attributes."""
+    before = {(owner, name): owner.__dict__[name] for owner, name in attributes}
+    for (owner, name), tensor in attributes.items():
+        owner.__dict__[name] = tensor
+    try:
+        yield
+    finally:
+        for (owner, name), tensor in attributes.items():
+            if owner.__dict__.get(name) is tensor:  # else the forward has set another
+                owner.__dict__[name] = before[owner, name]
 
 
 _showing = threading.RLock()

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_rotor.capture.cuts import GraphCut
-from lightning_rotor.capture.modules import Call, firsts_of
+from lightning_rotor.capture.modules import firsts_of
 from lightning_rotor.errors import InverseError, ModelError
 from lightning_rotor.execution.options import kept_attributes, lent_buffers, run_stage, undisturbed
 from lightning_rotor.execution.recomputation import recomputed, repeating
@@ -172,7 +172,7 @@ def require_same(module: nn.Module, cut: GraphCut, args: Sequence[Any], kwargs: 
 
     def staged() -> Any:
         return wiring_of(cut.stages).run(
-            cut.take(Call.of(module, *fresh())), [partial(run_stage, stage) for stage in cut.stages]
+            cut.take(cut.call(*fresh())), [partial(run_stage, stage) for stage in cut.stages]
         )
 
     device = tensors_in((args, kwargs))[0].device
