@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,10 +15,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.overrides import TorchFunctionMode
 
-from lightning_rotor import ModelError
+from lightning_rotor import Checkpointable, ModelError
 from lightning_rotor.capture.cuts import GraphCut, cut_graph
 from lightning_rotor.capture.recorder import Recorder
 from lightning_rotor.planned.cache import KnownCuts
+from lightning_rotor.planning import minimum_budget
 from lightning_rotor.profiling.dry_run import require_same
 
 SCALE = torch.ones(16)
@@ -257,3 +259,103 @@ def test_a_variable_of_a_function_is_watched_for_every_length() -> None:
     change(3.0)
     assert cut.bind((NINE,), {}) is None
     assert act(NINE).equal(NINE * 3)
+
+
+# -------------------------------------------------------------------- attributes that are others at each call
+
+
+class Annealed(Net):
+    """Its numbers and tensors change from step to step."""
+
+    def __init__(self, use: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(lambda x: x * 1.0)
+        self.heat, self.step, self.scale = 1.0, 1, torch.ones(16)
+        self.use = use
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.use(self, super().forward(x)) * 2
+
+
+def recordings(net: Annealed, settings: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each of some settings was recorded; the planned module computes what it does by itself."""
+    runs: list[Any] = []
+    plain = Recorder.record
+    monkeypatch.setattr(Recorder, "record", lambda self: (runs.append(1), plain(self))[1])
+    planned = Checkpointable(net, mem_limit="1GiB")
+    found = []
+    for each in settings:
+        vars(net).update(each)
+        runs.clear()
+        left, right = planned, net
+        results = []
+        for module in (left, right):
+            torch.manual_seed(1)
+            net.zero_grad()
+            output = module(SIX)
+            output.sum().backward()
+            results.append([output, *(parameter.grad.clone() for parameter in net.parameters())])
+        assert all(map(torch.equal, *results))
+        found.append(bool(runs))
+    return found
+
+
+HEATS: list[dict[str, Any]] = [{"heat": heat} for heat in (1.0, 1.1, 1.2, 2.5, 0.3)]
+STEPS: list[dict[str, Any]] = [{"step": step} for step in (1, 2, 3, 5, 4)]
+
+
+@pytest.mark.parametrize(
+    ("use", "settings"),
+    [
+        (lambda net, x: x / net.heat, HEATS),
+        (lambda net, x: torch.add(x, x, alpha=1 - net.heat**2), HEATS),
+        (lambda net, x: F.gumbel_softmax(x, tau=net.heat), HEATS),
+        (lambda net, x: x * 2 if net.heat > 0 else x, HEATS),
+        (lambda net, x: x * (x.shape[1] / net.step), STEPS),
+        (lambda net, x: x * net.scale, [{"scale": torch.rand(16)} for _ in range(5)]),
+        (lambda net, x: x * net.scale[: x.shape[1]].mean(), [{"scale": torch.rand(16)} for _ in range(5)]),
+    ],
+)
+def test_numbers_and_tensors_of_a_module_that_change_at_each_step(
+    use: Callable[[Any, torch.Tensor], torch.Tensor], settings: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert recordings(Annealed(use), settings, monkeypatch)[2:] == [False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("use", "settings"),
+    [
+        (lambda net, x: x * max(0.4, math.exp(-net.heat)), HEATS),
+        (lambda net, x: x * float(f"{net.heat:.1f}"), HEATS),
+        (lambda net, x: x * net.heat if type(net.heat) is float else x, HEATS),
+        (lambda net, x: x * float(np.exp(net.heat)), HEATS),
+        (lambda net, x: x * [1, 2, 3, 4, 5, 6][net.step], STEPS),
+        (lambda net, x: x * sum(1 for _ in range(net.step)), STEPS),
+    ],
+)
+def test_a_number_with_which_python_computes_is_recorded_anew(
+    use: Callable[[Any, torch.Tensor], torch.Tensor], settings: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert all(recordings(Annealed(use), settings, monkeypatch))
+
+
+def test_a_branch_on_a_number_is_taken_again_when_it_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = Annealed(lambda net, x: x * 2 if net.heat > 1.15 else x)
+    assert recordings(net, [*HEATS, *HEATS], monkeypatch) == [True, True, True, *7 * [False]]
+
+
+def test_a_tensor_attribute_replaced_before_the_backward_is_the_one_that_the_forward_read() -> None:
+    net = Annealed(lambda net, x: (x / net.scale).tanh())
+    planned, found = Checkpointable(net, SIX), []
+    assert planned.chain is not None
+    planned.compute_sequence(minimum_budget(planned.chain).peak_bytes)
+    for module in (planned, net):
+        net.zero_grad()
+        net.scale = torch.full((16,), 2.0)
+        torch.manual_seed(1)
+        loss = module(SIX).sum()
+        net.scale = torch.full((16,), 5.0)
+        loss.backward()
+        found.append([parameter.grad for parameter in net.parameters()])
+    assert planned.plan is not None
+    assert planned.plan.recomputed
+    assert all(map(torch.equal, *found))

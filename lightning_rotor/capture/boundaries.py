@@ -23,7 +23,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import fx
 
-from lightning_rotor.capture.graph_stage import IN_PLACE, OF, SIZE, GraphSlice, require_as_recorded
+from lightning_rotor.capture.graph_stage import IN_PLACE, OF, SIZE, VALUED, GraphSlice, require_as_recorded
 from lightning_rotor.capture.modules import is_invertible_as_a_whole, words
 from lightning_rotor.capture.recorder import Recording
 from lightning_rotor.capture.writer import OpMemory
@@ -221,7 +221,7 @@ class _Lives:
 
     def _values(self, place: int) -> list[fx.Node]:
         """Values whose storage counts."""
-        return [node for node in self._alive[place] if SIZE not in node.meta]
+        return [node for node in self._alive[place] if SIZE not in node.meta and VALUED not in node.meta]
 
     def _is_possible(self, place: int) -> bool:
         return (

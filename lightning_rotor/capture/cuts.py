@@ -48,7 +48,8 @@ _OPAQUE_INSTANCES = 2  # modules of one type that fail before the type counts as
 class GraphCut:
     """A module as stages, for calls like the recorded one. The last stage returns what the module returns.
 
-    ``opaque`` says which modules became one operation, ``reasons`` why other ways were not taken.
+    ``opaque`` says which modules became one operation, ``fixed`` which numbers of modules can be no inputs, ``reasons``
+    why other ways were not taken.
     """
 
     stages: tuple[Stage, ...]
@@ -59,6 +60,7 @@ class GraphCut:
     _watch: Watch
     _attributes: tuple[tuple[nn.Module, str], ...]
     recording: Recording
+    fixed: set[tuple[nn.Module, str]] = field(default_factory=set)
     reasons: Mapping[str, str] = field(default_factory=dict)
     way: ClassVar[str] = "graph"
     _reads: tuple[int, ...] = field(init=False)
@@ -73,13 +75,22 @@ class GraphCut:
         other values out of tensors. Sizes may differ in dimensions recorded with two sizes.
         """
         call = self.call(args, kwargs)
-        if not self.is_like(call) or not self.recording.guards.hold(call.signature, call.tensors):
+        if not self.is_like(call) or not self.recording.guards.hold(call.signature, call.inputs):
             return None
         return self.take(call)
 
     def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-        """A call of the module, with the attributes that were tensors when it was recorded."""
+        """A call of the module, with the attributes that are inputs."""
         return Call.of(self.module, args, kwargs, self._attributes)
+
+    def changing_numbers(self) -> tuple[tuple[nn.Module, str], ...]:
+        """Attributes with another number than in this recording, and those that were others before."""
+        return tuple((self.numbers | self._watch.changed_numbers()) - self.fixed)
+
+    @property
+    def numbers(self) -> set[tuple[nn.Module, str]]:
+        """Numbers of modules that are inputs."""
+        return {place for place in self._attributes if not isinstance(vars(place[0]).get(place[1]), torch.Tensor)}
 
     def is_like(self, call: Call) -> bool:
         """True if a call differs at most in sizes and values, and the module is what it was."""
@@ -87,7 +98,7 @@ class GraphCut:
 
     def take(self, call: Call) -> Any:
         """The chain's input for a call for which the recording is known to hold: the tensors that it reads."""
-        return packed([call.tensors[number] for number in self._reads])
+        return packed([call.inputs[number] for number in self._reads])
 
     def renewed_by(self, recording: Recording, call: Call, watch: Watch) -> bool:
         """Hold also for the call of a newer recording if that runs the same operations on the same objects."""
@@ -124,22 +135,36 @@ def cut_graph(
     the same was recorded again: it then holds for this call as well. Raises ``ModelError`` if the module's own forward
     cannot be recorded.
     """
-    attributes = tensor_attributes(module)
-    call = Call.of(module, args, kwargs or {}, attributes)
+    tensors, numbers = tensor_attributes(module), known[-1].changing_numbers() if known else ()
+    call = Call.of(module, args, kwargs or {}, (*tensors, *numbers))
     names = call.names
-    like = [cut for cut in reversed(known) if cut.is_like(call)]
-    recording, opaque = _Attempts(module, call, like[:1]).record()
-    watch = _watch(recording, attributes)
+    try:
+        recording, opaque = _Attempts(module, call, [cut for cut in reversed(known) if cut.is_like(call)][:1]).record()
+        is_known = not numbers or opaque.keys() <= known[-1].opaque.keys()
+    except ModelError:
+        if not numbers:
+            raise
+        is_known = False
+    if not is_known:  # it does more with the numbers than a graph can hold
+        known[-1].fixed.update(numbers)
+        return cut_graph(module, args, kwargs, known=known)
+    watch = _watch(recording, call.attributes)
     for cut in reversed(known):
         if cut.renewed_by(recording, call, watch):
             return cut
+    fixed = known[-1].fixed if known else set()
     stages = tuple(stages_of(recording))
-    return GraphCut(stages, opaque, module, names, _key(call), watch, attributes, recording)
+    return GraphCut(stages, opaque, module, names, _key(call), watch, call.attributes, recording, fixed)
 
 
 def _key(call: Call) -> Any:
     # Code may ask whether two tensors are one, and whether autocast is on. Hooks on saved tensors are autograd's.
-    kinds = tuple((tensor.dim(), tensor.dtype, tensor.device) for tensor in call.tensors)
+    kinds = tuple(
+        [
+            (each.dim(), each.dtype, each.device) if isinstance(each, torch.Tensor) else type(each)
+            for each in call.inputs
+        ]
+    )
     return call.key, firsts_of(call.tensors), ambient()[:-1], kinds
 
 

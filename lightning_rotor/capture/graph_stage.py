@@ -249,7 +249,7 @@ class GraphSlice(nn.Module):
         other._source = _DEVICE_METHODS.sub(r"getattr(\1, 'clone')", self._source)
         other._source = _DEVICE_NAMES.sub("'meta'", other._source)
         other._bound = {
-            name: _module_on_meta(value) if name in self._calls else _on_meta(value)
+            name: _module_on_meta(value) if name in self._calls else on_meta(value)
             for name, value in self._bound.items()
         }
         return other
@@ -313,10 +313,11 @@ class _OwnerOnMeta:
         self._owner = owner
 
     def __getattr__(self, name: str) -> Any:
-        return _on_meta(getattr(self._owner, name))
+        return on_meta(getattr(self._owner, name))
 
 
-def _on_meta(value: Any) -> Any:
+def on_meta(value: Any) -> Any:
+    """What stands for a value among tensors of the meta device."""
     if isinstance(value, nn.Module):
         return _OwnerOnMeta(value)
     if isinstance(value, torch.device):
@@ -326,7 +327,7 @@ def _on_meta(value: Any) -> Any:
 
 def _module_on_meta(module: nn.Module) -> nn.Module:
     """A copy of one of torch's own modules."""
-    return deepcopy(module, {id(each): _on_meta(each) for each in (*module.parameters(), *module.buffers())})
+    return deepcopy(module, {id(each): on_meta(each) for each in (*module.parameters(), *module.buffers())})
 
 
 def _with_reads(nodes: Sequence[fx.Node], kept: Iterable[fx.Node]) -> dict[fx.Node, None]:

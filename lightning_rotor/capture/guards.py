@@ -19,7 +19,17 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_rotor.capture.graph_stage import OF, REGION, SIZE, GraphSlice, Source, is_constant, look_of, spell_value
+from lightning_rotor.capture.graph_stage import (
+    OF,
+    REGION,
+    SIZE,
+    GraphSlice,
+    Source,
+    is_constant,
+    look_of,
+    on_meta,
+    spell_value,
+)
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.torch_names import HOOKS, FakeTensorMode, any_hooks_of_all
 from lightning_rotor.private.values import same_bits
@@ -71,24 +81,24 @@ class Guards:
         # For each signature for which it holds: the sizes that the questions about values read.
         self._read = {signature: tuple(node.meta[SIZE] for node in read)}
 
-    def hold(self, signature: Signature, tensors: Sequence[torch.Tensor]) -> bool:
-        """True if a call with these tensors would see the same."""
-        if signature not in self._read and not self._holds_for_sizes(signature, tensors):
+    def hold(self, signature: Signature, inputs: Sequence[Any]) -> bool:
+        """True if a call with these inputs would see the same."""
+        if signature not in self._read and not self._holds_for_sizes(signature, inputs):
             return False
         if not self.asks_values:
             return True
         try:
             with torch.no_grad():
-                found, totals = self._values(packed((*tensors, *self._read[signature])))
+                found, totals = self._values(packed((*inputs, *self._read[signature])))
         except (RuntimeError, IndexError, ValueError):  # the forward itself will say it better
             return False
         self.totals = tuple(totals)
         return spell_value(found) in self._value_answers
 
-    def _holds_for_sizes(self, signature: Signature, tensors: Sequence[torch.Tensor]) -> bool:
+    def _holds_for_sizes(self, signature: Signature, inputs: Sequence[Any]) -> bool:
         if not self._is_general or not self._may_be(signature):
             return False
-        found = self._sizes_on_meta(tensors) or self._sizes_on_fakes(tensors)
+        found = self._sizes_on_meta(inputs) or self._sizes_on_fakes(inputs)
         if found is None:  # no rule for an operation, or sizes that do not go together
             return False
         answers, read = found[: len(found) - self._reads], found[len(found) - self._reads :]
@@ -97,21 +107,24 @@ class Guards:
         self._read[signature] = tuple(read)
         return True
 
-    def _sizes_on_meta(self, tensors: Sequence[torch.Tensor]) -> Any:
+    def _sizes_on_meta(self, inputs: Sequence[Any]) -> Any:
         """What was asked of sizes, in a few microseconds an operation; None if an operation needs its own device."""
         try:
             if self._on_meta is None:
                 self._on_meta = self._sizes.on_meta()
             with torch.no_grad(), torch.device("meta"), _OncePerSize():
-                return self._on_meta(packed([tensor.detach().to("meta") for tensor in tensors]))
+                return self._on_meta(packed([on_meta(value) for value in inputs]))
         except Exception:
             return None
 
-    def _sizes_on_fakes(self, tensors: Sequence[torch.Tensor]) -> Any:
+    def _sizes_on_fakes(self, inputs: Sequence[Any]) -> Any:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         try:
             with torch.no_grad(), mode:
-                fakes = [mode.from_tensor(tensor.detach(), static_shapes=True) for tensor in tensors]
+                fakes = [
+                    mode.from_tensor(value.detach(), static_shapes=True) if isinstance(value, torch.Tensor) else value
+                    for value in inputs
+                ]
                 return self._sizes(packed(fakes))
         except Exception:
             return None
@@ -330,6 +343,16 @@ class Watch:
                 self._identities = _Identities(self._modules)
         return self._outside()
 
+    def changed_numbers(self) -> set[tuple[nn.Module, str]]:
+        """Attributes that hold another number of the same type now."""
+        return {
+            (module, name)
+            for module, (_, _, _, attributes, *_) in zip(self._modules, self._seen, strict=True)
+            for name, then in attributes.items()
+            for now in [module.__dict__.get(name)]
+            if type(now) in (int, float) and isinstance(then, tuple) and then[0] is type(now) and frozen(now) != then
+        }
+
     def changed(self, besides: Collection[nn.Module] = ()) -> nn.Module | None:
         """The first module that looks different now, not counting some."""
         for module, seen in zip(self._modules, self._seen, strict=True):
@@ -343,7 +366,7 @@ class Watch:
             None if isinstance(module, torch.jit.ScriptModule) else Same(type(module).forward),
             module is self._root or has_own_call(module),
             {
-                name: torch.Tensor if (module, name) in self._inputs else frozen(module.__dict__[name])
+                name: (type if (module, name) in self._inputs else frozen)(module.__dict__[name])
                 for name in _own_names(module)
             },
             {key: Same(child) for key, child in module._modules.items()},

@@ -159,12 +159,12 @@ _SIMPLE = frozenset((torch.Tensor, nn.Parameter, bool, int, float, str, type(Non
 class Call:
     """The arguments of a call as they were given, flattened. Leaves that are no tensors are baked into a recording.
 
-    ``key`` is equal for calls that one recording could serve: the structure, and leaves without tensors. Tensors that
-    are ``attributes`` of modules follow those of the arguments, as they may be others at each call.
+    ``key`` is equal for calls that one recording could serve: the structure, and leaves without tensors. ``inputs`` are
+    the tensors, and behind them ``attributes`` of modules that may be others at each call: tensors and numbers.
     """
 
     module: nn.Module
-    tensors: tuple[torch.Tensor, ...]
+    inputs: tuple[Any, ...]
     key: Any
     leaves: tuple[Any, ...]
     attributes: tuple[tuple[nn.Module, str], ...]
@@ -185,10 +185,10 @@ class Call:
             flat, spec = tree_flatten((tuple(args), dict(kwargs)))
             structure = str(spec)
         more = [owner.__dict__.get(name) for owner, name in attributes]
-        tensors = tuple([leaf for leaf in (*flat, *more) if isinstance(leaf, torch.Tensor)])
+        inputs = (*[leaf for leaf in flat if isinstance(leaf, torch.Tensor)], *more)
         key = (len(args), *kwargs), structure, tuple(map(_spelled, flat))
         leaves = tuple([None if isinstance(leaf, torch.Tensor) else leaf for leaf in flat])
-        call = cls(module, tensors, key, leaves, attributes, spec, tuple(kwargs))
+        call = cls(module, inputs, key, leaves, attributes, spec, tuple(kwargs))
         for number, leaf in enumerate(leaves if spec is not None else ()):
             if not isinstance(leaf, PLAIN):
                 raise ModelError(
@@ -214,6 +214,11 @@ class Call:
         paths = {module: path for path, module in self.module.named_modules()}
         found = (f"{paths[owner]}.{name}" if paths[owner] else name for owner, name in self.attributes)
         return (*named, *(f"attribute {path!r}" for path in found))
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors among the inputs."""
+        return [value for value in self.inputs if isinstance(value, torch.Tensor)]
 
     @property
     def signature(self) -> Any:

@@ -115,11 +115,12 @@ class Recorder(TorchFunctionMode):
 
     def record(self) -> Recording:
         """Run the root's forward on copies of the call's tensors, and return what it did."""
-        copies = _copies(self._call.tensors)
-        attributes = dict(zip(self._call.attributes[::-1], copies[::-1], strict=False))
-        self.check.trust((*copies[: len(copies) - len(attributes)], *self._root.buffers()))
-        self.check.allow(attributes.values())
+        copies = _copies(self._call.inputs)
         inputs = self._writer.begin(self._root, copies)
+        first = len(copies) - len(self._call.attributes)
+        attributes = dict(zip(self._call.attributes, copies[first:], strict=True))
+        self.check.trust((*copies[:first], *self._root.buffers()))
+        self.check.allow(tensors_in(copies[first:]))
         args, kwargs = self._call.with_tensors(copies)
         del copies
         try:
@@ -356,16 +357,16 @@ class Recorder(TorchFunctionMode):
 
 
 @contextmanager
-def _in_place(attributes: Mapping[tuple[nn.Module, str], torch.Tensor]) -> Iterator[None]:
-    """Context in which modules have other tensors as attributes."""
+def _in_place(attributes: Mapping[tuple[nn.Module, str], Any]) -> Iterator[None]:
+    """Context in which modules have other values as attributes."""
     before = {(owner, name): owner.__dict__[name] for owner, name in attributes}
-    for (owner, name), tensor in attributes.items():
-        owner.__dict__[name] = tensor
+    for (owner, name), value in attributes.items():
+        owner.__dict__[name] = value
     try:
         yield
     finally:
-        for (owner, name), tensor in attributes.items():
-            if owner.__dict__.get(name) is tensor:  # else the forward has set another
+        for (owner, name), value in attributes.items():
+            if owner.__dict__.get(name) is value:  # else the forward has set another
                 owner.__dict__[name] = before[owner, name]
 
 
@@ -444,11 +445,14 @@ def _label(node: fx.Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
 
 
-def _copies(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies that a forward may change; one for each object."""
+def _copies(values: Iterable[Any]) -> list[Any]:
+    """Copies of tensors that a forward may change, one for each object; numbers as they are."""
     made: dict[int, torch.Tensor] = {}
     return [
-        made.setdefault(id(tensor), tensor.detach().requires_grad_(tensor.requires_grad).clone()) for tensor in tensors
+        made.setdefault(id(value), value.detach().requires_grad_(value.requires_grad).clone())
+        if isinstance(value, torch.Tensor)
+        else value
+        for value in values
     ]
 
 

@@ -104,11 +104,79 @@ for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
     setattr(Size, f"__{_name}__", _comparison(_name))
 
 
+class Number:
+    """An attribute's number that may be another at each call, or what was computed of it. It passes for an int or float.
+
+    It is none, so that C code which wants one has to ask for it.
+    """
+
+    __slots__ = ("node", "notebook", "value")
+    __class__ = property(lambda self: type(self.value))  # type: ignore[assignment]
+
+    def __init__(self, value: float, node: fx.Node, notebook: GraphWriter) -> None:
+        self.value, self.node, self.notebook = value, node, notebook
+
+    def pin(self) -> None:
+        """Hold for this very number alone, as its further use is not recorded."""
+        if self.notebook.listens:
+            self.notebook.ask(operator.eq, self, self.value, True)
+
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> Any:
+        return NotImplemented  # the mode that records takes it
+
+    def __getattr__(self, name: str) -> Any:
+        self.pin()
+        return getattr(self.value, name)
+
+
+def _computed(function: Callable[..., Any], *, swapped: bool = False) -> Callable[..., Any]:
+    def operate(self: Number, *others: Any) -> Any:
+        if not all(isinstance(other, (int, float)) for other in others):
+            return NotImplemented
+        return self.notebook.compute(function, *((*others, self) if swapped else (self, *others)))
+
+    return operate
+
+
+def _asked(function: Callable[..., Any]) -> Callable[..., Any]:
+    def compare(self: Number, other: Any) -> Any:
+        if not isinstance(other, (int, float)):
+            return NotImplemented
+        answer = function(self.value, plain(other))
+        if self.notebook.listens:
+            self.notebook.ask(function, self, other, answer)
+        return answer
+
+    return compare
+
+
+def _pinned(name: str) -> Callable[..., Any]:
+    def ask(self: Number, *others: Any) -> Any:
+        self.pin()
+        return getattr(self.value, name)(*others)
+
+    return ask
+
+
+for _name in ("add", "sub", "mul", "floordiv", "mod", "truediv", "pow"):
+    setattr(Number, f"__{_name}__", _computed(getattr(operator, _name)))
+    setattr(Number, f"__r{_name}__", _computed(getattr(operator, _name), swapped=True))
+for _name in ("neg", "pos", "abs"):
+    setattr(Number, f"__{_name}__", _computed(getattr(operator, _name)))
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(Number, f"__{_name}__", _asked(getattr(operator, _name)))
+for _name in ("bool", "float", "int", "index", "hash", "repr", "str", "format", "round", "floor", "ceil", "trunc"):
+    setattr(Number, f"__{_name}__", _pinned(f"__{_name}__"))
+
+
 def plain(value: Any) -> Any:
     """A number, or what is in tuples, lists, dicts and slices, without nodes."""
     kind = type(value)
     if kind is Size:
         return int.__int__(value)
+    if kind is Number:
+        return value.value
     if kind in (tuple, list):
         return kind(map(plain, value))
     if kind is dict:
@@ -275,15 +343,22 @@ class GraphWriter:
         self.saved: dict[int | None, int] = {}
         self._impure: dict[fx.Node, str] = {}
 
-    def begin(self, root: nn.Module, tensors: Sequence[torch.Tensor]) -> list[fx.Node]:
-        """Placeholders for the tensors of a call. Parameters and buffers are those that the root has now."""
+    def begin(self, root: nn.Module, inputs: list[Any]) -> list[fx.Node]:
+        """Placeholders for the inputs of a call, whose numbers become :class:`Number`.
+
+        Parameters and buffers are those that the root has now.
+        """
         self._root = root
         self._named = tensor_slots(root)
         self._lasting = {_storage(tensor) for tensor, *_ in self._named.values()}
-        inputs = [self.node("placeholder", f"input_{index}", (), {}) for index in range(len(tensors))]
-        for tensor, node in reversed(list(zip(tensors, inputs, strict=True))):
-            self._values.put(tensor, node)
-        return inputs
+        nodes = [self.node("placeholder", f"input_{index}", (), {}) for index in range(len(inputs))]
+        for number, (value, node) in reversed(list(enumerate(zip(inputs, nodes, strict=True)))):
+            if isinstance(value, torch.Tensor):
+                self._values.put(value, node)
+            else:
+                node.meta[VALUED] = True
+                inputs[number] = Number(value, node, self)
+        return nodes
 
     def node(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
         """A new node of the module whose forward is running."""
@@ -353,9 +428,12 @@ class GraphWriter:
         value = function(*map(plain, operands))
         if not self.listens:
             return value
+        if any(type(operand) is Number for operand in operands) and type(value) in (int, float):
+            node = self._size_node("call_function", function, tuple(map(self.encode, operands)), value)
+            return Number(value, node, self)
         if type(value) is not int:
             for operand in operands:
-                if isinstance(operand, Size):
+                if type(operand) in (Size, Number):
                     operand.pin()
             return value
         return self._size(value, "call_function", function, *map(self.encode, operands))
@@ -385,7 +463,7 @@ class GraphWriter:
     def encode(self, value: Any, *, exact: bool = False) -> Any:
         """Arguments with nodes for tensors. With ``exact``, a ``torch.Size`` stays one, which fx takes for a tuple."""
         kind = type(value)
-        if kind is Size:
+        if kind in (Size, Number):
             return value.node if value.notebook is self else plain(value)
         if isinstance(value, torch.Tensor):
             return self.node_of(value)
@@ -503,7 +581,8 @@ class GraphWriter:
         """Remove nodes, what was computed for them alone, and pieces and sizes that nobody reads."""
         needed = ancestors(nodes, sizes=False)
         for node in reversed(list(self.graph.nodes)):
-            pure = node in needed or node.target is operator.getitem or node.op == "get_attr" or SIZE in node.meta
+            pure = node in needed or node.target is operator.getitem or node.op == "get_attr"
+            pure = pure or SIZE in node.meta or VALUED in node.meta
             if pure and not node.users and node.op not in ("placeholder", "output"):
                 self.graph.erase_node(node)
 

@@ -194,9 +194,7 @@ class KnownCuts:
         self._require_initialized()
         self._on_cut()
         with unrecorded(self._module):
-            cut = sequentialize(self._module, args, kwargs, known=self._cuts)
-            if cut not in self._cuts and isinstance(cut, GraphCut):
-                require_same(self._module, cut, args, kwargs)
+            cut = self._cut(args, kwargs)
         if cut not in self._cuts:
             _log.info(
                 "%s becomes %d stages %s%s",
@@ -213,6 +211,20 @@ class KnownCuts:
                 "attributes that stay the same from call to call"
             )
         return cut, value
+
+    def _cut(self, args: Sequence[Any], kwargs: dict[str, Any]) -> SequentialCut | GraphCut:
+        """A cut that does what the module does."""
+        cut = sequentialize(self._module, args, kwargs, known=self._cuts)
+        if cut in self._cuts or not isinstance(cut, GraphCut):
+            return cut
+        try:
+            require_same(self._module, cut, args, kwargs)
+        except ModelError:
+            if cut.numbers <= cut.fixed:
+                raise
+            cut.fixed.update(cut.numbers)  # as it asks for their type
+            return self._cut(args, kwargs)
+        return cut
 
     def signature(self, cut: SequentialCut | GraphCut, value: Any) -> Signature:
         """Signature of a bound call."""
