@@ -85,12 +85,13 @@ class GraphCut:
 
     def changing_numbers(self) -> tuple[tuple[nn.Module, str], ...]:
         """Attributes with another number than in this recording, and those that were others before."""
-        return tuple((self.numbers | self._watch.changed_numbers()) - self.fixed)
+        places = dict.fromkeys((*self.numbers, *self._watch.changed_numbers()))
+        return tuple(place for place in places if place not in self.fixed)
 
     @property
-    def numbers(self) -> set[tuple[nn.Module, str]]:
+    def numbers(self) -> list[tuple[nn.Module, str]]:
         """Numbers of modules that are inputs."""
-        return {place for place in self._attributes if not isinstance(vars(place[0]).get(place[1]), torch.Tensor)}
+        return [place for place in self._attributes if type(vars(place[0]).get(place[1])) in (int, float)]
 
     def is_like(self, call: Call) -> bool:
         """True if a call differs at most in sizes and values, and the module is what it was."""

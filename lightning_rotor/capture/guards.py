@@ -343,15 +343,15 @@ class Watch:
                 self._identities = _Identities(self._modules)
         return self._outside()
 
-    def changed_numbers(self) -> set[tuple[nn.Module, str]]:
+    def changed_numbers(self) -> list[tuple[nn.Module, str]]:
         """Attributes that hold another number of the same type now."""
-        return {
+        return [
             (module, name)
             for module, (_, _, _, attributes, *_) in zip(self._modules, self._seen, strict=True)
             for name, then in attributes.items()
             for now in [module.__dict__.get(name)]
             if type(now) in (int, float) and isinstance(then, tuple) and then[0] is type(now) and frozen(now) != then
-        }
+        ]
 
     def changed(self, besides: Collection[nn.Module] = ()) -> nn.Module | None:
         """The first module that looks different now, not counting some."""

@@ -220,7 +220,7 @@ class KnownCuts:
         try:
             require_same(self._module, cut, args, kwargs)
         except ModelError:
-            if cut.numbers <= cut.fixed:
+            if cut.fixed.issuperset(cut.numbers):
                 raise
             cut.fixed.update(cut.numbers)  # as it asks for their type
             return self._cut(args, kwargs)
