@@ -27,7 +27,7 @@ from lightning_rotor.planned.ranks import Agreement, JointPlans, PublishedPlans,
 from lightning_rotor.planned.target import StepCompute, measure_compute
 from lightning_rotor.private import lightning_names as private
 from lightning_rotor.private.lightning_names import is_compiled
-from lightning_rotor.private.torch_names import store_of_processes
+from lightning_rotor.private.torch_names import outside_of_graphs, store_of_processes
 
 # ----------------------------------------------------------------------------------------------------
 # A ``training_step`` that leaves nothing behind: run on a copy without values, and cut off from the Trainer.
@@ -241,6 +241,7 @@ class TrainerLoop(TrainingLoop):
 # ``self.log`` inside of a planned module counts once: what is measured or recomputed logs nothing.
 
 
+@outside_of_graphs
 def log(self: LightningModule, *args: Any, **kwargs: Any) -> None:
     """Stands in for ``type(self).log``. Bound and named like it: copies and pickles of modules then get their own."""
     require_unrecorded("it logs (self.log), which no trace would do again")
