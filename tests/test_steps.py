@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.step_models import SimClr, Task, Vae, Workload, convolutions
 from benchmarks.steps import Followed, Peaks, least_limit, row, train
