@@ -111,7 +111,7 @@ class Number:
     """
 
     __slots__ = ("node", "notebook", "value")
-    __class__ = property(lambda self: type(self.value))  # type: ignore[assignment]
+    __class__ = property(lambda self: type(self.value))
 
     def __init__(self, value: float, node: fx.Node, notebook: GraphWriter) -> None:
         self.value, self.node, self.notebook = value, node, notebook
