@@ -26,7 +26,7 @@ class RotorCallback(pl.Callback):
     """Keeps training inside a memory limit by recomputing activations, as few as possible, with bit-equal results.
 
     At the first training batch the callback measures the modules with most of the compute, plans them and runs the
-    plans from that very forward on. Calls that wait for their backward together have one plan from the second step on.
+    plans from that very forward on. Calls that wait for their backward together have one plan, after one to three steps.
     After the first steps it compares the allocator's peak with the limit, and plans again if something outside the
     modules (the loss, say) needed more than was left for it, or much less. A new input shape gets a plan within the
     step. If the device still runs out of memory in a module's forward, that forward runs again under a smaller plan, to

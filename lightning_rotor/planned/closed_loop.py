@@ -314,8 +314,8 @@ class StepWatch:
 
     def _note_gradients(self) -> None:
         """Remember which gradients were made under a meter's eyes."""
-        older = [tensor() for tensor, _ in self._older]
-        new = [each for each in own_gradients(self._model) if not any(each is other for other in older)]
+        older = {id(tensor()) for tensor, _ in self._older}
+        new = [each for each in own_gradients(self._model) if id(each) not in older]
         self._seen = {id(each): ref(each) for each in new}
 
     def _has_seen(self, gradient: torch.Tensor) -> bool:

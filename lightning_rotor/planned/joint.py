@@ -12,7 +12,7 @@ into one for each call; bounds and tables hold for all of them.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, fields, replace
 from itertools import accumulate, zip_longest
@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 from lightning_rotor.chain import Chain, Option, Skip, StageCost
 from lightning_rotor.errors import BudgetError
 from lightning_rotor.memory.budget import Budget
+from lightning_rotor.planned.cache import Prepared
 from lightning_rotor.planned.calls import BACK, BEHIND, INTO, LOSS, Call, CallKey, Step
 from lightning_rotor.planning import Plan
 from lightning_rotor.planning.plan import scheduled
@@ -232,7 +233,7 @@ def _held_before(plan: Plan, lengths: Sequence[int]) -> Iterator[int]:
 def _kept_option(
     forward_bytes: int, backward_bytes: int, *, saved: tuple[int, int, int], left: tuple[int, int]
 ) -> Option:
-    """What runs once, from its peaks; ``saved``: inside, of input and output; ``left``: gradients, input's and others."""
+    """What runs once, from its peaks; ``saved``: inside, of input and output; ``left``: gradients, first the input's."""
     return Option(
         name="keep",
         saved_bytes=saved[0],
@@ -394,9 +395,11 @@ class PathPlans:
         self, path: Path, calls: Sequence[Call], step: Step, phases: Sequence[MeteredPhase], *, exceeds: bool
     ) -> bool:
         """Keep what the step has taken around some calls. True if nothing was known of it."""
+        if not phases:
+            return False
         names, chains = [key.name for key in path], [call.plan.chain for call in calls]
         bare = joined(names, chains)
-        budget = self._budget(bare, _copied_bytes(calls))
+        budget = self._budget(bare, _copied_bytes(call.prepared for call in calls))
         schedule = concatenated([call.plan.schedule for call in calls])
         # What is kept free for the rest of the step is in the budget already.
         beyond = [phase.raised(-budget.reserved_bytes) for phase in step.as_later(phases)]
@@ -409,7 +412,7 @@ class PathPlans:
             is_whole=self._in_part[path] < _MOST_IN_PART,
         )
         if found is None:
-            self._in_part[path] += bool(phases)
+            self._in_part[path] += 1
             return False
         known = self._measured.get(path)
         if known is not None and exceeds:  # what was known was too little
@@ -437,9 +440,10 @@ class PathPlans:
         while len(self._known) > _MOST_PATHS:
             oldest, _ = self._known.popitem(last=False)
             self._measured.pop(oldest, None)
+            self._in_part.pop(oldest, None)
 
     def _all_that_fit(self, order: Sequence[Path]) -> dict[Path, StepPlan]:
-        """Plans for paths, made first for the one that needs most; where they exclude each other, as small as can be."""
+        """Plans for paths, first for the one that needs most; where they exclude each other, as small as can be."""
         try:
             return self._in_order(order, {})
         except _NoRoomError as failure:
@@ -504,7 +508,7 @@ class PathPlans:
         parts = [settled.get(key, chain) for key, chain in zip(path, chains, strict=True)]
         is_partly_settled = any(key in settled for key in path)
         chain = joined(names, parts, outside)
-        budget = self._budget(chain, sum(each.profile.copied_bytes for each in known))
+        budget = self._budget(chain, _copied_bytes(known))
         if outside:
             spared_bytes = int(budget.limit_bytes * _SPARED)
             budget = replace(budget, available_bytes=budget.available_bytes - spared_bytes, guessed_bytes=spared_bytes)
@@ -543,9 +547,9 @@ def _path(calls: Sequence[Call]) -> Path:
     return tuple(call.key for call in calls)
 
 
-def _copied_bytes(calls: Sequence[Call]) -> int:
+def _copied_bytes(calls: Iterable[Prepared]) -> int:
     """What the forwards of some calls copy."""
-    return sum(call.prepared.profile.copied_bytes for call in calls)
+    return sum(call.profile.copied_bytes for call in calls)
 
 
 def _demand(path: Path) -> int:
