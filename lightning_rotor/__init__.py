@@ -44,7 +44,7 @@ from lightning_rotor.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from lightning_rotor.callbacks import RotorBatchSizeAdvice, RotorCallback
-    from lightning_rotor.pipeline.pipelined import balance_by_size, balance_by_time
+    from lightning_rotor.pipeline.pipelined import Pipeline, balance_by_size, balance_by_time
     from lightning_rotor.skip import skippable
     from lightning_rotor.strategies import RotorPipelineStrategy
 
@@ -60,6 +60,7 @@ __all__ = [
     "Leaf",
     "ModelError",
     "Option",
+    "Pipeline",
     "Plan",
     "PlanError",
     "ProfilingError",
@@ -99,10 +100,21 @@ _LATER = {
     "RotorBatchSizeAdvice": "lightning_rotor.callbacks",
     "RotorCallback": "lightning_rotor.callbacks",
     "RotorPipelineStrategy": "lightning_rotor.strategies",
+    "Pipeline": "lightning_rotor.pipeline.pipelined",
     "balance_by_size": "lightning_rotor.pipeline.pipelined",
     "balance_by_time": "lightning_rotor.pipeline.pipelined",
     "skippable": "lightning_rotor.skip",
 }
+
+
+def _repr_html_(shown: Any) -> str:
+    """What notebooks show of a plan, a chain or a curve; data cannot import what draws it."""
+    drawing = import_module("lightning_rotor.report.drawing")  # which imports whatever can be drawn
+    return str(drawing.as_html(shown))
+
+
+for _kind in (Chain, Frontier, Plan):
+    setattr(_kind, _repr_html_.__name__, _repr_html_)
 
 
 def __getattr__(name: str) -> Any:

@@ -43,6 +43,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from lightning_rotor.errors import ScheduleError
+from lightning_rotor.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,6 +322,11 @@ class Chain:
 
     def __len__(self) -> int:
         return len(self.stages)
+
+    def __repr__(self) -> str:
+        kept = format_bytes(sum(stage.keep.kept_bytes for stage in self))
+        span = f"{self.names[0]!r} to {self.names[-1]!r} on {self.device}"
+        return f"<Chain of {len(self)} stages, {span}: {format_seconds(self.step_seconds)} a step, saves {kept}>"
 
     def __iter__(self) -> Iterator[StageCost]:
         return iter(self.stages)

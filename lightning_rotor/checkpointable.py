@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,13 +16,16 @@ from lightning_rotor.errors import ModelError, ProfilingError, RotorWarning
 from lightning_rotor.memory.budget import Budget
 from lightning_rotor.memory.devices import resolve_limit
 from lightning_rotor.planned.forward import PlannedForward, attached
-from lightning_rotor.planned.plans import BudgetSource, PlanSettings
+from lightning_rotor.planned.plans import BudgetSource, Plans, PlanSettings
 from lightning_rotor.planning import Frontier, Plan, frontier
 from lightning_rotor.private.sharding import units_below
 from lightning_rotor.private.torch_names import is_compiler_wrapper, module_inside
 from lightning_rotor.profiling import Profile
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.units import MemoryLimit, parse_limit
+
+if TYPE_CHECKING:
+    from lightning_rotor.report.drawing import Drawing
 
 _WRAPPED = "module"
 
@@ -76,6 +79,11 @@ class Checkpointable(nn.Module):
         show_progress: bool = True,
     ) -> None:
         super().__init__()
+        if not isinstance(module, nn.Module):
+            raise ModelError(
+                f"module is a {type(module).__name__}: expected an nn.Module, such as an nn.Sequential of layers. "
+                "Give a function its parameters as a module whose forward calls it"
+            )
         self._limit = _ActivationLimit(parse_limit(mem_limit))
         self._settings = PlanSettings(slots, compiled_variants=compiled_variants, show_progress=show_progress)
         units = units_below(module)
@@ -167,6 +175,25 @@ class Checkpointable(nn.Module):
             return self.plan.frontier()
         return frontier(self.chain, slots=self._settings.slots)
 
+    def draw(self, *, backward: bool = False, fold: bool = True) -> Drawing:
+        """Draw what was measured for the input signature used last, as its plan runs it.
+
+        Args:
+            backward: Draw the backward instead of the stages with their operators.
+            fold: Draw what repeats once.
+        Returns:
+            SVG, which notebooks show; ``save(path)`` writes it.
+        Raises:
+            ProfilingError: Nothing has been measured yet.
+        """
+        profile, plan = self._planned.plans.profile, self.plan
+        if profile is None:
+            raise ProfilingError("there is nothing to draw yet: measure a sample first, with measure(sample)")
+        from lightning_rotor.report.drawing import draw_chain  # slow, and seldom wanted
+
+        schedule, title = None if plan is None else plan.schedule, type(self.module).__name__
+        return draw_chain(profile.chain, profile.stages, schedule=schedule, backward=backward, title=title, fold=fold)
+
     @property
     def plan(self) -> Plan | None:
         """The plan in use, or None before the first one."""
@@ -249,7 +276,7 @@ class _ActivationLimit(BudgetSource):
     def __init__(self, limit: MemoryLimit | None) -> None:
         self.limit = limit
 
-    def budget(self, profile: Profile) -> Budget:
+    def budget(self, plans: Plans, profile: Profile) -> Budget:
         """All of the limit is for the chain."""
         return Budget(resolve_limit(self.limit, profile.chain.device))
 

@@ -35,13 +35,16 @@ class BudgetError(RotorError, ValueError):
         budget_bytes: What was allowed.
         minimum_bytes: The least budget for which a schedule exists.
         stage: Name of the stage that sets that minimum.
+        gradient_bytes: The part of the minimum that is new gradients of parameters, which no smaller batch makes
+            smaller.
     """
 
-    def __init__(self, message: str, *, budget_bytes: int, minimum_bytes: int, stage: str) -> None:
+    def __init__(
+        self, message: str, *, budget_bytes: int, minimum_bytes: int, stage: str, gradient_bytes: int = 0
+    ) -> None:
         super().__init__(message)
-        self.budget_bytes = budget_bytes
-        self.minimum_bytes = minimum_bytes
-        self.stage = stage
+        self.budget_bytes, self.minimum_bytes = budget_bytes, minimum_bytes
+        self.stage, self.gradient_bytes = stage, gradient_bytes
 
 
 class TrialError(BudgetError, RuntimeError):

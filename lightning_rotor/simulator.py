@@ -32,6 +32,7 @@ from typing_extensions import Unpack
 from lightning_rotor.chain import Chain, Option
 from lightning_rotor.errors import ScheduleError
 from lightning_rotor.schedule import Item, Leaf, Schedule, Segment, leaves, make_room_for, segments_in
+from lightning_rotor.units import format_bytes, format_seconds
 
 # ----------------------------------------------------------------------------------------------------
 # What is alive while a step is simulated: who holds which boundaries and skips of a chain, and what that takes.
@@ -191,6 +192,10 @@ class Simulation:
         """Time beyond plain training as a fraction of it: 0.25 is 25 % slower."""
         plain = self.seconds - self.recompute_seconds
         return self.recompute_seconds / plain if plain > 0 else 0.0
+
+    def __repr__(self) -> str:
+        took = f"{format_seconds(self.seconds)} (+{self.overhead:.1%}) in {len(self.events)} events"
+        return f"<Simulation of peak {format_bytes(self.peak_bytes)}, {took}>"
 
 
 class Conditions(TypedDict, total=False):

@@ -173,7 +173,7 @@ def _bytes(size: float, received: object) -> MemoryLimit:
 
 def rendered(*tables: RenderableType, width: int = 100) -> str:
     """Tables as text without colours, without a line break at the end."""
-    console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False, legacy_windows=False)
+    console = Console(file=io.StringIO(), width=width, force_terminal=False, force_jupyter=False, legacy_windows=False)
     for table in tables:
         console.print(table)
     assert isinstance(console.file, io.StringIO)

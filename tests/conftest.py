@@ -30,6 +30,7 @@ torch.set_num_threads(1)
 LONGEST = (
     *("test_ranks", "test_cuda_memory", "test_graph_cuts", "test_ways_bad_input", "test_target", "test_planning"),
     *("test_lightning_tools", "test_compiled", "test_no_trace", "test_callback", "test_recording", "test_families"),
+    "test_docs",
     *("test_pipeline_failures", "test_pipeline_runner", "test_pipeline_strategy", "test_skips", "test_inversion"),
     *("test_gpu_benchmark", "test_invertible_example", "test_frontier", "test_ways", "test_pipeline_start"),
 )

@@ -17,7 +17,7 @@ TABLE = Path(__file__).parents[1] / "docs" / "features.md"
 
 _HEAD = """# What works with RotorCallback
 
-Written by `make docs`, which runs the tests that are named here; do not edit. Each test trains with a real Trainer. Where it trains with and
+Written by `make features`, which runs the tests that are named here; do not edit. Each test trains with a real Trainer. Where it trains with and
 without the callback, it compares weights, optimizer state, losses and random number generators bit for bit. Several processes have
 [a page of their own](distributed.md).
 """

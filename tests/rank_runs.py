@@ -187,10 +187,10 @@ class StepPeak(L.Callback):
     def on_train_batch_start(self, trainer: L.Trainer, model: L.LightningModule, batch: Any, batch_idx: int) -> None:
         if model.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        elif batch_idx >= STEPS - 2:  # the allocator knows the size of a gradient if it was watched when it was made
+        elif batch_idx >= STEPS - 6:  # the allocator knows the size of a gradient if it was watched when it was made
             self._base = self._held_bytes(trainer, model, batch)
             meter = StepMeter(torch.device("cpu"))
-            with suppress(ProfilerBusyError):  # the callback still measures, where plans were made late
+            with suppress(ProfilerBusyError):  # the callback still measures, where plans were made late: another step will do
                 meter.start()
                 self._meter = meter
 

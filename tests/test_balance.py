@@ -12,7 +12,7 @@ from torch import nn
 from lightning_rotor.capture.cuts import sequentialize
 from lightning_rotor.errors import SampleError
 from lightning_rotor.pipeline.partition import partition
-from lightning_rotor.pipeline.partition.balance import check_balance
+from lightning_rotor.pipeline.partition.balance import check_balance, counted_in_stages
 from lightning_rotor.pipeline.pipelined import balance_by_size, balance_by_time
 from lightning_rotor.pipeline.schedule import PipelineError
 from lightning_rotor.profiling import profile_chain
@@ -40,10 +40,26 @@ def test_no_other_balance_has_a_smaller_largest_part(seed):
         by_time = balance_by_time(chain, partitions=parts)
         by_size = balance_by_size(chain, partitions=parts, param_scale=4)
         for values, found in ((seconds, by_time), (sizes, by_size)):
-            assert check_balance(found, len(chain), parts) == tuple(found)
+            assert check_balance(found, chain.names, parts) == tuple(found)
             assert largest(values, found) == pytest.approx(
                 min(largest(values, each) for each in all_balances(len(chain), parts))
             )
+
+
+@pytest.mark.parametrize(
+    ("balance", "expected"),
+    [([1, 1, 1, 1], [2, 2, 1, 2]), ([2, 2], [4, 3]), ([4, 3], [4, 3]), ([3, 3], [3, 3]), ([1, 1.0], [1, 1.0])],
+)
+def test_children_can_be_counted_instead_of_stages(balance, expected):
+    names = ["0.0", "0.1", "1.0", "1.1", "2.0 … 2.1", "3.0", "3.1"]
+    assert counted_in_stages(balance, names, ["0", "1", "2", "3"]) == expected
+
+
+def test_children_that_run_as_one_stage_cannot_be_cut_apart():
+    names = ["0", "1 … 2", "3"]
+    assert counted_in_stages([1, 3], names, ["0", "1", "2", "3"]) == [1, 2]
+    with pytest.raises(PipelineError, match=r"cuts between the children '1' and '2', which run as one .* '1 … 2'"):
+        counted_in_stages([2, 2], names, ["0", "1", "2", "3"])
 
 
 def test_a_module_is_measured_first():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_rotor import BudgetError, ModelError, RotorCallback, RotorWarning, UnitError
+from lightning_rotor import BudgetError, ModelError, Plan, RotorCallback, RotorWarning, UnitError
 from lightning_rotor.memory.budget import allocated_bytes
 from lightning_rotor.profiling import StepMeter
 
@@ -50,6 +51,18 @@ class Recorder(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, model: L.LightningModule) -> None:
         self.generator = torch.get_rng_state()
+
+
+class Followed(L.Callback):
+    """The plan made last, at the end of each batch."""
+
+    def __init__(self, rotor: RotorCallback) -> None:
+        self.plans: list[Plan] = []
+        self._rotor = rotor
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        assert self._rotor.plan is not None
+        self.plans.append(self._rotor.plan)
 
 
 class Net(L.LightningModule):
@@ -197,9 +210,10 @@ def test_training_equals_training_without_it_bit_for_bit(
     left, right = Recorder(), Recorder()
     plain = fit([left], tmp_path, model=seeded(Net, model_options), data=loader(3, rest=20), **common)
     callback = RotorCallback(mem_limit=int(1.02 * limit), show_table=False)
-    planned = fit([callback, right], tmp_path, model=seeded(Net, model_options), data=loader(3, rest=20), **common)
-    assert callback.plan is not None
-    assert callback.plan.recomputed
+    callbacks = [callback, right, followed := Followed(callback)]
+    planned = fit(callbacks, tmp_path, model=seeded(Net, model_options), data=loader(3, rest=20), **common)
+    assert len(followed.plans) == 24
+    assert all(plan.recomputed for plan in followed.plans[:3])  # the smaller batch after these may fit without
     assert_equal_runs(plain, planned, left, right)
 
 
@@ -319,7 +333,8 @@ def test_it_logs_to_every_logger_and_the_progress_bar(tmp_path: Path) -> None:
     expected = {
         f"RotorCallback/{name}"
         for name in (
-            "overhead_percent", "budget_bytes", "predicted_peak_bytes", "measured_peak_bytes", "planning_seconds", "recomputed_stages",
+            "overhead_percent", "measured_overhead_percent", "budget_bytes", "predicted_peak_bytes", "measured_peak_bytes",
+            "measuring_seconds", "planning_seconds", "recomputed_stages",
         )
     }  # fmt: skip
     header = (Path(loggers[0].log_dir) / "metrics.csv").read_text().splitlines()[0].split(",")
@@ -442,6 +457,22 @@ def test_an_impossible_limit_says_where_the_memory_goes(tmp_path: Path) -> None:
     assert callback.plan is not None
 
 
+def test_the_log_says_what_is_planned_and_what_it_costs_on_a_line_each(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "lightning_rotor")
+    fit([RotorCallback(mem_limit="1GiB", show_table=False)], tmp_path)
+    lines = [record.getMessage() for record in caplog.records if record.name.startswith("lightning_rotor")]
+    expected = (
+        r"\w+ becomes \d+ stages .*",
+        r"RotorCallback plans .*: \d+ % of the FLOPs .*",
+        r"\w+ for \d+(×\d+)*: costs measured in .*, peak of activations .* of .*, 0 of \d+ stages recomputed \(\+0\.0 % .*\)",
+        r"RotorCallback: limit 1\.00 GiB, peak .* \(measured .*\), overhead 0\.0 % .*, measuring took .* and planning .*",
+    )
+    assert len(lines) == len(expected)
+    assert all(re.fullmatch(pattern, line) for pattern, line in zip(expected, lines, strict=True)), lines
+
+
 def test_an_impossible_limit_can_be_a_warning(tmp_path: Path) -> None:
     least = least_limit(tmp_path)
     left, right = Recorder(), Recorder()
@@ -453,6 +484,8 @@ def test_an_impossible_limit_can_be_a_warning(tmp_path: Path) -> None:
     assert sum("training goes on beyond the limit" in message for message in messages) == 1
     assert callback.measured_peak_bytes is not None
     assert callback.measured_peak_bytes <= least
+    assert callback.budget_bytes == 10 * 1024 < callback.predicted_peak_bytes
+    assert callback.predicted_peak_bytes == pytest.approx(callback.measured_peak_bytes, rel=0.05)
     assert_equal_runs(plain, planned, left, right)
     with pytest.raises(UnitError, match='expected "raise" or "warn"'):
         RotorCallback(on_infeasible="ignore")  # type: ignore[arg-type]

@@ -199,7 +199,7 @@ def test_another_size_takes_a_known_schedule_until_a_search_pays(monkeypatch: py
     monkeypatch.setattr(Plans, "_solve", lambda plans, profile: searched.append(1) or solve(plans, profile))
 
     def schedule_for(length: int, seconds: float) -> Schedule:
-        net._planned.plans._solve_seconds = seconds  # what a search is known to take
+        net._planned.plans._searching.price_seconds = seconds  # what a search is known to take
         x = torch.randn(8, length, 16)
         found = []
         for module in (net, body):

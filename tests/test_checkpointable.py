@@ -401,6 +401,8 @@ def test_modules_that_are_not_supported() -> None:
         Checkpointable(nn.ModuleList([nn.Linear(2, 2)]))
     with pytest.raises(ModelError, match="is empty"):
         Checkpointable(nn.Sequential(nn.Sequential()))
+    with pytest.raises(ModelError, match=r"module is a function: expected an nn\.Module, .* whose forward calls it"):
+        Checkpointable(lambda x: x * 2)  # type: ignore[arg-type]
 
     class Own(nn.Sequential):
         def forward(self, input: torch.Tensor) -> torch.Tensor:

@@ -43,6 +43,9 @@ NETS = """
         def forward(self, x):
             raise KeyError("the user's own mistake")
 
+    def words():
+        return nn.Sequential(nn.Embedding(8, 64), nn.Linear(64, 8))
+
     number = 7
 """
 
@@ -105,8 +108,8 @@ def test_the_optimizer_counts(nets: str, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_by_default_the_budget_is_the_gpus_memory(nets: str, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ("--model", f"{nets}:deep", "--input", "8x64", "--device", "meta")
-    found = answer(capsys, *asked, "--gpu", "t4")
+    asked = ("--model", f"{nets}:deep", "--input", "8x64")
+    found = answer(capsys, *asked, "--gpu", "t4")  # which means --device meta
     assert found["estimated_for"] == "T4"
     assert found["budget_bytes"] == (15 - 1) * 2**30
     assert found["overhead"] == pytest.approx(0, abs=1e-9)
@@ -218,6 +221,7 @@ def test_a_drawing_shows_what_the_plan_inverts(nets: str, tmp_path: Path, capsys
         (["--input", "8x64", "--optimizer", "magic"], "optimizer 'magic' is unknown: expected one of adadelta"),
         (["--input", "8x64", "--optimizer", "adamw:fast=1"], "optimizer 'adamw:fast=1' cannot be made"),
         (["--input", "8x64", "--model-arg", "colour=1"], "cannot be called"),
+        (["--input", "8x64", "--device", "cpu", "--gpu", "T4"], "expected no --device cpu"),
         (["--input", "8x63"], "must have same reduction dim"),
         (["--input", "8x64", "--plot", "/no/such/folder/a.png"], "the picture cannot be written"),
         (["--input", "8x64", "--draw", "/no/such/folder/a.svg"], "the drawing cannot be written"),
@@ -231,7 +235,7 @@ def test_an_error_is_a_message_and_status_2(
     assert main(["plan", "--model", f"{nets}:deep", *device, *arguments]) == 2
     shown = capsys.readouterr()
     assert message.lower() in shown.err.lower()
-    assert shown.err.splitlines()[-1].startswith("error: ")
+    assert shown.err.splitlines()[-1].startswith(("error: ", "lightning-rotor plan: error: "))
     assert "Traceback" not in shown.err
 
 
@@ -250,6 +254,10 @@ def test_an_error_is_a_message_and_status_2(
         ("nets.py:number", "expected a class or function that makes a module"),
         ("builtins.dict", "makes dict: expected a torch.nn.Module"),
         ("nets.py:Broken", "the user's own mistake"),
+        (
+            "nets.py:words",
+            "nets.py:words looks up token ids (nn.Embedding), and no input has whole numbers: expected --input 8x64:int64",
+        ),
     ],
 )
 def test_models_that_are_none_are_named(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import random
 import warnings
 
@@ -28,6 +29,15 @@ def test_small_numbers_by_hand():
     assert found.total == first + relu + second + 1
     assert found.share("2") == second / found.total
     assert found.share("no such module") == 0
+
+
+def test_torchs_log_of_a_dry_run_is_not_shown(caplog):
+    def step(copy, batch):
+        logging.getLogger("torch._subclasses.fake_tensor").error("fake tensor raised TypeError")
+        return copy(batch)
+
+    measure_compute(nn.Linear(2, 2), torch.ones(1, 2), step)
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("arch", ["resnet18", "vit_b_16", "swin_t"])

@@ -7,6 +7,7 @@ import random
 import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,9 +17,9 @@ from hypothesis import strategies as st
 from strategies import chains, random_chain, with_skips
 from torch import nn
 
-from lightning_rotor import sequentialize
+from lightning_rotor import Checkpointable, sequentialize
 from lightning_rotor.chain import Chain, Skip
-from lightning_rotor.errors import ScheduleError
+from lightning_rotor.errors import ProfilingError, ScheduleError
 from lightning_rotor.profiling import profile_chain
 from lightning_rotor.report import draw_chain
 from lightning_rotor.report.drawing import Run, folded, operator_labels, stage_keys
@@ -194,6 +195,34 @@ def test_a_schedule_marks_what_is_recomputed() -> None:
     assert [line.count("2 deep") for line in texts(picture) if "recomputed" in line][1:] == [1, 1, 0, 0]
     assert "orange" in picture
     assert "orange" not in draw_chain(chain)
+
+
+def test_the_backward_goes_from_the_last_stage_to_the_first_and_says_what_runs_again() -> None:
+    chain = random_chain(random.Random(1), 6, "heterogeneous")
+    forward, backward = (
+        draw_chain(chain, schedule=Schedule.parse("0 (1-3) 4 5"), backward=way) for way in (False, True)
+    )
+    assert boxes(backward) == boxes(forward)[::-1] == list(chain.names)[::-1]
+    lines = [line for line in words(backward).split(" | ") if "runs again" in line]
+    assert lines == [f"runs again first: {chain.names[1]} … {chain.names[3]}"]
+    assert words(backward).index(lines[0]) > words(backward).index(chain.names[3])
+    assert backward.count("gradient&#160;") >= len(chain)
+
+
+def test_a_drawing_is_text_that_notebooks_show(tmp_path: Path) -> None:
+    drawing = draw_chain(random_chain(random.Random(0), 3, "uniform"))
+    assert parsed(drawing._repr_svg_()).tag == f"{SVG}svg"
+    drawing.save(tmp_path / "net.svg")
+    assert (tmp_path / "net.svg").read_text(encoding="utf-8") == drawing
+
+
+def test_a_wrapped_module_draws_itself() -> None:
+    net = Checkpointable(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)))
+    with pytest.raises(ProfilingError, match="nothing to draw yet: measure a sample first"):
+        net.draw()
+    net.measure(torch.randn(3, 4))
+    assert "Linear 2×4" in words(net.draw())
+    assert boxes(net.draw(backward=True)) == ["2", "1", "0"]
 
 
 def test_of_resnet101_a_page_is_enough() -> None:

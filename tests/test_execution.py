@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_rotor.errors import ExecutionError, ScheduleError
 from lightning_rotor.execution.executor import Executor
-from lightning_rotor.execution.recomputation import is_checkpointing, is_recomputing, recomputed
+from lightning_rotor.execution.recomputation import Stopwatch, is_checkpointing, is_recomputing, recomputed
 from lightning_rotor.profiling import Profile, profile_chain
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
@@ -355,6 +355,31 @@ def test_flags_tell_user_code_which_pass_it_is() -> None:
     assert seen == [(True, False), (False, True), (False, False)]
     assert not is_checkpointing()
     assert not is_recomputing()
+
+
+class Ticks:
+    """A clock that goes on when somebody looks at it."""
+
+    time = 0.0
+
+    def now(self) -> float:
+        self.time += 1.0
+        return self.time
+
+    def seconds_between(self, start: float, end: float) -> float:
+        return end - start
+
+
+@pytest.mark.parametrize(("schedule", "seconds"), [("0-2", 0.0), ("(0-1) 2", 1.0), ("((0) 1) 2", 2.0)])
+def test_what_calls_recompute_is_timed_from_the_second_on(schedule: str, seconds: float) -> None:
+    profile = profile_of(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(2, 4))
+    watch = Stopwatch(Ticks())
+    run = Executor(profile.stages, profile.chain, Schedule.parse(schedule), profile.states, watch=watch)
+    seen = []
+    for _ in range(6):
+        run(torch.randn(2, 4)).sum().backward()
+        seen.append(watch.seconds)
+    assert seen == [None, *[seconds] * 5]
 
 
 def test_an_exception_during_recomputation_leaves_a_clean_next_step(dense_case: Case) -> None:

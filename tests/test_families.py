@@ -77,9 +77,10 @@ COMMON = {
     ("name", "config", "settings", "options"),
     [
         ("BertForMaskedLM", "BertConfig", COMMON, {}),
-        (
+        pytest.param(
             "GPT2LMHeadModel", "GPT2Config",
             {"vocab_size": 40, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16}, {"use_cache": False},
+            marks=pytest.mark.wide,
         ),
         pytest.param("LlamaForCausalLM", "LlamaConfig", {**COMMON, "num_key_value_heads": 1}, {"use_cache": False}, marks=pytest.mark.wide),
         pytest.param(

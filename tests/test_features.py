@@ -23,7 +23,7 @@ def test_the_table_lists_exactly_the_tests_that_show_a_feature() -> None:
     declared = declared_features()
     assert len(declared) > 10
     listed = listed_features(TABLE.read_text(encoding="utf-8"))
-    assert _without_notes(listed) == _without_notes(declared), "run 'make docs'"
+    assert _without_notes(listed) == _without_notes(declared), "run 'make features'"
 
 
 def test_no_feature_stands_there_twice() -> None:

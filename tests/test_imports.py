@@ -18,7 +18,7 @@ PACKAGE = ROOT / "lightning_rotor"
 ORDER = (
     *("errors", "units", "chain", "schedule", "simulator", "planning"),  # numbers alone, without torch
     *("private", "skip", "stages", "execution", "invertible", "capture", "profiling"),
-    *("memory", "planned", "pipeline", "checkpointable", "report", "callbacks", "strategies", "__main__"),
+    *("memory", "planned", "pipeline", "report", "checkpointable", "callbacks", "strategies", "__main__"),
 )
 WITH_LIGHTNING = {"callbacks", "strategies"}
 # Modules and folders.
@@ -211,3 +211,12 @@ def test_the_core_trains_without_lightning(without_lightning):
 def test_the_callback_without_lightning_says_what_to_install(without_lightning, code):
     assert "RotorCallback" in without_lightning[code]
     assert "pip install lightning" in without_lightning[code]
+
+
+def test_lines_and_functions_are_short() -> None:
+    for path in MODULES:
+        text = path.read_text(encoding="utf-8")
+        assert max(map(len, text.splitlines()), default=0) <= 120, path
+        functions = [each for each in ast.walk(ast.parse(text)) if isinstance(each, (ast.FunctionDef, ast.Lambda))]
+        long = [each.lineno for each in functions if each.end_lineno and each.end_lineno - each.lineno >= 60]
+        assert not long, (path, long)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -9,11 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pipeline_models import Counting
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from lightning_rotor.errors import ExecutionError, InverseError, RotorWarning
+from lightning_rotor.errors import ExecutionError, InverseError, ModelError, RotorWarning
 from lightning_rotor.invertible import AdditiveCoupling, InvertibleSequential, check_inverse, invertible_checkpoint
 from tests.invertible import (
     CHANNELS,
@@ -385,3 +387,64 @@ def test_a_run_holds_one_activation_though_a_part_does_not_learn():
     second = invertible_checkpoint(blocks[1], made.pop())
     assert held.expired()
     second[0].sum().backward()
+
+
+class Pairing(nn.Module):
+    """Takes and returns two tensors, and a third one that only its inverse needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = nn.Sequential(nn.Linear(CHANNELS, CHANNELS), nn.BatchNorm1d(CHANNELS), nn.Dropout(0.5))
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor, sign: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return a + sign * self.f(b), b * 2, sign * 1
+
+    def inverse(self, a: torch.Tensor, b: torch.Tensor, sign: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return a - sign * self.f(b / 2), b / 2, sign * 1
+
+
+@pytest.mark.parametrize("how", ["invert", "checkpoint", "plain"])
+def test_a_call_takes_several_arguments_and_says_how_to_run(how: Any):
+    torch.manual_seed(0)
+    row = [Pairing().double(), Pairing().double()]
+    inputs = [torch.randn(4, CHANNELS, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    sign = torch.randn(4, 1, dtype=torch.float64).sign()
+    found = []
+    for run in (None, how):
+        modules = copy.deepcopy(row)
+        torch.manual_seed(1)
+        if run is None:
+            a, b, _ = modules[1](*modules[0](*inputs, sign))
+        else:
+            a, b = invertible_checkpoint(modules, *inputs, sign, how=run, num_outputs=2)
+        for tensor in inputs:
+            tensor.grad = None
+        (a.square().sum() + b.sum()).backward()
+        gradients = [tensor.grad for tensor in (*inputs, *(p for each in modules for p in each.parameters()))]
+        found.append([a, b, *gradients, *(buffer for each in modules for buffer in each.buffers())])
+    for plain, other in zip(*found, strict=True):
+        torch.testing.assert_close(
+            other, plain, rtol=1e-12 if how == "invert" else 0, atol=1e-12 if how == "invert" else 0
+        )
+
+
+def test_what_is_checkpointed_needs_no_inverse_and_runs_again():
+    layer, x = Counting(), batch().requires_grad_()
+    invertible_checkpoint([nn.Tanh(), layer], x, how="checkpoint").sum().backward()
+    assert layer.counts == [1, 1]
+    with torch.no_grad():
+        assert torch.equal(invertible_checkpoint(layer, x, how="checkpoint"), layer(x))
+    assert layer.counts == [3, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"how": "swap"}, "how is 'swap': expected one of 'invert', 'checkpoint', 'plain'"),
+        ({"how": "plain", "num_outputs": 2}, "num_outputs is 2, and the module returned 1 output: expected a tuple"),
+        ({"how": "plain", "num_outputs": 0}, "num_outputs is 0"),
+    ],
+)
+def test_a_call_that_cannot_be_made_says_why(options: Any, message: str):
+    with pytest.raises(ModelError, match=message):
+        invertible_checkpoint(nn.Linear(2, 2), torch.randn(2, 2), **options)

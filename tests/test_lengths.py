@@ -106,8 +106,14 @@ def test_dimensions_that_were_the_same_in_all_recordings_must_be_the_same() -> N
         lambda x: x * float(f"{x.shape[1]}"),
     ],
 )
-def test_a_length_that_decides_is_recorded_anew(act: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    assert holds_after(Net(act), SIX, EIGHT) is None
+def test_where_a_length_decides_it_is_recorded_anew_and_the_line_named(act: Any) -> None:
+    net = Net(act)
+    assert holds_after(net, SIX, EIGHT) is None
+    known = [cut_graph(net, (SIX,))]
+    for x in (EIGHT, NINE):
+        assert known[-1].bind((x,), {}) is None
+        known.append(cut_graph(net, (x,), known=known))
+    assert known[-1].anew.endswith(f"at {__file__}:{act.__code__.co_firstlineno}")
 
 
 def test_questions_about_values_are_asked_with_the_sizes_of_the_call() -> None:

@@ -21,7 +21,8 @@ from lightning_rotor.report import PlotError
 SCALARS = {
     f"RotorCallback/{name}"
     for name in (
-        "overhead_percent", "budget_bytes", "predicted_peak_bytes", "measured_peak_bytes", "planning_seconds", "recomputed_stages",
+        "overhead_percent", "measured_overhead_percent", "budget_bytes", "predicted_peak_bytes", "measured_peak_bytes",
+        "measuring_seconds", "planning_seconds", "recomputed_stages",
     )
 }  # fmt: skip
 SETTINGS = {"RotorCallback/mem_limit": "1.00 GiB", "RotorCallback/module": "body", "RotorCallback/slots": "500"}

@@ -10,6 +10,7 @@ from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
 import pytest
+import yaml
 
 import lightning_rotor
 from tests.processes import ROOT
@@ -61,7 +62,8 @@ def names(folder: Path) -> set[str]:
     return {
         str(path.relative_to(folder))
         for path in folder.rglob("*")
-        if path.suffix in {".py", ".typed", ".c", ".md", ".png", ".json", ".yaml"} and "output" not in path.parts
+        if path.suffix in {".py", ".typed", ".c", ".ipynb", ".md", ".png", ".json", ".yaml"}
+        and "output" not in path.parts
     }
 
 
@@ -69,7 +71,8 @@ def test_the_source_distribution_has_all_that_tests_and_documents_need(unpacked:
     for folder in ("lightning_rotor", "tests", "docs", "examples", "benchmarks"):
         assert names(ROOT / folder) == names(unpacked / folder)
     for link in LINK.findall((ROOT / "README.md").read_text()):
-        assert link.startswith("https://") or (unpacked / link).is_file(), f"README.md links {link}"
+        assert link.startswith("https://") or (unpacked / link).exists(), f"README.md links {link}"
+    assert {"mkdocs.yml", "CITATION.cff", "Makefile"} <= {path.name for path in unpacked.iterdir()}
 
 
 def test_the_wheel_has_the_package_alone(installed: Distribution) -> None:
@@ -80,6 +83,9 @@ def test_the_wheel_has_the_package_alone(installed: Distribution) -> None:
 
 def test_a_registry_shows_who_made_it_and_links_that_lead_somewhere(installed: Distribution) -> None:
     about = installed.metadata
+    assert about["Summary"]
+    assert about["License-Expression"] == "Apache-2.0"
+    assert {"Requires-Python", "Keywords", "Classifier", "License-File"} <= set(about)
     assert about["Author"] == "lightning-rotor developers"
     urls = dict(url.split(", ") for url in about.get_all("Project-URL"))
     assert urls.keys() == {"Homepage", "Documentation", "Changelog", "Issues"}
@@ -92,6 +98,20 @@ def test_a_registry_shows_who_made_it_and_links_that_lead_somewhere(installed: D
     assert all(("/raw/" in link) == link.endswith(".png") for link in own)
     assert all(link.startswith("https://") for link in LINK.findall(text))
     assert all(url.startswith(urls["Homepage"]) for url in urls.values())
+
+
+def test_the_citation_names_this_version() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert cited["version"] == lightning_rotor.__version__
+    assert {"message", "title", "authors", "license"} <= cited.keys()
+
+
+def test_workflows_run_the_commands_of_the_makefile() -> None:
+    targets = set(re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    (job,) = workflow["jobs"].values()
+    assert {"demo", "test"} <= set(job["strategy"]["matrix"]["target"]) <= targets
+    assert any(step.get("run", "").startswith("make ") for step in job["steps"])
 
 
 def test_the_console_script_says_its_version_by_its_name(installed: Distribution) -> None:

@@ -317,7 +317,7 @@ def chain_of(n):
         ),
         (
             {"balance": [3, 3]},
-            r"balance=\[3, 3\] shares out 6 stages, but the model has 8: .* such as balance=\[4, 4\]",
+            r"balance=\[3, 3\] shares out 6 stages, but the model has 8: .* such as balance=\[4, 4\]. Its stages are stage0, .*",
         ),
         (
             {"balance": [3, 6]},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -11,12 +12,13 @@ import pytest
 import torch
 from pipeline_models import ROWS, Counting, Tail, model_of, reference_step
 from pipelines import Failure, Processes, good, processes
+from test_coming_from import run as example
 from torch import nn
 from torch.nn import functional as F
 
 from lightning_rotor.pipeline.micro_batches import join, rows_in, sizes_of, split
 from lightning_rotor.pipeline.partition import PartitionError, PipelineDevice
-from lightning_rotor.pipeline.pipelined import pipelined
+from lightning_rotor.pipeline.pipelined import Pipeline, pipelined
 from lightning_rotor.pipeline.placement import PipelineProcesses
 from lightning_rotor.pipeline.schedule import PipelineError
 from lightning_rotor.pipeline.step import PipelinedModule, PipelineOptions
@@ -109,6 +111,90 @@ def test_ten_steps_equal_those_of_one_process(
 ) -> None:
     for worst in good(group.run(world, ten_steps, kind, world, options)):
         assert max(worst.values()) <= 1e-6, worst
+
+
+def plain_loop(rank: int, schedule: Any) -> tuple[float, list[str], tuple[int, ...]]:
+    """How far steps in a loop without a Trainer are from those of one process."""
+    torch.manual_seed(rank)  # the first process's weights count
+    net = nn.Sequential(nn.Sequential(nn.Linear(16, 16), nn.Tanh()), nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4)))
+    _, x, target = model_of("mlp")
+    pipeline = Pipeline(net, x, micro_batches=4, schedule=schedule, balance=[1, 1], mem_limit="1GiB")
+    with torch.no_grad():
+        before = net(x)
+    whole = pipeline.state_dict()
+    optimizer = torch.optim.Adam(pipeline.parameters(), 1e-2)
+    losses = []
+    for _ in range(3):
+        losses.append(pipeline.step(lambda part, wanted: F.mse_loss(net(part), wanted), x + rank, target))
+        pipeline.clip_by_norm(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    pipeline.close()
+    if rank:
+        return 0.0, [], pipeline.partition.balance
+
+    other = nn.Sequential(
+        nn.Sequential(nn.Linear(16, 16), nn.Tanh()), nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
+    )
+    other.load_state_dict(whole)
+    worst, optimizer = float((other(x) - before).abs().max()), torch.optim.Adam(other.parameters(), 1e-2)
+    for loss in losses:
+        expected = F.mse_loss(other(x), target)
+        expected.backward()
+        torch.nn.utils.clip_grad_norm_(other.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        worst = max(worst, float((loss - expected).abs()))
+    pairs = zip(net.parameters(), other.parameters(), strict=True)
+    return max([worst, *(float((a - b).abs().max()) for a, b in pairs)]), list(whole), pipeline.partition.balance
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_a_plain_loop_trains_as_one_process(group: Processes, schedule: str) -> None:
+    (worst, names, balance), (_, _, other) = good(group.run(2, plain_loop, schedule))
+    assert worst < 1e-5
+    assert names == ["0.0.weight", "0.0.bias", "1.0.weight", "1.0.bias", "1.1.weight", "1.1.bias"]
+    assert balance == other == (2, 2)  # of one child each
+
+
+def torchgpipes_example(rank: int) -> tuple[float, list[str], bool]:
+    found = example("torchgpipe")
+    return float(found["loss"]), list(found["state"]), any(each.is_meta for each in found["model"].parameters())
+
+
+def test_torchgpipes_example_trains_on_four_devices(group: Processes) -> None:
+    answers = good(group.run(4, torchgpipes_example))
+    assert len({loss for loss, _, _ in answers}) == 1
+    assert [name.rpartition(".")[0] for name in answers[0][1][::2]] == ["0.0", "1.0", "2.0", "3"]
+    assert not any(left for _, _, left in answers)
+
+
+def test_a_plain_loop_needs_a_process_group() -> None:
+    with pytest.raises(
+        PipelineError, match=r"no process group: expected torch.distributed.init_process_group\(\) before"
+    ):
+        Pipeline(nn.Linear(2, 2), torch.randn(4, 2))
+
+
+def refused_steps(rank: int) -> list[str]:
+    net = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+    x, said = torch.randn(ROWS, 16), []
+    pipeline = Pipeline(net, x, micro_batches=2)
+    wrong = lambda part: net(part).sum().item(), lambda part: (net(part) + net(part)).sum(), lambda part: part.sum()
+    for run in (*(partial(pipeline.step, each, x) for each in wrong), partial(net, x)):
+        with pytest.raises(PipelineError) as caught:
+            run()
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_plain_step_that_is_none_is_refused(group: Processes) -> None:
+    (said,) = good(group.run(1, refused_steps))
+    what = "the function given to Pipeline.step"
+    assert said[0] == f"{what} returned float: expected the loss of a micro-batch, a tensor"
+    assert said[1].startswith(f"{what} called the module that is cut into pipeline stages twice")
+    assert said[2].startswith(what)
+    assert said[3].endswith(f"expected calls in {what}, or under torch.no_grad()")
 
 
 # -------------------------------------------------------------------------------------------------- memory

@@ -319,6 +319,25 @@ def test_budget_below_the_minimum_names_it_and_the_stage() -> None:
     assert plan(chain, caught.value.minimum_bytes).peak_bytes == 5 * 2**20
 
 
+def test_a_minimum_of_parameter_gradients_is_not_blamed_on_the_batch() -> None:
+    chain = uniform_chain(4, size_bytes=2**10)
+    peaks = dict.fromkeys(
+        ("backward_peak_bytes", "backward_segment_peak_bytes", "backward_held_peak_bytes"), 2**20 + 2**11
+    )
+    heavy = replace(chain.stages[0].keep, parameter_gradient_bytes=2**20, **peaks)
+    chain = replace(chain, stages=(replace(chain.stages[0], options=(heavy,)), *chain.stages[1:]))
+    cause = r"\(set by 'stage0', with 1\.00 MiB of new parameter gradients\): raise mem_limit"
+    with pytest.raises(
+        BudgetError, match=f"{cause}, for a smaller batch does not make the gradients smaller"
+    ) as caught:
+        plan(chain, 2**19)
+    assert caught.value.gradient_bytes == 2**20
+    with pytest.raises(BudgetError, match=f"{cause} or lower the batch size"):
+        plan(chain, 2**20 + 1)
+    with pytest.raises(BudgetError, match=r"\(set by 'stage0'\): raise mem_limit or lower the batch size"):
+        plan(chain, 2**19, gradients_exist=True)
+
+
 def test_budget_a_byte_below_the_minimum_is_told_in_bytes() -> None:
     with pytest.raises(BudgetError, match=r"budget 5,242,879 bytes is below this chain's minimum 5,242,880 bytes"):
         plan(uniform_chain(4, size_bytes=2**20), 5 * 2**20 - 1)

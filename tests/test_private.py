@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -263,6 +264,27 @@ def test_nestings() -> None:
     assert isinstance(spec, pytree.TreeSpec)
     assert hash(spec) == hash(pytree.tree_structure(value))
     assert pytree.tree_map_only(int, lambda x: x + 1, value) == pytree.tree_map(lambda x: x + 1, value)
+
+
+def test_dataclasses_are_nestings_once_they_are_known() -> None:
+    @dataclass
+    class Record:
+        tensor: torch.Tensor
+        more: Any = None
+
+    record = Record(torch.ones(1), [2])
+    assert pytree.tree_leaves([record]) == [record]
+    assert pytree.learn_records([record])
+    leaves, spec = pytree.tree_flatten([record])
+    assert leaves == [record.tensor, 2]
+    assert pytree.tree_unflatten(leaves, spec) == [record]
+    paths, _ = pytree.tree_flatten_with_path(record)
+    assert [pytree.keystr(path) for path, _ in paths] == [".tensor", ".more[0]"]
+    assert not pytree.learn_records(leaves)
+    changed = pytree.watch_containers((record,))
+    assert not changed()
+    record.more[0] = 3
+    assert changed()
 
 
 # -------------------------------------------------------------------- modules and optimizers

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import random
 import sys
+from html import escape
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -93,19 +95,25 @@ def test_the_table_says_what_a_plan_costs():
 
 def test_the_table_shows_the_whole_process_if_it_knows_it():
     table = plan_table(
-        plan_for("0-7"),
+        plan_for("0-7", budget_bytes=80 * MIB),
         reserved_bytes=100 * MIB,
         measured_peak_bytes=170 * MIB,
         plain_peak_bytes=200 * MIB,
         extra_rows=[("Accuracy", "97 %")],
     )
     shown = rows(table)
-    assert shown["Budget"] == "160 MiB, 100 MiB of it not for activations"
+    assert shown["Budget"] == "180 MiB, 80.0 MiB of it for activations and new gradients"
     assert shown["Peak without recomputation"] == "200 MiB"
     assert shown["Peak with the plan"] == "172 MiB"
     assert shown["Peak measured"] == "170 MiB"
     assert list(shown)[-1] == "Accuracy"
     assert rows(plan_table(plan_for("0-7"), reserved_bytes=100 * MIB))["Peak without recomputation"] == "172 MiB"
+
+
+def test_the_table_of_a_plan_beyond_the_limit_says_so():
+    shown = rows(plan_table(plan_for("0-7"), limit_bytes=110 * MIB, reserved_bytes=100 * MIB))
+    assert shown["Budget"] == "110 MiB, which no plan keeps: this one takes least"
+    assert shown["Peak with the plan"] == "172 MiB"
 
 
 def test_the_table_fits_a_terminal():
@@ -274,6 +282,40 @@ def test_the_frontier_is_told_with_what_the_process_holds_besides():
 
 
 # ---------------------------------------------------------------------------------------------------- pictures of plans
+
+
+@pytest.mark.parametrize(
+    "shown", [CHAIN, KEEP_ALL, frontier(CHAIN), plan_for("(0-2) (3-5) 6-7")], ids=lambda shown: type(shown).__name__
+)
+def test_what_python_shows_of_it_is_one_line(shown: object) -> None:
+    assert repr(shown).startswith(f"<{type(shown).__name__} of ")
+    assert len(repr(shown)) < 200
+
+
+@pytest.mark.parametrize(
+    "shown", [CHAIN, frontier(CHAIN), plan_for("(0-2) (3-5) 6-7")], ids=lambda shown: type(shown).__name__
+)
+def test_notebooks_show_a_picture_and_a_table(shown: Any) -> None:
+    html = shown._repr_html_()
+    assert html.count("<svg") == html.count("</svg>") == 1
+    if not isinstance(shown, Chain):
+        assert escape(str(shown)) in html
+    assert "layer0" in html or isinstance(shown, Frontier)
+
+
+def test_notebooks_without_matplotlib_show_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    html = frontier(CHAIN)._repr_html_()  # type: ignore[attr-defined]
+    assert html.startswith("<pre")
+
+
+def test_a_legend_is_as_wide_as_its_figure() -> None:
+    figure = plot_timeline(
+        plan_for("(0-2) (3-5) 6-7"), reserved_bytes=MIB, measured={"measured by the allocator": [(0, 1), (1, 2)]}
+    )
+    figure.savefig(io.BytesIO())
+    assert figure.legends[0].get_window_extent().x1 <= figure.bbox.x1
+    assert len(legend(figure)) >= 7
 
 
 def legend(figure: Figure) -> list[str]:

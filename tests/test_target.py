@@ -372,7 +372,7 @@ class Sentences(Dataset[Any]):
     """Numbers to translate, of different lengths."""
 
     def __len__(self) -> int:
-        return 64
+        return 96
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(index)

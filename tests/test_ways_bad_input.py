@@ -9,11 +9,13 @@ import random
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import attr
 import lightning.pytorch as L
 import numpy as np
 import pytest
@@ -185,6 +187,75 @@ def test_plain_arguments_that_change_from_call_to_call(build: Callable[[Forward]
         lambda: build(forward), call(x, 2), call(x, 1), call(x, True), call(x=x, scale=2.0), call(x, mask=None), call(mask=mask, x=x),
         tight=False,
     )  # fmt: skip
+
+
+@dataclass
+class Batch:
+    """A batch as users write one: what is computed at the start is no field."""
+
+    x: torch.Tensor
+    scale: float = 2.0
+    more: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.shift = 3 * self.scale
+
+
+@attr.s(auto_attribs=True, slots=True, frozen=True)
+class Pair:
+    """An object without a dictionary, whose fields cannot be set."""
+
+    left: Batch
+    right: torch.Tensor
+
+
+def test_dataclasses_and_attrs_objects(x: torch.Tensor) -> None:
+    def forward(net: Net, pair: Pair) -> torch.Tensor:
+        left = pair.left
+        return Net.forward(net, left.x * left.scale + left.shift + pair.right)
+
+    def returns_one(net: Net, pair: Pair) -> Batch:
+        return Batch(forward(net, pair), 1.0, {"pair": pair})
+
+    calls = call(Pair(Batch(x), x)), call(Pair(Batch(x + 1), x)), call(Pair(Batch(x, 4.0), x))
+    agree(lambda: traced(forward), *calls[:2])
+    agree(lambda: traced(forward), *calls, tight=False)
+    pair = Pair(Batch(x), x)
+    plain, planned = traced(returns_one)(pair), planned_module(traced(returns_one))(pair)
+    assert_same_bits([plain.x, plain.shift], [planned.x, planned.shift])
+    assert vars(planned).keys() == {"x", "scale", "more", "shift"}
+    assert_same_bits(planned.more["pair"].left.x, x)
+
+
+class Adding(nn.Module):
+    """A layer that hands on the very dict that it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        batch["x"] = self.layer(batch["x"])
+        return batch
+
+
+def test_a_forward_that_changes_a_container_of_the_callers_is_refused(x: torch.Tensor) -> None:
+    """The caller would not see that under a recomputation, which is given containers of its own."""
+
+    def forward(net: Net, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        batch["hidden"] = net.blocks[0](batch["x"])
+        return net.head(batch["hidden"])
+
+    def replaces(net: Net, batch: Batch) -> torch.Tensor:
+        batch.x = net.blocks[0](batch.x)
+        return net.head(batch.x)
+
+    for function, given in ((forward, {"x": x}), (replaces, Batch(x))):
+        with pytest.raises(ModelError, match="changes a container that it is called with: let it return a new one"):
+            planned_module(traced(function))(given)
+        assert given == {"x": x} if isinstance(given, dict) else given.x is x
+    with pytest.raises(ModelError, match="stage '0' changes a container that the module is called with"):
+        planned_module(nn.Sequential(Adding(), Adding()))({"x": x})
 
 
 @BOTH

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -21,12 +22,14 @@ from lightning_rotor.planned.step import SavedPlans, State, StepPlanner
 from lightning_rotor.planning import Plan
 from lightning_rotor.units import MemoryLimit, parse_limit
 
+_log = logging.getLogger(__name__)
+
 
 class RotorCallback(pl.Callback):
     """Keeps training inside a memory limit by recomputing activations, as few as possible, with bit-equal results.
 
     At the first training batch the callback measures the modules with most of the compute, plans them and runs the
-    plans from that very forward on. Calls that wait for their backward together have one plan, after one to three steps.
+    plans from that very forward on. Calls that wait for their backward together have one plan, after a few steps.
     After the first steps it compares the allocator's peak with the limit, and plans again if something outside the
     modules (the loss, say) needed more than was left for it, or much less. A new input shape gets a plan within the
     step. If the device still runs out of memory in a module's forward, that forward runs again under a smaller plan, to
@@ -68,7 +71,8 @@ class RotorCallback(pl.Callback):
     same shape (:mod:`lightning_rotor.planned.ranks`). Under FSDP2 each unit inside of the planned module is one stage.
 
     Logs to every logger, each key after ``RotorCallback/`` (or the logger's own separator): ``overhead_percent``,
-    ``budget_bytes``, ``predicted_peak_bytes``, ``measured_peak_bytes``, ``measured_reserved_bytes`` (on a GPU),
+    ``measured_overhead_percent`` (time inside of recomputations, from the second step on), ``budget_bytes``,
+    ``predicted_peak_bytes``, ``measured_peak_bytes``, ``measured_reserved_bytes`` (on a GPU), ``measuring_seconds``,
     ``planning_seconds``, ``recomputed_stages``.
     """
 
@@ -138,7 +142,8 @@ class RotorCallback(pl.Callback):
         if stage == "fit":
             self._planner = self._last = None
             limit = "what is free" if self._limit is None else str(self._limit)
-            settings = {"mem_limit": limit, "module": str(self._module_name or ""), "slots": self._slots}
+            module = "chosen by compute" if self._module_name is None else str(self._module_name)
+            settings = {"mem_limit": limit, "module": module, "slots": self._slots}
             log_hyperparameters(trainer, type(self).__qualname__, settings)
             if not is_overridden("configure_model", pl_module):
                 self._attach(trainer, pl_module)
@@ -244,21 +249,14 @@ class RotorCallback(pl.Callback):
 
     def _shown(self) -> ProcessPlan | None:
         """The plan that training runs, or ran last."""
-        planner = self._planner
-        if planner is None:
-            return self._last
-        if planner.plan is None:
-            return None
-        watch = planner.watch
-        return ProcessPlan(
-            planner.plan, planner.limit_bytes, watch.peak_bytes, watch.reserved_bytes, planner.planned_modules
-        )
+        return self._last if self._planner is None else ProcessPlan.of(self._planner)
 
     def _log_metrics(self, trainer: pl.Trainer) -> None:
-        shown = self._shown()
+        is_logged = is_logging_step(trainer)
+        shown = self._shown() if is_logged or self._progress_bar else None
         if shown is None:
             return
-        if is_logging_step(trainer):
+        if is_logged:
             log_metrics(trainer, type(self).__qualname__, shown.metrics())
         if self._progress_bar:
             values = {"rotor_overhead_%": 100 * shown.plan.overhead}
@@ -271,6 +269,7 @@ class RotorCallback(pl.Callback):
         shown = self._shown()
         if shown is None or not trainer.is_global_zero:
             return
+        _log.info("RotorCallback: %s", shown.summary())
         if self._log_plan:
             log_plan(trainer, type(self).__qualname__, shown)
         if self._show_table:

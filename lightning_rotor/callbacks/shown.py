@@ -12,10 +12,11 @@ from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, W
 from rich.table import Table
 
 from lightning_rotor.planned.joint import StepPlan
+from lightning_rotor.planned.step import StepPlanner
 from lightning_rotor.planning import Plan
 from lightning_rotor.private import lightning_names as private
 from lightning_rotor.report import PlotError, plan_table, plot_timeline, stage_table
-from lightning_rotor.units import format_bytes, rendered
+from lightning_rotor.units import format_bytes, format_seconds, rendered
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,11 +31,26 @@ class ProcessPlan:
     measured_peak_bytes: int | None
     measured_reserved_bytes: int | None
     target: str
+    reserved_bytes: int  # what the process holds besides what was planned
+    measuring_seconds: float
+    measured_overhead: float | None  # None before the second step under a plan
 
-    @property
-    def reserved_bytes(self) -> int:
-        """What the process holds besides what was planned."""
-        return self.limit_bytes - self.plan.budget_bytes
+    @classmethod
+    def of(cls, planner: StepPlanner) -> ProcessPlan | None:
+        """The plan that training runs; None before there is one."""
+        plan, watch = planner.plan, planner.watch
+        if plan is None:
+            return None
+        return cls(
+            plan,
+            planner.limit.size_bytes,
+            watch.peak_bytes,
+            watch.reserved_bytes,
+            planner.planned_modules,
+            planner.limit.reserved_beside(plan),
+            planner.measuring_seconds,
+            planner.measured_overhead,
+        )
 
     @property
     def predicted_peak_bytes(self) -> int:
@@ -47,6 +63,7 @@ class ProcessPlan:
             "overhead_percent": 100 * self.plan.overhead,
             "budget_bytes": self.limit_bytes,
             "predicted_peak_bytes": self.predicted_peak_bytes,
+            "measuring_seconds": self.measuring_seconds,
             "planning_seconds": self.plan.solve_seconds,
             "recomputed_stages": len(self.plan.recomputed),
         }
@@ -54,16 +71,38 @@ class ProcessPlan:
             numbers["measured_peak_bytes"] = self.measured_peak_bytes
         if self.measured_reserved_bytes is not None:
             numbers["measured_reserved_bytes"] = self.measured_reserved_bytes
+        if self.measured_overhead is not None:
+            numbers["measured_overhead_percent"] = 100 * self.measured_overhead
         return numbers
+
+    def summary(self) -> str:
+        """The plan on one line."""
+        measured = "" if self.measured_peak_bytes is None else f" (measured {format_bytes(self.measured_peak_bytes)})"
+        return (
+            f"limit {format_bytes(self.limit_bytes)}, peak {format_bytes(self.predicted_peak_bytes)}{measured}, "
+            f"overhead {100 * self.plan.overhead:.1f} % of the step, measuring took "
+            f"{format_seconds(self.measuring_seconds)} and planning {format_seconds(self.plan.solve_seconds)}"
+        )
 
     def table(self) -> Table:
         """What the plan costs, in a few rows."""
         return plan_table(
             self.plan,
+            limit_bytes=self.limit_bytes,
             reserved_bytes=self.reserved_bytes,
             measured_peak_bytes=self.measured_peak_bytes,
-            extra_rows=[*self._reserved_row(), *self._call_rows(), ("Planned", self.target)],
+            extra_rows=[
+                ("Measuring", format_seconds(self.measuring_seconds)),
+                *self._overhead_row(),
+                *self._reserved_row(),
+                *self._call_rows(),
+                ("Planned", self.target),
+            ],
         )
+
+    def _overhead_row(self) -> list[tuple[str, str]]:
+        measured = self.measured_overhead
+        return [] if measured is None else [("Recomputing measured", f"{100 * measured:.1f} % of the step")]
 
     def _call_rows(self) -> list[tuple[str, str]]:
         """What each call of a step takes, if the plan is for several."""
@@ -90,7 +129,7 @@ class ProcessPlan:
 
     def timeline(self) -> Figure:
         """Memory over one step, and which stage runs when; ``PlotError`` without matplotlib."""
-        return plot_timeline(self.plan, reserved_bytes=self.reserved_bytes)
+        return plot_timeline(self.plan, budget_bytes=self.limit_bytes, reserved_bytes=self.reserved_bytes)
 
 
 # ----------------------------------------------------------------------------------------------------

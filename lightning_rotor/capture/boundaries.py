@@ -28,6 +28,7 @@ from lightning_rotor.capture.modules import is_invertible_as_a_whole, words
 from lightning_rotor.capture.recorder import Recording
 from lightning_rotor.capture.writer import OpMemory
 from lightning_rotor.errors import ModelError
+from lightning_rotor.private.values import tree_unflatten
 from lightning_rotor.stages.sequential import Stage, Wire, Wiring, packed
 
 # ----------------------------------------------------------------------------------------------------
@@ -59,7 +60,7 @@ class Names:
         return name if self._taken[name] == 1 else f"{name} ({self._taken[name]})"
 
     def _describe(self, nodes: Sequence[fx.Node]) -> str:
-        audible = [node for node in nodes if SIZE not in node.meta and node.target is not require_as_recorded]
+        audible = [node for node in nodes if SIZE not in node.meta and node.target not in _OURS]
         working = [node for node in audible if not _is_view(node)] or audible or list(nodes)
         paths = [str(node.meta["module"]).split(".") for node in working]
         common: list[str] = []
@@ -80,6 +81,9 @@ class Names:
             return path
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
         return f"{path}.{name}" if path else str(name)
+
+
+_OURS = (require_as_recorded, tree_unflatten)  # no code of the user's
 
 
 def _is_view(node: fx.Node) -> bool:

@@ -21,7 +21,7 @@ from lightning_rotor.capture.boundaries import stages_of
 from lightning_rotor.capture.compiled import is_compiled
 from lightning_rotor.capture.external_state import Closures, Notes
 from lightning_rotor.capture.graph_stage import OF, GraphSlice
-from lightning_rotor.capture.guards import Watch, first_difference
+from lightning_rotor.capture.guards import Watch, first_difference, line_of
 from lightning_rotor.capture.modules import (
     Call,
     firsts_of,
@@ -49,7 +49,7 @@ class GraphCut:
     """A module as stages, for calls like the recorded one. The last stage returns what the module returns.
 
     ``opaque`` says which modules became one operation, ``fixed`` which numbers of modules can be no inputs, ``reasons``
-    why other ways were not taken.
+    why other ways were not taken, and ``anew`` why no earlier recording held for the sizes of the last one.
     """
 
     stages: tuple[Stage, ...]
@@ -62,6 +62,7 @@ class GraphCut:
     recording: Recording
     fixed: set[tuple[nn.Module, str]] = field(default_factory=set)
     reasons: Mapping[str, str] = field(default_factory=dict)
+    anew: str = ""
     way: ClassVar[str] = "graph"
     _reads: tuple[int, ...] = field(init=False)
 
@@ -139,8 +140,9 @@ def cut_graph(
     tensors, numbers = tensor_attributes(module), known[-1].changing_numbers() if known else ()
     call = Call.of(module, args, kwargs or {}, (*tensors, *numbers))
     names = call.names
+    like = [cut for cut in reversed(known) if cut.is_like(call)][:1]
     try:
-        recording, opaque = _Attempts(module, call, [cut for cut in reversed(known) if cut.is_like(call)][:1]).record()
+        recording, opaque = _Attempts(module, call, like).record()
         is_known = not numbers or opaque.keys() <= known[-1].opaque.keys()
     except ModelError:
         if not numbers:
@@ -149,13 +151,23 @@ def cut_graph(
     if not is_known:  # it does more with the numbers than a graph can hold
         known[-1].fixed.update(numbers)
         return cut_graph(module, args, kwargs, known=known)
-    watch = _watch(recording, call.attributes)
+    watch, anew = _watch(recording, call.attributes), _why_anew(like, recording)
     for cut in reversed(known):
         if cut.renewed_by(recording, call, watch):
+            cut.anew = anew
             return cut
     fixed = known[-1].fixed if known else set()
     stages = tuple(stages_of(recording))
-    return GraphCut(stages, opaque, module, names, _key(call), watch, call.attributes, recording, fixed)
+    return GraphCut(stages, opaque, module, names, _key(call), watch, call.attributes, recording, fixed, anew=anew)
+
+
+def _why_anew(like: Sequence[GraphCut], recording: Recording) -> str:
+    """Where the user's code asks a size, or goes another way than in an earlier recording of such a call."""
+    if not like:
+        return ""
+    differing = first_difference(like[0].recording.graph, recording.graph)
+    objection = like[0].recording.guards.objection
+    return objection or (f"it goes another way {line_of(differing[-1])}" if differing else "")
 
 
 def _key(call: Call) -> Any:
@@ -267,9 +279,10 @@ class _Attempts:
         if any(cut.recording.runs_the_same(recording) for cut in self._known):
             return first
         again = self._attempt()
-        paths = () if again.recording is None else first_difference(recording.graph, again.recording.graph)
-        if not paths:
+        differing = () if again.recording is None else first_difference(recording.graph, again.recording.graph)
+        if not differing:
             return again if again.recording is None else first
+        paths = [str(node.meta["module"]) for node in differing]
         # Where one has an operation more, the other is at what comes after it, a layer most likely.
         suspects = [self._module.get_submodule(path) for path in sorted(paths, key=lambda path: -path.count("."))]
         culprit = next((suspect for suspect in suspects if suspect not in recording.leaves), suspects[0])
@@ -357,6 +370,7 @@ class SequentialCut:
 
     way: ClassVar[str] = "sequential"
     inputs: ClassVar[tuple[str, ...]] = ()
+    anew: ClassVar[str] = ""
 
     def __init__(self, module: nn.Module) -> None:
         self.reasons: Mapping[str, str] = {}
@@ -369,7 +383,7 @@ class SequentialCut:
         if len(args) != 1 or kwargs:
             inspect.signature(type(self.module).forward).bind(self.module, *args, **kwargs)
         (value,) = (*args, *kwargs.values())
-        return value if sequential_members(self.module) == self._members else None
+        return value if tensors_in(value) and sequential_members(self.module) == self._members else None
 
 
 def sequentialize(
@@ -408,7 +422,8 @@ def sequentialize(
             return row
         reasons["sequential"] = f"there are several layers in {blocks[0]!r}, between which a graph can be cut"
     except ModelError as error:
-        reasons["sequential"] = str(error)
+        if isinstance(module, nn.Sequential):
+            reasons["sequential"] = str(error)
     with noticed_checkpoints() as noticed:
         try:
             cut = cut_graph(module, args, kwargs, known=[each for each in known if isinstance(each, GraphCut)])
@@ -423,6 +438,8 @@ def sequentialize(
     if row is not None:
         row.reasons = {"graph": reasons["graph"]}
         return row
+    if len(reasons) == 1:
+        raise ModelError(f"{type(module).__name__} cannot be planned: {reasons['graph']}")
     tried = ". ".join(f"{WAYS[way][0].upper()}{WAYS[way][1:]}: {reason}" for way, reason in reasons.items())
     raise ModelError(f"{type(module).__name__} cannot be planned. {tried}")
 

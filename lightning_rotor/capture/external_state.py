@@ -9,13 +9,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from operator import is_
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
-from lightning_rotor.capture.guards import Contents, Same, frozen
+from lightning_rotor.capture.guards import Contents, Objects, Same, frozen
 from lightning_rotor.private.torch_names import without_modes
 from lightning_rotor.stages import snapshot as kinds
 from lightning_rotor.stages.snapshot import PLAIN, Kind, Snapshot, globals_of, is_users, namespace_of
@@ -104,14 +103,14 @@ class Notes:
 
     def holds(self) -> bool:
         """True if everything is as it was. This runs at every training call."""
-        every = [noted for noted, _ in self._noted.values()]
         if self._reads is None:
+            every = [noted for noted, _ in self._noted.values()]
             self._reads = [noted.place.reader() for noted in every]
-            self._values = [noted.value for noted in every]
+            self._values = Objects(tuple(noted.value for noted in every))
             self._contents = Contents((noted.value for noted in every if not noted.is_fixed), objects=False)
-        if all(map(is_, [read() for read in self._reads], self._values)) and self._contents.hold():
+        if self._values.are(tuple([read() for read in self._reads])) and self._contents.hold():
             return True
-        return all(noted.holds() for noted in every)
+        return all(noted.holds() for noted, _ in self._noted.values())
 
     def restore(self) -> None:
         """Put back what the code has changed: variables, what is in lists and dicts, random generators."""

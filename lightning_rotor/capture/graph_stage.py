@@ -23,6 +23,8 @@ from lightning_rotor.private.values import tree_flatten
 OF = "of"
 """Where a node keeps the module that it calls; the module whose tensor it reads, and the tensor's name there; or a
 constant, a tensor that the forward made out of nothing."""
+LINE = "line"
+"""Where a node keeps the file and the line of the user's code that did it."""
 UNSURE = "unsure"
 """Where the node of a function says that it may draw random numbers, or give other bits when it runs again."""
 SIZE = "size"

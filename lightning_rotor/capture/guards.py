@@ -8,10 +8,13 @@ does not run any more, so whatever could have sent it another way must be notice
 
 from __future__ import annotations
 
+import ctypes
+import sys
+from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain, repeat, zip_longest
-from operator import attrgetter, is_
+from operator import attrgetter, is_, itemgetter
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, TypeAlias
 
@@ -20,6 +23,7 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_rotor.capture.graph_stage import (
+    LINE,
     OF,
     REGION,
     SIZE,
@@ -51,6 +55,7 @@ class Guards:
     Attributes:
         asks_values: Values of inputs or buffers count.
         totals: Entries of the packed sequences in the call for which it was last found to hold.
+        objection: Where the user's code decides otherwise for the sizes of the last call; empty if it does not.
     """
 
     def __init__(
@@ -69,13 +74,15 @@ class Guards:
             [*inputs, *read], _operations(nodes, needed - set(read)), [[node for node, _ in values], list(totals)]
         )
         self.totals: tuple[int, ...] = ()
+        self.objection = ""
         self.asks_values = any(node.op == "placeholder" or _is_buffer(node) for node in needed)
         asked = [*(node for node, _ in sizes), *read]
         self._size_answers = [spell_value([value for _, value in sizes])]
         behind = ancestors(asked)
         self._sizes = GraphSlice(inputs, _operations(nodes, behind), asked)
         self._on_meta: GraphSlice | None = None  # made when first asked
-        self._is_general = not any(node.meta.get(OWN) for node in behind)
+        self._asked = [node for node, _ in sizes]
+        self._own = next((node for node in nodes if node in behind and node.meta.get(OWN)), None)
         self._recorded = [signature]
         self._varied: set[tuple[int, int]] = set()
         # For each signature for which it holds: the sizes that the questions about values read.
@@ -83,6 +90,7 @@ class Guards:
 
     def hold(self, signature: Signature, inputs: Sequence[Any]) -> bool:
         """True if a call with these inputs would see the same."""
+        self.objection = ""
         if signature not in self._read and not self._holds_for_sizes(signature, inputs):
             return False
         if not self.asks_values:
@@ -96,13 +104,19 @@ class Guards:
         return spell_value(found) in self._value_answers
 
     def _holds_for_sizes(self, signature: Signature, inputs: Sequence[Any]) -> bool:
-        if not self._is_general or not self._may_be(signature):
+        if not self._may_be(signature):
+            return False
+        if self._own is not None:
+            self.objection = f"sizes depend on code that is not torch's, {line_of(self._own)}"
             return False
         found = self._sizes_on_meta(inputs) or self._sizes_on_fakes(inputs)
         if found is None:  # no rule for an operation, or sizes that do not go together
             return False
         answers, read = found[: len(found) - self._reads], found[len(found) - self._reads :]
         if spell_value(answers) not in self._size_answers:
+            others = zip(answers, self._size_answers[0][1], self._asked, strict=True)
+            asked = next(node for answer, known, node in others if spell_value(answer) != known)
+            self.objection = f"a size decides over what it does, {line_of(asked)}"
             return False
         self._read[signature] = tuple(read)
         return True
@@ -227,14 +241,19 @@ def ancestors(nodes: Iterable[fx.Node], *, sizes: bool = True) -> set[fx.Node]:
 # Whether two recordings agree.
 
 
-def first_difference(left: fx.Graph, right: fx.Graph) -> tuple[str, ...]:
-    """Paths of the modules at the first operation that two recordings do not share; empty if they agree."""
+def line_of(node: fx.Node) -> str:
+    """The user's line that did an operation."""
+    return "at {}:{}".format(*node.meta[LINE])
+
+
+def first_difference(left: fx.Graph, right: fx.Graph) -> tuple[fx.Node, ...]:
+    """The first operation that two recordings do not share, in both, or in the one that has it; empty if they agree."""
     sources = Source(), Source()
     for mine, theirs in zip_longest(left.nodes, right.nodes):
         if mine is None or theirs is None or _said(mine, sources[0]) != _said(theirs, sources[1]):
-            return tuple(str(node.meta["module"]) for node in (mine, theirs) if node is not None)
+            return tuple(node for node in (mine, theirs) if node is not None)
         if is_constant(mine) and not same_bits(mine.meta[OF], theirs.meta[OF]):
-            return (str(mine.meta["module"]),)
+            return (mine,)
     return ()
 
 
@@ -384,6 +403,36 @@ def _own_names(module: nn.Module) -> tuple[str, ...]:
     return tuple(name for name in module.__dict__ if name not in _STRUCTURE and not (hidden and name.startswith("_")))
 
 
+class Objects:
+    """A great many objects in a row, kept alive so that no other one gets an address of theirs."""
+
+    __slots__ = ("_addresses", "_objects")
+
+    def __init__(self, objects: tuple[Any, ...]) -> None:
+        self._objects, self._addresses = objects, _addresses_of(objects)
+
+    def are(self, others: tuple[Any, ...]) -> bool:
+        """True if the others are the same objects in the same order."""
+        return _addresses_of(others) == self._addresses
+
+
+def _addresses_in_memory(objects: tuple[Any, ...]) -> bytes:
+    """The entries of a tuple as CPython keeps them. Comparing two of these is fifty times as fast as ``is``."""
+    return ctypes.string_at(id(objects) + tuple.__basicsize__, _POINTER_BYTES * len(objects))
+
+
+def _addresses_one_by_one(objects: tuple[Any, ...]) -> bytes:
+    return array("Q", map(id, objects)).tobytes()
+
+
+_POINTER_BYTES = array("Q").itemsize
+_addresses_of = _addresses_one_by_one
+if sys.implementation.name == "cpython" and ctypes.sizeof(ctypes.c_void_p) == _POINTER_BYTES:
+    _some = None, "", sys
+    if _addresses_in_memory(_some) == _addresses_one_by_one(_some):
+        _addresses_of = _addresses_in_memory
+
+
 class Contents:
     """What is in some values at one moment, as far as :func:`frozen` looks: one flat list to compare by object."""
 
@@ -393,7 +442,8 @@ class Contents:
         self._tables: list[dict[Any, Any]] = []
         self._others: list[Any] = []
         self._add(values, 4, set())
-        self._seen, self._frozen = self._now(), [frozen(other, objects=objects) for other in self._others]
+        self._seen = Objects(self._now())
+        self._frozen = [frozen(other, objects=objects) for other in self._others]
 
     def _add(self, values: Iterable[Any], depth: int, known: set[int]) -> None:
         for value in values:
@@ -416,23 +466,22 @@ class Contents:
 
     def hold(self) -> bool:
         """True if surely nothing has changed."""
-        now = self._now()
-        if len(now) != len(self._seen) or not all(map(is_, now, self._seen)):
+        if not self._seen.are(self._now()):
             return False
         return [frozen(other, objects=self._follows) for other in self._others] == self._frozen
 
-    def _now(self) -> list[Any]:
+    def _now(self) -> tuple[Any, ...]:
         tables = self._tables
-        return [
+        return (
             *map(len, self._rows),
             *chain(*self._rows),
             *chain(*tables),
             *chain.from_iterable(map(dict.values, tables)),
-        ]
+        )
 
 
 class _Identities:
-    """The attributes of modules at one moment, as one flat list to compare object by object. No scripted modules."""
+    """The attributes of modules at one moment, as one flat row to compare object by object. No scripted modules."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
@@ -440,22 +489,29 @@ class _Identities:
         self._children = [own["_modules"] for own in self._attributes]
         self._tensors = [own[name] for own in self._attributes for name in ("_parameters", "_buffers")]
         self._hooks = [own[name] for own in self._attributes for name in HOOKS]
-        self._objects = self._now()
+        names = list(map(_own_names, modules))
+        self._reads = [itemgetter(*each, "_modules", "_parameters", "_buffers", *HOOKS) for each in names]
+        self._sizes, self._objects = self._sizes_now(), Objects(self._now())
         # What is in a list, a dict or an object may change though it stays the same object.
-        values = [own[name] for own, each in zip(self._attributes, modules, strict=True) for name in _own_names(each)]
-        self._contents = Contents(values)
+        self._contents = Contents(own[name] for own, each in zip(self._attributes, names, strict=True) for name in each)
 
     def hold(self) -> bool:
         """True if surely nothing has changed."""
-        now = self._now()
-        return len(now) == len(self._objects) and all(map(is_, now, self._objects)) and self._contents.hold()
+        return self._sizes_now() == self._sizes and self._objects.are(self._now()) and self._contents.hold()
 
-    def _now(self) -> list[Any]:
+    def _sizes_now(self) -> list[int]:
+        """Numbers of attributes: as the known ones are there as well, none is new."""
+        return list(map(len, self._attributes))
+
+    def _now(self) -> tuple[Any, ...]:
+        try:
+            attributes = [read(own) for read, own in zip(self._reads, self._attributes, strict=True)]
+        except KeyError:  # one is gone
+            return ()
         kinds = list(map(type, self._modules))
-        tables = (*self._attributes, *self._children)
-        return [
-            *(*kinds, *map(_forward_of, kinds), any_hooks_of_all(), *map(bool, self._hooks)),
-            *chain.from_iterable((*tables, *self._tensors)),
-            *chain.from_iterable(map(dict.values, tables)),
+        return (
+            *(*kinds, *map(_forward_of, kinds), any_hooks_of_all(), *filter(None, self._hooks)),
+            *chain.from_iterable(chain(attributes, self._children, self._tensors)),
+            *chain.from_iterable(map(dict.values, self._children)),
             *map(is_, chain.from_iterable(map(dict.values, self._tensors)), repeat(None)),
-        ]
+        )

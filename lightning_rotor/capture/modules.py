@@ -16,7 +16,14 @@ from torch import nn
 from lightning_rotor.errors import InverseError, ModelError
 from lightning_rotor.private.lightning_names import TRAINERS
 from lightning_rotor.private.torch_names import is_compiler_wrapper
-from lightning_rotor.private.values import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+from lightning_rotor.private.values import (
+    TreeSpec,
+    keystr,
+    learn_records,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_unflatten,
+)
 from lightning_rotor.stages.sequential import has_own_call, is_invertible, runs_members_in_a_row
 
 
@@ -183,6 +190,8 @@ class Call:
         flat, spec, structure = [*args, *kwargs.values()], None, ""
         if not _SIMPLE.issuperset(map(type, flat)):
             flat, spec = tree_flatten((tuple(args), dict(kwargs)))
+            if learn_records(flat):
+                flat, spec = tree_flatten((tuple(args), dict(kwargs)))
             structure = str(spec)
         more = [owner.__dict__.get(name) for owner, name in attributes]
         inputs = (*[leaf for leaf in flat if isinstance(leaf, torch.Tensor)], *more)
@@ -193,8 +202,8 @@ class Call:
             if not isinstance(leaf, PLAIN):
                 raise ModelError(
                     f"the forward of {type(module).__name__} takes {type(leaf).__name__} as "
-                    f"{call._paths()[number]}: expected tensors and plain values, or tuples, lists "
-                    "and dicts of them (register other containers with torch.utils._pytree)"
+                    f"{call._paths()[number]}: expected tensors and plain values, or tuples, lists, "
+                    "dicts, dataclasses and attrs objects of them (register others with torch.utils._pytree)"
                 )
         return call
 

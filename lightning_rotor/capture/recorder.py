@@ -62,7 +62,7 @@ from lightning_rotor.capture.writer import GraphWriter, OpMemory, plain
 from lightning_rotor.execution.recomputation import repeating
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.sharding import units_in
-from lightning_rotor.private.values import tensors_in, tree_leaves
+from lightning_rotor.private.values import tensors_in, tree_leaves, watch_containers
 from lightning_rotor.stages.state import GeneratorStates
 
 _CONTAINERS = (
@@ -122,6 +122,7 @@ class Recorder(TorchFunctionMode):
         self.check.trust((*copies[:first], *self._root.buffers()))
         self.check.allow(tensors_in(copies[first:]))
         args, kwargs = self._call.with_tensors(copies)
+        changed = watch_containers((args, kwargs))
         del copies
         try:
             with saved_tensors_hooks(self._note_saved, _gone), self._listening():
@@ -131,6 +132,8 @@ class Recorder(TorchFunctionMode):
                     del attributes
                     output = type(self._root).forward(self._root, *args, **kwargs)
                 self._require_same_generators()
+                if changed():
+                    raise UntraceableError("it changes a container that it is called with: let it return a new one")
                 with self._aside():
                     self._writer.node("output", "output", (self._writer.encode_output(output),), {})
         finally:
@@ -329,8 +332,8 @@ class Recorder(TorchFunctionMode):
         same = now[1:_AUTOCAST], now[-1]
         if now[0] != self._gradients or same != (then[1:_AUTOCAST], then[-1]):
             raise UntraceableError(
-                "it computes inside of a context (inference_mode, torch's checkpoint, an autograd function, a choice of "
-                "kernels), which a recording would lose"
+                "it computes inside of a context (inference_mode, torch's checkpoint, an autograd function, a choice "
+                "of kernels), which a recording would lose"
             )
         changed = zip(("cpu", "cuda"), now[_AUTOCAST:-1], then[_AUTOCAST:-1], strict=True)
         autocast = tuple((device, *setting) for device, setting, before in changed if setting != before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -14,12 +15,13 @@ import numpy as np
 import torch
 from torch import fx, nn
 
-from lightning_rotor.capture.graph_stage import OF, REGION, SIZE, VALUED, Region, is_constant, longest
+from lightning_rotor.capture.graph_stage import LINE, OF, REGION, SIZE, VALUED, Region, is_constant, longest
 from lightning_rotor.capture.guards import ancestors
 from lightning_rotor.capture.modules import PLAIN, ModuleCalls, UntraceableError, tensor_slots
 from lightning_rotor.capture.operations import CHANGES, DispatchCheck
 from lightning_rotor.private.torch_names import identity_of
-from lightning_rotor.private.values import tensors_in, tree_flatten, tree_leaves, tree_unflatten
+from lightning_rotor.private.values import learn_records, tensors_in, tree_flatten, tree_leaves, tree_unflatten
+from lightning_rotor.stages.snapshot import is_users
 
 # ----------------------------------------------------------------------------------------------------
 # Sizes that recorded code asks for: numbers that know their node, so that the recording holds for other sizes.
@@ -105,7 +107,7 @@ for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
 
 
 class Number:
-    """An attribute's number that may be another at each call, or what was computed of it. It passes for an int or float.
+    """A module's number, which may differ from call to call, or what was computed of it. It passes for an int or float.
 
     It is none, so that C code which wants one has to ask for it.
     """
@@ -364,7 +366,7 @@ class GraphWriter:
         """A new node of the module whose forward is running."""
         name = target if isinstance(target, str) else getattr(target, "__name__", "operation")
         node = self.graph.create_node(kind, target, args, kwargs, str(name).replace(".", "_"))
-        node.meta["module"] = self._calls.path
+        node.meta["module"], node.meta[LINE] = self._calls.path, _users_line()
         if self.region is not None:
             node.meta[REGION] = self.region
         if kind == "call_module":
@@ -493,12 +495,13 @@ class GraphWriter:
 
     def encode_output(self, output: Any) -> Any:
         """The module's output with nodes in the place of tensors; ``UntraceableError`` if it may hide tensors."""
+        learn_records(tree_leaves(output))
         for leaf in tree_leaves(output):
             if not isinstance(leaf, torch.Tensor) and not _is_plain(leaf):
                 raise UntraceableError(
                     f"it returns {type(leaf).__name__}, which may hold tensors where nobody can see them: "
-                    "return tensors and plain values, or tuples, lists and dicts of them (call a model of "
-                    "transformers with use_cache=False; register other containers with torch.utils._pytree)"
+                    "return tensors and plain values, or tuples, lists, dicts, dataclasses and attrs objects of "
+                    "them (call a model of transformers with use_cache=False; register others with torch.utils._pytree)"
                 )
         return self.encode(output, exact=True)
 
@@ -585,6 +588,14 @@ class GraphWriter:
             pure = pure or SIZE in node.meta or VALUED in node.meta
             if pure and not node.users and node.op not in ("placeholder", "output"):
                 self.graph.erase_node(node)
+
+
+def _users_line() -> tuple[str, int]:
+    """File and line of the user's code that is running."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
 
 
 def _is_plain(value: Any) -> bool:

@@ -23,7 +23,7 @@ from lightning_rotor.chain import Chain
 from lightning_rotor.errors import ExecutionError
 from lightning_rotor.execution.inversion import Way, run_inverted
 from lightning_rotor.execution.options import run_stage
-from lightning_rotor.execution.recomputation import recomputed
+from lightning_rotor.execution.recomputation import Stopwatch, recomputed
 from lightning_rotor.execution.segment_state import SegmentState
 from lightning_rotor.private.sharding import Unit, left_as_found, units_in
 from lightning_rotor.private.torch_names import backward_keeps_graph, backward_number
@@ -42,7 +42,7 @@ class Executor:
     Output, gradients, buffers and generators are those of running the stages one after the other, bit for bit.
     ``schedule`` is what it was given, ``states`` says for each stage what recomputation must leave alone, ``wanted``
     which values to return (by default those of the last stage), ``root`` and ``inputs`` are names for messages: of the
-    user's module, and of the chain's inputs.
+    user's module, and of the chain's inputs. ``watch`` times what is recomputed.
     """
 
     def __init__(
@@ -55,12 +55,13 @@ class Executor:
         wanted: Collection[int] | None = None,
         root: nn.Module | None = None,
         inputs: Sequence[str] = (),
+        watch: Stopwatch | None = None,
     ) -> None:
         check_schedule(chain, schedule)
         make_room_for(_CALLS * schedule.depth)
         self._stages = tuple(stages)
         self._chain = chain
-        self.schedule = schedule
+        self.schedule, self.watch = schedule, watch
         named = None if root is None else (root, "")
         self._states = tuple(replace(state, root=named) for state in states or (SegmentState(),) * len(self._stages))
         self._names = dict(enumerate(inputs)) | {
@@ -75,6 +76,8 @@ class Executor:
 
     def __call__(self, value: Any) -> Any:
         """Run the forward on the first stage's input; autograd does the rest."""
+        if self.watch is not None:
+            self.watch.begin_call()
         return self._row.run(value)
 
     def _row_of(self, items: tuple[Item, ...], wanted: Collection[int]) -> _Row:
@@ -111,6 +114,7 @@ class Executor:
             name=f"the segment from {self._stages[segment.first].name!r} to {self._stages[segment.last].name!r}",
             draws_random=any(self._chain.stages[number].draws_random for number in numbers),
             state=sum((self._states[number] for number in numbers), SegmentState()),
+            watch=self.watch,
         )
 
 

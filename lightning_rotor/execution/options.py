@@ -10,7 +10,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_rotor.errors import InverseError
-from lightning_rotor.execution.recomputation import repeating
+from lightning_rotor.execution.recomputation import is_recomputing, repeating
 from lightning_rotor.execution.segment_state import buffers_of, standing_in
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.sharding import units_in
@@ -31,6 +31,13 @@ def run_stage(stage: Stage, value: Any, option: int = 0) -> Any:
         return stage.variants[option - 1](value) if option else stage(value)
     except InverseError as error:  # modules know their type, not where they are
         raise error.located(stage.name) from error
+    except (TypeError, AttributeError, KeyError) as error:
+        if is_recomputing():
+            error.args = (
+                f"{error}. Stage {stage.name!r} ran again, or alone: if a layer before hands it something by a global "
+                "variable or an attribute, declare that with @lightning_rotor.skippable",
+            )
+        raise
     finally:
         forget_casts()
 

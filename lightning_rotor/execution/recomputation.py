@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -70,14 +70,65 @@ def passing_first(first_pass: FirstPass) -> Iterator[None]:
         _flags.checkpointing -= 1
 
 
+class Clock(Protocol):
+    """The time on a device."""
+
+    def now(self) -> Any:
+        """A point in time."""
+
+    def seconds_between(self, start: Any, end: Any) -> float:
+        """Seconds between two of them."""
+
+
+class Stopwatch:
+    """Times what the calls of an executor recompute, the second to the fourth: the first warms up.
+
+    ``calls`` counts them. Each is to have one backward.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.calls = 0
+        self._clock, self._seconds = clock, 0.0
+        self._laps: list[tuple[Any, Any]] = []
+
+    def begin_call(self) -> None:
+        """A call is about to run."""
+        self.calls += 1
+
+    @contextmanager
+    def timing(self, call: int) -> Iterator[None]:
+        """Context of a recomputation for the call with this number."""
+        if not 1 < call <= 1 + _TIMED_CALLS:
+            yield
+            return
+        start = self._clock.now()
+        try:
+            yield
+        finally:
+            self._laps.append((start, self._clock.now()))
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds that one call recomputes, None before the second has had its backward."""
+        self._seconds += sum(self._clock.seconds_between(*lap) for lap in self._laps)
+        self._laps.clear()
+        return self._seconds / min(self.calls - 1, _TIMED_CALLS) if self.calls > 1 else None
+
+
+_TIMED_CALLS = 3
+
+
 class _Again(AbstractContextManager[None]):
     """Context of the recomputation. It is entered once for each backward, so no generator will do."""
 
-    def __init__(self, first_pass: FirstPass) -> None:
-        self._first_pass = first_pass
+    def __init__(self, first_pass: FirstPass, watch: Stopwatch | None = None) -> None:
+        self._first_pass, self._watch = first_pass, watch
+        self._call = 0 if watch is None else watch.calls
 
     def __enter__(self) -> None:
         self._context = ExitStack()
+        if self._watch is not None:
+            self._context.enter_context(self._watch.timing(self._call))
         self._context.enter_context(self._first_pass.replayed())
         self._context.enter_context(repeating())
 
@@ -147,12 +198,13 @@ def recomputed(
     draws_random: bool = True,
     state: SegmentState = NO_STATE,
     spell_input: Callable[[int], str] = "input {}".format,
+    watch: Stopwatch | None = None,
 ) -> Any:
     """Run a function without keeping what its backward needs; the backward runs it again.
 
     The function must give the same bits every time. Tensors among its inputs are held until the backward has recomputed
     it, if that frees the graph. Setting the generators back takes 5 kB on the host. ``state`` is what else it reads and
-    changes, or might change some day.
+    changes, or might change some day; ``watch`` times the recomputation.
 
     Raises:
         ExecutionError: It changes an input, or unexpectedly a parameter or buffer, which would silently spoil the
@@ -176,7 +228,7 @@ def recomputed(
             *inputs,
             use_reentrant=False,
             preserve_rng_state=draws_random,
-            context_fn=partial(_contexts, state),
+            context_fn=partial(_contexts, state, watch),
         )
     if first_changed(before, tensors) is not None:
         raise ExecutionError(
@@ -186,9 +238,11 @@ def recomputed(
     return output
 
 
-def _contexts(state: SegmentState) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def _contexts(
+    state: SegmentState, watch: Stopwatch | None
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     first_pass = FirstPass(state)
-    return passing_first(first_pass), _Again(first_pass)
+    return passing_first(first_pass), _Again(first_pass, watch)
 
 
 def without_saved_tensors(

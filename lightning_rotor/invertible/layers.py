@@ -7,17 +7,21 @@ networks may be anything that keeps the shape of a half; they are never inverted
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from functools import partial
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
 
 from lightning_rotor.errors import InverseError, ModelError
 from lightning_rotor.execution.inversion import Way, can_be_fused, run_inverted
+from lightning_rotor.execution.options import run_stage
+from lightning_rotor.execution.recomputation import recomputed
 from lightning_rotor.execution.reverse import Roots, accumulate, learning
 from lightning_rotor.private.torch_names import has_forward_hooks, no_dispatch, outside_of_graphs
+from lightning_rotor.private.values import TreeSpec, tree_flatten, tree_unflatten
 from lightning_rotor.stages.sequential import DRAWING, Invertible, Stage, has_own_call, require_invertible
 from lightning_rotor.stages.state import seeded
 
@@ -402,7 +406,14 @@ def labelled(module: nn.Module, path: str) -> str:
     return f"{path} ({kind})" if path else kind
 
 
-def invertible_checkpoint(module: nn.Module | Sequence[nn.Module], x: Any, *, name: str | None = None) -> Any:
+def invertible_checkpoint(
+    module: nn.Module | Sequence[nn.Module],
+    x: Any,
+    *more: Any,
+    how: Literal["invert", "checkpoint", "plain"] = "invert",
+    num_outputs: int | None = None,
+    name: str | None = None,
+) -> Any:
     """Call a module so that the backward rebuilds its input from its output instead of holding it.
 
     A run of modules, in a list, an :class:`~lightning_rotor.invertible.InvertibleSequential` or several calls in a row,
@@ -416,10 +427,16 @@ def invertible_checkpoint(module: nn.Module | Sequence[nn.Module], x: Any, *, na
     Args:
         module: With an ``inverse``; or several, to run in a row. A ``reversible_backward`` is used if there is one.
         x: A tensor, or tensors in a tuple, list or dict.
+        *more: Further arguments. The module's forward and its inverse then take what is given, or made, as positional
+            arguments, and return as many tensors in a tuple.
+        how: ``"invert"``; ``"checkpoint"`` holds each module's input and runs the module again, which needs no inverse;
+            ``"plain"`` holds what autograd saves.
+        num_outputs: How many outputs of a tuple to return, one as it is; the backward holds all that the inverse needs.
         name: Of the module in error messages; by default its type's.
     Returns:
         The output of the module.
     Raises:
+        ModelError: ``how`` is none of the three, or there are fewer outputs than ``num_outputs``.
         InverseError: A module has no inverse, changes its input in place, or returns less than it took. In the
             backward: the inverse returns something else than the forward took, or is off by more than :class:`Guard`
             allows.
@@ -432,16 +449,64 @@ def invertible_checkpoint(module: nn.Module | Sequence[nn.Module], x: Any, *, na
         >>> block = AdditiveCoupling(nn.Linear(4, 4), nn.Linear(4, 4))
         >>> invertible_checkpoint([block] * 100, torch.randn(2, 8)).sum().backward()
     """
-    return _in_a_row(module, x, name)
+    if how not in _RUN:
+        raise ModelError(f"how is {how!r}: expected one of {', '.join(map(repr, _RUN))}")
+    output = _in_a_row(module, (x, *more), how, name)
+    if num_outputs is None:
+        return output
+    made = len(output) if isinstance(output, tuple) else 1
+    if not 0 < num_outputs <= made or not isinstance(output, tuple):
+        raise ModelError(
+            f"num_outputs is {num_outputs}, and the module returned {made} output{'s' * (made > 1)}: expected a tuple "
+            "of at least as many tensors"
+        )
+    return output[0] if num_outputs == 1 else output[:num_outputs]
+
+
+class _TakesSeveral(nn.Module):
+    """A module that takes several arguments, with a tuple of them in their place."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Any) -> Any:
+        return self.module(*x) if isinstance(x, tuple) else self.module(x)
+
+    def inverse(self, output: Any) -> Any:
+        module = cast("Invertible", self.module)
+        return module.inverse(*output) if isinstance(output, tuple) else module.inverse(output)
+
+
+def _inverted(stage: Stage, x: Any) -> Any:
+    module = stage.modules[0]
+    require_invertible(module.module if isinstance(module, _TakesSeveral) else module, name=stage.name)
+    return run_inverted(Way(stage, can_be_fused(module)), x)
+
+
+def _checkpointed(stage: Stage, x: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return run_stage(stage, x)
+    flat, spec = tree_flatten(x)
+    run = partial(_run_flat, stage, spec)
+    return recomputed(run, *flat, name=repr(stage.name), state=Way(stage, fused=False).state())
+
+
+def _run_flat(stage: Stage, spec: TreeSpec, *flat: Any) -> Any:
+    return run_stage(stage, tree_unflatten(flat, spec))
+
+
+_RUN: dict[str, Callable[[Stage, Any], Any]] = {"invert": _inverted, "checkpoint": _checkpointed, "plain": run_stage}
 
 
 @outside_of_graphs
-def _in_a_row(module: nn.Module | Sequence[nn.Module], x: Any, name: str | None) -> Any:
+def _in_a_row(module: nn.Module | Sequence[nn.Module], inputs: tuple[Any, ...], how: str, name: str | None) -> Any:
+    several = len(inputs) > 1
+    x = inputs if several else inputs[0]
     if isinstance(module, nn.Module):
         named = [(name or "", module)]
     else:
         named = [(f"{name}.{index}" if name else str(index), each) for index, each in enumerate(module)]
     for member_name, member in (step for path, each in named for step in members(each, path)):
-        require_invertible(member, name=member_name)
-        x = run_inverted(Way(Stage(member_name, (member,)), can_be_fused(member)), x)
+        x = _RUN[how](Stage(member_name, (_TakesSeveral(member) if several else member,)), x)
     return x

@@ -33,6 +33,7 @@ from lightning_rotor.memory.held import (
 )
 from lightning_rotor.planning import Plan, plan
 from lightning_rotor.planning.plan import DEFAULT_SLOTS
+from lightning_rotor.planning.solver import cause_and_remedy
 from lightning_rotor.simulator import Conditions
 from lightning_rotor.units import MemoryLimit, format_bytes
 
@@ -72,7 +73,7 @@ class Budget:
         except BudgetError as error:
             if error.minimum_bytes <= self.available_bytes + self.guessed_bytes:
                 return self._plan(chain, error.minimum_bytes, slots)
-            raise (self.refusal(error.minimum_bytes, error.stage) if self.reserved_bytes else error) from None
+            raise (self.refusal(error.minimum_bytes, error) if self.reserved_bytes else error) from None
 
     def least_plan(self, chain: Chain, error: BudgetError, *, slots: int) -> Plan:
         """The plan that takes least, after :meth:`plan` has said that none fits."""
@@ -103,17 +104,19 @@ class Budget:
         wanted = (max(self.available_bytes, 1), self.gradients_exist, self.lingering_bytes)
         return (plan.budget_bytes, plan.gradients_exist, plan.lingering_bytes) == wanted
 
-    def refusal(self, least_bytes: int, stage: str) -> BudgetError:
+    def refusal(self, least_bytes: int, error: BudgetError) -> BudgetError:
         """The error, in terms of the limit that the user set, if no plan for the chain takes less than so much."""
         limit_bytes, minimum_bytes = self.limit_bytes, least_bytes + self.reserved_bytes
+        cause, remedy = cause_and_remedy(self.available_bytes, least_bytes, error.stage, error.gradient_bytes)
         return self.error(
             f"mem_limit {format_bytes(limit_bytes)} is below the minimum {format_bytes(minimum_bytes)} "
             f"({minimum_bytes:,} bytes) for this model and batch: {format_bytes(self.reserved_bytes)} for "
             f"{self.reserved_for}, and at least {format_bytes(least_bytes)} for activations and new gradients "
-            f"(set by {stage!r}). Raise mem_limit or lower the batch size",
+            f"({cause}). {remedy[0].upper()}{remedy[1:]}",
             budget_bytes=limit_bytes,
             minimum_bytes=minimum_bytes,
-            stage=stage,
+            stage=error.stage,
+            gradient_bytes=error.gradient_bytes,
         )
 
 

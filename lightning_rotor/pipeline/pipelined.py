@@ -11,19 +11,32 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from lightning_rotor.capture.cuts import GraphCut, cut_graph, sequentialize
+from lightning_rotor.capture.cuts import GraphCut, SequentialCut, cut_graph, sequentialize
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import ModelError, RotorError, SampleError
-from lightning_rotor.pipeline.micro_batches import join, rows_in, split
+from lightning_rotor.memory.devices import resolve_limit
+from lightning_rotor.memory.held import storage_bytes
+from lightning_rotor.pipeline.micro_batches import join, rows_in, sizes_of, split
 from lightning_rotor.pipeline.partition import Partition, PipelineDevice, partition
-from lightning_rotor.pipeline.partition.balance import least_largest, stage_bytes, stage_seconds
-from lightning_rotor.pipeline.placement import PipelineProcesses, Placement, first, gathered, tensors_of
+from lightning_rotor.pipeline.partition.balance import counted_in_stages, least_largest, stage_bytes, stage_seconds
+from lightning_rotor.pipeline.placement import (
+    PipelineProcesses,
+    Placement,
+    first,
+    gathered,
+    outside,
+    share_generators,
+    share_model,
+    tensors_of,
+)
 from lightning_rotor.pipeline.run_context import Call
 from lightning_rotor.pipeline.runner import Cut, PipelineRunner
 from lightning_rotor.pipeline.schedule import PipelineError
@@ -34,6 +47,7 @@ from lightning_rotor.private.values import tensors_in, tree_map_only
 from lightning_rotor.profiling import Profile, profile_chain
 from lightning_rotor.profiling.dry_run import require_same
 from lightning_rotor.stages.sequential import Stage
+from lightning_rotor.units import parse_limit
 
 _log = logging.getLogger(__name__)
 
@@ -69,6 +83,8 @@ def pipelined(
         require_same(module, training, *call)
     profile = profile_chain(training.stages, training.bind(*call))
     chain = _agreed(profile.chain, processes)
+    if not isinstance(options.balance, str) and isinstance(training, SequentialCut):
+        options = replace(options, balance=counted_in_stages(options.balance, chain.names, list(module._modules)))
     made = _partition(profile, chain, options, devices, state_bytes(profile.stages), processes)
     pieces = [profile.stages[choice.first : choice.last + 1] for choice in made.choices]
     placement = Placement(model, pieces, processes)
@@ -231,6 +247,132 @@ def _shared_out(
         )
     firsts = [*map(numbers.index, range(parts)), len(stages)]
     return [(firsts[number], firsts[number + 1] - 1) for number in range(parts)]
+
+
+# -------------------------------------------------------------------- without a Trainer
+
+
+class Pipeline:
+    """Trains a module as a pipeline in a plain loop: the same script in every process, as ``torchrun`` starts it.
+
+    The module is cut in its place. Every process keeps the weights of its own stages, and computes what is outside.
+
+    Args:
+        module: To cut, with all its weights in every process, on the process's device. The first one's values count.
+        sample: Its input for a batch; a tuple for several arguments, a dict for keywords.
+        model: What the module is a part of, if more of it learns.
+        mem_limit: What training may take of each device, as for :class:`~lightning_rotor.Checkpointable`; None does not
+            limit it, and recomputes nothing.
+        optimizer_scale: Bytes of optimizer state for each byte of trained weights, within ``mem_limit``: 2 for Adam.
+        options: Fields of :class:`.PipelineOptions`, such as ``micro_batches=8`` or ``balance=[3, 4, 2]``.
+    Attributes:
+        partition: How the module is cut.
+    Raises:
+        PipelineError: There is no process group, or something speaks against a pipeline; on every process.
+        PartitionError: No partition fits ``mem_limit``; says the least memory per device that would.
+    Example:
+        >>> torch.distributed.init_process_group("gloo")  # doctest: +SKIP
+        >>> pipeline = Pipeline(net, images, micro_batches=8)  # doctest: +SKIP
+        >>> optimizer = torch.optim.SGD(pipeline.parameters(), 0.1)  # doctest: +SKIP
+        >>> loss = pipeline.step(lambda x, y: F.cross_entropy(net(x), y), images, labels)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        sample: Any,
+        *,
+        model: nn.Module | None = None,
+        mem_limit: int | float | str | None = None,
+        optimizer_scale: float = 2.0,
+        **options: Any,
+    ) -> None:
+        if not dist.is_initialized():
+            raise PipelineError(
+                "there is no process group: expected torch.distributed.init_process_group() before, in a script that "
+                "torchrun --nproc-per-node=N starts"
+            )
+        self._model, self._steps = model or module, 0
+        device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+        processes, chosen, limit = PipelineProcesses(device), PipelineOptions(**options), parse_limit(mem_limit)
+        share_model(self._model)
+        share_generators(processes)
+        call = ((), sample) if isinstance(sample, dict) else (sample if isinstance(sample, tuple) else (sample,), {})
+        outside_tensors = outside(self._model, module)
+
+        def kept_bytes(tensors: Sequence[torch.Tensor]) -> int:
+            learning = storage_bytes(tensor for tensor in tensors if tensor.requires_grad)
+            return storage_bytes(tensors) + round(optimizer_scale * learning)
+
+        memory_bytes = None
+        if limit is not None:
+            gradients = storage_bytes(tensor for tensor in outside_tensors if tensor.requires_grad)
+            taken = kept_bytes(outside_tensors) + gradients + storage_bytes(tensors_in(call))
+            memory_bytes = max(resolve_limit(limit, device) - taken, 0)
+        self._cut = pipelined(
+            self._model,
+            module,
+            split(call, sizes_of(rows_in(call), chosen.micro_batches))[0],
+            options=chosen,
+            devices=[PipelineDevice(each) for each in gathered(memory_bytes)],
+            state_bytes=lambda stages: [kept_bytes(tensors_of(stage)) for stage in stages],
+            processes=processes,
+        )
+        self.partition, self._cut.caller = self._cut.partition, "the function given to Pipeline.step"
+        self._learns_outside = any(tensor.requires_grad for tensor in outside_tensors)
+        self._cut.start()
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that this process trains, for its optimizer."""
+        return [parameter for parameter in self._model.parameters() if not parameter.is_meta]
+
+    def step(self, run: Callable[..., torch.Tensor], *batch: Any) -> torch.Tensor:
+        """Forward and backward of a batch; gradients are added to existing ones.
+
+        Args:
+            run: Takes a part of the batch, calls the module once, and returns the part's loss, a mean over its rows. It
+                runs once for each micro-batch, in every process.
+            batch: What ``run`` takes. The first process's counts.
+        Returns:
+            The loss of the batch, in every process, detached.
+        Raises:
+            PipelineError: ``run`` does not return a loss, or does not call the module once.
+        """
+        batch = first(batch)
+        rows = rows_in(batch)
+        sizes = self._cut.sizes(rows)
+        weights = [size / rows for size in sizes]
+        self._steps += 1
+        losses = self._cut.train(
+            [partial(run, *part) for part in split(batch, sizes)],
+            _require_loss,
+            weights=weights,
+            number=self._steps - 1,
+            outside_learns=self._learns_outside,
+        )
+        weighted = [loss.detach() * weight for loss, weight in zip(losses, weights, strict=True)]
+        return torch.stack(weighted).sum()
+
+    def clip_by_norm(self, limit: float) -> torch.Tensor:
+        """Clip gradients by the norm that they have over all processes, and return that norm."""
+        return self._cut.placement.clip_by_norm(self._model.parameters(), limit)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole model's state in the first process; all processes must ask. Elsewhere the local part."""
+        return self._cut.placement.whole_state_dict(self._model.state_dict())
+
+    def close(self) -> None:
+        """Give every process all weights again, and the module its own forward."""
+        self._cut.stop()
+
+
+def _require_loss(found: Any) -> torch.Tensor:
+    if not isinstance(found, torch.Tensor):
+        raise PipelineError(
+            f"the function given to Pipeline.step returned {type(found).__name__}: expected the loss of a micro-batch, "
+            "a tensor"
+        )
+    return found
 
 
 # -------------------------------------------------------------------- balances for torchgpipe's users

@@ -49,6 +49,7 @@ class PipelinedModule:
     """Runs a module as a pipeline, in the place of its ``forward``."""
 
     active = True  # a copy has False
+    caller = "training_step"  # what messages call the user's code around it
 
     def __init__(
         self, module: nn.Module, placement: Placement, runner: PipelineRunner, evaluation: PipelineRunner
@@ -87,7 +88,7 @@ class PipelinedModule:
             return self.manual_step.forward(args, kwargs)
         raise PipelineError(
             f"{type(module).__name__} is cut into pipeline stages and was called with gradients outside of "
-            "training_step: expected calls in training_step, or under torch.no_grad()"
+            f"{self.caller}: expected calls in {self.caller}, or under torch.no_grad()"
         )
 
     def sizes(self, rows: int) -> tuple[int, ...]:
@@ -124,7 +125,7 @@ class PipelinedModule:
         """
         seed = self.seed(number)
         calls = [
-            PausedCall(run, seed=mixed(mixed(seed, place), OUTSIDE), device=self.processes.device)
+            PausedCall(run, seed=mixed(mixed(seed, place), OUTSIDE), device=self.processes.device, what=self.caller)
             for place, run in enumerate(runs)
         ]
         results: dict[int, Any] = {}

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, repeat
-from operator import attrgetter, contains, is_, itemgetter
+from operator import attrgetter, contains, itemgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -18,9 +18,11 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from lightning_rotor.capture.cuts import WAYS, GraphCut, SequentialCut, sequentialize
+from lightning_rotor.capture.guards import Objects
 from lightning_rotor.chain import BackwardPeaks, Chain, Option, Skip, StageCost
 from lightning_rotor.errors import ModelError, RotorError, RotorWarning
 from lightning_rotor.execution.executor import Executor
+from lightning_rotor.execution.recomputation import Stopwatch
 from lightning_rotor.planning import Plan
 from lightning_rotor.planning.plan import from_plain
 from lightning_rotor.private.sharding import unrecorded
@@ -29,6 +31,7 @@ from lightning_rotor.private.values import require_tensors, tensors_in
 from lightning_rotor.profiling import Profile
 from lightning_rotor.profiling.chain import profile_over
 from lightning_rotor.profiling.dry_run import require_same
+from lightning_rotor.profiling.meters import meter_for
 from lightning_rotor.schedule import Leaf
 from lightning_rotor.stages.sequential import Stage, is_plain_stock
 
@@ -38,7 +41,7 @@ from lightning_rotor.stages.sequential import Stage, is_plain_stock
 
 _TABLES = ("_modules", *HOOKS[:2], "_parameters")
 _tables_in, _training = itemgetter(*_TABLES), itemgetter("training")
-_learning = attrgetter("requires_grad", "dtype")
+_learns, _dtype = attrgetter("requires_grad"), attrgetter("dtype")
 
 
 class ModuleFacts:
@@ -48,24 +51,24 @@ class ModuleFacts:
         self._modules = tuple(root.modules())
         self._parameters = tuple(root.parameters())
         self._attributes = list(map(vars, self._modules))
-        self._objects = self._now()
+        self._objects = Objects(self._now())
 
     def holds(self) -> bool:
         """True if all of it is as it was. False if that cannot be told so quickly."""
         now = self._now()
-        return len(now) == len(self._objects) > 0 and all(map(is_, now, self._objects))
+        return bool(now) and self._objects.are(now)
 
-    def _now(self) -> list[Any]:
-        """All of it as one flat list, to compare object by object."""
+    def _now(self) -> tuple[Any, ...]:
+        """All of it in one flat row, to compare object by object."""
         try:
             tables = list(filter(None, chain.from_iterable(map(_tables_in, self._attributes))))
-            return [
+            return (
                 *(*map(type, self._modules), *map(contains, self._attributes, repeat("forward"))),
-                *(*map(_training, self._attributes), *chain.from_iterable(map(_learning, self._parameters))),
+                *(*map(_training, self._attributes), *map(_learns, self._parameters), *map(_dtype, self._parameters)),
                 *(*tables, *chain.from_iterable(tables), *chain.from_iterable(map(dict.values, tables))),
-            ]
+            )
         except (KeyError, TypeError):  # a scripted module keeps its children and parameters elsewhere
-            return []
+            return ()
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -186,11 +189,11 @@ class KnownCuts:
 
         Raises ``ModelError`` if it can be no chain, ``SampleError`` if the call holds no tensor.
         """
-        require_tensors(args[0] if len(args) == 1 and not kwargs else (args, kwargs))
         for cut, value in self.known(args, kwargs):
             self._cuts.remove(cut)
             self._cuts.append(cut)
             return cut, value
+        require_tensors(args[0] if len(args) == 1 and not kwargs else (args, kwargs))
         self._require_initialized()
         self._on_cut()
         with unrecorded(self._module):
@@ -204,6 +207,8 @@ class KnownCuts:
                 "".join(f"; not {WAYS[way]}: {reason}" for way, reason in getattr(cut, "reasons", {}).items()),
             )
             self._take(cut)
+        if anew := cut.anew:
+            _log.info("%s was recorded anew: %s", type(self._module).__name__, anew)
         value = cut.bind(args, kwargs)
         if value is None:
             raise ModelError(
@@ -260,14 +265,14 @@ class KnownCuts:
         self._cuts = [*kept[max(len(kept) + 1 - self._most, 0) :], cut]
         self._made += 1
         if self._made == _MANY_CUTS:
-            self._warn_of_many()
+            self._warn_of_many(cut.anew)
 
-    def _warn_of_many(self) -> None:
+    def _warn_of_many(self, anew: str) -> None:
         message = (
             f"{type(self._module).__name__} was recorded {_MANY_CUTS} times, because an argument that is no tensor, an "
             "attribute or a value that its forward could read, or a size that decides over its operations, keeps "
-            "changing: expected only values of tensors to differ from step to step. Pad to a few lengths, or raise "
-            "max_plans so that recordings are kept"
+            f"changing{f' (in the last, {anew})' * bool(anew)}: expected only values of tensors to differ from step to "
+            "step. Pad to a few lengths, or raise max_plans so that recordings are kept"
         )
         warnings.warn(message, RotorWarning, stacklevel=2)
 
@@ -289,6 +294,7 @@ class Prepared:
         runs_plainly: True if the plan recomputes nothing, and the module's own forward keeps inside it.
         turn: Names of the modules whose calls wait for their backward meanwhile: behind others a call has another plan.
         lost_seconds: The most that a better plan would save in each step, where the schedule is that of another size.
+        rough_seconds: The same, where the costs may be much too high.
     """
 
     profile: Profile
@@ -298,19 +304,27 @@ class Prepared:
     runs_plainly: bool = False
     turn: Turn = ()
     lost_seconds: float = 0.0
+    rough_seconds: float = 0.0
 
     def under(self, signature: Signature, plan: Plan) -> Prepared:
         """The same costs with a plan, and an executor for it."""
         profile, cut = self.profile, signature.cut
+        watch = Stopwatch(meter_for(signature.device))
         executor = Executor(
-            profile.stages, profile.chain, plan.schedule, profile.states, root=cut.module, inputs=cut.inputs
+            profile.stages,
+            profile.chain,
+            plan.schedule,
+            profile.states,
+            root=cut.module,
+            inputs=cut.inputs,
+            watch=watch,
         )
         runs_plainly = _may_run_plainly(signature, profile.chain, plan)
         return replace(self, plan=plan, executor=executor, runs_plainly=runs_plainly)
 
     def without_plan(self) -> Prepared:
         """Prepared costs alone."""
-        return Prepared(self.profile, estimated=self.estimated, turn=self.turn)
+        return replace(self, plan=None, executor=None, runs_plainly=False, lost_seconds=0.0)
 
 
 def _may_run_plainly(signature: Signature, chain: Chain, plan: Plan) -> bool:

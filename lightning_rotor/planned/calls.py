@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 from weakref import ReferenceType
 
 import torch
@@ -13,7 +12,6 @@ import torch
 from lightning_rotor.execution.executor import Pending
 from lightning_rotor.planned.cache import Prepared, Signature, Turn
 from lightning_rotor.planned.plans import Plans
-from lightning_rotor.planned.target import Target
 from lightning_rotor.planning import Plan
 from lightning_rotor.profiling.meters import MeteredPhase
 
@@ -23,21 +21,11 @@ INTO, BEHIND, BACK = "into", "behind", "back to"
 """How labels begin of the phases that begin with a call's forward, behind it, and with its backward."""
 
 
-class Called(Protocol):
-    """A planned module, as far as its calls know it."""
-
-    target: Target
-
-    @property
-    def plans(self) -> Plans:
-        """Plans of its forward."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """A call in the running step."""
+    """A call in the running step, of the module that ``plans`` are for."""
 
-    module: Called
+    plans: Plans
     signature: Signature
     prepared: Prepared
     pending: ReferenceType[Pending]
@@ -63,25 +51,25 @@ class Call:
     @property
     def key(self) -> CallKey:
         """Equal for the same call in other steps."""
-        return CallKey(self.module, self.signature, self.prepared.turn)
+        return CallKey(self.plans, self.signature, self.prepared.turn)
 
 
 @dataclass(frozen=True, slots=True)
 class CallKey:
     """What a call has in every step."""
 
-    module: Called
+    plans: Plans
     signature: Signature
     turn: Turn
 
     @property
     def name(self) -> str:
         """Of the module."""
-        return self.module.target.name
+        return self.plans.name
 
     def prepared(self) -> Prepared | None:
         """What is known of it, if that is still known."""
-        return self.module.plans.known(self.signature, self.turn)
+        return self.plans.known(self.signature, self.turn)
 
 
 @dataclass(slots=True)

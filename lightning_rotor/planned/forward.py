@@ -211,8 +211,8 @@ class PlannedForward:
 
     active = True
 
-    def __init__(self, module: nn.Module, source: BudgetSource, settings: PlanSettings) -> None:
-        self.plans = Plans(module, source, settings)
+    def __init__(self, module: nn.Module, source: BudgetSource, settings: PlanSettings, name: str = "") -> None:
+        self.plans = Plans(module, source, settings, name)
         self._module, self._source = module, source
         self._statistics = CopiedStatistics()
         self._caches = KeyValueCaches(module)
@@ -246,7 +246,8 @@ class PlannedForward:
         assert prepared.plan is not None
         self._source.on_start()
         output, prepared = self._run(signature, prepared, value, plainly if prepared.runs_plainly else None)
-        self._source.on_run(signature, prepared, await_backward(output, value, once=not prepared.runs_plainly))
+        pending = await_backward(output, value, once=not prepared.runs_plainly)
+        self._source.on_run(self.plans, signature, prepared, pending)
         return output
 
     def _plans_for(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -267,7 +268,7 @@ class PlannedForward:
         except (ModelError, SampleError) as error:  # no chain, or a call without tensors
             if self.plans.has_cut:
                 raise
-            self._source.on_unsupported(error)
+            self._source.on_unsupported(self.plans, error)
             return None
         try:
             return signature, value, self.plans.prepare(signature, value)

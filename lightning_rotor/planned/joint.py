@@ -23,14 +23,14 @@ from lightning_rotor.errors import BudgetError
 from lightning_rotor.memory.budget import Budget
 from lightning_rotor.planned.cache import Prepared
 from lightning_rotor.planned.calls import BACK, BEHIND, INTO, LOSS, Call, CallKey, Step
-from lightning_rotor.planning import Plan
+from lightning_rotor.planning import Plan, minimum_budget
 from lightning_rotor.planning.plan import scheduled
 from lightning_rotor.profiling.meters import MeteredPhase
 from lightning_rotor.schedule import Item, Leaf, Schedule, Segment
 from lightning_rotor.simulator import Simulation, simulate
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class StepPlan(Plan):
     """A plan for several calls, in the order of their forwards.
 
@@ -190,7 +190,8 @@ class _Levels:
         return cls(
             (forward[0][0], max(event.peak_bytes for _, event in forward)),
             (backward[0][0], max(event.peak_bytes for _, event in backward)),
-            forward[-1][1].after_bytes,
+            # A stage that is run to be discarded holds its input until the next one begins.
+            next(event.peak_bytes for event in bare.events if event.phase == "forward" and event.stage == last),
         )
 
 
@@ -233,7 +234,7 @@ def _held_before(plan: Plan, lengths: Sequence[int]) -> Iterator[int]:
 def _kept_option(
     forward_bytes: int, backward_bytes: int, *, saved: tuple[int, int, int], left: tuple[int, int]
 ) -> Option:
-    """What runs once, from its peaks; ``saved``: inside, of input and output; ``left``: gradients, first the input's."""
+    """What runs once, by its peaks; ``saved``: inside, of input and output; ``left``: gradients, first the input's."""
     return Option(
         name="keep",
         saved_bytes=saved[0],
@@ -473,7 +474,7 @@ class PathPlans:
                 continue
             parts.append(part)
             if prepared is not None:
-                key.module.plans.use_plan(key.signature, prepared, part)
+                key.plans.use_plan(key.signature, prepared, part)
         return replace(plan, plans=tuple(parts))
 
     def _in_order(
@@ -498,7 +499,7 @@ class PathPlans:
         if len(known) < len(path):
             return None
         names, chains = [key.name for key in path], [prepared.profile.chain for prepared in known]
-        outside = self._measured.get(path, [])
+        measured = self._measured.get(path)
         kept = {
             key: scheduled(each.profile.chain, Schedule.keep_all(len(each.profile.chain)), **each.plan.conditions)
             for key, each in zip(path, known, strict=True)
@@ -507,15 +508,18 @@ class PathPlans:
         settled = {**kept, **settled}
         parts = [settled.get(key, chain) for key, chain in zip(path, chains, strict=True)]
         is_partly_settled = any(key in settled for key in path)
-        chain = joined(names, parts, outside)
+        chain = joined(names, parts, measured or ())
         budget = self._budget(chain, _copied_bytes(known))
-        if outside:
+        if measured is not None:
+            outside = measured
             spared_bytes = int(budget.limit_bytes * _SPARED)
             budget = replace(budget, available_bytes=budget.available_bytes - spared_bytes, guessed_bytes=spared_bytes)
         else:
+            outside = self._guessed(names, parts, budget)
+            chain = joined(names, parts, outside)
             budget = budget.reduced_to(0, "what is not measured yet")
         try:
-            solved = self._solved(chain, budget, must_fit=strict and is_partly_settled and bool(outside))
+            solved = self._solved(chain, budget, must_fit=strict and is_partly_settled and measured is not None)
         except BudgetError:
             raise _NoRoomError(path) from None
         if not is_partly_settled:
@@ -530,6 +534,23 @@ class PathPlans:
         plan = StepPlan.of(whole, names, chains)
         plans = tuple(settled.get(key, part) for key, part in zip(path, plan.plans, strict=True))
         return replace(plan, plans=plans)
+
+    def _guessed(self, names: Sequence[str], parts: Sequence[Chain | Plan], budget: Budget) -> list[Outside]:
+        """What the code around calls might take: all that the limit leaves, in equal parts, and peaks behind calls."""
+
+        def least(outside: Sequence[Outside]) -> int:
+            chain = joined(names, parts, outside)
+            return minimum_budget(chain, slots=self._slots, **budget.conditions).peak_bytes
+
+        peak_bytes = least(())
+        held_bytes = max(budget.available_bytes - peak_bytes, 0) // len(parts)
+        for share in (1.0, 0.5, 0.25, 0.0):  # the higher the peaks behind them, the less calls keep
+            behind_bytes = held_bytes + int(share * (peak_bytes - budget.lingering_bytes))
+            before = [number * held_bytes for number in range(len(parts))]
+            guess = [Outside(each, each + behind_bytes, each) for each in before]
+            if least(guess) <= max(budget.available_bytes, peak_bytes):
+                break
+        return guess
 
     def _solved(self, chain: Chain, budget: Budget, *, must_fit: bool) -> Plan:
         """Plan calls, as all processes agree. Where nothing fits, a step under the least plan shows what it is."""

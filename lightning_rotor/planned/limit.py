@@ -38,6 +38,7 @@ class StepLimit:
 
     def __init__(self, loop: TrainingLoop, limit: MemoryLimit | None, *, beyond: bool) -> None:
         self.size_bytes, self.beyond = 0, beyond
+        self.excess_bytes = self._correction_bytes = 0  # what the least plan takes beyond the limit, and a part of that
         self.corrections = Corrections()
         self._loop, self._limit = loop, limit
         self._agreed_bytes: int | None = None
@@ -66,6 +67,7 @@ class StepLimit:
         if chain not in self.corrections:
             budget = replace(budget, guessed_bytes=correction_bytes)
         self._told = replace(budget, error=TrialError) if self._loop.is_trial else budget
+        self.excess_bytes, self._correction_bytes = 0, correction_bytes
         return self._told
 
     def _other_bytes(self, chain: Chain, step: Step | None, now_bytes: int) -> int:
@@ -84,10 +86,15 @@ class StepLimit:
             state = sum(predict_optimizer_state_bytes(each) - optimizer_state_bytes(each) for each in loop.optimizers)
         return gradients + state, state if loop.gradients_linger else gradients + state
 
+    def reserved_beside(self, plan: Plan) -> int:
+        """What of the process is not for a plan."""
+        return max(self.size_bytes - plan.budget_bytes + self.excess_bytes, 0)
+
     # ---------------------------------------------------------------- where no plan keeps it
 
     def refuse(self, error: BudgetError, step: Step | None) -> None:
         """No plan for a call fits: go beyond the limit, or end training once the step has shown what it needs."""
+        self.excess_bytes = error.minimum_bytes - error.budget_bytes - self._correction_bytes
         loop, runs = self._loop, step is not None and not step.is_over
         is_simple = runs and loop.gradients_linger and not loop.is_trial and loop.processes == 1
         if self.beyond or not is_simple or self._has_no_more(error):
@@ -109,7 +116,7 @@ class StepLimit:
         rest_bytes = max(int(peak_bytes * _UNEVEN) - error.minimum_bytes, 0)
         least_bytes = error.minimum_bytes - budget.reserved_bytes
         budget = budget.reduced_to(budget.available_bytes - rest_bytes, "the rest of the step")
-        raise budget.refusal(least_bytes, error.stage)
+        raise budget.refusal(least_bytes, error)
 
     def exceeded(self, peak_bytes: int, names: Sequence[str], calls: Sequence[Plan]) -> None:
         """A measured step has taken more, and no plan takes less: go beyond the limit, or end training."""

@@ -4,123 +4,42 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
-from weakref import ReferenceType
+from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from lightning_rotor.capture.compiled import is_compiled, taken_apart
-from lightning_rotor.errors import BudgetError, ModelError, ProfilerBusyError, RotorError
-from lightning_rotor.execution.executor import Pending
-from lightning_rotor.memory.budget import Budget
-from lightning_rotor.planned.cache import Prepared, Signature, Turn
-from lightning_rotor.planned.calls import Call
+from lightning_rotor.errors import ModelError, RotorError
 from lightning_rotor.planned.closed_loop import Replanning
 from lightning_rotor.planned.forward import PlannedForward, attach, detach, is_attached
 from lightning_rotor.planned.loop import TrainingLoop
 from lightning_rotor.planned.plans import BudgetSource, Plans, PlanSettings
-from lightning_rotor.planned.ranks import Agreement
 from lightning_rotor.planned.target import Target, TargetSearch, named_target
 from lightning_rotor.planning import Plan
 from lightning_rotor.private.torch_names import INNER
-from lightning_rotor.profiling import Profile
 
 _log = logging.getLogger(__name__)
 
 
-class ForSteps(Protocol):
-    """What a planned module asks and tells: see :class:`.StepPlanner`."""
+@dataclass(slots=True, eq=False)
+class PlannedModule:
+    """One planned module, attached until :meth:`end`."""
 
-    ranks: Agreement
+    target: Target
+    plans: Plans
 
-    def turn(self) -> Turn:
-        """Names of the modules whose calls wait for their backward."""
-
-    def budget(self, module: PlannedModule, profile: Profile) -> Budget:
-        """What a plan may use now."""
-
-    def before_measuring(self) -> None:
-        """A module is about to be measured."""
-
-    def on_plan(self, plan: Plan) -> None:
-        """A plan will run."""
-
-    def on_start(self) -> None:
-        """A call is about to run."""
-
-    def on_run(self, call: Call) -> None:
-        """A call has run."""
-
-    def on_unsupported(self, module: PlannedModule, error: RotorError) -> None:
-        """A module is no chain."""
-
-    def on_busy(self, error: ProfilerBusyError) -> None:
-        """A module cannot be measured now."""
-
-    def on_infeasible(self, error: BudgetError) -> None:
-        """No plan fits."""
-
-
-class PlannedModule(BudgetSource):
-    """One planned module, attached until :meth:`end`; ``ModelError`` if another plan works on the same layers."""
-
-    def __init__(self, model: nn.Module, target: Target, planner: ForSteps, settings: PlanSettings) -> None:
+    @classmethod
+    def attached(cls, model: nn.Module, target: Target, source: BudgetSource, settings: PlanSettings) -> PlannedModule:
+        """Run a module under plans from now on; ``ModelError`` if another plan works on the same layers."""
         _check_apart(model, target)
-        self.target = target
-        self._planner = planner
-        self._planned = PlannedForward(target.module, self, settings)
-        attach(target.module, self._planned)
-
-    @property
-    def plans(self) -> Plans:
-        """Plans of its forward."""
-        return self._planned.plans
+        planned = PlannedForward(target.module, source, settings, target.name)
+        attach(target.module, planned)
+        return cls(target, planned.plans)
 
     def end(self) -> None:
         """Give the module its own forward back."""
         detach(self.target.module)
-
-    @property
-    def ranks(self) -> Agreement:  # type: ignore[override]
-        """How processes agree on plans."""
-        return self._planner.ranks
-
-    @property
-    def turn(self) -> Turn:
-        """Names of the modules whose calls wait for their backward."""
-        return self._planner.turn()
-
-    def budget(self, profile: Profile) -> Budget:
-        """What a plan for the module may use now."""
-        return self._planner.budget(self, profile)
-
-    def before_measuring(self) -> None:
-        """The module is about to be measured."""
-        self._planner.before_measuring()
-
-    def on_plan(self, plan: Plan) -> None:
-        """A plan for the module will run."""
-        self._planner.on_plan(plan)
-
-    def on_start(self) -> None:
-        """A call is about to run."""
-        self._planner.on_start()
-
-    def on_run(self, signature: Signature, prepared: Prepared, pending: ReferenceType[Pending]) -> None:
-        """A call has run."""
-        self._planner.on_run(Call(self, signature, prepared, pending))
-
-    def on_unsupported(self, error: RotorError) -> None:
-        """The module is no chain."""
-        self._planner.on_unsupported(self, error)
-
-    def on_busy(self, error: ProfilerBusyError) -> None:
-        """The module cannot be measured now."""
-        self._planner.on_busy(error)
-
-    def on_infeasible(self, error: BudgetError) -> None:
-        """No plan fits."""
-        self._planner.on_infeasible(error)
 
 
 class PlannedModules(Replanning):
@@ -131,14 +50,14 @@ class PlannedModules(Replanning):
     """
 
     def __init__(
-        self, loop: TrainingLoop, planner: ForSteps, settings: PlanSettings, names: str | Sequence[str] | None
+        self, loop: TrainingLoop, source: BudgetSource, settings: PlanSettings, names: str | Sequence[str] | None
     ) -> None:
-        self._loop, self._planner, self._settings = loop, planner, settings
+        self._loop, self._source, self._settings = loop, source, settings
         self._names = [names] if isinstance(names, str) else names
         self._search = None if names is not None else TargetSearch(loop.model, may_be_whole=loop.may_be_whole)
         self._modules: list[PlannedModule] = []
         self.warnings: list[str] = []
-        self.is_guess = False
+        self.is_guess = self._is_news = False
 
     def __iter__(self) -> Iterator[PlannedModule]:
         return iter(self._modules)
@@ -181,10 +100,11 @@ class PlannedModules(Replanning):
     def _as_on_rank_0(self, name: str) -> Target:
         return Target(name, self._loop.model.get_submodule(name), "as on rank 0")
 
-    def refuse(self, module: PlannedModule, error: RotorError) -> None:
+    def refuse(self, plans: Plans, error: RotorError) -> None:
         """From inside the first forward: plan what is next best, unless the user has named this one."""
         if self._search is None:
             raise error
+        module = next(module for module in self if module.plans is plans)
         self._search.refuse(module.target)
         found = self._search.all()
         if not found:
@@ -192,10 +112,10 @@ class PlannedModules(Replanning):
         _log.info("RotorCallback cannot plan %s: %s", module.target.place, error)
         self._take(found)
 
-    def is_alone(self, module: PlannedModule) -> bool:
+    def is_alone(self, plans: Plans) -> bool:
         """True if a step calls nothing else that is planned, as far as is known."""
         calls = 0 if self._search is None else self._search.calls([each.target.name for each in self])
-        return calls <= 1 and all(each is module for each in self)
+        return calls <= 1 and all(each.plans is plans for each in self)
 
     def end(self) -> None:
         """Give all of them their own forwards back."""
@@ -218,11 +138,15 @@ class PlannedModules(Replanning):
         return any(module.plans.is_capped(part) for module in self for part in plan.calls)
 
     def tell(self) -> None:
-        """Warn of what is not planned, or not as it was."""
-        if not self.is_guess:
-            for message in self.warnings:
-                self._loop.warn(message)
-            self.warnings.clear()
+        """Say what is planned, and warn of what is not, or not as it was, once that is certain."""
+        if self.is_guess:
+            return
+        if self._is_news and self._loop.is_lead:
+            _log.info("RotorCallback plans %s. RotorCallback(module=...) names others", str(self))
+        self._is_news = False
+        for message in self.warnings:
+            self._loop.warn(message)
+        self.warnings.clear()
 
     def _take(self, targets: Sequence[Target]) -> None:
         if not targets:
@@ -232,24 +156,23 @@ class PlannedModules(Replanning):
                 "nn.Sequential or a module of their own, and call that"
             )
         wanted = {id(target.module): target for target in targets}
+        kept = []
         for module in self:
-            if id(module.target.module) not in wanted:
+            target = wanted.pop(id(module.target.module), None)
+            if target is None:
                 module.end()
-        present = {id(module.target.module): module for module in self if id(module.target.module) in wanted}
-        self._modules = list(present.values())
+            else:
+                module.target = target  # why it is one may have changed
+                kept.append(module)
+        self._modules = kept
         try:
-            for identity, target in wanted.items():
-                if identity in present:
-                    present[identity].target = target
-                else:
-                    self._modules.append(PlannedModule(self._loop.model, target, self._planner, self._settings))
+            for target in wanted.values():
+                self._modules.append(PlannedModule.attached(self._loop.model, target, self._source, self._settings))
         except ModelError:
             self.end()
             raise
         self.warnings = [*self._what_is_taken_apart(), *self._what_is_left_out()]
-        if self._loop.is_lead:
-            level = logging.DEBUG if self.is_guess else logging.INFO
-            _log.log(level, "RotorCallback plans %s. RotorCallback(module=...) names others", str(self))
+        self._is_news = True
 
     def _what_is_taken_apart(self) -> list[str]:
         """A warning for each target that was compiled and does not stay so."""

@@ -164,6 +164,8 @@ def _flat(shapes: Shapes) -> list[int]:
 
 
 def _scaled(chain: Chain, factor: float) -> Chain:
+    if factor == 1.0:  # as for every size below all measured ones
+        return replace(chain, stages=tuple(replace(stage, takes=()) for stage in chain))
     return combined(
         [chain],
         of_bytes=lambda values: math.ceil(values[0] * factor - _TOLERANCE),

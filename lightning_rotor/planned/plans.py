@@ -6,7 +6,10 @@ from those of measured sizes around it (:mod:`lightning_rotor.planned.new_shapes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
@@ -37,14 +40,15 @@ from lightning_rotor.planning.plan import DEFAULT_SLOTS
 from lightning_rotor.profiling import Profile, profile_chain
 from lightning_rotor.profiling.meters import MeasuringProgress
 from lightning_rotor.schedule import Schedule
+from lightning_rotor.units import format_bytes, format_seconds
 
-# A smaller last batch is not worth measuring; every fourth size that recomputes for want of better knowledge is.
-_PATIENCE = 4
+_log = logging.getLogger(__name__)
+_SERVED = 4  # sizes to come, at least, that pay for measuring one
 _NEAREST = 4  # schedules that are tried for a new size
 
 
 class BudgetSource:
-    """Says what the plans of a module may use, and hears what happens. Errors end the call unless it takes them."""
+    """Says what the plans of modules may use, and hears what happens. Errors end the call unless it takes them."""
 
     ranks = Agreement()
 
@@ -53,8 +57,8 @@ class BudgetSource:
         """Names of the modules whose calls wait for their backward."""
         return ()
 
-    def budget(self, profile: Profile) -> Budget:
-        """What a plan for a measured module may use at this moment."""
+    def budget(self, plans: Plans, profile: Profile) -> Budget:
+        """What one of these plans may use at this moment."""
         raise NotImplementedError
 
     def before_measuring(self) -> None:
@@ -66,10 +70,10 @@ class BudgetSource:
     def on_start(self) -> None:
         """A call is about to run under a plan."""
 
-    def on_run(self, signature: Signature, prepared: Prepared, pending: ReferenceType[Pending]) -> None:
+    def on_run(self, plans: Plans, signature: Signature, prepared: Prepared, pending: ReferenceType[Pending]) -> None:
         """A call has run under a plan."""
 
-    def on_unsupported(self, error: RotorError) -> None:
+    def on_unsupported(self, plans: Plans, error: RotorError) -> None:
         """The module turned out to be no chain. It runs plainly, unless this raises."""
         raise error
 
@@ -100,14 +104,32 @@ class PlanSettings:
                 raise UnitError(f"{name} is {number!r}: expected a positive integer, such as the default {default}")
 
 
+@dataclass(slots=True)
+class _Account:
+    """What steps have lost for want of something better, and what that takes."""
+
+    price_seconds: float = 0.0
+    lost_seconds: float = 0.0
+
+    def pays(self, lost_seconds: float) -> bool:
+        """True if with this loss, steps have lost more than the better takes since it was had last."""
+        self.lost_seconds += lost_seconds
+        if self.lost_seconds <= self.price_seconds:
+            return False
+        self.lost_seconds = 0.0
+        return True
+
+
 class Plans:
     """The plans of one module, or ``ModelError`` if it can be no chain.
 
-    ``ceiling_bytes`` is the most that any plan may take since the device ran out of memory, or None if it never did.
+    ``name`` says where in the model it is. ``ceiling_bytes`` is the most that any plan may take since the device ran
+    out of memory, or None if it never did.
     """
 
-    def __init__(self, module: nn.Module, source: BudgetSource, settings: PlanSettings) -> None:
+    def __init__(self, module: nn.Module, source: BudgetSource, settings: PlanSettings, name: str = "") -> None:
         check_module(module)
+        self.name = name
         self.ceiling_bytes: int | None = None
         self._source, self._settings = source, settings
         self._cuts = KnownCuts(module, most=settings.max_plans, on_cut=source.before_measuring)
@@ -115,8 +137,8 @@ class Plans:
         self._measurements = Measurements()
         self._compiled = CompiledModules(settings.compiled_variants)
         self._records: dict[str, dict[str, Any]] = {}
-        self._rough = 0  # plans that recompute by costs that are much too high, perhaps
-        self._solve_seconds = self._lost_seconds = 0.0  # the longest search for a plan, and what was lost without one
+        self.measuring_seconds = 0.0
+        self._searching, self._measuring = _Account(), _Account()
 
     @property
     def plan(self) -> Plan | None:
@@ -153,9 +175,10 @@ class Plans:
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Signature, Any]:
         """What a plan for a call depends on, and the chain's input. The module is cut if it must be."""
-        made = self._cuts.made
+        made, began = self._cuts.made, time.perf_counter()
         cut, value = self._cuts.bind(args, kwargs)
         if self._cuts.made != made:
+            self.measuring_seconds += time.perf_counter() - began
             for known in (self._cache, self._measurements):
                 known.drop(lambda signature: signature.cut in self._cuts)
         return self._cuts.signature(cut, value), value
@@ -167,14 +190,38 @@ class Plans:
 
     def prepare(self, signature: Signature, value: Any) -> Prepared:
         """The prepared entry of a call, made now if there is none."""
-        turn = self._source.turn
-        prepared = self._cache.use(signature, turn) or self._recalled(signature) or self._estimated(signature)
+        turn, spent = self._source.turn, self.measuring_seconds
+        known = self._cache.use(signature, turn)
+        prepared = known or self._recalled(signature) or self._estimated(signature)
         if prepared is None:
             self.measure(signature, value)
             prepared = self._cache.latest[1]
-        if prepared.turn != turn or (prepared.lost_seconds and self._is_too_much(prepared.lost_seconds)):
+        elif prepared.rough_seconds and self._measuring.pays(prepared.rough_seconds):
+            with suppress(ProfilerBusyError):  # this plan does until torch's profiler is free
+                self.measure(signature, value)
+                prepared = self._cache.latest[1]
+        if prepared.turn != turn or (prepared.lost_seconds and self._searching.pays(prepared.lost_seconds)):
             prepared = replace(prepared.without_plan(), turn=turn)
-        return self.plan_again(signature, prepared) if prepared.executor is None else prepared
+        prepared = self.plan_again(signature, prepared) if prepared.executor is None else prepared
+        if self.measuring_seconds > spent or known is None:
+            self._tell(signature, prepared, self.measuring_seconds - spent)
+        return prepared
+
+    def _tell(self, signature: Signature, prepared: Prepared, seconds: float) -> None:
+        """Log what a new shape costs, on one line."""
+        plan = _plan_of(prepared)
+        how = "taken from those of other shapes" if prepared.estimated else "known from a checkpoint"
+        _log.info(
+            "%s for %s: costs %s, peak of activations %s of %s, %d of %d stages recomputed (+%.1f %% of the step)",
+            type(signature.cut.module).__name__,
+            " and ".join("×".join(map(str, shape)) for shape in signature.shapes),
+            f"measured in {format_seconds(seconds)}" if seconds else how,
+            format_bytes(plan.peak_bytes),
+            format_bytes(plan.budget_bytes),
+            len(plan.recomputed),
+            len(plan.chain),
+            100 * plan.overhead,
+        )
 
     def _recalled(self, signature: Signature) -> Prepared | None:
         """What a checkpoint says about a call."""
@@ -194,69 +241,66 @@ class Plans:
         estimate = None if self.together else self._measurements.estimate(signature)
         if estimate is None:
             return None
-        known, lost_seconds = self._known_schedule(signature, estimate.profile)
+        alike = self._alike(signature, estimate.profile)
+        known = self._known_schedule(estimate.profile, [plan for _, plan, _ in alike])
+        # A larger size needs no less recomputation.
+        least = [plan.overhead for size, plan, is_best in alike if is_best and size <= signature.size]
+
+        def lost_by(plan: Plan) -> float:
+            return max(plan.overhead - max(least, default=0.0), 0.0) * plan.seconds / (1 + plan.overhead)
+
+        lost_seconds = 0.0 if known is None else lost_by(known)
+        if self._searching.pays(lost_seconds):
+            known, lost_seconds = None, 0.0
         try:
             solved = known or self._solve(estimate.profile)
         except BudgetError:
             return None
-        if solved.recomputed and not estimate.is_close:
-            self._rough += 1
-            if self._rough % _PATIENCE == 0:
-                return None
-        prepared = Prepared(estimate.profile, estimated=True, lost_seconds=lost_seconds)
+        prepared = Prepared(
+            estimate.profile,
+            estimated=True,
+            lost_seconds=lost_seconds,
+            rough_seconds=0.0 if estimate.is_close else lost_by(solved),
+        )
         return self.use_plan(signature, prepared, solved)
 
-    def _known_schedule(self, signature: Signature, profile: Profile) -> tuple[Plan | None, float]:
-        """The best schedule made for a size near this one that fits here, and the most seconds that a step loses by it.
-
-        None if there is none, or if all that was lost by such schedules would have paid for a search.
-        """
-        budget, size = self.budget(profile), signature.size
-        alike = sorted(
-            (
-                (known.size, prepared)
-                for known, prepared in self._cache
-                if prepared.plan is not None
-                and known.same_but_shapes(signature)
-                and prepared.plan.chain.names == profile.chain.names
-            ),
-            key=lambda entry: abs(entry[0] - size),
+    def _alike(self, signature: Signature, profile: Profile) -> list[tuple[int, Plan, bool]]:
+        """Size, plan, and whether it is the best that is known, of other sizes' calls, the nearest first."""
+        found = (
+            (known.size, prepared.plan, not (prepared.lost_seconds or prepared.rough_seconds))
+            for known, prepared in self._cache
+            if prepared.plan is not None
+            and known.same_but_shapes(signature)
+            and prepared.plan.chain.names == profile.chain.names
         )
-        schedules = {id(plan.schedule): plan.schedule for _, prepared in alike if (plan := prepared.plan) is not None}
+        return sorted(found, key=lambda entry: abs(entry[0] - signature.size))
+
+    def _known_schedule(self, profile: Profile, plans: Sequence[Plan]) -> Plan | None:
+        """The best schedule of plans for other sizes, or without recomputation, that fits; None if there is none."""
+        budget, nothing = self.budget(profile), Schedule.keep_all(len(profile.chain))
+        schedules = {id(each): each for each in (nothing, *(plan.schedule for plan in plans))}
         limit: dict[str, Any] = {
             "budget_bytes": max(budget.available_bytes, 1),
             "slots": self._settings.slots,
             **budget.conditions,
         }
-        plans = [scheduled(profile.chain, each, **limit) for each in list(schedules.values())[:_NEAREST]]
-        fitting = [plan for plan in plans if plan.peak_bytes <= plan.budget_bytes]
-        if not fitting:
-            return None, 0.0
-        best = min(fitting, key=attrgetter("seconds"))
-        # A larger size needs no less recomputation.
-        least = [
-            plan.overhead
-            for other, prepared in alike
-            if (plan := prepared.plan) is not None and other <= size and not prepared.lost_seconds
-        ]
-        lost_seconds = max(best.overhead - max(least, default=0.0), 0.0) * best.seconds / (1 + best.overhead)
-        return (None, 0.0) if self._is_too_much(lost_seconds) else (best, lost_seconds)
-
-    def _is_too_much(self, lost_seconds: float) -> bool:
-        """True if a search for a plan would have taken less than what was lost since the last one."""
-        self._lost_seconds += lost_seconds
-        if self._lost_seconds <= self._solve_seconds:
-            return False
-        self._lost_seconds = 0.0
-        return True
+        tried = [scheduled(profile.chain, each, **limit) for each in list(schedules.values())[: 1 + _NEAREST]]
+        fitting = [plan for plan in tried if plan.peak_bytes <= plan.budget_bytes]
+        return min(fitting, key=attrgetter("seconds"), default=None)
 
     def measure(self, signature: Signature, value: Any) -> Profile:
         """Measure a call, again if it was measured before."""
         self._source.before_measuring()
+        start = time.perf_counter()
         with MeasuringProgress(enabled=self._settings.show_progress) as progress:
             profile = profile_chain(
                 signature.cut.stages, value, progress=progress, compiled=self._compiled, in_lockstep=self.together
             )
+        seconds = time.perf_counter() - start
+        self.measuring_seconds += seconds
+        self._measuring.price_seconds = seconds / _SERVED
+        rough = {known for known, prepared in self._cache if prepared.rough_seconds}
+        self._cache.drop(lambda known: known not in rough)  # the new costs may say more of these, too
         self._keep(signature, profile)
         return profile
 
@@ -271,13 +315,13 @@ class Plans:
 
     def budget(self, profile: Profile, *, ceiling: bool = True) -> Budget:
         """What a plan may use; without the ceiling, if the device had as much as it seemed to have."""
-        budget = self._source.budget(profile)
+        budget = self._source.budget(self, profile)
         budget = replace(budget, lingering_bytes=budget.lingering_bytes + profile.copied_bytes)
         return budget.capped(self.ceiling_bytes) if ceiling else budget
 
     def _solve(self, profile: Profile) -> Plan:
         plan = self.budget(profile).plan(profile.chain, slots=self._settings.slots)
-        self._solve_seconds = max(self._solve_seconds, plan.solve_seconds)
+        self._searching.price_seconds = max(self._searching.price_seconds, plan.solve_seconds)
         return plan
 
     def plan_again(self, signature: Signature, prepared: Prepared) -> Prepared:
@@ -326,6 +370,13 @@ class Plans:
         return self.ceiling_bytes is not None and plan.budget_bytes >= self.ceiling_bytes
 
     # ---------------------------------------------------------------- all calls
+
+    def recompute_seconds(self, plan: Plan) -> float | None:
+        """Seconds that a call under a plan was measured to recompute; None if it was not, or the plan is another's."""
+        executor = next((prepared.executor for _, prepared in self._cache if prepared.plan is plan), None)
+        if executor is None or executor.watch is None:
+            return None
+        return executor.watch.seconds if plan.recomputed else 0.0
 
     def runs(self, plan: Plan) -> bool:
         """True if a plan is in use."""
@@ -392,6 +443,15 @@ class Plans:
         self._cache.clear()
         self._measurements.clear()
         self._cuts.forget()
+
+
+def measured_overhead(plan: Plan, modules: Iterable[Plans]) -> float | None:
+    """Time inside of a step's recomputations by that of its calls without; None before the second step under a plan."""
+    measured = [module.recompute_seconds(call) for module in modules for call in plan.calls]
+    seconds = [each for each in measured if each is not None]
+    return (
+        sum(seconds) / plan.chain.step_seconds if len(seconds) == len(plan.calls) and plan.chain.step_seconds else None
+    )
 
 
 def _plan_of(prepared: Prepared) -> Plan:

@@ -14,21 +14,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
+from weakref import ReferenceType
 
 import torch
 from torch import nn
 
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import BudgetError, ProfilerBusyError, RotorError
+from lightning_rotor.execution.executor import Pending
 from lightning_rotor.memory.budget import Budget, take_workspaces
-from lightning_rotor.planned.cache import Turn, model_fingerprint
+from lightning_rotor.planned.cache import Prepared, Signature, Turn, model_fingerprint
 from lightning_rotor.planned.calls import BACK, BEHIND, INTO, LOSS, Call, Step
 from lightning_rotor.planned.closed_loop import Corrections, StepWatch
 from lightning_rotor.planned.joint import PathPlans
 from lightning_rotor.planned.limit import StepLimit
 from lightning_rotor.planned.loop import TrainingLoop
 from lightning_rotor.planned.modules import PlannedModule, PlannedModules
-from lightning_rotor.planned.plans import PlanSettings
+from lightning_rotor.planned.plans import BudgetSource, Plans, PlanSettings, measured_overhead
 from lightning_rotor.planned.ranks import Agreement
 from lightning_rotor.planned.target import Target, may_be_planned
 from lightning_rotor.planning import Plan
@@ -98,23 +100,23 @@ class SavedPlans:
             found.append(Target(saved["module"], module, "as before"))
         return found
 
-    def recall(self, modules: Iterable[PlannedModule]) -> bool:
-        """Let modules go on with what was known of them. True if these are the ones."""
+    def recall(self, modules: Iterable[PlannedModule], corrections: Corrections) -> None:
+        """Go on with what was known of modules, if these are the ones."""
         present = {module.target.name: module for module in modules}
         known = [present.get(saved["module"]) for saved in self.modules]
         if len(known) != len(present) or not all(
             module is not None and model_fingerprint(module.target.module) == saved["model"]
             for module, saved in zip(known, self.modules, strict=True)
         ):
-            return False
+            return
         for module, saved in zip(known, self.modules, strict=True):
             assert module is not None
             module.plans.recall(saved["records"])
             module.plans.ceiling_bytes = saved["ceiling_bytes"]
-        return True
+        corrections.recall(self.corrections)
 
 
-class StepPlanner:
+class StepPlanner(BudgetSource):
     """Keeps the steps of a training inside a limit; ``ModelError`` if a module of these names cannot be planned.
 
     Args:
@@ -140,7 +142,7 @@ class StepPlanner:
         self.watch = StepWatch()
         self._is_settled = False
         self.was_put_off = False
-        self._limit = StepLimit(loop, limit, beyond=beyond)
+        self.limit = StepLimit(loop, limit, beyond=beyond)
         self._step: Step | None = None
         self._has_met = False
         self._is_cautious = False  # the budget told last is not what there is
@@ -153,12 +155,12 @@ class StepPlanner:
         self._modules = PlannedModules(loop, self, settings, names)
         self._modules.begin([] if saved is None else saved.targets_in(loop.model))
         if saved is not None:
-            self._recall(saved)
+            saved.recall(self._modules, self.limit.corrections)
 
     @property
-    def limit_bytes(self) -> int:
-        """The limit of the whole process, 0 before it is known."""
-        return self._limit.size_bytes
+    def measuring_seconds(self) -> float:
+        """Time spent on measuring modules."""
+        return sum(module.plans.measuring_seconds for module in self._modules)
 
     @property
     def state(self) -> State:
@@ -168,6 +170,11 @@ class StepPlanner:
         if self.plan is None:
             return State.MEASURING
         return State.SETTLED if self._is_settled else State.SETTLING
+
+    @property
+    def measured_overhead(self) -> float | None:
+        """See :func:`.measured_overhead`."""
+        return None if self.plan is None else measured_overhead(self.plan, [each.plans for each in self._modules])
 
     # ---------------------------------------------------------------- a step
 
@@ -179,15 +186,15 @@ class StepPlanner:
             self._has_met = True
             take_workspaces(self.loop.device)
             if self.loop.processes > 1:
-                self._limit.agree(tensors)
-                self.ranks = self.loop.meet(beyond=self._limit.beyond)
+                self.limit.agree(tensors)
+                self.ranks = self.loop.meet(beyond=self.limit.beyond)
         if self._modules.is_guess:
             before = list(self._modules)
             self._modules.choose(batch, batch_idx)
             if list(self._modules) != before:  # those of a guess, in a tuner's trial
                 self.plan = None
         if self._step.is_first:
-            self._step.missing = self._limit.missing()
+            self._step.missing = self.limit.missing()
         if self.watch.due:
             self.watch.start(self.loop, tensors)
 
@@ -199,7 +206,7 @@ class StepPlanner:
         """The optimizer is about to step: what it allocates is nothing that a plan could change."""
         self.watch.mark()
         if self._step is not None:
-            self._limit.end_backward(self._step, self.watch)
+            self.limit.end_backward(self._step, self.watch)
 
     def end_step(self) -> bool:
         """Read the meter, and plan again if the limit was exceeded or missed by far. True if plans have settled now."""
@@ -223,7 +230,7 @@ class StepPlanner:
         if not is_measured and all(map(self._paths.running, step.paths)):
             return
         phases = self.watch.phases if is_measured else []
-        exceeds = is_measured and self.watch.backward_peak_bytes > self.limit_bytes
+        exceeds = is_measured and self.watch.backward_peak_bytes > self.limit.size_bytes
         self._paths.follow(step, phases, exceeds=exceeds)
         self.plan = self._paths.largest(step) or self.plan
         if exceeds and not any(call.has_another_plan for call in step.numbers):
@@ -232,11 +239,11 @@ class StepPlanner:
     def _correct(self, step: Step) -> None:
         """Closed loop: what the plan could not know shows in the measured peak."""
         may_grow = not step.is_first and not self.watch.due  # with all that a step finds from those before it
-        is_enough = self._limit.corrections.correct(
+        is_enough = self.limit.corrections.correct(
             self._modules,
             [path[0].plan for path in step.paths],
             self.watch.backward_peak_bytes,
-            limit_bytes=self.limit_bytes,
+            limit_bytes=self.limit.size_bytes,
             may_grow=may_grow,
         )
         if not is_enough:
@@ -248,7 +255,7 @@ class StepPlanner:
             return
         self.watch.give_up()
         names = getattr(self.plan, "names", None) or [module.target.name for module in self._modules]
-        self._limit.exceeded(self.watch.backward_peak_bytes, names, self.plan.calls)
+        self.limit.exceeded(self.watch.backward_peak_bytes, names, self.plan.calls)
 
     def end(self) -> None:
         """Give the modules their own forwards back, and keep what was learned in ``saved``."""
@@ -261,19 +268,20 @@ class StepPlanner:
         """A step ran out of memory. It cannot run again: some gradients are added already, and its graph is gone."""
         if self._step is None or self.plan is None:
             return
-        self._limit.note_shortage(failure, self.plan, lowered=any(list(map(_lower, self._modules))))
+        self.limit.note_shortage(failure, self.plan, lowered=any(list(map(_lower, self._modules))))
 
     # ---------------------------------------------------------------- what the planned forward asks and tells
 
+    @property
     def turn(self) -> Turn:
         """Names of the modules whose calls wait for their backward."""
-        return () if self._step is None else tuple(call.module.target.name for call in self._step.waiting)
+        return () if self._step is None else tuple(call.plans.name for call in self._step.waiting)
 
-    def budget(self, module: PlannedModule, profile: Profile) -> Budget:
+    def budget(self, plans: Plans, profile: Profile) -> Budget:
         """What a plan for one call may use now: as little as it can, until the step is over, if there are others."""
-        budget = self._limit.budget(profile.chain, self._modules.all, self._step)
+        budget = self.limit.budget(profile.chain, self._modules.all, self._step)
         waiting = () if self._step is None else self._step.waiting
-        self._is_cautious = bool(waiting) or not self._modules.is_alone(module)
+        self._is_cautious = bool(waiting) or not self._modules.is_alone(plans)
         if not self._is_cautious:
             return budget
         if self._step is not None:
@@ -282,7 +290,7 @@ class StepPlanner:
 
     def _joint_budget(self, chain: Chain, copied_bytes: int) -> Budget:
         """What calls that are alive together may use."""
-        budget = self._limit.budget(chain, self._modules.all, self._step, correction_bytes=0)
+        budget = self.limit.budget(chain, self._modules.all, self._step, correction_bytes=0)
         return replace(budget, lingering_bytes=budget.lingering_bytes + copied_bytes)
 
     def before_measuring(self) -> None:
@@ -306,16 +314,17 @@ class StepPlanner:
         if self._step is not None:
             self.watch.mark(f"{INTO} {len(self._step.numbers)}")
 
-    def on_run(self, call: Call) -> None:
+    def on_run(self, plans: Plans, signature: Signature, prepared: Prepared, pending: ReferenceType[Pending]) -> None:
         """Count a call of the step."""
         if self._step is None:
             return
+        call = Call(plans, signature, prepared, pending)
         if self._step.is_first and not self._step.numbers and self.loop.device.type == "cpu":
             self._step.find(call.signature)
         self._step.add(call)
-        pending = call.pending()
-        if pending is not None and not self._is_settled:
-            pending.on_backward = partial(self._begin_backward_of, call)
+        waiting = pending()
+        if waiting is not None and not self._is_settled:
+            waiting.on_backward = partial(self._begin_backward_of, call)
         self.watch.mark(f"{BEHIND} {self._step.numbers[call]}")
 
     def _begin_backward_of(self, call: Call) -> None:
@@ -325,9 +334,9 @@ class StepPlanner:
         if torch.is_grad_enabled():
             self._paths.keep(call.key)
 
-    def on_unsupported(self, module: PlannedModule, error: RotorError) -> None:
+    def on_unsupported(self, plans: Plans, error: RotorError) -> None:
         """From inside the first forward: plan what is next best, unless the user has named this one."""
-        self._modules.refuse(module, error)
+        self._modules.refuse(plans, error)
         if self.plan is not None:
             self._modules.tell()
 
@@ -343,14 +352,14 @@ class StepPlanner:
     def on_infeasible(self, error: BudgetError) -> None:
         """Say once that training goes beyond the limit, or end it: now, or once the step has shown what it needs."""
         if not self._is_cautious:
-            self._limit.refuse(error, self._step)
+            self.limit.refuse(error, self._step)
 
     # ---------------------------------------------------------------- from one training to the next
 
     def save(self) -> None:
         """Keep what was measured and planned so far."""
         if self.plan is not None and any(True for _ in self._modules):
-            self.saved = SavedPlans.of(self._modules, self._limit.corrections)
+            self.saved = SavedPlans.of(self._modules, self.limit.corrections)
 
     def load(self, saved: SavedPlans | None) -> bool:
         """Go on without measuring again. False if it is for another model, and left aside."""
@@ -359,12 +368,8 @@ class StepPlanner:
             return False
         self.saved = saved
         self._modules.move_to(targets)
-        self._recall(saved)
+        saved.recall(self._modules, self.limit.corrections)
         return True
-
-    def _recall(self, saved: SavedPlans) -> None:
-        if saved.recall(self._modules):
-            self._limit.corrections.recall(saved.corrections)
 
 
 def _saved(module: PlannedModule) -> dict[str, Any]:

@@ -199,6 +199,10 @@ class Frontier:
         chosen = {*fixed, *(self.at(max(mark, 1)) for mark in marks)}
         return Frontier(tuple(point for point in self.points if point in chosen), self.budget_bytes)
 
+    def __repr__(self) -> str:
+        ends = (f"{format_bytes(end.peak_bytes)} (+{end.overhead:.1%})" for end in (self.points[0], self.points[-1]))
+        return f"<Frontier of {len(self)} points from {' to '.join(ends)}>"
+
     def __rich__(self) -> Table:
         return frontier_table(self)
 

@@ -159,11 +159,17 @@ class Plan:
         return (
             f"{len(self.chain)} stages within {format_bytes(self.budget_bytes)}: peak {format_bytes(self.peak_bytes)}, "
             f"{format_seconds(self.seconds)} per step (+{self.overhead:.1%}), "
-            f"{len(self.recomputed)} stages recomputed: {self.schedule}"
+            f"{len(self.recomputed)} stages recomputed: {schedule_line(self.schedule)}"
         )
 
-    def __rich__(self) -> Group:
+    def table(self) -> Group:
+        """What the plan costs, and what it does with which stages, for ``rich.print``; printed, a plan shows it."""
         return Group(plan_table(self), stage_table(self))
+
+    __rich__ = table
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.summary()}>"
 
     def __str__(self) -> str:
         return rendered(self)
@@ -274,6 +280,7 @@ def _difference(saved: Sequence[StageIdentity], device: str, chain: Chain) -> st
 def plan_table(
     plan: Plan,
     *,
+    limit_bytes: int | None = None,
     reserved_bytes: int = 0,
     measured_peak_bytes: int | None = None,
     plain_peak_bytes: int | None = None,
@@ -282,13 +289,17 @@ def plan_table(
     """Summarise a plan in a few rows, for ``rich.print``.
 
     ``reserved_bytes``, what the process holds besides activations, are added to the plan's budget and peaks, and are
-    included in the measured and the plain peak. The plain peak is the simulator's unless it is given.
+    included in the measured and the plain peak. The plain peak is the simulator's unless it is given, and the limit
+    what the plan was to keep.
     """
     if plain_peak_bytes is None:
         plain_peak_bytes = reserved_bytes + plain_simulation(plan).peak_bytes
-    budget = format_bytes(reserved_bytes + plan.budget_bytes)
-    if reserved_bytes:
-        budget += f", {format_bytes(reserved_bytes)} of it not for activations"
+    limit_bytes = reserved_bytes + plan.budget_bytes if limit_bytes is None else limit_bytes
+    budget = format_bytes(limit_bytes)
+    if limit_bytes < reserved_bytes + plan.peak_bytes:
+        budget += ", which no plan keeps: this one takes least"
+    elif reserved_bytes:
+        budget += f", {format_bytes(limit_bytes - reserved_bytes)} of it for activations and new gradients"
     table = Table(title="Recomputation plan", box=box.ROUNDED, show_header=False, title_justify="left")
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")

@@ -24,8 +24,8 @@ from lightning_rotor.planning.frontier import (
 )
 from lightning_rotor.planning.plan import DEFAULT_SLOTS, Plan
 from lightning_rotor.planning.requirements import requirements_of, retains_from_birth
-from lightning_rotor.simulator import Conditions
-from lightning_rotor.units import formatted_apart, is_positive_integer
+from lightning_rotor.simulator import Conditions, Simulation
+from lightning_rotor.units import format_bytes, formatted_apart, is_positive_integer
 
 _MOST_SLOTS = 20_000
 # Sums and numbers in the table of a short chain; either takes about 0.1 s.
@@ -154,12 +154,16 @@ class Solver:
         stage = self.chain.stages[least.peak_stage].name
         known = budget_bytes if isinstance(budget_bytes, int) else 0
         budget, minimum = formatted_apart(known, least.peak_bytes)
-        reason = f"this chain's minimum {minimum} (set by {stage!r})"
+        gradients = 0 if self._step.get("gradients_exist") else _gradient_bytes_at_peak(self.chain, least)
+        cause, remedy = cause_and_remedy(known, least.peak_bytes, stage, gradients)
+        reason = f"this chain's minimum {minimum} ({cause})"
         if is_positive_integer(budget_bytes):
-            message = f"budget {budget} is below {reason}: raise mem_limit or lower the batch size"
+            message = f"budget {budget} is below {reason}: {remedy}"
         else:
             message = f"budget is {budget_bytes!r}: expected a positive integer of bytes, and at least {reason}"
-        return BudgetError(message, budget_bytes=known, minimum_bytes=least.peak_bytes, stage=stage)
+        return BudgetError(
+            message, budget_bytes=known, minimum_bytes=least.peak_bytes, stage=stage, gradient_bytes=gradients
+        )
 
     # ---------------------------------------------------------------- tables
 
@@ -225,6 +229,23 @@ class Solver:
     @cached_property
     def _divisor(self) -> int:
         return math.gcd(*sizes_in(self.chain), self._step.get("lingering_bytes", 0))
+
+
+def _gradient_bytes_at_peak(chain: Chain, simulation: Simulation) -> int:
+    """Bytes of the parameter gradients that the step has made by its peak."""
+    peak = max(range(len(simulation.events)), key=lambda number: simulation.events[number].peak_bytes)
+    learnt = {event.stage for event in simulation.events[: peak + 1] if event.phase == "backward"}
+    return sum(chain.stages[stage].keep.parameter_gradient_bytes for stage in learnt)
+
+
+def cause_and_remedy(budget_bytes: int, minimum_bytes: int, stage: str, gradient_bytes: int) -> tuple[str, str]:
+    """For the message of a BudgetError, what sets the minimum of a chain, and what the user can do."""
+    if 2 * gradient_bytes < minimum_bytes:
+        return f"set by {stage!r}", "raise mem_limit or lower the batch size"
+    cause = f"set by {stage!r}, with {format_bytes(gradient_bytes)} of new parameter gradients"
+    if gradient_bytes < budget_bytes:
+        return cause, "raise mem_limit or lower the batch size"
+    return cause, "raise mem_limit, for a smaller batch does not make the gradients smaller"
 
 
 def sizes_in(chain: Chain) -> list[int]:

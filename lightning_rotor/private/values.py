@@ -1,4 +1,4 @@
-"""Nestings of tuples, lists, dicts and registered containers.
+"""Nestings of tuples, lists, dicts, dataclasses, attrs classes and registered containers.
 
 ``torch.utils._pytree`` is private in name alone: torch's own messages send users there to register containers, and
 ``torch.utils`` has no public module of the kind. The same in 2.11 to 2.15.
@@ -6,13 +6,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
+from weakref import ref
 
 import torch
 from torch.utils._pytree import (
+    GetAttrKey,
     TreeSpec,
     keystr,
+    register_pytree_node,
     tree_flatten,
     tree_flatten_with_path,
     tree_leaves,
@@ -40,12 +44,71 @@ __all__ = [
 
 
 # ----------------------------------------------------------------------------------------------------
+# Containers that torch's pytree does not know by itself, and what user code does with containers.
+
+
+def learn_records(leaves: Iterable[Any]) -> bool:
+    """Register the classes of dataclasses and attrs objects among leaves, and inside; True if there was one."""
+    kinds = {type(leaf): leaf for leaf in leaves}
+    records = [
+        kind
+        for kind in kinds
+        if (is_dataclass(kind) or hasattr(kind, "__attrs_attrs__")) and not issubclass(kind, torch.nn.Module)
+    ]
+    for kind in records:
+        register_pytree_node(kind, _taken_apart, _put_together, flatten_with_keys_fn=_named)
+        learn_records(tree_leaves(kinds[kind]))
+    return bool(records)
+
+
+def _taken_apart(record: Any) -> tuple[list[Any], Any]:
+    """The values of an object's fields, and of what else was set; and what makes such an object of them again."""
+    declared = fields(record) if is_dataclass(record) else type(record).__attrs_attrs__
+    names = (*(field.name for field in declared), *getattr(record, "__dict__", ()))
+    names = tuple(dict.fromkeys(name for name in names if hasattr(record, name)))
+    return [getattr(record, name) for name in names], (type(record), names)
+
+
+def _named(record: Any) -> tuple[list[tuple[Any, Any]], Any]:
+    values, (kind, names) = _taken_apart(record)
+    return [(GetAttrKey(name), value) for name, value in zip(names, values, strict=True)], (kind, names)
+
+
+def _put_together(values: Iterable[Any], context: Any) -> Any:
+    """An object with these attributes. Its class is not asked: ``__post_init__`` might make other ones."""
+    kind, names = context
+    record = object.__new__(kind)
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(record, name, value)
+    return record
+
+
+def watch_containers(value: Any) -> Callable[[], bool]:
+    """A function that says whether containers in a value hold anything else than now. It keeps no tensor alive."""
+    leaves, spec = tree_flatten(value)
+    before = [ref(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    del leaves
+
+    def changed() -> bool:
+        now, structure = tree_flatten(value)
+        return structure != spec or any(
+            (was() if isinstance(leaf, torch.Tensor) and isinstance(was, ref) else was) is not leaf
+            for was, leaf in zip(before, now, strict=True)
+        )
+
+    return changed
+
+
+# ----------------------------------------------------------------------------------------------------
 # Tensors in what user code takes and gives, and the memory under them as torch asked for it.
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors in a nesting that torch's pytree knows. ``walk_tensors`` also looks into other mappings and sets."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    leaves = tree_leaves(value)
+    if learn_records(leaves):
+        leaves = tree_leaves(value)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def spelled(dtype: torch.dtype, shape: Sequence[int]) -> str:
@@ -93,7 +156,7 @@ def require_tensors(value: Any) -> None:
     if not tensors_in(value):
         raise SampleError(
             f"the input is {type(value).__name__} and holds no tensor: expected a tensor, or tensors in "
-            "tuples, lists or dicts"
+            "tuples, lists, dicts or dataclasses"
         )
 
 
@@ -101,7 +164,8 @@ def check_sample(sample: Any) -> None:
     """Raise ``SampleError`` if a sample is missing, holds no tensor, or values that are not finite."""
     if sample is None:
         raise SampleError(
-            "there is no sample: expected an input as in training, a tensor or tensors in tuples, lists or dicts"
+            "there is no sample: expected an input as in training, a tensor or tensors in tuples, lists, dicts or "
+            "dataclasses"
         )
     require_tensors(sample)
     for tensor in tensors_in(sample):

@@ -50,7 +50,7 @@ from lightning_rotor.private.values import is_fake, require_tensors, tensors_in
 from lightning_rotor.profiling.gradients import Layouts, StageEnds, layouts_from
 from lightning_rotor.profiling.meters import Meter, meter_for
 from lightning_rotor.profiling.scan import Behaviour, Boundary, merged, scan, walk
-from lightning_rotor.profiling.settling import Interlude, MeasuredStage, segment_seconds, with_units
+from lightning_rotor.profiling.settling import HostSeconds, Interlude, MeasuredStage, with_units
 from lightning_rotor.profiling.stage import WORTH_MENTIONING_BYTES, StageMeasurement, StageProfiler
 from lightning_rotor.profiling.variants import KnownSeconds, measure
 from lightning_rotor.stages.sequential import Stage, unpacked, wiring_of
@@ -103,6 +103,9 @@ class Profile:
     stages: tuple[Stage, ...]
     states: tuple[SegmentState, ...]
     group_sizes: tuple[int, ...]
+
+    def __repr__(self) -> str:
+        return f"<Profile of {self.chain!r}>"
 
     @cached_property
     def state(self) -> SegmentState:
@@ -193,6 +196,7 @@ class _Measuring:
         self._scan = scan(stages, self._inputs, self._device, block_bytes=meter.block_bytes)
         stage_seconds = sum(each.seconds for each in self._scan.behaviours) / len(stages)
         self._interlude = Interlude(self._device, 0.0 if is_fake(tensor) else stage_seconds)
+        self._host = HostSeconds.measured(self._device, meter, self._interlude)
         make: Callable[..., StageProfiler] = StageProfiler
         self._profiler = partial(make, meter=meter, interlude=self._interlude, **timing)
         self.stages = merged(stages, self._scan.groups)
@@ -256,7 +260,8 @@ class _Measuring:
             profiler = replace(profiler, before=before)
             if units:  # a variant would be compiled together with what gathers the parameters
                 return with_units(profiler.measure(), units, gathering_seconds)
-            return measure(profiler, self._compiled, stage.way, kin=stage.kin, seconds=self._seconds)
+            found = measure(profiler, self._compiled, stage.way, kin=stage.kin, seconds=self._seconds)
+            return self._host.of(found, profiler.state, self._meter, self._interlude)
 
     def _given(self, number: int) -> Layouts:
         """The layouts in which the stages behind leave a stage's gradients, as far as they are unambiguous and known.
@@ -320,7 +325,7 @@ class _Measuring:
             tuple(each.cost(waiting[number], expected_bytes.get(number)) for number, each in enumerate(self._chain)),
             input_bytes=sum(value.size_bytes(self._meter.block_bytes) for value in self._inputs.values()),
             rng_state_bytes=torch.get_rng_state().nbytes if self._device.type == "cpu" else 0,
-            segment_seconds=segment_seconds(self._device, self._meter, self._interlude),
+            segment_seconds=self._host.segment,
             device=str(self._device),
             skips=tuple(
                 replace(skip, gradient_bytes=tuple(self._chain[use].gradient_bytes(number) for use in skip.uses))

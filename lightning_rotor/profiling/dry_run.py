@@ -6,6 +6,7 @@ They take no memory and little time; the originals, the generators and the outpu
 from __future__ import annotations
 
 import io
+import logging
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
@@ -80,6 +81,18 @@ def _is_metric(module: nn.Module) -> bool:
 
 
 @contextmanager
+def unlogged() -> Iterator[None]:
+    """Context in which fake tensors do not log errors that they raise as well, of failed traces for example."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+@contextmanager
 def without_trace(device: torch.device | None = None, modules: Iterable[nn.Module] = ()) -> Iterator[None]:
     """Context in which a dry run leaves generators and globals that modules refer to as they are, and is silent."""
     modules = list(modules)
@@ -93,6 +106,7 @@ def without_trace(device: torch.device | None = None, modules: Iterable[nn.Modul
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(redirect_stdout(io.StringIO()))
+        stack.enter_context(unlogged())
         stack.enter_context(uncompiled())
         yield
 

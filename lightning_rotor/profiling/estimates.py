@@ -7,7 +7,6 @@ kernels that need nothing.
 
 from __future__ import annotations
 
-import logging
 import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +33,7 @@ from lightning_rotor.private.torch_names import (
 from lightning_rotor.private.values import tree_leaves
 from lightning_rotor.profiling import Profile, profile_chain
 from lightning_rotor.profiling.chain import Progress
+from lightning_rotor.profiling.dry_run import unlogged
 from lightning_rotor.profiling.meters import Meter, Recording
 from lightning_rotor.units import BLOCK_BYTES, in_blocks
 
@@ -279,7 +279,7 @@ def estimate_profile(
         torch.autocast("cpu", dtype=autocast) if autocast is not None else nullcontext()
     )
     try:
-        with mode, context, _quiet():
+        with mode, context, unlogged():
             args, kwargs = arguments(inputs, "cpu", floating=floating)
             cut = sequentialize(model, args, kwargs)
             value = cut.bind(args, kwargs)
@@ -300,18 +300,6 @@ def arguments(
     return tuple(tensor for name, tensor in made if name is None), {
         name: tensor for name, tensor in made if name is not None
     }
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Context in which fake tensors do not log errors that they raise as well, of failed traces for example."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    level = log.level
-    log.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from lightning_rotor.private.values import (
     tree_flatten,
     tree_leaves,
     tree_unflatten,
+    watch_containers,
 )
 from lightning_rotor.stages.sequential import DRAWING, Stage, is_plain_stock, merge, unpacked, wiring_of
 from lightning_rotor.stages.state import GeneratorStates
@@ -215,7 +216,8 @@ def scan(stages: Sequence[Stage], inputs: dict[int, Boundary], device: torch.dev
         for storage in taken:
             if storage is not None:
                 storage.uses.add(index)
-        outputs, made, changed, behaviour = _look(stage, index, boundary, taken, device, block_bytes)
+        is_first = not inputs.keys().isdisjoint(stage.reads)
+        outputs, made, changed, behaviour = _look(stage, index, boundary, taken, device, block_bytes, is_first=is_first)
         behaviours.append(behaviour)
         values.update(zip(stage.writes, outputs, strict=True))
         storages.update(zip(stage.writes, made, strict=True))
@@ -246,6 +248,8 @@ def _look(
     taken: Sequence[Storage | None],
     device: torch.device,
     block_bytes: int,
+    *,
+    is_first: bool,
 ) -> tuple[tuple[Boundary, ...], list[tuple[Storage | None, ...]], list[Storage], Behaviour]:
     """What a stage makes, the storages of that, those that it changes in place, and what it does."""
     states = GeneratorStates(device)
@@ -257,7 +261,7 @@ def _look(
         kept_parameters(stage) as written,
     ):
         value = boundary.fresh()
-        leaves = tree_leaves(value)
+        leaves, containers_changed = tree_leaves(value), watch_containers(value)
         versions = [version_of(leaf) if isinstance(leaf, torch.Tensor) else 0 for leaf in leaves]
         began = time.perf_counter()
         output = run_stage(stage, value)
@@ -267,6 +271,10 @@ def _look(
             raise ModelError(
                 f"stage {stage.name!r} returns {type(output).__name__}, which holds no tensor: expected a tensor, or "
                 "tensors in tuples, lists or dicts"
+            )
+        if is_first and containers_changed():
+            raise ModelError(
+                f"stage {stage.name!r} changes a container that the module is called with: let it return a new one"
             )
         outputs = _boundaries(stage, output)
         known = {address_of(leaf): storage for leaf, storage in zip(leaves, taken, strict=True) if storage is not None}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,8 @@ import torch
 
 from lightning_rotor.chain import Option, StageCost
 from lightning_rotor.execution.inversion import Way
-from lightning_rotor.execution.recomputation import recomputed
+from lightning_rotor.execution.recomputation import NO_STATE, recomputed
+from lightning_rotor.execution.segment_state import FirstPass, SegmentState
 from lightning_rotor.private.sharding import Unit, UnitSizes
 from lightning_rotor.profiling.gradients import Layouts
 from lightning_rotor.profiling.meters import Meter
@@ -133,7 +133,8 @@ def _option(option: Option, sizes: UnitSizes, seconds: float) -> Option:
 _OPERATIONS_PER_SECOND = 1e11
 """Roughly those of one processor core."""
 _SMALLEST, _LARGEST = 200, 512
-_ROUNDS, _RUNS = 9, 2
+_ROUNDS, _RUNS, _TURNS = 5, 2, 3
+_FEW, _MANY = 4, 20
 
 
 class Interlude:
@@ -158,17 +159,61 @@ class Interlude:
             torch.mm(matrix, matrix, out=product)
 
 
-def segment_seconds(device: torch.device, meter: Meter, interlude: Interlude) -> float:
-    """Host seconds of one segment around next to nothing, forward and backward, beyond what it runs."""
+@dataclass(frozen=True, slots=True)
+class HostSeconds:
+    """Time that segments take of the host beyond what runs in them, forward and recomputation together.
+
+    Attributes:
+        segment: Of one around next to nothing.
+        saved_tensor: Of each tensor that autograd would save in it, which torch's checkpoint packs and unpacks.
+        nothing: Of remembering nothing.
+    """
+
+    segment: float
+    saved_tensor: float
+    nothing: float
+
+    @classmethod
+    def measured(cls, device: torch.device, meter: Meter, interlude: Interlude) -> HostSeconds:
+        """What segments with few and with many small operations take."""
+        runs = [_small_segment(operations, device, meter, interlude) for operations in (_FEW, _MANY)]
+        for run in runs:
+            run()
+        # By turns, so that a disturbance of the machine meets all.
+        times = [[seconds for run in runs for seconds in run()] for _ in range(_ROUNDS)]
+        few, few_plain, many, many_plain = map(typical, zip(*times, strict=True))
+        saved_tensor = max((many - many_plain) - (few - few_plain), 0.0) / (_MANY - _FEW)
+        nothing = typical([_remembering(NO_STATE, meter, interlude) for _ in range(_ROUNDS)])
+        return cls(max(few - few_plain - _FEW * saved_tensor, 0.0), saved_tensor, nothing)
+
+    def of(self, found: StageMeasurement, state: SegmentState, meter: Meter, interlude: Interlude) -> StageMeasurement:
+        """The costs of a stage with what it adds to the host's time in a segment, each time that it is discarded."""
+        cost = found.cost
+        if not cost.recomputable:
+            return found
+        state_seconds = typical([_remembering(state, meter, interlude) for _ in range(_TURNS)]) - self.nothing
+        seconds = max(state_seconds, 0.0) + cost.keep.saved_tensors * self.saved_tensor
+        return replace(found, cost=replace(cost, discard_seconds=cost.discard_seconds + seconds))
+
+
+def _small_segment(
+    operations: int, device: torch.device, meter: Meter, interlude: Interlude
+) -> Callable[[], tuple[float, float]]:
+    """A function that runs a segment of small operations, and the same without a segment, and returns the seconds."""
     tensor = torch.zeros(1, device=device, requires_grad=True)
 
     def inside(value: torch.Tensor) -> torch.Tensor:
-        return value.tanh().tanh().tanh().tanh()
+        for _ in range(operations):
+            value = value.tanh()
+        return value
 
     def plain() -> torch.Tensor:
         with torch.no_grad():
             inside(tensor)
         return torch.tanh(inside(tensor))
+
+    def segmented() -> torch.Tensor:
+        return torch.tanh(recomputed(inside, tensor, draws_random=False))
 
     def run(forward: Callable[[], torch.Tensor]) -> float:
         seconds = 0.0
@@ -183,13 +228,16 @@ def segment_seconds(device: torch.device, meter: Meter, interlude: Interlude) ->
             seconds += meter.seconds_between(start, meter.now())
         return seconds / _RUNS
 
-    segmented = partial(recomputed, inside, draws_random=False)
+    return lambda: (run(segmented), run(plain))
 
-    def with_segment() -> torch.Tensor:
-        return torch.tanh(segmented(tensor))
 
-    run(plain), run(with_segment)
-    # By turns, so that a disturbance of the machine meets both.
-    runs = [(run(with_segment), run(plain)) for _ in range(_ROUNDS)]
-    with_it, without = map(typical, zip(*runs, strict=True))
-    return max(with_it - without, 0.0)
+def _remembering(state: SegmentState, meter: Meter, interlude: Interlude) -> float:
+    """Seconds for what a segment notes in its first pass, and puts back in its recomputation."""
+    interlude()
+    start = meter.now()
+    first_pass = FirstPass(state)
+    with first_pass.watching():
+        pass
+    with first_pass.replayed():
+        pass
+    return meter.seconds_between(start, meter.now())

@@ -348,7 +348,8 @@ class StageProfiler:
 class StageBackward:
     """The backward of a stage that has just run, without holding the tensors in between.
 
-    Gradients are given as the profiler's layouts say, those that are counted elsewhere in the memory ``elsewhere``.
+    Gradients are given as the profiler's layouts say, those that are counted elsewhere in the memory ``elsewhere``. The
+    time in which they are made is another stage's in training.
     """
 
     def __init__(self, profiler: StageProfiler, value: Any, output: Any, elsewhere: Memories) -> None:
@@ -359,13 +360,22 @@ class StageBackward:
         of_skips = (layout for (_, key), layout in zip(outputs, lie, strict=True) if key >= 0)
         self._given_bytes = memory_bytes(of_skips, self._block_bytes)
         self._given: set[StorageWeakRef] = set()
+        self._meter, self._times = profiler.meter, list[Any]()
         tensors = [tensor for tensor, _ in outputs]
-        self._root = _GradientSource.apply(lie, elsewhere, self._given, *tensors) if outputs else None
+        self._root = _GradientSource.apply(lie, elsewhere, self._given, self._clock, *tensors) if outputs else None
         inputs = learning(leaves, ends.inputs)
         self._inputs = [get_gradient_edge(leaf) for leaf, _ in inputs]
         self._keys = [(key, leaf.stride()) for leaf, key in inputs]
         self._parameters = [parameter for parameter in profiler.stage.parameters() if parameter.requires_grad]
         self._given_up = self._parameters if profiler.gradients_exist else []
+
+    def _clock(self) -> None:
+        self._times.append(self._meter.now())
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from the gradients of its outputs to those of its inputs; 0 if nothing learns."""
+        return self._meter.seconds_between(self._times[0], self._times[-1]) if self._times else 0.0
 
     def gradients(self) -> Gradients:
         """Run the backward once."""
@@ -384,6 +394,7 @@ class StageBackward:
                 root, ends, torch.empty_like(root), allow_unused=True
             )
         finally:
+            self._clock()
             for hook in hooks:
                 hook.remove()
         of_inputs = [
@@ -424,14 +435,20 @@ class StageBackward:
 class _GradientSource(torch.autograd.Function):
     """A tensor without elements whose backward allocates the gradient of each output, as later stages' would.
 
-    Gradients counted elsewhere lie in existing memory; all other memories are added to ``given``.
+    Gradients counted elsewhere lie in existing memory; all other memories are added to ``given``. Then ``clock`` is
+    called.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, layouts: list[Layout], elsewhere: Memories, given: set[StorageWeakRef], *outputs: torch.Tensor
+        ctx: Any,
+        layouts: list[Layout],
+        elsewhere: Memories,
+        given: set[StorageWeakRef],
+        clock: Callable[[], None],
+        *outputs: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.layouts, ctx.elsewhere, ctx.given = layouts, elsewhere, given
+        ctx.layouts, ctx.elsewhere, ctx.given, ctx.clock = layouts, elsewhere, given, clock
         return torch.empty(0, device=outputs[0].device)  # nothing to count
 
     @staticmethod
@@ -442,7 +459,8 @@ class _GradientSource(torch.autograd.Function):
         ctx.given.update(
             StorageWeakRef(gradient.untyped_storage()) for gradient in gradients if address_of(gradient) not in old
         )
-        return None, None, None, *gradients
+        ctx.clock()
+        return None, None, None, None, *gradients
 
 
 Enough: TypeAlias = Callable[[Sequence[Sequence[tuple[float, float]]]], bool]
@@ -477,9 +495,8 @@ def timed_run(profiler: StageProfiler) -> tuple[float, float]:
     run = StageBackward(profiler, value, output, memories_elsewhere(profiler.layouts))
     del value, output
     profiler.interlude()
-    start = profiler.meter.now()
     run.gradients()
-    return forward, profiler.meter.seconds_between(start, profiler.meter.now())
+    return forward, run.seconds
 
 
 def _replayed_part(profiler: StageProfiler) -> float:

@@ -117,10 +117,11 @@ def _say(message: str) -> None:
 _EXAMPLES = """
 examples:
   %(prog)s --model torchvision.models.resnet101 --input 64x3x224x224 --budget 4GiB
-  %(prog)s --model gpt.py:large --input 8x1024:int64 --device meta --gpu H100 --optimizer adamw --curve
-  %(prog)s --model torchvision.models.vit_b_16 --input 32x3x224x224 --device meta --gpu T4 --json
-  %(prog)s --model torchvision.models.resnet50 --input 64x3x224x224 --device meta --gpu T4 --batch-sizes
+  %(prog)s --model gpt.py:large --input 8x1024:int64 --gpu H100 --optimizer adamw --curve
+  %(prog)s --model torchvision.models.vit_b_16 --input 32x3x224x224 --gpu T4 --json
+  %(prog)s --model torchvision.models.resnet50 --input 64x3x224x224 --gpu T4 --batch-sizes
 """
+_DEFAULT_GPU = "A100-80GB"
 _PRECISIONS = ("32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed")
 
 
@@ -141,6 +142,10 @@ def _parse(arguments: Sequence[str] | None, program: str) -> Namespace:
     _ask_for_step(plan)
     _ask_for_answer(plan.add_argument_group("the answer"))
     options = parser.parse_args(arguments)
+    described = [name for name in ("gpu", "flops", "bandwidth") if getattr(options, name) is not None]
+    options.device = options.device or ("meta" if described else "cpu")
+    if described and options.device != "meta":
+        plan.error(f"--{described[0]} is what --device meta estimates for: expected no --device {options.device}")
     alone = [option for option in ("curve", "plot", "plot_curve", "draw") if getattr(options, option)]
     if options.batch_sizes is not None and alone:
         plan.error(f"--batch-sizes shows many plans: expected no --{alone[0].replace('_', '-')}, which shows one")
@@ -191,11 +196,12 @@ def _ask_for_step(plan: argparse.ArgumentParser) -> None:
 
     ask = plan.add_argument_group("the device").add_argument
     said = (
-        "cpu or cuda: measure there; meta: allocate nothing, and estimate from shapes for --gpu (default: %(default)s)"
+        "cpu or cuda: measure there; meta: allocate nothing, and estimate from shapes for --gpu (default: meta with "
+        "--gpu, or else cpu)"
     )
-    ask("--device", default="cpu", metavar="NAME", help=said)
-    said = "which one to estimate for (default: %(default)s)"
-    ask("--gpu", choices=tuple(GPUS), type=_gpu, default="A100-80GB", help=said)
+    ask("--device", metavar="NAME", help=said)
+    said = f"which one to estimate for (default: {_DEFAULT_GPU})"
+    ask("--gpu", choices=tuple(GPUS), type=_gpu, help=said)
     ask("--flops", type=float, metavar="N", help="its floating-point operations per second, instead")
     ask("--bandwidth", type=float, metavar="N", help="its bytes per second, instead")
 
@@ -446,14 +452,24 @@ class _Case:
 
     def profile(self, inputs: Sequence[InputSpec]) -> Profile:
         """Costs for such inputs, measured or estimated."""
-        with MeasuringProgress(enabled=sys.stderr.isatty()) as progress:
-            if self.accelerator is None:
-                return self._measured(inputs, progress)
-            # Each estimate makes the model's tensors its own.
-            model = _built(self.options, torch.device("meta"), self.floating)
-            return estimate_profile(
-                model, inputs, self.accelerator, autocast=self.mixed, floating=self.floating, progress=progress
-            )
+        try:
+            with MeasuringProgress(enabled=sys.stderr.isatty()) as progress:
+                if self.accelerator is None:
+                    return self._measured(inputs, progress)
+                # Each estimate makes the model's tensors its own.
+                model = _built(self.options, torch.device("meta"), self.floating)
+                return estimate_profile(
+                    model, inputs, self.accelerator, autocast=self.mixed, floating=self.floating, progress=progress
+                )
+        except (RuntimeError, ModelError) as error:
+            looks_up = any(isinstance(module, (nn.Embedding, nn.EmbeddingBag)) for module in self.model.modules())
+            if looks_up and all(spec.dtype.is_floating_point for spec in inputs):
+                shape = "x".join(map(str, inputs[0].shape))
+                raise SampleError(
+                    f"{self.options.model} looks up token ids (nn.Embedding), and no input has whole numbers: expected "
+                    f"--input {shape}:int64, if that one holds them. Its forward failed with {error}"
+                ) from error
+            raise
 
     def _measured(self, inputs: Sequence[InputSpec], progress: Progress) -> Profile:
         device = torch.device(self.options.device)
@@ -472,7 +488,7 @@ def _built(options: Namespace, device: torch.device, floating: torch.dtype | Non
 
 
 def _accelerator(options: Namespace) -> Accelerator:
-    found = GPUS[options.gpu]
+    found = GPUS[options.gpu or _DEFAULT_GPU]
     if options.flops is not None:
         found = replace(found, flops=options.flops, half_flops=options.flops)
     return replace(found, bandwidth=options.bandwidth) if options.bandwidth is not None else found

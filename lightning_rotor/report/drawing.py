@@ -18,9 +18,12 @@ from __future__ import annotations
 import io
 import textwrap
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
+from html import escape
 from itertools import cycle, groupby
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -34,11 +37,12 @@ from torch import nn
 from lightning_rotor.capture.graph_stage import GraphSlice
 from lightning_rotor.chain import Chain, Option
 from lightning_rotor.errors import ScheduleError
+from lightning_rotor.planning import Frontier, Plan
 from lightning_rotor.planning.plan import from_to
-from lightning_rotor.report.timeline import INVERSION_COLOURS, PHASE_COLOURS
-from lightning_rotor.schedule import Schedule, leaves, segments_in
+from lightning_rotor.report.timeline import INVERSION_COLOURS, PHASE_COLOURS, PlotError, plot_frontier, plot_timeline
+from lightning_rotor.schedule import Schedule, Segment, leaves, segments_in
 from lightning_rotor.stages.sequential import Stage
-from lightning_rotor.units import format_bytes
+from lightning_rotor.units import format_bytes, format_seconds
 
 _MOST_LETTERS, _MOST_LINES = 45, 4
 _WIDTH = _MOST_LETTERS + 8  # of a box in a frame
@@ -65,9 +69,10 @@ def draw_chain(
     stages: Sequence[Stage] | None = None,
     *,
     schedule: Schedule | None = None,
+    backward: bool = False,
     title: str | None = None,
     fold: bool = True,
-) -> str:
+) -> Drawing:
     """Draw a chain.
 
     Args:
@@ -76,10 +81,12 @@ def draw_chain(
             in the boxes.
         schedule: Marks recomputed stages, with the number of segments around them, and inverted ones; says what stages
             keep under it.
+        backward: Draw the backward instead, from the last stage to the first: what each reads, its gradients, and which
+            segments run again.
         title: Above the picture.
         fold: Draw what repeats once.
     Returns:
-        SVG, to write to a file.
+        SVG, which notebooks show.
     Raises:
         ScheduleError: The stages or the schedule are not those of the chain.
     """
@@ -95,27 +102,53 @@ def draw_chain(
     labels: list[tuple[str, ...]] = [()] * len(chain) if stages is None else [operator_labels(each) for each in stages]
     keys = stage_keys(chain, [(labels[n], depths[n], options[n].name) for n in range(len(chain))])
     runs = folded(keys) if fold else [Run(number, 1, 1) for number in range(len(chain))]
-    sizes = f"{len(chain)} stages · input {format_bytes(chain.input_bytes)}"
+    sizes = f"{len(chain)} stages · input {format_bytes(chain.input_bytes)}" + " · backward" * backward
     facts = [
         (True, sizes + (f" · {len(chain.skips)} skips" if chain.skips else "")),
         (len(set(keys)) < len(keys), "equal stages share a colour"),
         (depths, "orange: recomputed"),
         (any(each.inverts for each in options), "dark blue: inverted, rebuilds its input from its output"),
     ]
-    console = Console(width=_WIDTH, record=True, file=io.StringIO(), highlight=False)
+    console = Console(width=_WIDTH, record=True, file=io.StringIO(), force_jupyter=False, highlight=False)
     if title:
         console.print(Text(title, "bold"))
     for fact in (fact for applies, fact in facts if applies):
         console.print(Text(fact, _GREY))
     shades = dict(zip((key for key, count in Counter(keys).items() if count > 1), cycle(_COLOURS), strict=False))
-    drawing = _Drawing(chain, labels, options, depths, [shades.get(key, "#FFFFFF") for key in keys])
-    for run in runs:
+    again = {item.last: item for item in items if isinstance(item, Segment)} if backward else None
+    drawing = _Boxes(chain, labels, options, depths, [shades.get(key, "#FFFFFF") for key in keys], again)
+    for run in reversed(runs) if backward else runs:
         console.print(drawing.run(run))
-    return console.export_svg(title=title or "chain", theme=DEFAULT_TERMINAL_THEME, code_format=_SVG)
+    return Drawing(console.export_svg(title=title or "chain", theme=DEFAULT_TERMINAL_THEME, code_format=_SVG))
+
+
+class Drawing(str):
+    """An SVG picture, which notebooks show."""
+
+    __slots__ = ()
+
+    def _repr_svg_(self) -> str:
+        return str(self)
+
+    def save(self, path: Path | str) -> None:
+        """Write the picture to a file, which is replaced if it exists."""
+        Path(path).write_text(self, encoding="utf-8")
+
+
+def as_html(shown: Plan | Frontier | Chain) -> str:
+    """HTML for notebooks: a chain's drawing; a plan's or a curve's table, below a picture if matplotlib is there."""
+    if isinstance(shown, Chain):
+        return f'<div style="max-height: 40em; overflow: auto">{draw_chain(shown)}</div>'
+    picture = io.StringIO()
+    with suppress(PlotError):
+        figure = plot_timeline(shown) if isinstance(shown, Plan) else plot_frontier(shown)
+        figure.savefig(picture, format="svg")
+    drawn = picture.getvalue()
+    return f'{drawn[max(drawn.find("<svg"), 0) :]}<pre style="line-height: 1.2">{escape(str(shown))}</pre>'
 
 
 @dataclass(frozen=True, slots=True)
-class _Drawing:
+class _Boxes:
     """What the boxes of a chain say, by stage."""
 
     chain: Chain
@@ -123,27 +156,33 @@ class _Drawing:
     options: Sequence[Option]
     depths: Counter[int]
     colours: Sequence[str]
+    again: Mapping[int, Segment] | None  # in a backward, segments by the stage before whose backward they run again
 
     def run(self, run: Run) -> RenderableType:
         """Boxes of a run, in a frame if they repeat, each above what it hands on."""
         boxes: list[RenderableType] = []
-        for number in range(run.first, run.first + run.length):
+        numbers = range(run.first, run.first + run.length)
+        for number in numbers if self.again is None else reversed(numbers):
             boxes += [self._box(number, run), self._boundary(number)]
         last = boxes.pop()
         if run.repeats == 1:
             return Group(*(Padding(box, (0, 2)) for box in boxes), last)
         frame = Panel(Group(*boxes), title=f"× {run.repeats}", title_align="right", border_style=_GREY)
-        return Group(frame, self._boundary(run.first + run.length * run.repeats - 1))
+        return Group(frame, self._boundary(run.first if self.again else run.first + run.length * run.repeats - 1))
 
     def _box(self, number: int, run: Run) -> Panel:
         option, depth = self.options[number], self.depths[number]
         keeps = "inverted" if option.inverts else f"keeps {format_bytes(option.kept_bytes)}"
         if depth:
             keeps = f"recomputed{'' if depth == 1 else f' {depth} deep'}, {keeps}"
-        skips = [Text(line, overflow="ellipsis", no_wrap=True) for line in self._skips(number)]
+        if self.again is not None:
+            keeps = format_seconds(option.backward_seconds)
+        notes = self._skips(number) if self.again is None else self._backward(number, self.again.get(number))
+        skips = [Text(line, overflow="ellipsis", no_wrap=True) for line in notes]
         names, last = self.chain.names, number + run.repeats - 1 if run.length == 1 else number
+        labels = self.labels[number] if self.again is None else self.labels[number][::-1]
         return Panel(
-            Group(*_lines(self.labels[number]), *skips),
+            Group(*_lines(labels), *skips),
             title=Text(from_to(names[number], names[last], str), "bold"),
             title_align="left",
             subtitle=Text(keeps),
@@ -154,9 +193,25 @@ class _Drawing:
 
     def _boundary(self, number: int) -> Text:
         """An arrow to the next stage, and what is handed on; all of it may be skips."""
+        if self.again is not None:
+            return Text(
+                f"▼ gradient {format_bytes(self.options[number].input_gradient_bytes)}", _GREY, justify="center"
+            )
         output, is_last = self.chain.stages[number].output_bytes, number == len(self.chain) - 1
         said = ("output " if is_last else "") + (format_bytes(output) if output or is_last else "")
         return Text(f"▼ {said}", _GREY, justify="center")
+
+    def _backward(self, number: int, segment: Segment | None) -> Iterator[str]:
+        option = self.options[number]
+        if segment is not None:
+            yield f"runs again first: {from_to(self.chain.names[segment.first], self.chain.names[number], str)}"
+        yield (
+            f"rebuilds its input from {format_bytes(option.kept_bytes)}"
+            if option.inverts
+            else (f"reads {format_bytes(option.kept_bytes)}")
+        )
+        if option.parameter_gradient_bytes:
+            yield f"new parameter gradients {format_bytes(option.parameter_gradient_bytes)}"
 
     def _skips(self, number: int) -> Iterator[str]:
         names, skips = self.chain.names, self.chain.skips

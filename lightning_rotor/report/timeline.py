@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import cycle
+from itertools import accumulate, cycle, pairwise
 from typing import TYPE_CHECKING, TypeAlias
 
 from lightning_rotor.errors import RotorError
@@ -29,6 +29,7 @@ INVERSION_LABEL = "inversion"
 PHASE_LABELS: dict[Phase, str] = {"forward": "forward", "recompute": "recomputation", "backward": "backward"}
 LINE_COLOURS = ("#222222", "#AA3377", "#117733", "#882255")
 BUDGET_COLOUR = "#CC3311"
+_LETTERS, _HANDLE = 15, 6  # of a legend in an inch, and what a label's handle takes
 PLAIN_COLOUR = "#555555"
 
 
@@ -67,12 +68,16 @@ def clear_frame(axes: Axes) -> None:
     axes.set_axisbelow(True)
 
 
-def legend_above(axes: Axes, title: str | None = None, *, columns: int | None = None) -> None:
-    """Labels above the figure, in one row unless there are to be so many columns."""
-    axes.figure.legend(
-        *axes.get_legend_handles_labels(),
+def legend_above(axes: Axes, title: str | None = None) -> None:
+    """Labels above the figure, in as few rows as its width allows."""
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(
+        handles,
+        labels,
         loc="outside upper left",
-        ncols=columns or len(axes.get_legend_handles_labels()[1]),
+        ncols=_columns(list(map(len, labels)), int(figure.get_figwidth() * _LETTERS)),
         title=title,
         alignment="left",
         frameon=False,
@@ -81,6 +86,16 @@ def legend_above(axes: Axes, title: str | None = None, *, columns: int | None = 
         handletextpad=0.5,
         columnspacing=1.2,
     )
+
+
+def _columns(lengths: Sequence[int], width: int) -> int:
+    """The most columns of labels of so many letters that fit. Matplotlib fills columns in order, longer ones first."""
+    for columns in range(len(lengths), 1, -1):
+        rows, longer = divmod(len(lengths), columns)
+        ends = list(accumulate([rows + 1] * longer + [rows] * (columns - longer)))
+        if sum(max(lengths[a:b]) + _HANDLE for a, b in pairwise([0, *ends])) <= width:
+            return columns
+    return 1
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -275,7 +290,7 @@ def plot_frontier(
             fontsize="x-small", color="0.35", bbox={"facecolor": "0.93", "edgecolor": "none", "pad": 1},
         )  # fmt: skip
     clear_frame(axes)
-    legend_above(axes, title, columns=2)
+    legend_above(axes, title)
     return figure
 
 
@@ -334,7 +349,7 @@ def plot_pipeline(simulation: PipelineSimulation | Partition, *, title: str | No
     memory = any(simulation.peak_bytes)
     figure, panels = _panels((rows, _MEMORY_HEIGHT) if memory else (rows,), _FRAME)
     scale, in_seconds = duration_unit(simulation.seconds)
-    several = _draw_actions(panels[0], simulation, scale)
+    _draw_actions(panels[0], simulation, scale)
     panels[0].set(xlim=(0, 1.01 * simulation.seconds / scale), ylim=(devices - 0.5, -0.5), ylabel="device")
     shown = range(0, devices, -(-devices // _MOST_NAMED))
     panels[0].set_yticks(list(shown), [str(device) for device in shown])
@@ -344,7 +359,7 @@ def plot_pipeline(simulation: PipelineSimulation | Partition, *, title: str | No
         _draw_memory(panels[1], simulation, scale, limits)
     panels[-1].set_xlabel(f"time in the step ({in_seconds})")
     default = f"{format_seconds(simulation.seconds)} per step, {simulation.bubble:.1%} bubble"
-    legend_above(panels[0], title or default, columns=3 if several else None)
+    legend_above(panels[0], title or default)
     return figure
 
 
@@ -364,8 +379,8 @@ def _bars(simulation: PipelineSimulation) -> dict[tuple[Phase, bool], list[_Bar]
     return {kind: bars for kind, bars in found.items() if bars}
 
 
-def _draw_actions(axes: Axes, simulation: PipelineSimulation, scale: float) -> bool:
-    """A bar for each action, its recomputation in another colour. True if devices have several stages."""
+def _draw_actions(axes: Axes, simulation: PipelineSimulation, scale: float) -> None:
+    """A bar for each action, its recomputation in another colour."""
     devices, found = len(simulation.events), _bars(simulation)
     several = any(pale for _, pale in found)
     edge = {"edgecolor": "white", "linewidth": 0.5} if devices <= _MOST_NUMBERED else {"linewidth": 0.0}
@@ -379,7 +394,6 @@ def _draw_actions(axes: Axes, simulation: PipelineSimulation, scale: float) -> b
             numbers = [number if end - start > least * len(number) else "" for _, start, end, number in bars]
             colour = "#333333" if pale else "white"
             axes.bar_label(drawn, numbers, label_type="center", color=colour, fontsize="x-small")
-    return several
 
 
 def _draw_memory(axes: Axes, simulation: PipelineSimulation, scale: float, limits: Sequence[int | None]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TypeAlias
 
 import numpy as np
@@ -15,6 +16,7 @@ from lightning_rotor.units import is_positive_integer
 
 Cuts: TypeAlias = tuple[int, ...]
 """First stage of the chain in each pipeline stage."""
+_MOST_NAMED = 12  # stages in a message
 
 
 def stage_seconds(chain: Chain) -> list[float]:
@@ -35,9 +37,9 @@ def stage_bytes(chain: Chain, param_scale: float = 2.0) -> list[float]:
     ]
 
 
-def check_balance(balance: Sequence[int] | str, stages: int, parts: int) -> tuple[int, ...]:
-    """A balance given by hand, checked for so many stages and parts."""
-    even = even_balance(stages, parts)
+def check_balance(balance: Sequence[int] | str, names: Sequence[str], parts: int) -> tuple[int, ...]:
+    """A balance given by hand, checked for stages of these names and so many parts."""
+    stages, even = len(names), even_balance(len(names), parts)
     if isinstance(balance, str):
         raise PipelineError(f'balance is {balance!r}: expected "auto" or numbers such as {even}')
     given = list(balance)
@@ -51,9 +53,38 @@ def check_balance(balance: Sequence[int] | str, stages: int, parts: int) -> tupl
         wrong = f"has {len(given)} entries for {parts} pipeline stages: expected one for each"
     elif sum(given) != stages:
         wrong = f"shares out {sum(given)} stages, but the model has {stages}: expected the entries to add up"
+        listed = ", ".join([*names[:_MOST_NAMED], *(("…", names[-1]) if stages > _MOST_NAMED else ())])
+        raise PipelineError(f"balance={given} {wrong}, such as balance={even}. Its stages are {listed}")
     if wrong:
         raise PipelineError(f"balance={given} {wrong}, such as balance={even}")
     return tuple(given)
+
+
+def counted_in_stages(balance: Sequence[int], names: Sequence[str], children: Sequence[str]) -> list[int]:
+    """A balance that counts a model's children, in stages; any other as it is.
+
+    Args:
+        balance: Numbers of children in each part; of stages, if they do not add up to the children.
+        names: Of the model's stages, which begin with those of its children.
+        children: Names of the model's children, in the order in which they run.
+    Raises:
+        PipelineError: It separates children that one stage runs together.
+    """
+    if not all(map(is_positive_integer, balance)) or sum(balance) != len(children):
+        return list(balance)
+    place = {child: number for number, child in enumerate(children)}
+    firsts = [place[name.partition(" … ")[0].partition(".")[0]] for name in names]
+    lasts = [place[name.rpartition(" … ")[2].partition(".")[0]] for name in names]
+    ends = []
+    for cut in accumulate(balance):
+        ends.append(sum(last < cut for last in lasts))
+        straddling = [name for name, first, last in zip(names, firsts, lasts, strict=True) if first < cut <= last]
+        if straddling:
+            raise PipelineError(
+                f"balance={list(balance)} cuts between the children {children[cut - 1]!r} and {children[cut]!r}, which "
+                f"run as one stage, {straddling[0]!r}: expected a cut elsewhere"
+            )
+    return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def cuts_of(balance: Sequence[int]) -> tuple[int, ...]:

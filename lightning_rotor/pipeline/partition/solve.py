@@ -77,6 +77,9 @@ class Partition:
         stages = tuple(replace(each, name=name) for each, name in zip(plan.chain, names, strict=False))
         return replace(plan, chain=replace(plan.chain, stages=stages))
 
+    def __repr__(self) -> str:
+        return f"<Partition of {self.summary()}>"
+
     def summary(self) -> str:
         """The partition on one line."""
         proof = "optimal" if self.is_optimal else f"within {self.gap:.1%} of the best"
@@ -153,7 +156,7 @@ def partition(
     problem = Problem(chain, all_devices, micro_batches, state_bytes=tuple(state_bytes), **options)
     costs = Costs(problem)
     search = Search(costs)
-    by_hand: Cuts = () if balance == "auto" else cuts_of(check_balance(balance, len(chain), problem.stages))
+    by_hand: Cuts = () if balance == "auto" else cuts_of(check_balance(balance, chain.names, problem.stages))
     choices, bound_seconds = (None, 0.0) if by_hand else search.run()
     if choices is None:
         cuts = by_hand or _least_memory_cuts(costs)
