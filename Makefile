@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.lightning-rotor
 KEY := $(shell cat pyproject.toml constraints.txt | cksum) $(CURDIR)
 
-.PHONY: demo test test-all test-gpu test-versions lint types suite docs bench format clean
+.PHONY: demo test test-all test-gpu test-versions lint types suite docs features bench format clean
 .DEFAULT_GOAL := test
 
 # torch's profiler, which sees memory on the CPU, would warn of blocks that are older than the profile: there always are some.
@@ -43,8 +43,12 @@ test-gpu: $(STAMP)
 	@$(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("no CUDA device here: make test runs these tests on simulated ones")'
 	$(BIN)/python -m pytest -n0 -m gpu $(PYTEST_ARGS)
 
-# The table of what works, from the tests that show it.
+# The site, into site/; a broken link is an error. `$(BIN)/mkdocs serve` shows it while you write.
 docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# The table of what works, docs/features.md, from the tests that show it.
+features: $(STAMP)
 	$(BIN)/python -m pytest --features=docs/features.md
 
 # Before a release: the core of the suite and the demo under each torch, in environments that are made in VERSIONS (5 GB each) or are there.
@@ -61,7 +65,7 @@ format: $(STAMP)
 
 # Leaves the environment alone: VENV may not be ours to delete.
 clean:
-	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis examples/*/output
+	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis examples/*/output
 	find . -path ./.git -prune -o -path './$(VENV)' -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 ifneq ($(strip $(shell cat $(STAMP) 2>/dev/null)),$(strip $(KEY)))
