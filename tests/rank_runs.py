@@ -190,7 +190,8 @@ class StepPeak(L.Callback):
         elif batch_idx >= STEPS - 6:  # the allocator knows the size of a gradient if it was watched when it was made
             self._base = self._held_bytes(trainer, model, batch)
             meter = StepMeter(torch.device("cpu"))
-            with suppress(ProfilerBusyError):  # the callback still measures, where plans were made late: another step will do
+            # Where plans were made late, the callback still measures; in a later step it does not.
+            with suppress(ProfilerBusyError):
                 meter.start()
                 self._meter = meter
 
