@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from weakref import ReferenceType
@@ -13,6 +12,7 @@ from lightning_rotor.execution.executor import Pending
 from lightning_rotor.planned.cache import Prepared, Signature, Turn
 from lightning_rotor.planned.plans import Plans
 from lightning_rotor.planning import Plan
+from lightning_rotor.private.values import sizes_by_address
 from lightning_rotor.profiling.meters import MeteredPhase
 
 LOSS = "loss"
@@ -111,14 +111,10 @@ class Step:
             for phase in phases
         ]
 
-    def find(self, first: Signature) -> None:
+    def find(self, taken: Iterable[torch.Tensor]) -> None:
         """Count the input of the first call that the step has made before a meter of the CPU could see it."""
-        batch = {(tuple(tensor.shape), tensor.dtype) for tensor in self.batch}
-        made_bytes = sum(
-            math.prod(shape) * dtype.itemsize
-            for shape, (dtype, *_) in zip(first.shapes, first.kinds, strict=True)
-            if (shape, dtype) not in batch
-        )
+        batch = sizes_by_address(self.batch)
+        made_bytes = sum(size for address, size in sizes_by_address(taken).items() if address not in batch)
         self.missing = self.missing[0] + made_bytes, self.missing[1] + made_bytes
 
     def add(self, call: Call) -> None:

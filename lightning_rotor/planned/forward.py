@@ -244,7 +244,7 @@ class PlannedForward:
             return plainly()
         signature, value, prepared = call
         assert prepared.plan is not None
-        self._source.on_start()
+        self._source.on_start(value)
         output, prepared = self._run(signature, prepared, value, plainly if prepared.runs_plainly else None)
         pending = await_backward(output, value, once=not prepared.runs_plainly)
         self._source.on_run(self.plans, signature, prepared, pending)

@@ -536,19 +536,19 @@ class PathPlans:
         return replace(plan, plans=plans)
 
     def _guessed(self, names: Sequence[str], parts: Sequence[Chain | Plan], budget: Budget) -> list[Outside]:
-        """What the code around calls might take: all that the limit leaves, in equal parts, and peaks behind calls."""
+        """Peaks behind calls, the higher the less calls keep, as high as the least plan allows.
+
+        They do not depend on the limit: then a step takes the same under each, and what it took is a minimum for all.
+        """
 
         def least(outside: Sequence[Outside]) -> int:
             chain = joined(names, parts, outside)
             return minimum_budget(chain, slots=self._slots, **budget.conditions).peak_bytes
 
         peak_bytes = least(())
-        held_bytes = max(budget.available_bytes - peak_bytes, 0) // len(parts)
-        for share in (1.0, 0.5, 0.25, 0.0):  # the higher the peaks behind them, the less calls keep
-            behind_bytes = held_bytes + int(share * (peak_bytes - budget.lingering_bytes))
-            before = [number * held_bytes for number in range(len(parts))]
-            guess = [Outside(each, each + behind_bytes, each) for each in before]
-            if least(guess) <= max(budget.available_bytes, peak_bytes):
+        for share in (1.0, 0.5, 0.25, 0.0):
+            guess = [Outside(behind_bytes=int(share * (peak_bytes - budget.lingering_bytes)))] * len(parts)
+            if least(guess) <= peak_bytes:
                 break
         return guess
 

@@ -67,8 +67,8 @@ class BudgetSource:
     def on_plan(self, plan: Plan) -> None:
         """A plan was made, and will run."""
 
-    def on_start(self) -> None:
-        """A call is about to run under a plan."""
+    def on_start(self, value: Any) -> None:
+        """A call is about to run under a plan, with this input."""
 
     def on_run(self, plans: Plans, signature: Signature, prepared: Prepared, pending: ReferenceType[Pending]) -> None:
         """A call has run under a plan."""

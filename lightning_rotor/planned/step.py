@@ -147,6 +147,7 @@ class StepPlanner(BudgetSource):
         self._has_met = False
         self._is_cautious = False  # the budget told last is not what there is
         self._is_joint = False  # calls of a step may be alive together
+        self._most_bytes = 0  # that such a step has taken beyond the limit
         self._paths = PathPlans(
             self._joint_budget,
             lambda name, plan: self.ranks.settle(name, plan),  # noqa: PLW0108 -- who agrees changes when processes meet
@@ -233,8 +234,11 @@ class StepPlanner(BudgetSource):
         exceeds = is_measured and self.watch.backward_peak_bytes > self.limit.size_bytes
         self._paths.follow(step, phases, exceeds=exceeds)
         self.plan = self._paths.largest(step) or self.plan
-        if exceeds and not any(call.has_another_plan for call in step.numbers):
-            self._exceeded(step)
+        if not exceeds or step.is_first:
+            return
+        self._most_bytes = max(self._most_bytes, self.watch.backward_peak_bytes)
+        if not any(call.has_another_plan for call in step.numbers):
+            self._exceeded(self._most_bytes)
 
     def _correct(self, step: Step) -> None:
         """Closed loop: what the plan could not know shows in the measured peak."""
@@ -242,20 +246,20 @@ class StepPlanner(BudgetSource):
         is_enough = self.limit.corrections.correct(
             self._modules,
             [path[0].plan for path in step.paths],
-            self.watch.backward_peak_bytes,
+            max(phase.peak_bytes for phase in step.as_later(self.watch.phases)),
             limit_bytes=self.limit.size_bytes,
             may_grow=may_grow,
         )
-        if not is_enough:
-            self._exceeded(step)
+        if not is_enough and not step.is_first:
+            self._exceeded(self.watch.backward_peak_bytes)
 
-    def _exceeded(self, step: Step) -> None:
-        """No plan takes less than this step has taken. The first takes what no later one does."""
-        if step.is_first or self.plan is None:
+    def _exceeded(self, peak_bytes: int) -> None:
+        """No plan takes less than a step has taken that is not the first, which takes what no later one does."""
+        if self.plan is None:
             return
         self.watch.give_up()
         names = getattr(self.plan, "names", None) or [module.target.name for module in self._modules]
-        self.limit.exceeded(self.watch.backward_peak_bytes, names, self.plan.calls)
+        self.limit.exceeded(peak_bytes, names, self.plan.calls)
 
     def end(self) -> None:
         """Give the modules their own forwards back, and keep what was learned in ``saved``."""
@@ -309,18 +313,19 @@ class StepPlanner(BudgetSource):
         if all(module.plans.plan is not None for module in self._modules):
             self.watch.start(self.loop, self._step.batch)
 
-    def on_start(self) -> None:
+    def on_start(self, value: Any) -> None:
         """A call is about to run."""
-        if self._step is not None:
-            self.watch.mark(f"{INTO} {len(self._step.numbers)}")
+        if self._step is None:
+            return
+        if self._step.is_first and not self._step.numbers and self.loop.device.type == "cpu":
+            self._step.find(tensors_in(value))
+        self.watch.mark(f"{INTO} {len(self._step.numbers)}")
 
     def on_run(self, plans: Plans, signature: Signature, prepared: Prepared, pending: ReferenceType[Pending]) -> None:
         """Count a call of the step."""
         if self._step is None:
             return
         call = Call(plans, signature, prepared, pending)
-        if self._step.is_first and not self._step.numbers and self.loop.device.type == "cpu":
-            self._step.find(call.signature)
         self._step.add(call)
         waiting = pending()
         if waiting is not None and not self._is_settled:
