@@ -213,10 +213,11 @@ def test_the_callback_without_lightning_says_what_to_install(without_lightning, 
     assert "pip install lightning" in without_lightning[code]
 
 
-def test_lines_and_functions_are_short() -> None:
+def test_lines_functions_and_classes_are_short() -> None:
     for path in MODULES:
         text = path.read_text(encoding="utf-8")
         assert max(map(len, text.splitlines()), default=0) <= 120, path
-        functions = [each for each in ast.walk(ast.parse(text)) if isinstance(each, (ast.FunctionDef, ast.Lambda))]
-        long = [each.lineno for each in functions if each.end_lineno and each.end_lineno - each.lineno >= 60]
-        assert not long, (path, long)
+        for kind, most in ((ast.FunctionDef, 60), (ast.ClassDef, 250)):
+            found = [each for each in ast.walk(ast.parse(text)) if isinstance(each, kind)]
+            long = [each.name for each in found if (each.end_lineno or 0) - each.lineno >= most]
+            assert not long, (path, long)

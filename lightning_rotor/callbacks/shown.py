@@ -48,8 +48,8 @@ class ProcessPlan:
             watch.reserved_bytes,
             planner.planned_modules,
             planner.limit.reserved_beside(plan),
-            planner.measuring_seconds,
-            planner.measured_overhead,
+            planner.modules.measuring_seconds,
+            planner.modules.measured_overhead(plan),
         )
 
     @property

@@ -58,7 +58,7 @@ from lightning_rotor.capture.operations import (
     require_recordable,
     spell,
 )
-from lightning_rotor.capture.writer import GraphWriter, OpMemory, plain
+from lightning_rotor.capture.writer import GraphWriter, OpMemory, erase, plain
 from lightning_rotor.execution.recomputation import repeating
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.sharding import units_in
@@ -98,6 +98,11 @@ class Recording:
             is_constant(mine) or mine.meta.get(OF) == theirs.meta.get(OF)
             for mine, theirs in zip(self.graph.nodes, other.graph.nodes, strict=True)
         )
+
+
+_DRAWS = (
+    "it draws random numbers outside of torch's operations, as when a block is skipped at random, or seeds a generator"
+)
 
 
 class Recorder(TorchFunctionMode):
@@ -150,7 +155,7 @@ class Recorder(TorchFunctionMode):
             self._seen += writer.lengths
         totals = [writer.node("call_function", total, node.args, {}) for node, _ in writer.lengths]
         guards = Guards(self._call.signature, inputs, asked, self._seen, totals)
-        writer.erase([*totals, *(node for node, _ in (*self._seen, *writer.lengths, *asked))])
+        erase(writer.graph, [*totals, *(node for node, _ in (*self._seen, *writer.lengths, *asked))])
         notes = self.surroundings.notes
         return Recording(writer.graph, writer.memory(), self._root, writer.constants, self.calls.leaves, guards, notes)
 
@@ -307,12 +312,8 @@ class Recorder(TorchFunctionMode):
         leaves = tree_leaves(result)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor) and leaf is not None]
-        if not all(isinstance(leaf, (bool, int, float, complex, str)) for leaf in others):
-            kind = type(others[0]).__name__
-            raise UntraceableError(f"{_label(node)} returns {kind}, which may hold values of tensors")
+        _require_readable(node, others, with_tensors=bool(tensors))
         if tensors:
-            if others:
-                raise UntraceableError(f"{_label(node)} returns tensors and values together")
             output = self._writer.unpack(result, node, read)
             if self.check.reads_values:
                 nodes = [self._writer.node_of(leaf) for leaf in tensors]
@@ -348,15 +349,21 @@ class Recorder(TorchFunctionMode):
         with self._aside():
             same = self._states.equals(GeneratorStates())
         if not same:
-            raise UntraceableError(
-                "it draws random numbers outside of torch's operations, as when a block is skipped at random, or seeds "
-                "a generator"
-            )
+            raise UntraceableError(_DRAWS)
 
     def _guard(self, node: fx.Node, value: Any, what: str) -> None:
         """Remember a value that the code saw, if it can be computed from a call's inputs alone."""
         self._writer.require_computable(node, what)
         self._seen.append((node, value))
+
+
+def _require_readable(node: fx.Node, values: Sequence[Any], *, with_tensors: bool) -> None:
+    """Raise ``UntraceableError`` unless values that an operation returns can be seen, apart from tensors."""
+    if not all(isinstance(value, (bool, int, float, complex, str)) for value in values):
+        kind = type(values[0]).__name__
+        raise UntraceableError(f"{_label(node)} returns {kind}, which may hold values of tensors")
+    if values and with_tensors:
+        raise UntraceableError(f"{_label(node)} returns tensors and values together")
 
 
 @contextmanager

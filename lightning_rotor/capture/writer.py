@@ -476,9 +476,7 @@ class GraphWriter:
         if kind is slice:
             return slice(self.encode(value.start), self.encode(value.stop), self.encode(value.step))
         if isinstance(value, nn.Module):
-            raise UntraceableError(
-                f"it hands the module {kind.__name__} to a function, where its parameters are hidden"
-            )
+            raise _hidden(f"the module {kind.__name__} to a function, where its parameters are hidden")
         if kind is torch.Size:
             sizes = tuple(map(self.encode, value))
             return self.node("call_function", torch.Size, (sizes,), {}) if exact else sizes
@@ -488,21 +486,13 @@ class GraphWriter:
             return self.node("call_function", kind, tuple(self.encode(entry, exact=exact) for entry in value), {})
         leaves, spec = tree_flatten(value)
         if len(leaves) == 1 and leaves[0] is value:
-            raise UntraceableError(
-                f"it hands {kind.__name__} to an operation, which may hold tensors or be another one next time"
-            )
+            raise _hidden(f"{kind.__name__} to an operation, which may hold tensors or be another one next time")
         return self.node("call_function", tree_unflatten, (self.encode(leaves, exact=exact), spec), {})
 
     def encode_output(self, output: Any) -> Any:
         """The module's output with nodes in the place of tensors; ``UntraceableError`` if it may hide tensors."""
         learn_records(tree_leaves(output))
-        for leaf in tree_leaves(output):
-            if not isinstance(leaf, torch.Tensor) and not _is_plain(leaf):
-                raise UntraceableError(
-                    f"it returns {type(leaf).__name__}, which may hold tensors where nobody can see them: "
-                    "return tensors and plain values, or tuples, lists, dicts, dataclasses and attrs objects of "
-                    "them (call a model of transformers with use_cache=False; register others with torch.utils._pytree)"
-                )
+        _require_plain(tree_leaves(output))
         return self.encode(output, exact=True)
 
     def unpack(self, value: Any, node: fx.Node, read: Sequence[torch.Tensor], *, fresh_objects: bool = False) -> Any:
@@ -580,14 +570,30 @@ class GraphWriter:
         if not self._values.is_repeatable(ancestors([node], sizes=False)):
             raise UntraceableError(f"its course depends on {what}, which was changed in place before")
 
-    def erase(self, nodes: Sequence[fx.Node]) -> None:
-        """Remove nodes, what was computed for them alone, and pieces and sizes that nobody reads."""
-        needed = ancestors(nodes, sizes=False)
-        for node in reversed(list(self.graph.nodes)):
-            pure = node in needed or node.target is operator.getitem or node.op == "get_attr"
-            pure = pure or SIZE in node.meta or VALUED in node.meta
-            if pure and not node.users and node.op not in ("placeholder", "output"):
-                self.graph.erase_node(node)
+
+def erase(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
+    """Remove nodes, what was computed for them alone, and pieces and sizes that nobody reads."""
+    needed = ancestors(nodes, sizes=False)
+    for node in reversed(list(graph.nodes)):
+        pure = node in needed or node.target is operator.getitem or node.op == "get_attr"
+        pure = pure or SIZE in node.meta or VALUED in node.meta
+        if pure and not node.users and node.op not in ("placeholder", "output"):
+            graph.erase_node(node)
+
+
+def _hidden(what: str) -> UntraceableError:
+    return UntraceableError(f"it hands {what}")
+
+
+def _require_plain(leaves: Sequence[Any]) -> None:
+    """Raise ``UntraceableError`` if something among the leaves of an output is neither a tensor nor plain."""
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor) and not _is_plain(leaf):
+            raise UntraceableError(
+                f"it returns {type(leaf).__name__}, which may hold tensors where nobody can see them: "
+                "return tensors and plain values, or tuples, lists, dicts, dataclasses and attrs objects of "
+                "them (call a model of transformers with use_cache=False; register others with torch.utils._pytree)"
+            )
 
 
 def _users_line() -> tuple[str, int]:

@@ -7,7 +7,7 @@ import logging
 import math
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, repeat
 from operator import attrgetter, contains, itemgetter
@@ -322,6 +322,13 @@ class Prepared:
         runs_plainly = _may_run_plainly(signature, profile.chain, plan)
         return replace(self, plan=plan, executor=executor, runs_plainly=runs_plainly)
 
+    @property
+    def recompute_seconds(self) -> float | None:
+        """Seconds that a call was measured to recompute; None if it was not."""
+        if self.executor is None or self.executor.watch is None or self.plan is None:
+            return None
+        return self.executor.watch.seconds if self.plan.recomputed else 0.0
+
     def without_plan(self) -> Prepared:
         """Prepared costs alone."""
         return replace(self, plan=None, executor=None, runs_plainly=False, lost_seconds=0.0)
@@ -373,6 +380,15 @@ class PlanCache:
         self._prepared.move_to_end(signature)
         return turns.get(turn) or replace(next(iter(turns.values())).without_plan(), turn=turn)
 
+    def alike(self, signature: Signature, names: Sequence[str]) -> list[tuple[int, Plan, bool]]:
+        """Size, plan, and whether it is the best that is known, of other sizes' calls, the nearest first."""
+        found = (
+            (known.size, prepared.plan, not (prepared.lost_seconds or prepared.rough_seconds))
+            for known, prepared in self
+            if prepared.plan is not None and known.same_but_shapes(signature) and prepared.plan.chain.names == names
+        )
+        return sorted(found, key=lambda entry: abs(entry[0] - signature.size))
+
     def put(self, signature: Signature, prepared: Prepared) -> None:
         """Add or replace an entry; its signature is now used last."""
         self._prepared.setdefault(signature, {})[prepared.turn] = prepared
@@ -410,6 +426,26 @@ class Recalled:
 
     profile: Profile
     plan: Plan | None
+
+
+class Records:
+    """What a checkpoint says of calls."""
+
+    def __init__(self, records: Iterable[dict[str, Any]] = ()) -> None:
+        self._known = {record["call"]: record for record in records}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def take(self, call: str, stages: Sequence[Stage]) -> Recalled | None:
+        """What it says of one, once, or None."""
+        record = self._known.pop(call, None)
+        return None if record is None else recall(record, stages)
+
+    def joined_by(self, calls: Iterable[tuple[str, Prepared]]) -> list[dict[str, Any]]:
+        """All of it in plain types, with what calls have found since."""
+        found = {call: record_of(call, each.profile, each.plan) for call, each in calls if not each.estimated}
+        return list({**self._known, **found}.values())[-MAX_PLANS:]
 
 
 def model_fingerprint(module: nn.Module) -> str:

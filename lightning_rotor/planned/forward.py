@@ -307,10 +307,10 @@ class PlannedForward:
             reason = "The forward communicates with other processes, so it cannot run again here alone"
         elif not restored:
             reason = "The forward has changed its input or a large buffer, so it cannot run again with a smaller plan"
-        elif plans.lower_ceiling(failed, to_the_least=attempt >= _CAUTIOUS_ATTEMPTS):
+        elif plans.ceiling.lower(failed, to_the_least=attempt >= _CAUTIOUS_ATTEMPTS):
             if signature.device.type == "cuda":
                 torch.cuda.empty_cache()
-            ceiling_bytes = plans.ceiling_bytes or 0
+            ceiling_bytes = plans.ceiling.size_bytes or 0
             plans.unplan(lambda plan: plan.peak_bytes <= ceiling_bytes)
             smaller = plans.plan_again(signature, prepared)
             _log.warning(

@@ -442,6 +442,7 @@ class PathPlans:
             oldest, _ = self._known.popitem(last=False)
             self._measured.pop(oldest, None)
             self._in_part.pop(oldest, None)
+            self._kept.difference_update(oldest)  # a path that is still known tells again
 
     def _all_that_fit(self, order: Sequence[Path]) -> dict[Path, StepPlan]:
         """Plans for paths, first for the one that needs most; where they exclude each other, as small as can be."""

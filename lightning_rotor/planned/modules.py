@@ -70,6 +70,19 @@ class PlannedModules(Replanning):
         """All of them, to count what they hold."""
         return nn.ModuleList(module.target.module for module in self)
 
+    @property
+    def measuring_seconds(self) -> float:
+        """Time spent on measuring them."""
+        return sum(module.plans.measuring_seconds for module in self)
+
+    def measured_overhead(self, plan: Plan) -> float | None:
+        """Time inside of a step's recomputations by that of its calls without; None before the second step under it."""
+        found = [module.plans.recompute_seconds(call) for module in self for call in plan.calls]
+        seconds = [each for each in found if each is not None]
+        if len(seconds) < len(plan.calls) or not plan.chain.step_seconds:
+            return None
+        return sum(seconds) / plan.chain.step_seconds
+
     def begin(self, known: Sequence[Target]) -> None:
         """Plan what the user has named, what saved plans are for (``known``), or a guess."""
         if self._names is not None:
@@ -86,16 +99,17 @@ class PlannedModules(Replanning):
             self.is_guess = False
             self._take(targets)
 
-    def choose(self, batch: Any, batch_idx: int) -> None:
-        """Decide by the compute of the first batch, for all processes as the first of them does."""
+    def choose(self, batch: Any, batch_idx: int) -> bool:
+        """Decide by the compute of the first batch, as the first process does. True if others than a guess."""
         if not self.is_guess:
-            return
+            return False
         assert self._search is not None
-        self.is_guess = False
+        before, self.is_guess = list(self), False
         found = self._search.all_by_compute(lambda: self._loop.compute(batch, batch_idx))
         names = self._loop.same([target.name for target in found])
         known = {target.name: target for target in found}
         self._take([known.get(name) or self._as_on_rank_0(name) for name in names])
+        return list(self) != before
 
     def _as_on_rank_0(self, name: str) -> Target:
         return Target(name, self._loop.model.get_submodule(name), "as on rank 0")
@@ -135,7 +149,7 @@ class PlannedModules(Replanning):
 
     def is_capped(self, plan: Plan) -> bool:
         """True if a plan has all that plans may take since the device ran out of memory."""
-        return any(module.plans.is_capped(part) for module in self for part in plan.calls)
+        return any(module.plans.ceiling.caps(part) for module in self for part in plan.calls)
 
     def tell(self) -> None:
         """Say what is planned, and warn of what is not, or not as it was, once that is certain."""

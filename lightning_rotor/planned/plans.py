@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -19,6 +19,7 @@ from torch import nn
 
 from lightning_rotor.capture.compiled import CompiledModules, Variants
 from lightning_rotor.capture.cuts import check_module
+from lightning_rotor.chain import Chain
 from lightning_rotor.errors import BudgetError, ProfilerBusyError, ProfilingError, RotorError, UnitError
 from lightning_rotor.execution.executor import Pending
 from lightning_rotor.memory.budget import Budget
@@ -27,11 +28,10 @@ from lightning_rotor.planned.cache import (
     KnownCuts,
     PlanCache,
     Prepared,
+    Records,
     Signature,
     Turn,
     call_fingerprint,
-    recall,
-    record_of,
 )
 from lightning_rotor.planned.new_shapes import Measurements
 from lightning_rotor.planned.ranks import Agreement
@@ -120,23 +120,41 @@ class _Account:
         return True
 
 
+@dataclass(slots=True)
+class Ceiling:
+    """The most that any plan may take since the device ran out of memory; None if it never did."""
+
+    size_bytes: int | None = None
+
+    def lower(self, plan: Plan, *, to_the_least: bool = False) -> bool:
+        """Let all plans take less than one that was too much, halfway to the least or the least. True if possible."""
+        least = minimum_budget(plan.chain, slots=plan.slots, **plan.conditions).peak_bytes
+        if plan.peak_bytes <= least:
+            return False
+        self.size_bytes = least if to_the_least else (plan.peak_bytes + least) // 2
+        return True
+
+    def caps(self, plan: Plan) -> bool:
+        """True if a plan has all that plans may take since then."""
+        return self.size_bytes is not None and plan.budget_bytes >= self.size_bytes
+
+
 class Plans:
     """The plans of one module, or ``ModelError`` if it can be no chain.
 
-    ``name`` says where in the model it is. ``ceiling_bytes`` is the most that any plan may take since the device ran
-    out of memory, or None if it never did.
+    ``name`` says where in the model it is.
     """
 
     def __init__(self, module: nn.Module, source: BudgetSource, settings: PlanSettings, name: str = "") -> None:
         check_module(module)
         self.name = name
-        self.ceiling_bytes: int | None = None
+        self.ceiling = Ceiling()
         self._source, self._settings = source, settings
         self._cuts = KnownCuts(module, most=settings.max_plans, on_cut=source.before_measuring)
         self._cache = PlanCache(settings.max_plans)
         self._measurements = Measurements()
         self._compiled = CompiledModules(settings.compiled_variants)
-        self._records: dict[str, dict[str, Any]] = {}
+        self._records = Records()
         self.measuring_seconds = 0.0
         self._searching, self._measuring = _Account(), _Account()
 
@@ -170,7 +188,7 @@ class Plans:
     def follow_others(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Start afresh if another process must, and cannot do so alone."""
         if self.together and self._source.ranks.must_start_afresh(ready=self.is_prepared(args, kwargs)):
-            self._records.clear()
+            self._records = Records()
             self.forget()
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Signature, Any]:
@@ -204,29 +222,12 @@ class Plans:
             prepared = replace(prepared.without_plan(), turn=turn)
         prepared = self.plan_again(signature, prepared) if prepared.executor is None else prepared
         if self.measuring_seconds > spent or known is None:
-            self._tell(signature, prepared, self.measuring_seconds - spent)
+            _tell(signature, prepared, self.measuring_seconds - spent)
         return prepared
-
-    def _tell(self, signature: Signature, prepared: Prepared, seconds: float) -> None:
-        """Log what a new shape costs, on one line."""
-        plan = _plan_of(prepared)
-        how = "taken from those of other shapes" if prepared.estimated else "known from a checkpoint"
-        _log.info(
-            "%s for %s: costs %s, peak of activations %s of %s, %d of %d stages recomputed (+%.1f %% of the step)",
-            type(signature.cut.module).__name__,
-            " and ".join("×".join(map(str, shape)) for shape in signature.shapes),
-            f"measured in {format_seconds(seconds)}" if seconds else how,
-            format_bytes(plan.peak_bytes),
-            format_bytes(plan.budget_bytes),
-            len(plan.recomputed),
-            len(plan.chain),
-            100 * plan.overhead,
-        )
 
     def _recalled(self, signature: Signature) -> Prepared | None:
         """What a checkpoint says about a call."""
-        record = self._records.pop(self._call(signature), None) if self._records else None
-        recalled = None if record is None else recall(record, signature.cut.stages)
+        recalled = self._records.take(self._call(signature), signature.cut.stages) if self._records else None
         if recalled is None:
             return None
         self._keep(signature, recalled.profile)
@@ -241,15 +242,12 @@ class Plans:
         estimate = None if self.together else self._measurements.estimate(signature)
         if estimate is None:
             return None
-        alike = self._alike(signature, estimate.profile)
-        known = self._known_schedule(estimate.profile, [plan for _, plan, _ in alike])
+        alike = self._cache.alike(signature, estimate.profile.chain.names)
+        schedules = [plan.schedule for _, plan, _ in alike[:_NEAREST]]
+        known = best_of(estimate.profile.chain, schedules, self.budget(estimate.profile), slots=self._settings.slots)
         # A larger size needs no less recomputation.
-        least = [plan.overhead for size, plan, is_best in alike if is_best and size <= signature.size]
-
-        def lost_by(plan: Plan) -> float:
-            return max(plan.overhead - max(least, default=0.0), 0.0) * plan.seconds / (1 + plan.overhead)
-
-        lost_seconds = 0.0 if known is None else lost_by(known)
+        least = max((plan.overhead for size, plan, best in alike if best and size <= signature.size), default=0.0)
+        lost_seconds = 0.0 if known is None else _lost(known, least)
         if self._searching.pays(lost_seconds):
             known, lost_seconds = None, 0.0
         try:
@@ -260,33 +258,9 @@ class Plans:
             estimate.profile,
             estimated=True,
             lost_seconds=lost_seconds,
-            rough_seconds=0.0 if estimate.is_close else lost_by(solved),
+            rough_seconds=0.0 if estimate.is_close else _lost(solved, least),
         )
         return self.use_plan(signature, prepared, solved)
-
-    def _alike(self, signature: Signature, profile: Profile) -> list[tuple[int, Plan, bool]]:
-        """Size, plan, and whether it is the best that is known, of other sizes' calls, the nearest first."""
-        found = (
-            (known.size, prepared.plan, not (prepared.lost_seconds or prepared.rough_seconds))
-            for known, prepared in self._cache
-            if prepared.plan is not None
-            and known.same_but_shapes(signature)
-            and prepared.plan.chain.names == profile.chain.names
-        )
-        return sorted(found, key=lambda entry: abs(entry[0] - signature.size))
-
-    def _known_schedule(self, profile: Profile, plans: Sequence[Plan]) -> Plan | None:
-        """The best schedule of plans for other sizes, or without recomputation, that fits; None if there is none."""
-        budget, nothing = self.budget(profile), Schedule.keep_all(len(profile.chain))
-        schedules = {id(each): each for each in (nothing, *(plan.schedule for plan in plans))}
-        limit: dict[str, Any] = {
-            "budget_bytes": max(budget.available_bytes, 1),
-            "slots": self._settings.slots,
-            **budget.conditions,
-        }
-        tried = [scheduled(profile.chain, each, **limit) for each in list(schedules.values())[: 1 + _NEAREST]]
-        fitting = [plan for plan in tried if plan.peak_bytes <= plan.budget_bytes]
-        return min(fitting, key=attrgetter("seconds"), default=None)
 
     def measure(self, signature: Signature, value: Any) -> Profile:
         """Measure a call, again if it was measured before."""
@@ -317,7 +291,7 @@ class Plans:
         """What a plan may use; without the ceiling, if the device had as much as it seemed to have."""
         budget = self._source.budget(self, profile)
         budget = replace(budget, lingering_bytes=budget.lingering_bytes + profile.copied_bytes)
-        return budget.capped(self.ceiling_bytes) if ceiling else budget
+        return budget.capped(self.ceiling.size_bytes) if ceiling else budget
 
     def _solve(self, profile: Profile) -> Plan:
         plan = self.budget(profile).plan(profile.chain, slots=self._settings.slots)
@@ -326,13 +300,10 @@ class Plans:
 
     def plan_again(self, signature: Signature, prepared: Prepared) -> Prepared:
         """Plan anew for known costs, as all processes agree."""
-        profile = prepared.profile
-        outcome = self._outcome(profile)
-        if prepared.estimated and isinstance(outcome, Plan):
-            solved = outcome
-        else:
-            solved = self._source.ranks.settle(self._call(signature), outcome)
-        return self.use_plan(signature, prepared.without_plan(), solved)
+        outcome = self._outcome(prepared.profile)
+        if not (prepared.estimated and isinstance(outcome, Plan)):
+            outcome = self._source.ranks.settle(self._call(signature), outcome)
+        return self.use_plan(signature, prepared.without_plan(), outcome)
 
     def _outcome(self, profile: Profile) -> Plan | BudgetError:
         """The plan of this process, or why it has none. An error is kept, since others may wait for it."""
@@ -357,26 +328,11 @@ class Plans:
         self._source.on_plan(plan)
         return prepared
 
-    def lower_ceiling(self, plan: Plan, *, to_the_least: bool = False) -> bool:
-        """Let all plans take less than one that was too much, halfway to the least or the least. True if possible."""
-        least = minimum_budget(plan.chain, slots=self._settings.slots, **plan.conditions).peak_bytes
-        if plan.peak_bytes <= least:
-            return False
-        self.ceiling_bytes = least if to_the_least else (plan.peak_bytes + least) // 2
-        return True
-
-    def is_capped(self, plan: Plan) -> bool:
-        """True if a plan has all that plans may take since the device ran out of memory."""
-        return self.ceiling_bytes is not None and plan.budget_bytes >= self.ceiling_bytes
-
     # ---------------------------------------------------------------- all calls
 
     def recompute_seconds(self, plan: Plan) -> float | None:
         """Seconds that a call under a plan was measured to recompute; None if it was not, or the plan is another's."""
-        executor = next((prepared.executor for _, prepared in self._cache if prepared.plan is plan), None)
-        if executor is None or executor.watch is None:
-            return None
-        return executor.watch.seconds if plan.recomputed else 0.0
+        return next((prepared.recompute_seconds for _, prepared in self._cache if prepared.plan is plan), None)
 
     def runs(self, plan: Plan) -> bool:
         """True if a plan is in use."""
@@ -408,12 +364,8 @@ class Plans:
         if not len(self._cache):
             raise ProfilingError("there is nothing to run a plan for yet: measure a sample first, with measure(sample)")
         signature, prepared = self._cache.latest
-        profile = prepared.profile
-        if isinstance(plan, Schedule):
-            conditions = self.budget(profile).conditions
-            used = scheduled(profile.chain, plan, slots=self._settings.slots, **conditions)
-        else:
-            used = plan_for(plan, profile.chain)
+        budget = self.budget(prepared.profile)
+        used = _as_plan(plan, prepared.profile.chain, budget, slots=self._settings.slots)
         self.use_plan(signature, prepared, used)
         return used
 
@@ -426,17 +378,11 @@ class Plans:
 
     def records(self) -> list[dict[str, Any]]:
         """Everything measured and planned so far in plain types, for :meth:`recall`."""
-        found = {
-            call: record_of(call, prepared.profile, prepared.plan)
-            for signature, prepared in self._cache
-            if not prepared.estimated
-            for call in [self._call(signature)]
-        }
-        return list({**self._records, **found}.values())[-MAX_PLANS:]
+        return self._records.joined_by((self._call(signature), prepared) for signature, prepared in self._cache)
 
     def recall(self, records: Iterable[dict[str, Any]]) -> None:
         """Take over what an equal module has measured on this machine, and its plans if the budget is the same."""
-        self._records = {record["call"]: record for record in records}
+        self._records = Records(records)
 
     def forget(self) -> None:
         """Drop every plan and measurement; the next training call starts afresh."""
@@ -445,12 +391,42 @@ class Plans:
         self._cuts.forget()
 
 
-def measured_overhead(plan: Plan, modules: Iterable[Plans]) -> float | None:
-    """Time inside of a step's recomputations by that of its calls without; None before the second step under a plan."""
-    measured = [module.recompute_seconds(call) for module in modules for call in plan.calls]
-    seconds = [each for each in measured if each is not None]
-    return (
-        sum(seconds) / plan.chain.step_seconds if len(seconds) == len(plan.calls) and plan.chain.step_seconds else None
+def best_of(chain: Chain, schedules: Iterable[Schedule], budget: Budget, *, slots: int) -> Plan | None:
+    """The fastest of some schedules, and of none at all, that fits; None if there is none."""
+    limit_bytes = max(budget.available_bytes, 1)
+    tried = (
+        scheduled(chain, each, limit_bytes, slots=slots, **budget.conditions)
+        for each in {id(each): each for each in (Schedule.keep_all(len(chain)), *schedules)}.values()
+    )
+    return min((plan for plan in tried if plan.peak_bytes <= limit_bytes), key=attrgetter("seconds"), default=None)
+
+
+def _as_plan(given: Plan | Schedule, chain: Chain, budget: Budget, *, slots: int) -> Plan:
+    """A plan or a schedule from elsewhere as a plan for a chain."""
+    if isinstance(given, Schedule):
+        return scheduled(chain, given, slots=slots, **budget.conditions)
+    return plan_for(given, chain)
+
+
+def _lost(plan: Plan, least_overhead: float) -> float:
+    """The most seconds that a better plan would save in each step."""
+    return max(plan.overhead - least_overhead, 0.0) * plan.seconds / (1 + plan.overhead)
+
+
+def _tell(signature: Signature, prepared: Prepared, seconds: float) -> None:
+    """Log what a new shape costs, on one line."""
+    plan = _plan_of(prepared)
+    how = "taken from those of other shapes" if prepared.estimated else "known from a checkpoint"
+    _log.info(
+        "%s for %s: costs %s, peak of activations %s of %s, %d of %d stages recomputed (+%.1f %% of the step)",
+        type(signature.cut.module).__name__,
+        " and ".join("×".join(map(str, shape)) for shape in signature.shapes),
+        f"measured in {format_seconds(seconds)}" if seconds else how,
+        format_bytes(plan.peak_bytes),
+        format_bytes(plan.budget_bytes),
+        len(plan.recomputed),
+        len(plan.chain),
+        100 * plan.overhead,
     )
 
 

@@ -30,7 +30,7 @@ from lightning_rotor.planned.joint import PathPlans
 from lightning_rotor.planned.limit import StepLimit
 from lightning_rotor.planned.loop import TrainingLoop
 from lightning_rotor.planned.modules import PlannedModule, PlannedModules
-from lightning_rotor.planned.plans import BudgetSource, Plans, PlanSettings, measured_overhead
+from lightning_rotor.planned.plans import BudgetSource, Plans, PlanSettings
 from lightning_rotor.planned.ranks import Agreement
 from lightning_rotor.planned.target import Target, may_be_planned
 from lightning_rotor.planning import Plan
@@ -112,7 +112,7 @@ class SavedPlans:
         for module, saved in zip(known, self.modules, strict=True):
             assert module is not None
             module.plans.recall(saved["records"])
-            module.plans.ceiling_bytes = saved["ceiling_bytes"]
+            module.plans.ceiling.size_bytes = saved["ceiling_bytes"]
         corrections.recall(self.corrections)
 
 
@@ -153,29 +153,19 @@ class StepPlanner(BudgetSource):
             lambda name, plan: self.ranks.settle(name, plan),  # noqa: PLW0108 -- who agrees changes when processes meet
             slots=settings.slots,
         )
-        self._modules = PlannedModules(loop, self, settings, names)
-        self._modules.begin([] if saved is None else saved.targets_in(loop.model))
+        self.modules = PlannedModules(loop, self, settings, names)
+        self.modules.begin([] if saved is None else saved.targets_in(loop.model))
         if saved is not None:
-            saved.recall(self._modules, self.limit.corrections)
-
-    @property
-    def measuring_seconds(self) -> float:
-        """Time spent on measuring modules."""
-        return sum(module.plans.measuring_seconds for module in self._modules)
+            saved.recall(self.modules, self.limit.corrections)
 
     @property
     def state(self) -> State:
         """State of the training."""
-        if self._modules.is_guess:
+        if self.modules.is_guess:
             return State.LOOKING
         if self.plan is None:
             return State.MEASURING
         return State.SETTLED if self._is_settled else State.SETTLING
-
-    @property
-    def measured_overhead(self) -> float | None:
-        """See :func:`.measured_overhead`."""
-        return None if self.plan is None else measured_overhead(self.plan, [each.plans for each in self._modules])
 
     # ---------------------------------------------------------------- a step
 
@@ -189,11 +179,8 @@ class StepPlanner(BudgetSource):
             if self.loop.processes > 1:
                 self.limit.agree(tensors)
                 self.ranks = self.loop.meet(beyond=self.limit.beyond)
-        if self._modules.is_guess:
-            before = list(self._modules)
-            self._modules.choose(batch, batch_idx)
-            if list(self._modules) != before:  # those of a guess, in a tuner's trial
-                self.plan = None
+        if self.modules.choose(batch, batch_idx):  # others than a guess, in a tuner's trial
+            self.plan = None
         if self._step.is_first:
             self._step.missing = self.limit.missing()
         if self.watch.due:
@@ -244,7 +231,7 @@ class StepPlanner(BudgetSource):
         """Closed loop: what the plan could not know shows in the measured peak."""
         may_grow = not step.is_first and not self.watch.due  # with all that a step finds from those before it
         is_enough = self.limit.corrections.correct(
-            self._modules,
+            self.modules,
             [path[0].plan for path in step.paths],
             max(phase.peak_bytes for phase in step.as_later(self.watch.phases)),
             limit_bytes=self.limit.size_bytes,
@@ -258,21 +245,21 @@ class StepPlanner(BudgetSource):
         if self.plan is None:
             return
         self.watch.give_up()
-        names = getattr(self.plan, "names", None) or [module.target.name for module in self._modules]
+        names = getattr(self.plan, "names", None) or [module.target.name for module in self.modules]
         self.limit.exceeded(peak_bytes, names, self.plan.calls)
 
     def end(self) -> None:
         """Give the modules their own forwards back, and keep what was learned in ``saved``."""
         self.watch.drop()
         self.save()
-        self._modules.end()
+        self.modules.end()
         self._step = None
 
     def note_shortage(self, failure: BaseException) -> None:
         """A step ran out of memory. It cannot run again: some gradients are added already, and its graph is gone."""
         if self._step is None or self.plan is None:
             return
-        self.limit.note_shortage(failure, self.plan, lowered=any(list(map(_lower, self._modules))))
+        self.limit.note_shortage(failure, self.plan, lowered=any(list(map(_lower, self.modules))))
 
     # ---------------------------------------------------------------- what the planned forward asks and tells
 
@@ -283,9 +270,9 @@ class StepPlanner(BudgetSource):
 
     def budget(self, plans: Plans, profile: Profile) -> Budget:
         """What a plan for one call may use now: as little as it can, until the step is over, if there are others."""
-        budget = self.limit.budget(profile.chain, self._modules.all, self._step)
+        budget = self.limit.budget(profile.chain, self.modules.all, self._step)
         waiting = () if self._step is None else self._step.waiting
-        self._is_cautious = bool(waiting) or not self._modules.is_alone(plans)
+        self._is_cautious = bool(waiting) or not self.modules.is_alone(plans)
         if not self._is_cautious:
             return budget
         if self._step is not None:
@@ -294,7 +281,7 @@ class StepPlanner(BudgetSource):
 
     def _joint_budget(self, chain: Chain, copied_bytes: int) -> Budget:
         """What calls that are alive together may use."""
-        budget = self.limit.budget(chain, self._modules.all, self._step, correction_bytes=0)
+        budget = self.limit.budget(chain, self.modules.all, self._step, correction_bytes=0)
         return replace(budget, lingering_bytes=budget.lingering_bytes + copied_bytes)
 
     def before_measuring(self) -> None:
@@ -303,14 +290,14 @@ class StepPlanner(BudgetSource):
 
     def on_plan(self, plan: Plan) -> None:
         """Watch the steps that follow, from inside the first forward on."""
-        self.plan, self.planned_modules = plan, str(self._modules)
+        self.plan, self.planned_modules = plan, str(self.modules)
         self.watch.renew()
         self._is_settled = False
-        self._modules.tell()
+        self.modules.tell()
         if self._step is None or self._step.is_over or self.watch.running:
             return
         # Not while others are still to be measured, which takes torch's profiler away again.
-        if all(module.plans.plan is not None for module in self._modules):
+        if all(module.plans.plan is not None for module in self.modules):
             self.watch.start(self.loop, self._step.batch)
 
     def on_start(self, value: Any) -> None:
@@ -341,9 +328,9 @@ class StepPlanner(BudgetSource):
 
     def on_unsupported(self, plans: Plans, error: RotorError) -> None:
         """From inside the first forward: plan what is next best, unless the user has named this one."""
-        self._modules.refuse(plans, error)
+        self.modules.refuse(plans, error)
         if self.plan is not None:
-            self._modules.tell()
+            self.modules.tell()
 
     def on_busy(self, error: ProfilerBusyError) -> None:
         """Say once that the module runs plainly."""
@@ -363,8 +350,8 @@ class StepPlanner(BudgetSource):
 
     def save(self) -> None:
         """Keep what was measured and planned so far."""
-        if self.plan is not None and any(True for _ in self._modules):
-            self.saved = SavedPlans.of(self._modules, self.limit.corrections)
+        if self.plan is not None and any(True for _ in self.modules):
+            self.saved = SavedPlans.of(self.modules, self.limit.corrections)
 
     def load(self, saved: SavedPlans | None) -> bool:
         """Go on without measuring again. False if it is for another model, and left aside."""
@@ -372,8 +359,8 @@ class StepPlanner(BudgetSource):
         if saved is None or not targets:
             return False
         self.saved = saved
-        self._modules.move_to(targets)
-        saved.recall(self._modules, self.limit.corrections)
+        self.modules.move_to(targets)
+        saved.recall(self.modules, self.limit.corrections)
         return True
 
 
@@ -382,7 +369,7 @@ def _saved(module: PlannedModule) -> dict[str, Any]:
     return {
         "module": module.target.name,
         "model": model_fingerprint(module.target.module),
-        "ceiling_bytes": module.plans.ceiling_bytes,
+        "ceiling_bytes": module.plans.ceiling.size_bytes,
         "records": module.plans.records(),
     }
 
@@ -390,4 +377,4 @@ def _saved(module: PlannedModule) -> dict[str, Any]:
 def _lower(module: PlannedModule) -> bool:
     """Let the module's plans take less than the latest does. True if they can."""
     plan = module.plans.plan
-    return plan is not None and module.plans.lower_ceiling(plan)
+    return plan is not None and module.plans.ceiling.lower(plan)
