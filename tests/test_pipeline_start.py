@@ -142,6 +142,29 @@ class Table(nn.Module):
         return self.weight.expand(len(texts), 4) * 1.0
 
 
+class Puts(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        global _handed_on  # noqa: PLW0603 -- what is refused
+        _handed_on = super().forward(x)
+        return _handed_on.tanh()
+
+
+class Takes(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + _handed_on)
+
+
+_handed_on = torch.zeros(())
+
+
+class Aside(Unseeded):
+    """A long skip through a global variable."""
+
+    def build(self) -> None:
+        super().build()
+        self.net = nn.Sequential(Puts(16, 16), nn.Linear(16, 16), nn.Tanh(), Takes(16, 16))
+
+
 def without(rank: int, folder: str, kind: type[Unseeded], sizes: list[int]) -> None:
     batches = [[torch.ones(size, 8), torch.zeros(size, dtype=torch.long)] for size in sizes]
     made = trainer(folder, RotorPipelineStrategy("net", micro_batches=2), 2, max_epochs=1)
@@ -154,11 +177,12 @@ def without(rank: int, folder: str, kind: type[Unseeded], sizes: list[int]) -> N
     ("kind", "sizes", "message"),
     [
         (Texts, [4], "Sequential is called without any tensor"),
+        (Aside, [4], "Puts.forward sets the global variable '_handed_on', which layers on other devices read"),
         (Unseeded, [0], "the first batch is empty: expected at least one row for each of 2 micro-batches"),
         (Unseeded, [4, 0], "batch 1 of epoch 0 is empty"),
     ],
 )
-def test_a_batch_with_nothing_in_it_is_refused_on_every_process(
+def test_what_cannot_be_shared_out_is_refused_on_every_process(
     group: Processes, tmp_path: Path, kind: type[Unseeded], sizes: list[int], message: str
 ) -> None:
     for answer in group.run(2, without, str(tmp_path), kind, sizes):

@@ -47,6 +47,7 @@ from lightning_rotor.private.values import tensors_in, tree_map_only
 from lightning_rotor.profiling import Profile, profile_chain
 from lightning_rotor.profiling.dry_run import require_same
 from lightning_rotor.stages.sequential import Stage
+from lightning_rotor.stages.snapshot import code_of, globals_of
 from lightning_rotor.units import parse_limit
 
 _log = logging.getLogger(__name__)
@@ -87,6 +88,7 @@ def pipelined(
         options = replace(options, balance=counted_in_stages(options.balance, chain.names, list(module._modules)))
     made = _partition(profile, chain, options, devices, state_bytes(profile.stages), processes)
     pieces = [profile.stages[choice.first : choice.last + 1] for choice in made.choices]
+    _require_apart(pieces)
     placement = Placement(model, pieces, processes)
     mine = range(processes.rank, len(made.choices), processes.size)
 
@@ -107,6 +109,22 @@ def pipelined(
     whole = PipelinedModule(module, placement, runner, evaluation)
     runner.check(call)
     return whole
+
+
+def _require_apart(pieces: Sequence[Sequence[Stage]]) -> None:
+    """``PipelineError`` if one part sets a global variable that another one reads: each process has its own."""
+    codes = [list(code_of(each for stage in piece for _, each in stage.submodules())) for piece in pieces]
+    for number, mine in enumerate(codes):
+        others = [code for part, each in enumerate(codes) if part != number for code in each]
+        read = {(id(code.__globals__), name) for code in others for name in globals_of(code.__code__)}
+        for code in mine:
+            for name in globals_of(code.__code__, only_set=True):
+                if (id(code.__globals__), name) in read:
+                    raise PipelineError(
+                        f"{code.__qualname__} sets the global variable {name!r}, which layers on other devices read, "
+                        "in processes of their own: expected values to go from layer to layer. Return it, or hand it "
+                        "on with @lightning_rotor.skippable"
+                    )
 
 
 def cut_for_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cut:

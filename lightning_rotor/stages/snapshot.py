@@ -525,16 +525,19 @@ def _slots_of(kind: type) -> list[str]:
     return [name for name in found if not name.startswith("__")]
 
 
+_SETS = ("STORE_GLOBAL", "DELETE_GLOBAL")
+
+
 @lru_cache(maxsize=4096)
-def globals_of(code: CodeType) -> tuple[str, ...]:
+def globals_of(code: CodeType, *, only_set: bool = False) -> tuple[str, ...]:
     """Names that code, and functions in it, look up or set among globals. Names of attributes are not among them."""
-    return tuple(dict.fromkeys(_names_in(code)))
+    return tuple(dict.fromkeys(_names_in(code, _SETS if only_set else ("LOAD_GLOBAL", "LOAD_NAME", *_SETS))))
 
 
-def _names_in(code: CodeType) -> Iterator[str]:
+def _names_in(code: CodeType, operations: Collection[str]) -> Iterator[str]:
     for step in dis.get_instructions(code):
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"):
+        if step.opname in operations:
             yield str(step.argval)
     for inside in code.co_consts:
         if isinstance(inside, CodeType):
-            yield from _names_in(inside)
+            yield from _names_in(inside, operations)
