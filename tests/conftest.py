@@ -6,7 +6,7 @@ import gc
 import logging
 import os
 
-# Read once, when torch and matplotlib are imported. Two test processes on two cores: one thread each.
+# Read once, when torch and matplotlib are imported. Three test processes on two cores, as a third of the time is waiting: one thread each.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MPLBACKEND"] = "Agg"
 

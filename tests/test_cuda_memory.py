@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -371,3 +371,35 @@ def test_a_backward_that_fails_ends_training_and_the_next_plans_with_less(
     fit(Device(), rotor)
     assert rotor.plan is not None
     assert rotor.plan.peak_bytes < before.peak_bytes
+
+
+class Littering(nn.Module):
+    """Each forward makes garbage of a cycle that holds older memory, as an exception's frames do."""
+
+    def __init__(self, memory: Iterator[torch.Tensor]) -> None:
+        super().__init__()
+        self.memory = memory
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept: list[Any] = [next(self.memory)]
+        kept.append(kept)
+        return x.tanh()
+
+
+@pytest.mark.parametrize("threshold", [1, 7, 40])
+def test_garbage_that_goes_meanwhile_is_not_counted(threshold: int) -> None:
+    thresholds = gc.get_threshold()
+
+    def measured(threshold: int) -> list[int]:
+        memory = iter([torch.empty(128, 64, device=GPU) for _ in range(2000)].pop, None)  # gives up what it gives
+        net = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), Littering(memory)))).to(GPU)
+        batch = torch.randn(128, 64, device=GPU)
+        gc.collect()
+        gc.set_threshold(threshold)
+        try:
+            chain = Checkpointable(net).measure(batch)
+        finally:
+            gc.set_threshold(*thresholds)
+        return [stage.keep.backward_peak_bytes for stage in chain] + [stage.keep.saved_bytes for stage in chain]
+
+    assert measured(threshold) == measured(10**9)

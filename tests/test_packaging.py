@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -31,8 +32,8 @@ def built(folder: Path, source: Path, kind: str) -> Path:
 def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The source distribution, on disk."""
     folder = tmp_path_factory.mktemp("sdist")
-    with tarfile.open(built(folder, ROOT, "sdist")) as archive:
-        archive.extractall(folder, filter="data")
+    filtered = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # since Python 3.11.4
+    shutil.unpack_archive(built(folder, ROOT, "sdist"), folder, **filtered)
     return folder / NAME
 
 

@@ -46,7 +46,7 @@ from lightning_rotor.execution.segment_state import SegmentState, Statistic, sta
 from lightning_rotor.invertible.check import Objections, try_inverse
 from lightning_rotor.private.sharding import gathered, units_in
 from lightning_rotor.private.torch_names import HOOKS, STRUCTURE
-from lightning_rotor.private.values import is_fake, require_tensors, tensors_in
+from lightning_rotor.private.values import require_tensors, tensors_in
 from lightning_rotor.profiling.gradients import Layouts, StageEnds, layouts_from
 from lightning_rotor.profiling.meters import Meter, meter_for
 from lightning_rotor.profiling.scan import Behaviour, Boundary, merged, scan, walk
@@ -188,15 +188,13 @@ class _Measuring:
         self, stages: Sequence[Stage], sample: Any, meter: Meter, compiled: CompiledModules, **timing: Any
     ) -> None:
         self._meter, self._compiled = meter, compiled
-        tensor = tensors_in(sample)[0]
-        self._device = tensor.device
+        self._device = tensors_in(sample)[0].device
         reads = wiring_of(stages).wire.reads
         values = zip(reads, unpacked(sample, len(reads)), strict=True)
         self._inputs = {number: Boundary.of(value) for number, value in values}
         self._scan = scan(stages, self._inputs, self._device, block_bytes=meter.block_bytes)
-        stage_seconds = sum(each.seconds for each in self._scan.behaviours) / len(stages)
-        self._interlude = Interlude(self._device, 0.0 if is_fake(tensor) else stage_seconds)
-        self._host = HostSeconds.measured(self._device, meter, self._interlude)
+        self._interlude = Interlude(self._device)
+        self._host = HostSeconds.measured(self._device, meter)
         make: Callable[..., StageProfiler] = StageProfiler
         self._profiler = partial(make, meter=meter, interlude=self._interlude, **timing)
         self.stages = merged(stages, self._scan.groups)

@@ -7,6 +7,7 @@ pages.) On CUDA they come from the statistics of the caching allocator.
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -287,12 +288,18 @@ class _CudaRecording(Recording):
 
 @contextmanager
 def _running(recording: _CpuRecording | _CudaRecording) -> Iterator[Recording]:
-    """Context in which a recording runs."""
-    recording.start()
+    """Context in which a recording runs, and no garbage is collected: CUDA would count what older cycles give back."""
+    collects = gc.isenabled()
+    gc.disable()
     try:
-        yield recording
+        recording.start()
+        try:
+            yield recording
+        finally:
+            recording.stop()
     finally:
-        recording.stop()
+        if collects:
+            gc.enable()
 
 
 def await_autograd(device: torch.device) -> None:

@@ -7,7 +7,6 @@ in place, is merged with its neighbour.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -158,7 +157,6 @@ class Behaviour:
     calls_checkpoint: bool  # torch's
     updating: tuple[nn.Module, ...]  # modules that changed buffers
     written: tuple[nn.Parameter, ...]  # parameters that were changed
-    seconds: float  # of one forward
 
     @classmethod
     def of_all(cls, each: Sequence[Behaviour]) -> Behaviour:
@@ -170,7 +168,6 @@ class Behaviour:
             any(one.calls_checkpoint for one in each),
             tuple(module for one in each for module in one.updating),
             tuple(parameter for one in each for parameter in one.written),
-            sum(one.seconds for one in each),
         )
 
 
@@ -263,9 +260,7 @@ def _look(
         value = boundary.fresh()
         leaves, containers_changed = tree_leaves(value), watch_containers(value)
         versions = [version_of(leaf) if isinstance(leaf, torch.Tensor) else 0 for leaf in leaves]
-        began = time.perf_counter()
         output = run_stage(stage, value)
-        seconds = time.perf_counter() - began
         drew = not states.equals(GeneratorStates(device))
         if not tensors_in(output):
             raise ModelError(
@@ -295,7 +290,7 @@ def _look(
         states.restore()
         repeatable = _same(outputs, outputs_of(stage, boundary))
     draws_random = drew or _may_draw(stage)
-    behaviour = Behaviour(draws_random, repeatable, leaves_traces, bool(noticed), updating, tuple(written), seconds)
+    behaviour = Behaviour(draws_random, repeatable, leaves_traces, bool(noticed), updating, tuple(written))
     return outputs, made, changed, behaviour
 
 

@@ -130,33 +130,29 @@ def _option(option: Option, sizes: UnitSizes, seconds: float) -> Option:
 # What the other stages of a step do to the one that is timed, and what a segment costs the host among them.
 
 
-_OPERATIONS_PER_SECOND = 1e11
-"""Roughly those of one processor core."""
-_SMALLEST, _LARGEST = 200, 512
+_MIB = 1024**2
+_NEAR_BYTES, _ALL_BYTES = 4 * _MIB, 32 * _MIB
+"""More than the caches of one processor core hold, and as much as all of its caches do."""
+_LINE_BYTES = 64
 _ROUNDS, _RUNS, _TURNS = 5, 2, 3
 _FEW, _MANY = 4, 20
 
 
 class Interlude:
-    """Stands for the rest of a step, ``seconds`` long, between two timed runs.
+    """Stands for what comes between two timed runs in a step: fills the processor's caches with something else.
 
-    A run repeated at once finds its code and data in the processor's caches, which in a step it seldom does: a segment
-    around next to nothing takes 0.3 ms of the host's time, and 0.7 ms after 1.2 ms of matrix products (one core of an
-    EPYC). Plans would get too many short stages and segments. Other devices queue kernels, so that caches matter less.
+    A run repeated at once finds its code and data there, which in a step it seldom does: a segment around next to
+    nothing takes 0.16 ms of the host's time, and 0.65 ms behind another model's step, or a sweep through 32 MiB (one
+    core of an EPYC). Plans would get too many short segments. Other devices queue kernels, so that caches matter less.
     """
 
-    def __init__(self, device: torch.device, seconds: float) -> None:
-        size = min(int((seconds * _OPERATIONS_PER_SECOND / 2) ** (1 / 3)), _LARGEST)
-        runs = device.type == "cpu" and size >= _SMALLEST
-        # NumPy's memory, so that torch's allocator does not count it.
-        arrays = np.ones((2 if runs else 0, size, size), np.float32)
-        self._matrices = [*torch.from_numpy(arrays)]
+    def __init__(self, device: torch.device, swept_bytes: int = _NEAR_BYTES) -> None:
+        # NumPy's memory, so that torch's allocator does not count it; one number of each line.
+        self._lines = np.ones(swept_bytes // 8 if device.type == "cpu" else 0)[:: _LINE_BYTES // 8]
 
     def __call__(self) -> None:
         """Flush caches between two timings."""
-        if self._matrices:
-            matrix, product = self._matrices
-            torch.mm(matrix, matrix, out=product)
+        self._lines.sum()
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +170,9 @@ class HostSeconds:
     nothing: float
 
     @classmethod
-    def measured(cls, device: torch.device, meter: Meter, interlude: Interlude) -> HostSeconds:
-        """What segments with few and with many small operations take."""
+    def measured(cls, device: torch.device, meter: Meter) -> HostSeconds:
+        """What segments with few and with many small operations take, far from each other."""
+        interlude = Interlude(device, _ALL_BYTES)
         runs = [_small_segment(operations, device, meter, interlude) for operations in (_FEW, _MANY)]
         for run in runs:
             run()
