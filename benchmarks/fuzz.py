@@ -471,7 +471,7 @@ def surroundings(program: Program, seen: Seen) -> Iterator[list[warnings.Warning
             patches.enter_context(patch.object(CpuMeter, "now", lambda self: next(ticks)))
         if program.limit is None:
             patches.enter_context(patch.object(meters, "AllocatorLog", MarksAlone))
-        once = ((interlude, "_SMALLEST", 10**6), (interlude, "_ROUNDS", 1), (timing, "_ENOUGH_SECONDS", 1e-9))
+        once = ((interlude, "_ALL_BYTES", 0), (interlude, "_ROUNDS", 1), (timing, "_ENOUGH_SECONDS", 1e-9))
         for module, name, value in once:
             patches.enter_context(patch.object(module, name, value))
         try:

@@ -12,6 +12,7 @@ seed and offset draw the same numbers. Where the CPU has no such operator, ``rul
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -70,6 +71,16 @@ def install() -> None:
         if op is not None and not op.is_view:
             library.impl(name, _Operator(name, op), "CUDA", with_keyset=True, allow_override=True)
     _installed.append(library)  # its end would be the end of what it registered
+    atexit.register(_let_autograd_end)
+
+
+def _let_autograd_end() -> None:
+    """Wait for autograd's thread, whose kernels are Python code here: Python's end would abort the process in them."""
+    if torch.cuda.is_initialized():
+        from lightning_rotor.profiling.meters import await_autograd  # processes begin without the package
+
+        for number in range(torch.cuda.device_count()):
+            await_autograd(torch.device("cuda", number))
 
 
 class _Operator:
