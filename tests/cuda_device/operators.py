@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -40,6 +42,8 @@ _HALF = (torch.half, torch.bfloat16)
 
 _device = ctypes.CDLL(None)
 _installed: list[Any] = []
+_threads: set[int | None] = set()
+"""Those in which operators have run."""
 
 
 class NotSimulatedError(RuntimeError):
@@ -75,12 +79,9 @@ def install() -> None:
 
 
 def _let_autograd_end() -> None:
-    """Wait for autograd's thread, whose kernels are Python code here: Python's end would abort the process in them."""
-    if torch.cuda.is_initialized():
-        from lightning_rotor.profiling.meters import await_autograd  # processes begin without the package
-
-        for number in range(torch.cuda.device_count()):
-            await_autograd(torch.device("cuda", number))
+    """Give autograd's thread, whose kernels are Python code here, time to need Python no more: it would abort."""
+    if _threads - {threading.main_thread().ident}:
+        time.sleep(0.3)
 
 
 class _Operator:
@@ -104,6 +105,7 @@ class _Operator:
         given = dict(zip(self._names, args, strict=False)) | kwargs
         if not _device.simulated_enter(self._name in _READS):
             return self._on_device(keys, given, len(args))  # part of another one, which writes the results
+        _threads.add(threading.get_ident())
         try:
             with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
                 return self._run(keys, given, len(args))
