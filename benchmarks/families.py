@@ -55,7 +55,7 @@ def of_hub(name: str) -> tuple[Callable[[], Any], dict[str, Any]]:
 
     config = getattr(transformers, f"{name}Config")
     known = config().to_dict()
-    settings = config(**{key: value for key, value in SIZES.items() if key in known})
+    settings = config(**{key: value for key, value in SIZES.items() if key in known or key == "decoder_start_token_id"})
     build = getattr(transformers, name + HUB[name])
     if "image_size" in known:
         batch = {"pixel_values": torch.randn(BATCH, 3, 32, 32), "labels": torch.randint(2, (BATCH,))}
