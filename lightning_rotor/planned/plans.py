@@ -244,7 +244,7 @@ class Plans:
             return None
         alike = self._cache.alike(signature, estimate.profile.chain.names)
         schedules = [plan.schedule for _, plan, _ in alike[:_NEAREST]]
-        known = best_of(estimate.profile.chain, schedules, self.budget(estimate.profile), slots=self._settings.slots)
+        known = _best_of(estimate.profile.chain, schedules, self.budget(estimate.profile), slots=self._settings.slots)
         # A larger size needs no less recomputation.
         least = max((plan.overhead for size, plan, best in alike if best and size <= signature.size), default=0.0)
         lost_seconds = 0.0 if known is None else _lost(known, least)
@@ -391,7 +391,7 @@ class Plans:
         self._cuts.forget()
 
 
-def best_of(chain: Chain, schedules: Iterable[Schedule], budget: Budget, *, slots: int) -> Plan | None:
+def _best_of(chain: Chain, schedules: Iterable[Schedule], budget: Budget, *, slots: int) -> Plan | None:
     """The fastest of some schedules, and of none at all, that fits; None if there is none."""
     limit_bytes = max(budget.available_bytes, 1)
     tried = (
