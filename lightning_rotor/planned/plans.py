@@ -243,7 +243,7 @@ class Plans:
         if estimate is None:
             return None
         alike = self._cache.alike(signature, estimate.profile.chain.names)
-        schedules = [plan.schedule for _, plan, _ in alike[:_NEAREST]]
+        schedules = [plan.schedule for _, plan, _ in alike]
         known = _best_of(estimate.profile.chain, schedules, self.budget(estimate.profile), slots=self._settings.slots)
         # A larger size needs no less recomputation.
         least = max((plan.overhead for size, plan, best in alike if best and size <= signature.size), default=0.0)
@@ -392,11 +392,12 @@ class Plans:
 
 
 def _best_of(chain: Chain, schedules: Iterable[Schedule], budget: Budget, *, slots: int) -> Plan | None:
-    """The fastest of some schedules, and of none at all, that fits; None if there is none."""
+    """The fastest that fits of no recomputation and the first few unlike schedules; None if none does."""
     limit_bytes = max(budget.available_bytes, 1)
+    unlike = {id(each): each for each in (Schedule.keep_all(len(chain)), *schedules)}
     tried = (
         scheduled(chain, each, limit_bytes, slots=slots, **budget.conditions)
-        for each in {id(each): each for each in (Schedule.keep_all(len(chain)), *schedules)}.values()
+        for each in list(unlike.values())[: 1 + _NEAREST]
     )
     return min((plan for plan in tried if plan.peak_bytes <= limit_bytes), key=attrgetter("seconds"), default=None)
 
