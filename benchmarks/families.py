@@ -13,16 +13,14 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import platform
 import re
-import subprocess
-import sys
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from benchmarks.models import run
 
 RESULTS = Path(__file__).parent / "results"
 TABLE = RESULTS / "families.json"
@@ -143,9 +141,7 @@ def measure(name: str) -> dict[str, Any]:
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("lightning_rotor").addHandler(handler)
     logging.getLogger("lightning_rotor").setLevel(logging.INFO)
-    began = time.perf_counter()
     task = train(rotor, followed)
-    seconds = time.perf_counter() - began
     same = all(map(torch.equal, plain.state_dict().values(), task.state_dict().values()))
     same = same and all(map(torch.equal, plain.losses, task.losses))
     plan = rotor.plan
@@ -161,7 +157,6 @@ def measure(name: str) -> dict[str, Any]:
         "stages": sum(len(call.chain) for call in plan.calls),
         "planned": planned(said),
         "overhead": plan.overhead,
-        "seconds": seconds,
         "same": same,
     }
 
@@ -171,20 +166,6 @@ def planned(said: list[str]) -> str:
     line = next(each for each in said if each.startswith("RotorCallback plans"))
     shares = re.findall(r"(\d+) %", line)
     return f"{sum(map(int, shares))} %" if shares else "all"
-
-
-def run(name: str, limit: float) -> dict[str, Any]:
-    """One model in a process of its own."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    command = [sys.executable, "-m", "benchmarks.families", "--one", name]
-    try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit, check=False)
-    except subprocess.TimeoutExpired:
-        return {"failed": f"took longer than {limit:.0f} s"}
-    try:
-        return json.loads(done.stdout.splitlines()[-1])
-    except (IndexError, json.JSONDecodeError):
-        return {"failed": (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1][:200]}
 
 
 def families() -> list[str]:
@@ -243,7 +224,7 @@ def main() -> None:
         return
     rows: dict[str, Any] = json.loads(TABLE.read_text()) if TABLE.exists() else {}
     for name in options.names or [each for each in families() if each not in rows]:
-        rows[name] = run(name, options.limit)
+        rows[name] = run(options.limit, "-m", "benchmarks.families", "--one", name)
         print(f"{name}: {rows[name]}", flush=True)
         rows = dict(sorted(rows.items()))
         TABLE.write_text(json.dumps(rows, indent=1) + "\n")

@@ -44,7 +44,7 @@ def main() -> None:
     for name in options.models or all_models():
         if "failed" not in rows.get(name, {"failed": ""}) and not options.again:
             continue
-        rows[name] = run(name, options.limit) | {"commit": commit()}
+        rows[name] = run(options.limit, __file__, "--one", name) | {"commit": commit()}
         print(f"{name}: {rows[name]}", flush=True)
         RESULTS.mkdir(exist_ok=True)
         TABLE.write_text(json.dumps(dict(sorted(rows.items())), indent=1) + "\n")
@@ -64,10 +64,10 @@ def all_models() -> list[str]:
     return torchvision.models.list_models(module=torchvision.models)
 
 
-def run(name: str, limit: float) -> dict[str, Any]:
-    """One model in a process of its own."""
+def run(limit: float, *command: str) -> dict[str, Any]:
+    """The last line that a Python process prints, as JSON; one model has a process of its own."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    command = [sys.executable, __file__, "--one", name]
+    command = (sys.executable, *command)
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit, check=False)
     except subprocess.TimeoutExpired:
