@@ -47,7 +47,7 @@ from lightning_rotor.report import (
     plot_timeline,
     stage_table,
 )
-from lightning_rotor.report.timeline import require_matplotlib
+from lightning_rotor.report.timeline import new_figure
 from lightning_rotor.units import format_bytes, format_seconds, parse_limit
 
 _FAILED = 2
@@ -67,12 +67,14 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "lightning-ro
             _run(options)
         for warning in caught:
             _say(f"warning: {warning.message}")
-    except RotorError as error:
-        return _fail(error, f"error: {error}", options)
     except KeyboardInterrupt:
         return 130
     except Exception as error:  # the user's model can raise anything
-        return _fail(error, f"error: {type(error).__name__}: {error} (--traceback shows where)", options)
+        if options.traceback:
+            traceback.print_exception(error)
+        message = f"{type(error).__name__}: {error} (--traceback shows where)"
+        _say(f"error: {error if isinstance(error, RotorError) else message}")
+        return _FAILED
     return 0
 
 
@@ -82,10 +84,10 @@ def _run(options: Namespace) -> None:
         _write(advice_as_json(advice, options.model) if options.json else [advice])
         return
     if options.plot or options.plot_curve:
-        require_matplotlib()  # before minutes of measuring
+        new_figure(1, 1)  # an error before minutes of measuring
     found = find_plan(options)
     _write(plan_as_json(found) if options.json else _tables(found))
-    for path in _draw(found, options):
+    for path in _draw(found):
         _say(f"wrote {path}")
 
 
@@ -98,13 +100,6 @@ def _write(answer: dict[str, Any] | Iterable[Any]) -> None:
     console = Console(file=sys.stdout, width=width, highlight=False)
     for part in answer:
         console.print(part, soft_wrap=isinstance(part, str))
-
-
-def _fail(error: Exception, message: str, options: Namespace) -> int:
-    if options.traceback:
-        traceback.print_exception(error, file=sys.stderr)
-    _say(message)
-    return _FAILED
 
 
 def _say(message: str) -> None:
@@ -306,8 +301,8 @@ def _needs(name: str, error: ModuleNotFoundError) -> ModelError:
     return ModelError(f"{name} cannot be imported: {error}{remedy}")
 
 
-def optimizer_for(model: nn.Module, text: str) -> torch.optim.Optimizer | None:
-    """The optimizer called ``adamw``, ``sgd:momentum=0.9`` or ``none`` for what learns in a model, or ModelError."""
+def optimizers_for(model: nn.Module, text: str) -> list[torch.optim.Optimizer]:
+    """The optimizer called ``adamw`` or ``sgd:momentum=0.9`` for what learns in a model, or ModelError; not ``none``."""
     name, _, given = text.partition(":")
     known: dict[str, type[torch.optim.Optimizer]] = {
         key.lower(): value
@@ -318,10 +313,10 @@ def optimizer_for(model: nn.Module, text: str) -> torch.optim.Optimizer | None:
         raise ModelError(f"optimizer {name!r} is unknown: expected one of {', '.join(sorted(known))}, or none")
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if name.lower() == "none" or not learning:
-        return None
+        return []
     arguments = {"lr": 1e-3} | dict(assignment(part) for part in given.split(",") if part)
     try:
-        return known[name.lower()](learning, **arguments)
+        return [known[name.lower()](learning, **arguments)]
     except (TypeError, ValueError) as error:
         raise ModelError(f"optimizer {text!r} cannot be made: {error}") from error
 
@@ -347,20 +342,17 @@ _HALF = {"bf16": torch.bfloat16, "16": torch.float16}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Found:
-    """The answer; its ``budget_bytes`` are those of the chain and of what training holds besides, ``resident``."""
+    """The answer."""
 
-    model: str
+    case: _Case
     profile: Profile
     plan: Plan
-    budget_bytes: int
-    resident: Mapping[str, int]
-    accelerator: Accelerator | None
     frontier: Frontier | None
 
     @property
     def reserved_bytes(self) -> int:
         """What of the budget is not for the chain."""
-        return self.budget_bytes - self.plan.budget_bytes
+        return self.case.budget_bytes - self.plan.budget_bytes
 
 
 def find_plan(options: Namespace) -> Found:
@@ -368,17 +360,7 @@ def find_plan(options: Namespace) -> Found:
     case = _Case.of(options)
     profile = case.profile(options.inputs)
     plan = case.budget(case.resident.batch_bytes).plan(profile.chain, slots=options.slots)
-    frontier = plan.frontier() if options.curve or options.plot_curve is not None else None
-    held = case.resident
-    parts = {
-        "parameters": held.parameter_bytes,
-        "buffers": held.buffer_bytes,
-        "optimizer state": held.optimizer_bytes,
-        "gradients": held.outside_gradient_bytes + held.chain_gradient_bytes,
-        "batch": held.batch_bytes,
-    }
-    parts = {} if options.activations_only else parts
-    return Found(options.model, profile, plan, case.budget_bytes, parts, case.accelerator, frontier)
+    return Found(case, profile, plan, plan.frontier() if options.curve or options.plot_curve is not None else None)
 
 
 def find_batch_sizes(options: Namespace) -> BatchSizeAdvice:
@@ -433,16 +415,28 @@ class _Case:
         half = _HALF.get(options.precision.partition("-")[0])
         floating, mixed = (half, None) if options.precision.endswith("-true") else (None, half)
         model = _built(options, device, floating)
-        accelerator = _accelerator(options) if device.type == "meta" else None
         batch = [spec.make(device, floating=floating) for spec in options.inputs]
-        optimizer = optimizer_for(model, options.optimizer)
-        resident = ResidentMemory.of(model, model, [optimizer] if optimizer is not None else [], batch, device)
-        if accelerator is None:
-            budget = resolve_limit(limit, device)
-        else:
-            total = accelerator.memory_bytes
-            budget = total - _CONTEXT_BYTES if limit is None else limit.on_device(total)
+        resident = ResidentMemory.of(model, model, optimizers_for(model, options.optimizer), batch, device)
+        if kind != "meta":
+            return cls(options, model, None, resolve_limit(limit, device), resident, floating, mixed)
+        accelerator = _accelerator(options)
+        total = accelerator.memory_bytes
+        budget = total - _CONTEXT_BYTES if limit is None else limit.on_device(total)
         return cls(options, model, accelerator, budget, resident, floating, mixed)
+
+    @property
+    def held_bytes(self) -> Mapping[str, int]:
+        """What training holds beside the chain and counts against the budget."""
+        if self.options.activations_only:
+            return {}
+        held = self.resident
+        return {
+            "parameters": held.parameter_bytes,
+            "buffers": held.buffer_bytes,
+            "optimizer state": held.optimizer_bytes,
+            "gradients": held.outside_gradient_bytes + held.chain_gradient_bytes,
+            "batch": held.batch_bytes,
+        }
 
     def budget(self, batch_bytes: int) -> Budget:
         """What a plan may use beside a batch of that size."""
@@ -505,27 +499,26 @@ def _tables(found: Found) -> Iterator[Any]:
         yield frontier_table(found.frontier, reserved_bytes=found.reserved_bytes)
         if found.plan.overhead > 0:
             yield found.frontier.gain("1GiB").describe(reserved_bytes=found.reserved_bytes)
-    if found.accelerator is not None:
+    if found.case.accelerator is not None:
         yield (
             "Estimated from shapes: activations and gradients to the byte, times by a roofline. What kernels allocate "
             "for themselves (workspaces of convolutions, for one) is not known and comes on top."
         )
-    if found.resident:
+    if found.case.held_bytes:
         yield "The loss and the optimizer's temporary memory are not part of the model, and not in the budget."
 
 
 def _rows(found: Found) -> Iterator[tuple[str, str]]:
     yield "Step, as planned", f"{format_seconds(found.plan.seconds)} forward and backward"
-    if found.resident:
-        listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in found.resident.items() if size)
-        yield "Training holds", listed
-    if found.accelerator is not None:
-        yield "Estimated for", f"{found.accelerator.name} with {format_bytes(found.accelerator.memory_bytes)}"
+    if held := found.case.held_bytes:
+        yield "Training holds", ", ".join(f"{name} {format_bytes(size)}" for name, size in held.items() if size)
+    if (gpu := found.case.accelerator) is not None:
+        yield "Estimated for", f"{gpu.name} with {format_bytes(gpu.memory_bytes)}"
 
 
 def plan_as_json(found: Found) -> dict[str, Any]:
     """Everything that the tables show, and every stage and point of the curve; sizes in bytes, durations in seconds."""
-    plan, reserved = found.plan, found.reserved_bytes
+    plan, reserved, gpu = found.plan, found.reserved_bytes, found.case.accelerator
     of_stages = ("saved_bytes", "saved_input_bytes", "saved_output_bytes", "forward_seconds", "backward_seconds")
     points = [
         {"budget_bytes": reserved + point.peak_bytes, "seconds": point.seconds}
@@ -533,10 +526,10 @@ def plan_as_json(found: Found) -> dict[str, Any]:
         for point in found.frontier or ()
     ] or None
     return {
-        "model": found.model,
-        "device": "meta" if found.accelerator is not None else plan.chain.device,
-        "estimated_for": found.accelerator.name if found.accelerator is not None else None,
-        "budget_bytes": found.budget_bytes,
+        "model": found.case.options.model,
+        "device": plan.chain.device if gpu is None else "meta",
+        "estimated_for": None if gpu is None else gpu.name,
+        "budget_bytes": found.case.budget_bytes,
         "reserved_bytes": reserved,
         "peak_bytes": reserved + plan.peak_bytes,
         "plain_peak_bytes": reserved + plain_simulation(plan).peak_bytes,
@@ -545,7 +538,7 @@ def plan_as_json(found: Found) -> dict[str, Any]:
         "overhead": plan.overhead,
         "gap": plan.gap,
         "schedule": str(plan.schedule),
-        "resident_bytes": dict(found.resident),
+        "resident_bytes": dict(found.case.held_bytes),
         "stages": [
             {"name": stage.name, "output_bytes": stage.output_bytes}
             | {name: getattr(stage.keep, name) for name in of_stages}
@@ -580,9 +573,9 @@ def advice_as_json(advice: BatchSizeAdvice, model: str) -> dict[str, Any]:
 # -------------------------------------------------------------------- pictures
 
 
-def _draw(found: Found, options: Namespace) -> Iterator[Path]:
+def _draw(found: Found) -> Iterator[Path]:
     """Save the pictures that were asked for; yields where they are."""
-    plan, reserved = found.plan, found.reserved_bytes
+    plan, reserved, options, gpu = found.plan, found.reserved_bytes, found.case.options, found.case.accelerator
     title = options.model.rpartition(".")[2].rpartition(":")[2]
     if options.model_arguments:  # all models of timm come from ``create_model``: arguments say which one
         title += f"({', '.join(str(value) for _, value in options.model_arguments)})"
@@ -591,7 +584,7 @@ def _draw(found: Found, options: Namespace) -> Iterator[Path]:
     if options.plot is not None:
         yield _save(options.plot, plot_timeline(plan, reserved_bytes=reserved, title=title))
     if options.plot_curve is not None and found.frontier is not None:
-        limits = {} if found.accelerator is None else {found.accelerator.name: found.accelerator.memory_bytes}
+        limits = {} if gpu is None else {gpu.name: gpu.memory_bytes}
         figure = plot_frontier(found.frontier, reserved_bytes=reserved, limits=limits, title=title)
         yield _save(options.plot_curve, figure)
     if options.draw is not None:

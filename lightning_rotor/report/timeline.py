@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, cycle, pairwise
+from itertools import cycle
 from typing import TYPE_CHECKING, TypeAlias
 
 from lightning_rotor.errors import RotorError
@@ -29,7 +29,7 @@ INVERSION_LABEL = "inversion"
 PHASE_LABELS: dict[Phase, str] = {"forward": "forward", "recompute": "recomputation", "backward": "backward"}
 LINE_COLOURS = ("#222222", "#AA3377", "#117733", "#882255")
 BUDGET_COLOUR = "#CC3311"
-_LETTERS, _HANDLE = 15, 6  # of a legend in an inch, and what a label's handle takes
+_LETTERS, _HANDLE = 15, 5  # of a legend in an inch, and what a label's handle takes
 PLAIN_COLOUR = "#555555"
 
 
@@ -37,21 +37,14 @@ class PlotError(RotorError, RuntimeError):
     """A picture cannot be drawn: matplotlib is missing, or there is nothing to draw."""
 
 
-def require_matplotlib() -> None:
-    """Raise ``PlotError`` if matplotlib is not installed."""
+def new_figure(width: float, height: float) -> Figure:
+    """A figure that belongs to no window, in inches; ``PlotError`` without matplotlib."""
     try:
-        import matplotlib.figure  # noqa: F401  # slow, and not a dependency
+        from matplotlib.figure import Figure  # slow, and not a dependency
     except ImportError as error:
         raise PlotError(
             'drawing needs matplotlib, which is not installed: pip install "lightning-rotor[plot]"'
         ) from error
-
-
-def new_figure(width: float, height: float) -> Figure:
-    """A figure that belongs to no window, in inches; ``PlotError`` without matplotlib."""
-    require_matplotlib()
-    from matplotlib.figure import Figure
-
     return Figure(figsize=(width, height), layout="constrained")
 
 
@@ -69,33 +62,15 @@ def clear_frame(axes: Axes) -> None:
 
 
 def legend_above(axes: Axes, title: str | None = None) -> None:
-    """Labels above the figure, in as few rows as its width allows."""
+    """Labels above the figure, in as many columns as its width has room for."""
     figure = axes.get_figure(root=True)
     assert figure is not None
     handles, labels = axes.get_legend_handles_labels()
+    columns = int(figure.get_figwidth() * _LETTERS) // (max(map(len, labels)) + _HANDLE)
     figure.legend(
-        handles,
-        labels,
-        loc="outside upper left",
-        ncols=_columns(list(map(len, labels)), int(figure.get_figwidth() * _LETTERS)),
-        title=title,
-        alignment="left",
-        frameon=False,
-        fontsize="small",
-        handlelength=1.3,
-        handletextpad=0.5,
-        columnspacing=1.2,
-    )
-
-
-def _columns(lengths: Sequence[int], width: int) -> int:
-    """The most columns of labels of so many letters that fit. Matplotlib fills columns in order, longer ones first."""
-    for columns in range(len(lengths), 1, -1):
-        rows, longer = divmod(len(lengths), columns)
-        ends = list(accumulate([rows + 1] * longer + [rows] * (columns - longer)))
-        if sum(max(lengths[a:b]) + _HANDLE for a, b in pairwise([0, *ends])) <= width:
-            return columns
-    return 1
+        handles, labels, loc="outside upper left", ncols=max(columns, 1), title=title, alignment="left", frameon=False,
+        fontsize="small", handlelength=1.3, handletextpad=0.5, columnspacing=1.2,
+    )  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------------
