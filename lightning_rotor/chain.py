@@ -432,7 +432,7 @@ def combined(
         """One value from several of the same kind."""
         first = values[0]
         if isinstance(first, StageCost):
-            values = _alike(values)
+            values = list(map(_spelled_out, values))
         if is_dataclass(first) and not isinstance(first, type):
             parts = {
                 each.name: one([getattr(value, each.name) for value in values], each.name) for each in fields(first)
@@ -457,24 +457,14 @@ def combined(
     return chain
 
 
-def _alike(stages: Sequence[StageCost]) -> Sequence[StageCost]:
-    """These costs, with peaks written out that only some of the measurements have of their own."""
-    peaks = [
-        [(each.accumulating is None, each.discard_peak_bytes is None) for each in stage.options] for stage in stages
-    ]
-    if all(each == peaks[0] for each in peaks):
-        return stages
-    return [
+def _spelled_out(stage: StageCost) -> StageCost:
+    """These costs, with the peaks that only some measurements have of their own."""
+    options = [
         replace(
-            stage,
-            options=tuple(
-                replace(
-                    option,
-                    accumulating=option.backward_peaks(gradients_exist=True),
-                    discard_peak_bytes=stage.discard_peak_of(option),
-                )
-                for option in stage.options
-            ),
+            option,
+            accumulating=option.backward_peaks(gradients_exist=True),
+            discard_peak_bytes=stage.discard_peak_of(option),
         )
-        for stage in stages
+        for option in stage.options
     ]
+    return replace(stage, options=tuple(options))

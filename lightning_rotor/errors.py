@@ -15,13 +15,7 @@ class RotorError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         # Exceptions pickle by calling their class with ``args`` alone; ours may need keywords too (spawned processes).
-        return _rebuild, (type(self), self.args, self.__dict__)
-
-
-def _rebuild(kind: type[RotorError], args: tuple[object, ...], attributes: dict[str, object]) -> RotorError:
-    error = kind.__new__(kind, *args)
-    error.__dict__.update(attributes)
-    return error
+        return type(self).__new__, (type(self), *self.args), self.__dict__
 
 
 class UnitError(RotorError, ValueError):

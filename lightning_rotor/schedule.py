@@ -177,7 +177,16 @@ class Schedule:
         ``Fall i``: forward that keeps everything (rotor's ``Fe``). ``Fck i``: forward without saving that keeps its
         input. ``Fn i``: forward that saves nothing. ``B i``: backward.
         """
-        return tuple(_forward(self.items) + _backward(self.items))
+        operations = [*_forward(self.items)]
+        pending = [*self.items]
+        while pending:
+            match pending.pop():
+                case Leaf(stage):
+                    operations.append(f"B {stage}")
+                case Segment(items):
+                    operations.extend(_forward(items))
+                    pending.extend(items)
+        return tuple(operations)
 
 
 def leaves(item: Item) -> Iterator[Leaf]:
@@ -208,30 +217,10 @@ def _depth(items: Iterable[Item]) -> int:
     return max((item.depth for item in items if isinstance(item, Segment)), default=0)
 
 
-def _forward(items: Iterable[Item]) -> list[str]:
-    operations: list[str] = []
+def _forward(items: Iterable[Item]) -> Iterator[str]:
     for item in items:
-        match item:
-            case Leaf(stage):
-                operations.append(f"Fall {stage}")
-            case Segment():
-                operations.append(f"Fck {item.first}")
-                operations.extend(f"Fn {stage}" for stage in range(item.first + 1, item.last + 1))
-    return operations
-
-
-def _backward(items: tuple[Item, ...]) -> list[str]:
-    operations: list[str] = []
-    pending = list(items)
-    while pending:
-        item = pending.pop()
-        match item:
-            case Leaf(stage):
-                operations.append(f"B {stage}")
-            case Segment():
-                operations.extend(_forward(item.items))
-                pending.extend(item.items)
-    return operations
+        yield f"{'Fck' if isinstance(item, Segment) else 'Fall'} {item.first}"
+        yield from (f"Fn {stage}" for stage in range(item.first + 1, item.last + 1))
 
 
 def _check_items(items: tuple[Item, ...]) -> None:

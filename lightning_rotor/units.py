@@ -174,7 +174,6 @@ def _bytes(size: float, received: object) -> MemoryLimit:
 def rendered(*tables: RenderableType, width: int = 100) -> str:
     """Tables as text without colours, without a line break at the end."""
     console = Console(file=io.StringIO(), width=width, force_terminal=False, force_jupyter=False, legacy_windows=False)
-    for table in tables:
-        console.print(table)
-    assert isinstance(console.file, io.StringIO)
-    return "\n".join(line.rstrip() for line in console.file.getvalue().rstrip("\n").splitlines())
+    with console.capture() as captured:
+        console.print(*tables)
+    return "\n".join(line.rstrip() for line in captured.get().rstrip("\n").splitlines())
