@@ -172,6 +172,7 @@ class Simulation:
     """What one training step costs.
 
     Attributes:
+        schedule: What was simulated.
         peak_bytes: Most that is allocated at any moment, beyond what was allocated when the step began.
         seconds: Duration of forward, recomputation and backward.
         recompute_seconds: The part of it that plain training would not spend.
@@ -180,6 +181,7 @@ class Simulation:
         held_bytes: What is alive between the forward and the backward, beyond what was allocated when the step began.
     """
 
+    schedule: Schedule
     peak_bytes: int
     seconds: float
     recompute_seconds: float
@@ -306,6 +308,7 @@ class _Simulator:
         self._states_before = [0, *accumulate(stage.state_bytes for stage in chain)]
         self._draws_before = [0, *accumulate(stage.draws_random for stage in chain)]
         self._boundaries, self._skips = _Boundaries(chain), Skips(chain)
+        self._running: set[int] = set()  # skips that the running forward holds
         self._other_bytes = 0  # everything else that is alive
         self._gradient_bytes = 0  # the part of it that is the gradient of the boundary where the backward stands
         self._waiting_gradient_bytes = 0  # another part: of shared parameters, until their first stage adds its own
@@ -339,7 +342,8 @@ class _Simulator:
             self._backward(item)
         seconds = sum(event.seconds for event in self._events) + self._segment_seconds
         extra = max(seconds - self._chain.step_seconds, 0.0)
-        return Simulation(self._peak_bytes, seconds, extra, self._peak_stage, tuple(self._events), held_bytes)
+        events = tuple(self._events)
+        return Simulation(self._schedule, self._peak_bytes, seconds, extra, self._peak_stage, events, held_bytes)
 
     @property
     def _live_bytes(self) -> int:
@@ -352,26 +356,24 @@ class _Simulator:
         """Run items so that their backward can follow. In a recomputation a leaf stops at its last saved tensor."""
         start = items[0].first
         end = _last_saving(self._chain, items) if phase == "recompute" else len(items) - 1
-        running: set[int] = set()  # skips that this forward holds
+        self._running = set()
         for index, item in enumerate(items[: end + 1]):
             stops_here = phase == "recompute" and index == end
             match item:
                 case Leaf():
-                    running |= self._record_leaf(item, phase, replay=stops_here)
+                    self._record_leaf(item, phase, replay=stops_here)
                 case Segment():
                     if _last_saving(self._chain, item.items) >= 0:
                         self._boundaries.update(item.first, holders=1)
                         self._skips.hold(self._skips.read_by(item))
                     if not stops_here:
-                        running |= self._discard(item, phase)
-            if item.first != start:
-                self._boundaries.update(item.first, holders=-1)  # the running forward moves on to the next boundary
-            self._release_read(running, item)
+                        self._discard(item, phase)
+            self._move_on(start, item)
         if phase == "recompute":
-            self._skips.release(running)
+            self._skips.release(self._running)
 
-    def _record_leaf(self, leaf: Leaf, phase: Phase, *, replay: bool) -> set[int]:
-        """Run a stage so that its backward can follow; returns the skips that it makes, now held by whoever runs it."""
+    def _record_leaf(self, leaf: Leaf, phase: Phase, *, replay: bool) -> None:
+        """Run a stage so that its backward can follow."""
         stage, option = leaf.stage, self._option(leaf)
         peak = option.replay_peak_bytes if replay else option.forward_peak_bytes
         level = self._touch(stage, peak)
@@ -382,20 +384,16 @@ class _Simulator:
         self._boundaries.update(stage, consumer=option.saved_input_bytes, dropped=option.inverts)
         self._boundaries.update(stage + 1, producer=option.saved_output_bytes)
         self._skips.hold(option.saved_skips)
-        made: set[int] = set()
         if not replay:
-            self._boundaries.update(stage + 1, holders=1)
-            made = self._hold_made(stage)
+            self._hold_made(stage)
         self._events.append(
             Event(phase, stage, option.replay_seconds if replay else option.forward_seconds, level, self._live_bytes)
         )
-        return made
 
-    def _discard(self, segment: Segment, phase: Phase) -> set[int]:
-        """First pass of a segment, whose input the caller holds. Returns the skips that the caller then holds."""
+    def _discard(self, segment: Segment, phase: Phase) -> None:
+        """First pass of a segment, whose input the caller holds."""
         self._remember(self._state_bytes(segment), phase)
         self._segment_seconds += self._chain.segment_seconds
-        running: set[int] = set()
         for item in segment.items:
             match item:
                 case Leaf(stage):
@@ -403,18 +401,14 @@ class _Simulator:
                     level = self._touch(stage, cost.discard_peak_of(self._option(item)))
                     if self._option(item).inverts:
                         self._remember(self._option(item).saved_bytes, phase)
-                    self._boundaries.update(stage + 1, holders=1)
-                    running |= self._hold_made(stage)
+                    self._hold_made(stage)
                     self._other_bytes += cost.pinned_bytes if phase == "forward" else 0
                     self._events.append(Event(phase, stage, cost.discard_seconds, level, self._live_bytes))
                 case Segment():
-                    running |= self._discard(item, phase)
-            if item.first != segment.first:
-                self._boundaries.update(item.first, holders=-1)
-            self._release_read(running, item)
+                    self._discard(item, phase)
+            self._move_on(segment.first, item)
         if _last_saving(self._chain, segment.items) < 0:  # forgotten at once, it holds neither states nor its input
             self._remember(-self._state_bytes(segment), phase)
-        return running
 
     def _remember(self, size_bytes: int, phase: Phase) -> None:
         """Remember states; in a recomputation for one that never comes."""
@@ -519,16 +513,21 @@ class _Simulator:
         draws = self._draws_before[stop] > self._draws_before[first]
         return self._states_before[stop] - self._states_before[first] + (self._chain.rng_state_bytes if draws else 0)
 
-    def _hold_made(self, stage: int) -> set[int]:
-        """The running forward takes what a stage has made besides its link."""
+    def _hold_made(self, stage: int) -> None:
+        """The running forward takes what a stage has made."""
+        self._boundaries.update(stage + 1, holders=1)
         self._skips.hold(self._skips.made[stage])
-        return set(self._skips.made[stage])
+        self._running.update(self._skips.made[stage])
 
-    def _release_read(self, running: set[int], item: Item) -> None:
-        """The running forward lets go of what nobody reads any more."""
-        read = [skip for skip in running if self._skips.last_use[skip] <= item.last]
-        running.difference_update(read)
-        self._skips.release(read)
+    def _move_on(self, start: int, item: Item) -> None:
+        """A forward from ``start`` on has run an item, and lets go of its input and of what nobody reads any more."""
+        if item.first != start:
+            self._boundaries.update(item.first, holders=-1)
+        if self._running:
+            ended = [skip for skip in self._running if self._skips.last_use[skip] <= item.last]
+            read = [skip for skip in ended if self._chain.skips[skip].born >= start]  # others are the caller's
+            self._running.difference_update(read)
+            self._skips.release(read)
 
     def _give_up_inputs(self, segment: Segment) -> None:
         """A segment lets go of its input and the skips that it reads."""

@@ -18,14 +18,12 @@ from typing_extensions import Unpack
 
 from lightning_rotor.chain import Chain
 from lightning_rotor.planning.bounds import lower_bound_seconds
-from lightning_rotor.planning.candidates import Candidate
 from lightning_rotor.planning.frontier import Frontier, FrontierPoint, Gain
-from lightning_rotor.planning.plan import DEFAULT_SLOTS, Plan, load_plan, plan_for, save_plan, scheduled
+from lightning_rotor.planning.plan import DEFAULT_SLOTS, Plan, plan_for, scheduled
 from lightning_rotor.planning.solver import Solver, fine_slots, frontier_of
 from lightning_rotor.simulator import Conditions
 
 __all__ = [
-    "Candidate",
     "Frontier",
     "FrontierPoint",
     "Gain",
@@ -34,12 +32,10 @@ __all__ = [
     "fine_slots",
     "frontier",
     "frontier_of",
-    "load_plan",
     "lower_bound_seconds",
     "minimum_budget",
     "plan",
     "plan_for",
-    "save_plan",
     "scheduled",
 ]
 

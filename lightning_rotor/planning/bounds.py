@@ -61,6 +61,7 @@ the memory and give a schedule, here each has all of it and they give a bound.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from functools import lru_cache
@@ -162,13 +163,11 @@ def _way(
     stage = chain.stages[index]
     held = peaks.held_bytes
     least = min(astuple(peaks)) if index else held  # the caller holds the chain's input
-    if not option.saved_tensors:
-        seconds = option.backward_seconds
-        return LeastWay(False, 0, 0, 0, least, held, seconds, seconds, seconds)
-    replay = option.again_seconds
-    again = min(option.forward_seconds, first_seconds + replay) if stage.recomputable else option.forward_seconds
+    saves, replay = option.saved_tensors > 0, option.again_seconds
+    again = first_seconds + replay if stage.recomputable or not saves else math.inf
+    again = min(option.forward_seconds, again)
     return LeastWay(
-        saves=True,
+        saves=saves,
         set_bytes=option.saved_bytes + sum(shares[skip] for skip in option.saved_skips),
         input_bytes=option.saved_input_bytes,
         output_bytes=min(option.saved_output_bytes, stage.output_bytes) if index < len(chain) - 1 else 0,
@@ -183,14 +182,8 @@ def _way(
 
 def _shares_of_skips(chain: Chain) -> list[int]:
     """Bytes of each skip charged to every stage that may save it; together no more than the skip has."""
-    savers = [0] * len(chain.skips)
-    for stage in chain:
-        for skip in {skip for option in stage.options for skip in option.saved_skips}:
-            savers[skip] += 1
-    return [
-        0 if skip.in_output or not count else skip.size_bytes // count
-        for skip, count in zip(chain.skips, savers, strict=True)
-    ]
+    savers = Counter(skip for stage in chain for skip in {skip for each in stage.options for skip in each.saved_skips})
+    return [0 if skip.in_output else skip.size_bytes // max(savers[n], 1) for n, skip in enumerate(chain.skips)]
 
 
 # -------------------------------------------------------------------- the bound

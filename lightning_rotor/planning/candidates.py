@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -173,22 +174,8 @@ _HOPEFUL_STAGES = 512
 _TWICE_EDITED_STAGES = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A schedule and its simulation."""
-
-    schedule: Schedule
-    simulation: Simulation
-
-    @property
-    def by_seconds(self) -> tuple[float, int]:
-        """Sort key: the fastest first."""
-        return self.simulation.seconds, self.simulation.peak_bytes
-
-    @property
-    def by_peak(self) -> tuple[int, float]:
-        """Sort key: the smallest first."""
-        return self.simulation.peak_bytes, self.simulation.seconds
+# Sort keys: the fastest first, or the smallest.
+by_seconds, by_peak = attrgetter("seconds", "peak_bytes"), attrgetter("peak_bytes", "seconds")
 
 
 class Judge:
@@ -196,26 +183,24 @@ class Judge:
 
     def __init__(self, chain: Chain, step: Conditions) -> None:
         self._chain, self._step = chain, step
-        self._known: dict[Schedule, Candidate | float] = {}  # or what it takes at least
+        self._known: dict[Schedule, Simulation | float] = {}  # or what it takes at least
 
     def __len__(self) -> int:
         return len(self._known)
 
-    def __call__(self, schedule: Schedule) -> Candidate:
-        """The candidate."""
+    def __call__(self, schedule: Schedule) -> Simulation:
+        """What a schedule costs."""
         judged = self.within(math.inf, schedule)
         assert judged is not None
         return judged
 
-    def within(self, budget_bytes: float, schedule: Schedule) -> Candidate | None:
-        """The candidate if it fits a budget. That one does not is known before its simulation ends."""
+    def within(self, budget_bytes: float, schedule: Schedule) -> Simulation | None:
+        """What a schedule costs if it fits a budget. That one does not is known before its simulation ends."""
         known = self._known.get(schedule, 0.0)
-        if isinstance(known, float | int) and known <= budget_bytes:
+        if not isinstance(known, Simulation) and known <= budget_bytes:
             found = simulate_below(self._chain, schedule, budget_bytes + 1, **self._step)
-            known = self._known[schedule] = budget_bytes + 1 if found is None else Candidate(schedule, found)
-        if isinstance(known, Candidate) and known.simulation.peak_bytes <= budget_bytes:
-            return known
-        return None
+            known = self._known[schedule] = budget_bytes + 1 if found is None else found
+        return known if isinstance(known, Simulation) and known.peak_bytes <= budget_bytes else None
 
 
 @dataclass(eq=False)
@@ -236,7 +221,7 @@ class Candidates:
     def __post_init__(self) -> None:
         seconds = self.table.seconds
         self._stairs = [int(slot) for slot in np.flatnonzero(seconds < np.concatenate(([math.inf], seconds[:-1])))]
-        self._candidates: dict[int, Candidate] = {}
+        self._candidates: dict[int, Simulation] = {}
         self._near: dict[int, list[Schedule]] = {}
 
     def __len__(self) -> int:
@@ -247,37 +232,38 @@ class Candidates:
         """Least memory for which the table holds a schedule, by its own count."""
         return self._stairs[0] * self.unit if self._stairs else math.inf
 
-    def __getitem__(self, stair: int) -> Candidate:
+    def __getitem__(self, stair: int) -> Simulation:
         if stair not in self._candidates:
             self._candidates[stair] = self.judge(schedule_at(self.table, self._stairs[stair]))
         return self._candidates[stair]
 
-    def fastest(self, budget_bytes: int) -> Candidate | None:
+    def fastest(self, budget_bytes: int) -> Simulation | None:
         """The fastest that fits of all hopeful candidates and their edits; never slower for more budget."""
-        best: Candidate | None = None
+        best: Simulation | None = None
         for stair in range(self._hopeful_stair(budget_bytes), -1, -1):
-            if best is not None and self.table.seconds[self._stairs[stair]] * _ROUNDING >= best.simulation.seconds:
+            if best is not None and self.table.seconds[self._stairs[stair]] * _ROUNDING >= best.seconds:
                 break
             fitting = self._fitting(stair, budget_bytes)
-            best = min(fitting if best is None else [best, *fitting], key=lambda each: each.by_seconds, default=None)
+            best = min(fitting if best is None else [best, *fitting], key=by_seconds, default=None)
         return best
 
-    def lowest(self) -> list[Candidate]:
+    def lowest(self) -> list[Simulation]:
         """Those that may have the least peak as far as the table tells, by rising peak."""
         # With skips the table is further from the truth, so the least may be anywhere.
         hopeful = len(self) - 1 if self.thorough and self.chain.skips else self._hopeful_stair(0)
-        return sorted((self[stair] for stair in range(hopeful + 1)), key=lambda each: each.by_peak)
+        return sorted((self[stair] for stair in range(hopeful + 1)), key=by_peak)
 
-    def descended(self, candidate: Candidate) -> Candidate:
+    def descended(self, candidate: Simulation) -> Simulation:
         """The candidate after edits, as long as they make it smaller."""
-        better: Candidate | None = candidate
-        while self.thorough and better is not None:
-            candidate, better = better, None
+        while self.thorough:
             least = candidate
             for schedule in self._neighbours(candidate.schedule):
-                found = self.judge.within(least.simulation.peak_bytes, schedule)
-                if found is not None and found.by_peak < least.by_peak:
-                    least = better = found
+                found = self.judge.within(least.peak_bytes, schedule)
+                if found is not None and by_peak(found) < by_peak(least):
+                    least = found
+            if least is candidate:
+                break
+            candidate = least
         return candidate
 
     def _hopeful_stair(self, budget_bytes: int) -> int:
@@ -285,26 +271,19 @@ class Candidates:
         fitting = int(np.searchsorted(self._stairs, budget_bytes / self.unit, side="right")) - 1
         return min(fitting + max(_HOPEFUL, _HOPEFUL_STAGES // len(self.chain)), len(self._stairs) - 1)
 
-    def _fitting(self, stair: int, budget_bytes: int) -> list[Candidate]:
+    def _fitting(self, stair: int, budget_bytes: int) -> list[Simulation]:
         """The candidate if it fits; if it is just too large, its edits that do."""
-        candidate = self[stair]
-        base = candidate.simulation
+        base = self[stair]
         if base.peak_bytes <= budget_bytes:
-            return [candidate]
+            return [base]
         if not self.thorough or base.peak_bytes - budget_bytes > self.uncertain_bytes:
             return []
         if stair not in self._near:
-            self._near[stair] = self._neighbours(candidate.schedule)
+            self._near[stair] = self._neighbours(base.schedule)
         edited = [self.judge.within(budget_bytes, schedule) for schedule in self._near[stair]]
         # None is faster, so the stairs stay in order; and none takes so much less that other budgets would not find it.
-        least_bytes = base.peak_bytes - self.uncertain_bytes
-        return [
-            each
-            for each in edited
-            if each is not None
-            and each.simulation.peak_bytes >= least_bytes
-            and each.simulation.seconds >= base.seconds
-        ]
+        least = base.peak_bytes - self.uncertain_bytes
+        return [each for each in edited if each and each.peak_bytes >= least and each.seconds >= base.seconds]
 
     def _neighbours(self, schedule: Schedule) -> list[Schedule]:
         """Schedules one edit away, or two if the chain is short."""

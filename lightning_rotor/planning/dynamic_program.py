@@ -90,6 +90,7 @@ class Table:
 
     Attributes:
         seconds: Least seconds of the whole step by memory; infinite where nothing fits. Never increases.
+        is_compiled: Compiled code fills it.
     """
 
     def __init__(self, requirements: Requirements, *, slots: int, compiled: bool | None = None) -> None:
@@ -99,12 +100,8 @@ class Table:
         self.seconds: Seconds = np.full(slots + 1, math.inf)
         compiled = self._stages >= _COMPILED_STAGES if compiled is None else compiled
         self._compiled = compiled_solve() if compiled else None
+        self.is_compiled = self._compiled is not None
         self._last_column_begins = int(self.rows.used[-1])
-
-    @property
-    def is_compiled(self) -> bool:
-        """True if compiled code fills it."""
-        return self._compiled is not None
 
     def solve(self) -> None:
         """Fill the table."""

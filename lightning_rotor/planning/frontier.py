@@ -14,7 +14,6 @@ in both memory and time are left out::
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -51,9 +50,9 @@ class FrontierPoint:
     schedule: Schedule
 
     @classmethod
-    def of(cls, schedule: Schedule, simulation: Simulation) -> FrontierPoint:
-        """The point of a schedule and its simulation."""
-        return cls(simulation.peak_bytes, simulation.seconds, simulation.overhead, schedule)
+    def of(cls, simulation: Simulation) -> FrontierPoint:
+        """The point of what was simulated."""
+        return cls(simulation.peak_bytes, simulation.seconds, simulation.overhead, simulation.schedule)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,11 +246,8 @@ def pareto(points: Iterable[FrontierPoint]) -> tuple[FrontierPoint, ...]:
 
 def keep_all_fastest(chain: Chain) -> Schedule:
     """Schedule without any recomputation, not even of inputs from outputs; every stage runs its fastest option."""
-    fastest = []
-    for stage in chain:
-        seconds = [math.inf if option.inverts else option.seconds for option in stage.options]
-        fastest.append(seconds.index(min(seconds)))
-    return Schedule(tuple(Leaf(stage, option) for stage, option in enumerate(fastest)))
+    costs = ([(option.inverts, option.seconds) for option in stage.options] for stage in chain)
+    return Schedule(tuple(Leaf(stage, each.index(min(each))) for stage, each in enumerate(costs)))
 
 
 def no_schedule_is_faster(chain: Chain) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby, takewhile, zip_longest
@@ -144,15 +144,14 @@ class Plan:
             if content["format"] != _FORMAT:
                 raise PlanError(f"{path} has format {content['format']!r}: expected {_FORMAT}, written by this version")
             stages = [StageIdentity(**{key: _as_tuple(stage[key]) for key in stage}) for stage in content["stages"]]
-            device, fingerprint, arguments = content["device"], content["fingerprint"], _arguments(content)
+            if content["fingerprint"] != chain.fingerprint:
+                raise _made_for_another(path, stages, content["device"], chain)
+            return _fitting(path, from_plain({**content, "solve_seconds": 0.0}, chain))
+        except PlanError:
+            raise
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            if isinstance(error, PlanError):
-                raise
             reason = error if isinstance(error, ScheduleError) else f"{type(error).__name__}: {error}"
             raise PlanError(f"{path} holds no plan ({reason}): expected a file that Plan.save has written") from error
-        if fingerprint != chain.fingerprint:
-            raise _made_for_another(path, stages, device, chain)
-        return _fitting(path, scheduled(chain, **arguments))
 
     def summary(self) -> str:
         """The plan on one line."""
@@ -173,9 +172,6 @@ class Plan:
 
     def __str__(self) -> str:
         return rendered(self)
-
-
-save_plan, load_plan = Plan.save, Plan.load
 
 
 def scheduled(
@@ -201,7 +197,15 @@ def from_plain(record: Mapping[str, Any], chain: Chain) -> Plan:
 
     Raises a ScheduleError if it does not belong to the chain; a KeyError, TypeError or ValueError if it is damaged.
     """
-    return scheduled(chain, solve_seconds=record["solve_seconds"], **_arguments(record))
+    return scheduled(
+        chain,
+        Schedule.parse(record["schedule"]),
+        int(record["budget_bytes"]),
+        solve_seconds=record["solve_seconds"],
+        slots=int(record["slots"]),
+        gradients_exist=bool(record["gradients_exist"]),
+        lingering_bytes=int(record["lingering_bytes"]),
+    )
 
 
 def plan_for(plan: Plan, chain: Chain) -> Plan:
@@ -228,17 +232,6 @@ def _fitting(what: object, plan: Plan) -> Plan:
             f"{format_bytes(plan.budget_bytes)}: plan anew"
         )
     return plan
-
-
-def _arguments(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of :func:`scheduled` from plain types."""
-    return {
-        "schedule": Schedule.parse(record["schedule"]),
-        "budget_bytes": int(record["budget_bytes"]),
-        "gradients_exist": bool(record["gradients_exist"]),
-        "lingering_bytes": int(record["lingering_bytes"]),
-        "slots": int(record["slots"]),
-    }
 
 
 def _as_tuple(value: Any) -> Any:
@@ -330,69 +323,46 @@ def plain_simulation(plan: Plan) -> Simulation:
 # -------------------------------------------------------------------- a plan stage by stage
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """A run of stages ``first..last`` that a schedule treats alike."""
-
-    first: int
-    last: int
-    treatment: str
-    held_bytes: int  # alive because of it between the forward and the backward
-    recompute_seconds: float
-
-
 def stage_table(plan: Plan, *, most_rows: int = _MOST_ROWS) -> Table:
     """Treatment, bytes and seconds of a plan's stages; alike neighbours share a row, long tables lose the middle."""
-    names, rows = plan.chain.names, _rows(plan)
-    shown: list[_Row | None] = [*rows]
+    *rows, total = _rows(plan)
     if len(rows) > most_rows:
-        shown[most_rows // 2 : len(rows) - (most_rows - 1) // 2] = [None]
+        rows[most_rows // 2 : len(rows) - (most_rows - 1) // 2] = [tuple("⋮⋮⋮⋮⋮")]
     table = Table(box=box.ROUNDED, title="Stages", title_justify="left")
     # Where it is narrow, names give way and numbers do not.
-    width = max(len(_range(row.first, row.last)) for row in shown if row is not None)
-    table.add_column("stages", justify="right", no_wrap=True, min_width=max(width, 6))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    table.add_column("stages", justify="right", no_wrap=True, min_width=max(widths[0], 6))
     table.add_column("modules", overflow="ellipsis", no_wrap=True, max_width=_MOST_MODULES)
-    table.add_column("forward", no_wrap=True, min_width=max(len(row.treatment) for row in rows))
+    table.add_column("forward", no_wrap=True, min_width=widths[2])
     table.add_column("held", justify="right", min_width=8)
     table.add_column("again", justify="right", no_wrap=True, min_width=7)
-    for row in shown:
-        if row is None:
-            table.add_row(*"⋮⋮⋮⋮⋮")
-            continue
-        table.add_row(
-            _range(row.first, row.last),
-            from_to(names[row.first], names[row.last], shortened),
-            row.treatment,
-            format_bytes(row.held_bytes),
-            format_seconds(row.recompute_seconds) if row.recompute_seconds else "",
-        )
-    total = sum(row.recompute_seconds for row in rows)
+    for row in rows:
+        table.add_row(*row)
     table.add_section()
-    table.add_row(
-        "",
-        f"peak {format_bytes(plan.peak_bytes)} at {shortened(names[plan.simulation.peak_stage])}",
-        "",
-        format_bytes(sum(row.held_bytes for row in rows)),
-        format_seconds(total) if total else "",
-        style="bold",
-    )
+    table.add_row(*total, style="bold")
     return table
 
 
-def _rows(plan: Plan) -> list[_Row]:
-    held = held_by_stage(plan.chain, plan.schedule)
+def _rows(plan: Plan) -> Iterator[tuple[str, ...]]:
+    """Cells for each run of stages that the schedule treats alike, and then for all of them together."""
+    names, held = plan.chain.names, held_by_stage(plan.chain, plan.schedule)
     seconds = [0.0] * len(plan.chain)
     for event in plan.simulation.events:
         seconds[event.stage] += event.seconds if event.phase == "recompute" else 0.0
-    rows: list[_Row] = []
+
+    def sums(first: int, last: int) -> tuple[str, str]:
+        again = sum(seconds[first : last + 1])
+        return format_bytes(sum(held[first : last + 1])), format_seconds(again) if again else ""
+
     for treatment, group in groupby(plan.schedule.items, key=partial(_treatment, plan.chain)):
         items = list(group)
         # Each segment holds an input of its own, so each gets a row.
         for run in [items] if isinstance(items[0], Leaf) else [[item] for item in items]:
             first, last = run[0].first, run[-1].last
-            span = slice(first, last + 1)
-            rows.append(_Row(first, last, treatment, sum(held[span]), sum(seconds[span])))
-    return rows
+            span = str(first) if first == last else f"{first}-{last}"
+            yield span, from_to(names[first], names[last], shortened), treatment, *sums(first, last)
+    peak = f"peak {format_bytes(plan.peak_bytes)} at {shortened(names[plan.simulation.peak_stage])}"
+    yield "", peak, "", *sums(0, len(names))
 
 
 def _treatment(chain: Chain, item: Item) -> str:
@@ -401,10 +371,6 @@ def _treatment(chain: Chain, item: Item) -> str:
         return option.name if option.inverts else f"keep, {option.name}" if item.option else "keep"
     nested = sum(1 for _ in segments_in(item.items))
     return "recompute" + (f", {nested} nested" if nested else "")
-
-
-def _range(first: int, last: int) -> str:
-    return str(first) if first == last else f"{first}-{last}"
 
 
 def from_to(first: str, last: str, shorten: Callable[[str], str]) -> str:
@@ -429,6 +395,9 @@ def shortened(name: str, most: int = _MOST_NAME) -> str:
 # -------------------------------------------------------------------- a schedule on one line
 
 
+_GAPS = re.compile("…( …)+")  # neighbours, which become one
+
+
 def schedule_line(schedule: Schedule, *, most_characters: int = _MOST_CHARACTERS) -> str:
     """The text of a schedule on one line of ``most_characters``, shortened from the inside.
 
@@ -447,7 +416,7 @@ def schedule_line(schedule: Schedule, *, most_characters: int = _MOST_CHARACTERS
     while len(text) > most_characters and kept:
         kept -= 1
         tail = (kept + 1) // 2
-        text = _with_one_gap(" ".join([*words[: kept - tail], "…", *words[len(words) - tail :]]))
+        text = _GAPS.sub("…", " ".join([*words[: kept - tail], "…", *words[len(words) - tail :]]))
     return text
 
 
@@ -461,9 +430,4 @@ def _without_deeper(text: str, depth: int) -> str:
         elif character == "(" and level == depth + 1:
             kept.append("…")
         level -= character == ")"
-    return _with_one_gap("".join(kept))
-
-
-def _with_one_gap(text: str) -> str:
-    """Merge neighbouring gaps into one."""
-    return re.sub(r"…( …)+", "…", text)
+    return _GAPS.sub("…", "".join(kept))

@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 
 from lightning_rotor.chain import Chain, Option, StageCost
 from lightning_rotor.errors import BudgetError
-from lightning_rotor.planning.candidates import Candidate, Candidates, Judge
+from lightning_rotor.planning.candidates import Candidates, Judge, by_peak, by_seconds
 from lightning_rotor.planning.dynamic_program import Table
 from lightning_rotor.planning.frontier import (
     SAME,
@@ -96,7 +96,7 @@ class Solver:
         start = time.perf_counter()
         found = None
         if is_positive_integer(budget_bytes):
-            fits = self._keep_all.simulation.peak_bytes <= budget_bytes
+            fits = self._keep_all.peak_bytes <= budget_bytes
             # Saves the table, which takes seconds for a long chain.
             found = self._keep_all if fits and no_schedule_is_faster(self.chain) else self._fastest(budget_bytes)
         if found is None:
@@ -107,50 +107,46 @@ class Solver:
         """The plan with the least simulated peak, which is also its budget."""
         start = time.perf_counter()
         least = self._smallest
-        return self._plan(least, least.simulation.peak_bytes, time.perf_counter() - start)
+        return self._plan(least, least.peak_bytes, time.perf_counter() - start)
 
-    def _plan(self, found: Candidate, budget_bytes: int, seconds: float) -> Plan:
-        return Plan(
-            self.chain, found.schedule, budget_bytes, found.simulation, seconds, slots=self._slots, **self._step
-        )
+    def _plan(self, found: Simulation, budget_bytes: int, seconds: float) -> Plan:
+        return Plan(self.chain, found.schedule, budget_bytes, found, seconds, slots=self._slots, **self._step)
 
-    def candidates(self) -> tuple[Candidate, ...]:
+    def candidates(self) -> tuple[Simulation, ...]:
         """Every schedule of the tables, by rising peak; of long chains, whose judging is slow, evenly spread ones."""
         found = [self._smallest, self._keep_all]
         for table in (*self._for_all, *map(self._up_to, self._finer_tops)):
             found += [table[stair] for stair in range(0, len(table), max(len(table) * len(self.chain) // _JUDGED, 1))]
-        distinct = {id(each): each for each in found if each.by_peak >= self._smallest.by_peak}
-        return tuple(sorted(distinct.values(), key=lambda each: each.by_peak))
+        distinct = {id(each): each for each in found if by_peak(each) >= by_peak(self._smallest)}
+        return tuple(sorted(distinct.values(), key=by_peak))
 
-    def _fastest(self, budget_bytes: int) -> Candidate | None:
+    def _fastest(self, budget_bytes: int) -> Simulation | None:
         found = [table.fastest(budget_bytes) for table in self._for_all]
         finer = [top for top in self._finer_tops if budget_bytes <= _BEYOND * top]
         found += [self._up_to(top).fastest(budget_bytes) for top in finer[-1:]]
-        if self._keep_all.simulation.peak_bytes <= budget_bytes:
+        if self._keep_all.peak_bytes <= budget_bytes:
             found.append(self._keep_all)
-        if found[0] is None or found[0].simulation.peak_bytes <= self._for_all[0].lowest_bytes * (1 + _CLOSE):
-            if self._smallest.simulation.peak_bytes > budget_bytes:
+        if found[0] is None or found[0].peak_bytes <= self._for_all[0].lowest_bytes * (1 + _CLOSE):
+            if self._smallest.peak_bytes > budget_bytes:
                 return None
             found.append(self._smallest)
-        return min((each for each in found if each is not None), key=lambda each: each.by_seconds, default=None)
+        return min((each for each in found if each is not None), key=by_seconds, default=None)
 
     @cached_property
-    def _smallest(self) -> Candidate:
+    def _smallest(self) -> Simulation:
         """The candidate of least peak, of those of all tables and their edits."""
         tables = [*self._for_all, *map(self._up_to, self._finer_tops[-1:])]
         descents = _DESCENTS if self.chain.skips else 1
         starts = {each.schedule: each for table in tables for each in table.lowest()[:descents]}
         descended = tables[0].descended
-        least = min([self._keep_all, *map(descended, starts.values())], key=lambda each: each.by_peak)
+        least = min([self._keep_all, *map(descended, starts.values())], key=by_peak)
         # Edits lead down from other stairs, too. What no budget finds is not there: see Candidates.fastest().
-        while found := [
-            less for table in tables if (less := table.fastest(least.simulation.peak_bytes - 1)) is not None
-        ]:
-            least = descended(min(found, key=lambda each: each.by_peak))
+        while found := [less for table in tables if (less := table.fastest(least.peak_bytes - 1)) is not None]:
+            least = descended(min(found, key=by_peak))
         return least
 
     def _refusal(self, budget_bytes: object) -> BudgetError:
-        least = self._smallest.simulation
+        least = self._smallest
         stage = self.chain.stages[least.peak_stage].name
         known = budget_bytes if isinstance(budget_bytes, int) else 0
         budget, minimum = formatted_apart(known, least.peak_bytes)
@@ -168,13 +164,13 @@ class Solver:
     # ---------------------------------------------------------------- tables
 
     @cached_property
-    def _keep_all(self) -> Candidate:
-        """Candidate without recomputation, every stage under the fastest of its options."""
+    def _keep_all(self) -> Simulation:
+        """Without recomputation, every stage under the fastest of its options."""
         return self._judge(keep_all_fastest(self.chain))
 
     @property
     def _most_bytes(self) -> int:
-        return max(self._keep_all.simulation.peak_bytes, 1)
+        return max(self._keep_all.peak_bytes, 1)
 
     @cached_property
     def _for_all(self) -> tuple[Candidates, ...]:
@@ -270,7 +266,7 @@ def frontier_of(solver: Solver, *, budget_bytes: int | None = None) -> Frontier:
         solver: Of the chain; solves its table if it has not.
         budget_bytes: Where :meth:`Frontier.gain` starts.
     """
-    points = pareto(FrontierPoint.of(each.schedule, each.simulation) for each in solver.candidates())
+    points = pareto(map(FrontierPoint.of, solver.candidates()))
     asked: set[int] = set()
     for _ in range(_QUESTIONS // len(solver.chain)):
         gaps = [gap for gap in pairwise(points) if gap[1].peak_bytes not in asked]
@@ -283,7 +279,7 @@ def frontier_of(solver: Solver, *, budget_bytes: int | None = None) -> Frontier:
         # With more memory the planner is never slower: its best below the right end is the best of the whole gap.
         best = solver.plan(right.peak_bytes - 1)
         if best.seconds < left.seconds * (1 - SAME):
-            points = pareto([*points, FrontierPoint.of(best.schedule, best.simulation)])
+            points = pareto([*points, FrontierPoint.of(best.simulation)])
     return Frontier(points, budget_bytes)
 
 
