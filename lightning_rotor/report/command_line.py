@@ -302,7 +302,7 @@ def _needs(name: str, error: ModuleNotFoundError) -> ModelError:
 
 
 def optimizers_for(model: nn.Module, text: str) -> list[torch.optim.Optimizer]:
-    """The optimizer called ``adamw`` or ``sgd:momentum=0.9`` for what learns in a model, or ModelError; not ``none``."""
+    """The optimizer called ``adamw``, ``sgd:momentum=0.9`` or ``none`` for what learns in a model, or ModelError."""
     name, _, given = text.partition(":")
     known: dict[str, type[torch.optim.Optimizer]] = {
         key.lower(): value
