@@ -28,8 +28,12 @@ from lightning_rotor import (
     UnitError,
     simulate,
 )
+from lightning_rotor.execution.recomputation import Stopwatch
+from lightning_rotor.planned.cache import Prepared, Signature
+from lightning_rotor.planned.plans import Plans
 from lightning_rotor.planning import Plan, minimum_budget, scheduled
-from lightning_rotor.schedule import Schedule
+from lightning_rotor.profiling import Profile
+from lightning_rotor.schedule import Schedule, Segment
 from tests.models import Case, assert_same_bits, training_step
 
 
@@ -503,3 +507,90 @@ def test_activation_checkpointing_that_is_left_on_is_named_with_the_remedy(huggi
     # Up to transformers 5.20 a block calls itself inside of the checkpoint, which leaves nothing but the body around them to name.
     with pytest.warns(RotorWarning, match=r"'transformer.* model\.gradient_checkpointing_disable\(\)"):
         Checkpointable(model, {"input_ids": torch.zeros(2, 4, dtype=torch.long), "use_cache": False})
+
+
+# ---------------------------------------------------------------- a plan by the seconds that its calls take
+
+
+def seconds_in_segments(plan: Plan) -> float:
+    """What a plan predicts of them."""
+    segments = [item for item in plan.schedule.items if isinstance(item, Segment)]
+    inside = [plan.chain.stages[n].keep.forward_seconds for each in segments for n in range(each.first, each.last + 1)]
+    return plan.simulation.recompute_seconds + sum(inside)
+
+
+def train_timed(
+    net: Checkpointable, batch: torch.Tensor, factors: list[float], monkeypatch: pytest.MonkeyPatch
+) -> list[Plan]:
+    """The plans of sixteen steps where the segments of the nth plan take as many times as long as was predicted."""
+    watches: list[Stopwatch] = []
+
+    def seconds(watch: Stopwatch) -> float:
+        return times[next(number for number, each in enumerate(watches) if each is watch)]
+
+    under = Prepared.under
+
+    def counted(prepared: Prepared, signature: Signature, plan: Plan) -> Prepared:
+        found = under(prepared, signature, plan)
+        assert found.executor is not None
+        assert found.executor.watch is not None
+        watches.append(found.executor.watch)
+        times.append(factors[len(times)] * seconds_in_segments(plan))
+        return found
+
+    times: list[float] = []
+    monkeypatch.setattr(Stopwatch, "seconds", property(seconds))
+    monkeypatch.setattr(Prepared, "under", counted)
+    plans = []
+    for _ in range(16):
+        net.module.zero_grad()
+        net(batch).sum().backward()
+        assert net.plan is not None
+        plans.append(net.plan)
+    return plans
+
+
+def test_costs_follow_the_seconds_that_segments_take(batch: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = make_net()
+    net = Checkpointable(module, mem_limit=tight(module, batch), show_progress=False)
+    plans = train_timed(net, batch, [1.5, 1.0, 1.0], monkeypatch)
+    first, later = plans[0], plans[-1]
+    assert all(plan is first for plan in plans[:6])
+    measured = first.overhead + 0.5 * seconds_in_segments(first) / first.chain.step_seconds
+    again = scheduled(later.chain, first.schedule, first.budget_bytes)
+    assert again.overhead == pytest.approx(measured)
+    assert later.overhead <= again.overhead * (1 + 1e-9)
+    assert later.peak_bytes <= first.budget_bytes
+
+
+def test_costs_near_the_truth_stay(batch: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = make_net()
+    net = Checkpointable(module, mem_limit=tight(module, batch), show_progress=False)
+    plans = train_timed(net, batch, [1.001], monkeypatch)
+    assert all(plan is plans[0] for plan in plans)
+
+
+def test_a_plan_that_turns_out_slower_goes_again(batch: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = make_net()
+    net = Checkpointable(module, mem_limit=tight(module, batch), show_progress=False)
+    whole, plain_solve, solved = Schedule.parse("(0-9) 10"), Plans._solve, []
+
+    def solve(plans: Plans, profile: Profile) -> Plan:
+        solved.append(plain_solve(plans, profile))
+        return solved[0] if len(solved) == 1 else scheduled(profile.chain, whole)
+
+    monkeypatch.setattr(Plans, "_solve", solve)
+    plans = train_timed(net, batch, [1.5, 5.0, 1.0], monkeypatch)
+    seen = [plan.schedule for plan in dict.fromkeys(plans)]
+    assert seen == [solved[0].schedule, whole, solved[0].schedule]
+    assert plans[-1].overhead == pytest.approx(
+        solved[0].overhead + 0.5 * seconds_in_segments(solved[0]) / solved[0].chain.step_seconds
+    )
+
+
+def test_a_schedule_that_the_user_has_chosen_stays(batch: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = Checkpointable(make_net(), batch, show_progress=False)
+    assert net.chain is not None
+    chosen = net.use(Schedule.parse(f"(0-{len(net.chain) - 2}) {len(net.chain) - 1}"))
+    plans = train_timed(net, batch, [3.0], monkeypatch)
+    assert all(plan is chosen for plan in plans)

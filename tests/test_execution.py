@@ -370,16 +370,16 @@ class Ticks:
         return end - start
 
 
-@pytest.mark.parametrize(("schedule", "seconds"), [("0-2", 0.0), ("(0-1) 2", 1.0), ("((0) 1) 2", 2.0)])
-def test_what_calls_recompute_is_timed_from_the_second_on(schedule: str, seconds: float) -> None:
+@pytest.mark.parametrize(("schedule", "seconds"), [("0-2", 0.0), ("(0-1) 2", 2.0), ("((0) 1) 2", 3.0)])
+def test_segments_are_timed_from_the_second_call_on(schedule: str, seconds: float) -> None:
     profile = profile_of(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(2, 4))
     watch = Stopwatch(Ticks())
     run = Executor(profile.stages, profile.chain, Schedule.parse(schedule), profile.states, watch=watch)
     seen = []
-    for _ in range(6):
+    for _ in range(8):
         run(torch.randn(2, 4)).sum().backward()
-        seen.append(watch.seconds)
-    assert seen == [None, *[seconds] * 5]
+        seen.append((watch.seconds, watch.is_done))
+    assert seen == [(None, False), *[(seconds, False)] * 5, *[(seconds, True)] * 2]
 
 
 def test_an_exception_during_recomputation_leaves_a_clean_next_step(dense_case: Case) -> None:

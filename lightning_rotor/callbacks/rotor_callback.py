@@ -71,7 +71,7 @@ class RotorCallback(pl.Callback):
     same shape (:mod:`lightning_rotor.planned.ranks`). Under FSDP2 each unit inside of the planned module is one stage.
 
     Logs to every logger, each key after ``RotorCallback/`` (or the logger's own separator): ``overhead_percent``,
-    ``measured_overhead_percent`` (time inside of recomputations, from the second step on), ``budget_bytes``,
+    ``measured_overhead_percent`` (from the second step on), ``budget_bytes``,
     ``predicted_peak_bytes``, ``measured_peak_bytes``, ``measured_reserved_bytes`` (on a GPU), ``measuring_seconds``,
     ``planning_seconds``, ``recomputed_stages``.
     """

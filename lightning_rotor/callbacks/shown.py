@@ -102,7 +102,7 @@ class ProcessPlan:
 
     def _overhead_row(self) -> list[tuple[str, str]]:
         measured = self.measured_overhead
-        return [] if measured is None else [("Recomputing measured", f"{100 * measured:.1f} % of the step")]
+        return [] if measured is None else [("Overhead measured", f"{100 * measured:.1f} % of the step")]
 
     def _call_rows(self) -> list[tuple[str, str]]:
         """What each call of a step takes, if the plan is for several."""

@@ -42,7 +42,7 @@ class Executor:
     Output, gradients, buffers and generators are those of running the stages one after the other, bit for bit.
     ``schedule`` is what it was given, ``states`` says for each stage what recomputation must leave alone, ``wanted``
     which values to return (by default those of the last stage), ``root`` and ``inputs`` are names for messages: of the
-    user's module, and of the chain's inputs. ``watch`` times what is recomputed.
+    user's module, and of the chain's inputs. ``watch`` times its segments.
     """
 
     def __init__(

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from statistics import median
 from typing import Any, Protocol
 
 import torch
@@ -81,15 +82,15 @@ class Clock(Protocol):
 
 
 class Stopwatch:
-    """Times what the calls of an executor recompute, the second to the fourth: the first warms up.
+    """Times what calls of an executor run in segments, first and again, the second to the sixth: the first warms up.
 
     ``calls`` counts them. Each is to have one backward.
     """
 
     def __init__(self, clock: Clock) -> None:
         self.calls = 0
-        self._clock, self._seconds = clock, 0.0
-        self._laps: list[tuple[Any, Any]] = []
+        self._clock, self._seconds = clock, [0.0] * _TIMED_CALLS
+        self._laps: list[tuple[int, Any, Any]] = []
 
     def begin_call(self) -> None:
         """A call is about to run."""
@@ -97,7 +98,7 @@ class Stopwatch:
 
     @contextmanager
     def timing(self, call: int) -> Iterator[None]:
-        """Context of a recomputation for the call with this number."""
+        """Context of what runs in a segment for the call with this number."""
         if not 1 < call <= 1 + _TIMED_CALLS:
             yield
             return
@@ -105,17 +106,23 @@ class Stopwatch:
         try:
             yield
         finally:
-            self._laps.append((start, self._clock.now()))
+            self._laps.append((call - 2, start, self._clock.now()))
+
+    @property
+    def is_done(self) -> bool:
+        """True if all calls that are timed have run, and had their backward if another call came."""
+        return self.calls > 1 + _TIMED_CALLS
 
     @property
     def seconds(self) -> float | None:
-        """Seconds that one call recomputes, None before the second has had its backward."""
-        self._seconds += sum(self._clock.seconds_between(*lap) for lap in self._laps)
+        """Seconds that a call spends in segments, in the median; None before the second has had its backward."""
+        for call, *lap in self._laps:
+            self._seconds[call] += self._clock.seconds_between(*lap)
         self._laps.clear()
-        return self._seconds / min(self.calls - 1, _TIMED_CALLS) if self.calls > 1 else None
+        return median(self._seconds[: self.calls - 1]) if self.calls > 1 else None
 
 
-_TIMED_CALLS = 3
+_TIMED_CALLS = 5
 
 
 class _Again(AbstractContextManager[None]):
@@ -222,7 +229,8 @@ def recomputed(
     else:
         held = _Inputs(name)
         hooks = torch.autograd.graph.saved_tensors_hooks(held.save, held.hand_out)
-    with hooks:
+    is_first = watch is not None and not (_flags.checkpointing or _flags.recomputing)
+    with hooks, watch.timing(watch.calls) if watch is not None and is_first else nullcontext():
         output = checkpoint(
             partial(_unless_changed, function, expected, or_copies, spell_input),
             *inputs,

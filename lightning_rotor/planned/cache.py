@@ -32,7 +32,8 @@ from lightning_rotor.profiling import Profile
 from lightning_rotor.profiling.chain import profile_over
 from lightning_rotor.profiling.dry_run import require_same
 from lightning_rotor.profiling.meters import meter_for
-from lightning_rotor.schedule import Leaf
+from lightning_rotor.schedule import Leaf, Schedule
+from lightning_rotor.simulator import simulate
 from lightning_rotor.stages.sequential import Stage, is_plain_stock
 
 # ----------------------------------------------------------------------------------------------------
@@ -280,6 +281,9 @@ class KnownCuts:
 # ----------------------------------------------------------------------------------------------------
 
 Turn: TypeAlias = tuple[str, ...]
+_LEAST_FACTOR, _TINY = 0.5, 1e-9
+MOST_TIMED = 2
+"""Plans of one call that are timed: the first, and one that follows from what it took."""
 MAX_PLANS = 64
 """Plans that are kept by default, each for another signature."""
 
@@ -295,6 +299,8 @@ class Prepared:
         turn: Names of the modules whose calls wait for their backward meanwhile: behind others a call has another plan.
         lost_seconds: The most that a better plan would save in each step, where the schedule is that of another size.
         rough_seconds: The same, where the costs may be much too high.
+        timed: Schedules that it has run under, with the overhead that was measured of each.
+        is_chosen: True if the user has chosen the schedule.
     """
 
     profile: Profile
@@ -305,6 +311,8 @@ class Prepared:
     turn: Turn = ()
     lost_seconds: float = 0.0
     rough_seconds: float = 0.0
+    timed: tuple[tuple[Schedule, float], ...] = ()
+    is_chosen: bool = False
 
     def under(self, signature: Signature, plan: Plan) -> Prepared:
         """The same costs with a plan, and an executor for it."""
@@ -323,15 +331,59 @@ class Prepared:
         return replace(self, plan=plan, executor=executor, runs_plainly=runs_plainly)
 
     @property
-    def recompute_seconds(self) -> float | None:
-        """Seconds that a call was measured to recompute; None if it was not."""
+    def measured_overhead(self) -> float | None:
+        """Time beyond plain training as a fraction of it, as measured; None before a second call under the plan."""
         if self.executor is None or self.executor.watch is None or self.plan is None:
             return None
-        return self.executor.watch.seconds if self.plan.recomputed else 0.0
+        if not self.plan.recomputed:
+            return self.plan.overhead
+        seconds = self.executor.watch.seconds
+        if seconds is None:
+            return None
+        return max(self.plan.overhead + (seconds - _seconds_in_segments(self.plan)) / self.plan.chain.step_seconds, 0.0)
+
+    @property
+    def is_settled(self) -> bool:
+        """True if what calls have taken changes nothing any more."""
+        timed = self.timed
+        return self.is_chosen or len(timed) == MOST_TIMED or bool(timed and timed[-1][0] is self.schedule)
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The plan's schedule."""
+        return None if self.plan is None else self.plan.schedule
+
+    @property
+    def is_timed(self) -> bool:
+        """True if all calls have run that tell what the plan costs."""
+        return self.executor is not None and self.executor.watch is not None and self.executor.watch.is_done
 
     def without_plan(self) -> Prepared:
         """Prepared costs alone."""
-        return replace(self, plan=None, executor=None, runs_plainly=False, lost_seconds=0.0)
+        return replace(self, plan=None, executor=None, runs_plainly=False, lost_seconds=0.0, is_chosen=False)
+
+
+def _seconds_in_segments(plan: Plan) -> float:
+    """Predicted seconds of first passes and recomputations."""
+    kept = {item.stage for item in plan.schedule.items if isinstance(item, Leaf)}
+    return plan.seconds - sum(
+        event.seconds
+        for event in plan.simulation.events
+        if event.phase == "backward" or (event.phase == "forward" and event.stage in kept)
+    )
+
+
+def corrected(plan: Plan, overhead: float) -> Chain:
+    """The plan's chain with costs of segments under which the plan has this overhead."""
+    twice = simulate(_with_segments(plan.chain, 2.0), plan.schedule, **plan.conditions)
+    factor = 1 + (overhead - plan.overhead) / max(twice.overhead - plan.overhead, _TINY)
+    return _with_segments(plan.chain, max(factor, _LEAST_FACTOR))
+
+
+def _with_segments(chain: Chain, factor: float) -> Chain:
+    """Costs with segments that take so much more time: their first passes, and the host."""
+    stages = tuple(replace(stage, discard_seconds=factor * stage.discard_seconds) for stage in chain)
+    return replace(chain, stages=stages, segment_seconds=factor * chain.segment_seconds)
 
 
 def _may_run_plainly(signature: Signature, chain: Chain, plan: Plan) -> bool:

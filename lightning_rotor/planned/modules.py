@@ -76,9 +76,10 @@ class PlannedModules(Replanning):
         return sum(module.plans.measuring_seconds for module in self)
 
     def measured_overhead(self, plan: Plan) -> float | None:
-        """Time inside of a step's recomputations by that of its calls without; None before the second step under it."""
-        found = [module.plans.recompute_seconds(call) for module in self for call in plan.calls]
-        seconds = [each for each in found if each is not None]
+        """Time of a step's calls beyond that of plain ones, by that; None before the second step under it."""
+        found = [(call, entry) for module in self for call in plan.calls if (entry := module.plans.under(call))]
+        overheads = [(call, entry.measured_overhead) for call, entry in found]
+        seconds = [overhead * call.chain.step_seconds for call, overhead in overheads if overhead is not None]
         if len(seconds) < len(plan.calls) or not plan.chain.step_seconds:
             return None
         return sum(seconds) / plan.chain.step_seconds
@@ -139,7 +140,7 @@ class PlannedModules(Replanning):
 
     def replan(self, plan: Plan) -> Plan:
         """A new plan in the place of one that steps run under, with the budget of this moment."""
-        module = next((module for module in self if module.plans.runs(plan)), None)
+        module = next((module for module in self if module.plans.under(plan)), None)
         return plan if module is None else module.plans.replan(plan)
 
     def unplan(self, keep: Callable[[Plan], bool]) -> None:

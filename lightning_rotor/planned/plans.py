@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from operator import attrgetter
+from functools import partial
+from operator import attrgetter, itemgetter
 from typing import Any
 from weakref import ReferenceType
 
@@ -25,6 +26,7 @@ from lightning_rotor.execution.executor import Pending
 from lightning_rotor.memory.budget import Budget
 from lightning_rotor.planned.cache import (
     MAX_PLANS,
+    MOST_TIMED,
     KnownCuts,
     PlanCache,
     Prepared,
@@ -32,6 +34,7 @@ from lightning_rotor.planned.cache import (
     Signature,
     Turn,
     call_fingerprint,
+    corrected,
 )
 from lightning_rotor.planned.new_shapes import Measurements
 from lightning_rotor.planned.ranks import Agreement
@@ -44,6 +47,7 @@ from lightning_rotor.units import format_bytes, format_seconds
 
 _log = logging.getLogger(__name__)
 _SERVED = 4  # sizes to come, at least, that pay for measuring one
+_FAR_OFF, _NOTABLE = 0.1, 0.005  # of an overhead, and of a step
 _NEAREST = 4  # schedules that are tried for a new size
 
 
@@ -60,6 +64,10 @@ class BudgetSource:
     def budget(self, plans: Plans, profile: Profile) -> Budget:
         """What one of these plans may use at this moment."""
         raise NotImplementedError
+
+    def may_plan_again(self, plans: Plans) -> bool:
+        """True if one of these plans may be replaced by a faster one."""
+        return True
 
     def before_measuring(self) -> None:
         """The module is about to run for cutting and measuring, which needs torch's profiler."""
@@ -210,6 +218,8 @@ class Plans:
         """The prepared entry of a call, made now if there is none."""
         turn, spent = self._source.turn, self.measuring_seconds
         known = self._cache.use(signature, turn)
+        if known is not None and known.is_timed and not known.is_settled:
+            known = self._by_seconds(signature, known)
         prepared = known or self._recalled(signature) or self._estimated(signature)
         if prepared is None:
             self.measure(signature, value)
@@ -242,11 +252,10 @@ class Plans:
         estimate = None if self.together else self._measurements.estimate(signature)
         if estimate is None:
             return None
-        alike = self._cache.alike(signature, estimate.profile.chain.names)
-        schedules = [plan.schedule for _, plan, _ in alike]
-        known = _best_of(estimate.profile.chain, schedules, self.budget(estimate.profile), slots=self._settings.slots)
-        # A larger size needs no less recomputation.
-        least = max((plan.overhead for size, plan, best in alike if best and size <= signature.size), default=0.0)
+        chain, budget = estimate.profile.chain, self.budget(estimate.profile)
+        alike = self._cache.alike(signature, chain.names)
+        known = _best_of(chain, [plan.schedule for _, plan, _ in alike], budget, slots=self._settings.slots)
+        least = _least_overhead(alike, signature.size, chain, budget)
         lost_seconds = 0.0 if known is None else _lost(known, least)
         if self._searching.pays(lost_seconds):
             known, lost_seconds = None, 0.0
@@ -254,13 +263,20 @@ class Plans:
             solved = known or self._solve(estimate.profile)
         except BudgetError:
             return None
-        prepared = Prepared(
-            estimate.profile,
-            estimated=True,
-            lost_seconds=lost_seconds,
-            rough_seconds=0.0 if estimate.is_close else _lost(solved, least),
-        )
+        rough_seconds = 0.0 if estimate.is_close else _lost(solved, least)
+        prepared = Prepared(estimate.profile, estimated=True, lost_seconds=lost_seconds, rough_seconds=rough_seconds)
         return self.use_plan(signature, prepared, solved)
+
+    def _by_seconds(self, signature: Signature, prepared: Prepared) -> Prepared:
+        """An entry with the costs of segments that its calls have shown, planned again if they were far off."""
+        if prepared.estimated or self.together or not self._source.may_plan_again(self):
+            return prepared
+        corrected, plan = _by_seconds(prepared, self._solve)
+        if plan is prepared.plan:
+            self._cache.put(signature, corrected)
+            return corrected
+        self._measurements.add(signature, corrected.profile)
+        return self.use_plan(signature, corrected, plan)
 
     def measure(self, signature: Signature, value: Any) -> Profile:
         """Measure a call, again if it was measured before."""
@@ -284,8 +300,6 @@ class Plans:
 
     def _call(self, signature: Signature) -> str:
         return call_fingerprint(signature.cut.stages, (signature.plain, self._compiled.choice), signature.device)
-
-    # ---------------------------------------------------------------- planning
 
     def budget(self, profile: Profile, *, ceiling: bool = True) -> Budget:
         """What a plan may use; without the ceiling, if the device had as much as it seemed to have."""
@@ -330,13 +344,9 @@ class Plans:
 
     # ---------------------------------------------------------------- all calls
 
-    def recompute_seconds(self, plan: Plan) -> float | None:
-        """Seconds that a call under a plan was measured to recompute; None if it was not, or the plan is another's."""
-        return next((prepared.recompute_seconds for _, prepared in self._cache if prepared.plan is plan), None)
-
-    def runs(self, plan: Plan) -> bool:
-        """True if a plan is in use."""
-        return any(prepared.plan is plan for _, prepared in self._cache)
+    def under(self, plan: Plan) -> Prepared | None:
+        """The entry that a plan is in use for, or None."""
+        return next((prepared for _, prepared in self._cache if prepared.plan is plan), None)
 
     def replan(self, stale: Plan | None = None) -> Plan:
         """Plan with the budget of this moment.
@@ -364,17 +374,13 @@ class Plans:
         if not len(self._cache):
             raise ProfilingError("there is nothing to run a plan for yet: measure a sample first, with measure(sample)")
         signature, prepared = self._cache.latest
-        budget = self.budget(prepared.profile)
-        used = _as_plan(plan, prepared.profile.chain, budget, slots=self._settings.slots)
-        self.use_plan(signature, prepared, used)
+        used = _as_plan(plan, prepared.profile.chain, self.budget(prepared.profile), slots=self._settings.slots)
+        self.use_plan(signature, replace(prepared, is_chosen=True), used)
         return used
 
     def unplan(self, keep: Callable[[Plan], bool]) -> None:
         """Drop the plans of all signatures but those to keep; they are made again when their signatures return."""
-        if self.together:
-            self.forget()
-        else:
-            self._cache.unplan(keep)
+        self.forget() if self.together else self._cache.unplan(keep)
 
     def records(self) -> list[dict[str, Any]]:
         """Everything measured and planned so far in plain types, for :meth:`recall`."""
@@ -400,6 +406,51 @@ def _best_of(chain: Chain, schedules: Iterable[Schedule], budget: Budget, *, slo
         for each in list(unlike.values())[: 1 + _NEAREST]
     )
     return min((plan for plan in tried if plan.peak_bytes <= limit_bytes), key=attrgetter("seconds"), default=None)
+
+
+def _least_overhead(alike: Iterable[tuple[int, Plan, bool]], size: int, chain: Chain, budget: Budget) -> float:
+    """What a plan for a size must take at least, by plans of others: the larger one needs no less recomputation.
+
+    Sizes with the same costs need the same. The first stage's say for which shapes they are.
+    """
+    return max(
+        (
+            plan.overhead
+            for known, plan, best in alike
+            if best
+            and (
+                known <= size
+                or (plan.budget_bytes >= budget.available_bytes and plan.chain.stages[1:] == chain.stages[1:])
+            )
+        ),
+        default=0.0,
+    )
+
+
+def _by_seconds(prepared: Prepared, solve: Callable[[Profile], Plan]) -> tuple[Prepared, Plan]:
+    """Costs that calls under a plan have shown, and a plan for them: the same one unless it was far off.
+
+    A new plan is the second and last; of the two, the faster one stays.
+    """
+    plan, overhead = _plan_of(prepared), prepared.measured_overhead
+    assert overhead is not None
+    prepared = replace(prepared, timed=(*prepared.timed, (plan.schedule, overhead)))
+    schedule, least = min(prepared.timed, key=itemgetter(1))
+    is_far_off = abs(overhead - plan.overhead) > max(_FAR_OFF * max(overhead, plan.overhead), _NOTABLE)
+    if schedule is plan.schedule and not is_far_off:
+        return prepared, plan
+    run = partial(scheduled, schedule=schedule, budget_bytes=plan.budget_bytes, slots=plan.slots, **plan.conditions)
+    chain = corrected(run(plan.chain), least)
+    prepared, best = replace(prepared, profile=replace(prepared.profile, chain=chain)), run(chain)
+    if len(prepared.timed) < MOST_TIMED:
+        with suppress(BudgetError):
+            solved = solve(prepared.profile)
+            best = best if solved.schedule == schedule else solved
+    _log.info(
+        "A plan was to take %.1f %% more than plain steps, and takes %.1f %%: the next one is to take %.1f %%",
+        *(100 * each for each in (plan.overhead, overhead, best.overhead)),
+    )
+    return prepared, best
 
 
 def _as_plan(given: Plan | Schedule, chain: Chain, budget: Budget, *, slots: int) -> Plan:

@@ -279,6 +279,10 @@ class StepPlanner(BudgetSource):
             self._step.is_shared = True
         return budget.reduced_to(0, "other calls of the step")
 
+    def may_plan_again(self, plans: Plans) -> bool:
+        """Calls that are alive together are planned as one, and not by the seconds of each."""
+        return not self._is_joint and self.modules.is_alone(plans)
+
     def _joint_budget(self, chain: Chain, copied_bytes: int) -> Budget:
         """What calls that are alive together may use."""
         budget = self.limit.budget(chain, self.modules.all, self._step, correction_bytes=0)
