@@ -32,12 +32,7 @@ from lightning_rotor.execution.options import run_stage
 from lightning_rotor.execution.recomputation import without_saved_tensors
 from lightning_rotor.execution.reverse import Guard, Moment, Roots, learning, stand_ins
 from lightning_rotor.execution.segment_state import SegmentState, state_of
-from lightning_rotor.private.torch_names import (
-    backward_keeps_graph,
-    has_backward_hooks,
-    hooks_for_saved_tensors,
-    version_of,
-)
+from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.values import TreeSpec, tree_flatten, tree_unflatten
 from lightning_rotor.stages.sequential import (
     Stage,
@@ -63,7 +58,7 @@ class Output:
     def hold(self, tensors: Sequence[torch.Tensor]) -> None:
         """Hold the tensors."""
         self._held = list(map(_holding, tensors))
-        self._versions = list(map(version_of, tensors)) if _hooks() is None else None
+        self._versions = list(map(private.version_of, tensors)) if _hooks() is None else None
 
     def hand_over(self, after: Inversion, tensors: Sequence[torch.Tensor]) -> None:
         """Drop the tensors, which a run can rebuild from its output; only the first call does so."""
@@ -103,7 +98,7 @@ class Output:
         return tensors
 
     def _require_untouched(self, tensors: Sequence[torch.Tensor]) -> None:
-        if self._versions is not None and list(map(version_of, tensors)) != self._versions:
+        if self._versions is not None and list(map(private.version_of, tensors)) != self._versions:
             raise ExecutionError(
                 f"the output of {self._name!r} was changed in place, so its input cannot be rebuilt: expected it "
                 "untouched until the backward. Use an operation that is not in place on it"
@@ -112,18 +107,15 @@ class Output:
 
 def _holding(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     """A function that gives a tensor back, which went through whatever hooks are set."""
-    hooks = _hooks()
+    pack, unpack = _hooks() or (_same, _same)
     # Detached: with its graph it would hold the node that holds it.
-    if hooks is None:
-        return partial(_same, tensor.detach())
-    pack, unpack = hooks
     with torch.no_grad():
         return partial(unpack, pack(tensor.detach()))
 
 
 def _hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """Hooks through which a tensor goes that is saved now, so that a surrounding segment drops it; None without any."""
-    return hooks_for_saved_tensors() if torch.is_grad_enabled() else None
+    return private.hooks_for_saved_tensors() if torch.is_grad_enabled() else None
 
 
 def second_backward(name: str) -> ExecutionError:
@@ -180,7 +172,7 @@ class Way:
 
 def can_be_fused(module: nn.Module) -> bool:
     """True if a module has a fused backward, and no hooks: around that nobody calls the module, so none would fire."""
-    return has_fused_backward(module) and not has_backward_hooks(module)
+    return has_fused_backward(module) and not private.has_backward_hooks(module)
 
 
 def run_inverted(way: Way, value: Any, before: Output | None = None) -> Any:
@@ -216,22 +208,18 @@ class Inversion:
         self.output = Output(way.name)
         self._inputs_like = [(tensor.shape, tensor.dtype) for tensor in inputs]
         self._strides = [tensor.stride() for tensor in inputs]
+        self.inputs = len(inputs)
         self._parameters = parameters
         # Weakly: nobody who could ask for it is left when it goes.
         self._source: Callable[[], Output | None] = partial(_same, None) if source is None else weakref.ref(source)
         self._outputs: list[weakref.ref[torch.Tensor]] = []
-        self._hooks = hooks_for_saved_tensors()
+        self._hooks = private.hooks_for_saved_tensors()
         self.moment = Moment(inputs[0].device, way.state, may_draw=way.draws_random)
         self._guard = Guard.of(inputs, name=way.name)
 
-    @property
-    def inputs(self) -> int:
-        """The number of tensors that it takes."""
-        return len(self._strides)
-
     def has_made(self, tensors: Sequence[torch.Tensor]) -> bool:
         """True if these are its outputs, all of them in order, as it made them, and no segment has begun or ended."""
-        if len(tensors) != len(self._outputs) or self._hooks != hooks_for_saved_tensors():
+        if len(tensors) != len(self._outputs) or self._hooks != private.hooks_for_saved_tensors():
             return False
         return all(
             made() is tensor and (not tensor.requires_grad or getattr(tensor.grad_fn, "run", None) is self)
@@ -241,7 +229,7 @@ class Inversion:
     def run(self, value: Any) -> Any:
         """The output of the module, whose graph is the one node."""
         inputs, self._taken = tree_flatten(value)
-        versions = [version_of(tensor) for tensor in inputs]
+        versions = [private.version_of(tensor) for tensor in inputs]
         # With gradients: kernels may give other last bits where none is wanted.
         with self.moment.first():
             output = without_saved_tensors(
@@ -331,7 +319,7 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        run, for_good = ctx.run, not backward_keeps_graph()
+        run, for_good = ctx.run, not private.backward_keeps_graph()
         if torch.is_grad_enabled():
             raise ExecutionError(
                 f"gradients of the gradients of {ctx.stage!r} are wanted (create_graph=True), but its backward "

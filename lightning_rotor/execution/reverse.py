@@ -151,12 +151,12 @@ class Guard:
         ]
         for error, scale in errors:
             tolerance = tolerance_of(self.precision) * max(scale, 1.0)
-            if not math.isfinite(error) or (error > tolerance and self.precision not in _LOW_PRECISION):
-                message = self._message(error, tolerance, draws_random=draws_random)
+            if error <= tolerance:
+                continue
+            message = self._message(error, tolerance, draws_random=draws_random)
+            if self.precision not in _LOW_PRECISION or not math.isfinite(error):
                 raise InverseError(message, stage=self.name, error=error, tolerance=tolerance)
-            if error > tolerance:
-                message = self._message(error, tolerance, draws_random=draws_random)
-                warnings.warn(message, RotorWarning, stacklevel=2)
+            warnings.warn(message, RotorWarning, stacklevel=2)
         return max((error for error, _ in errors), default=0.0)
 
     def _message(self, error: float, tolerance: float, *, draws_random: bool) -> str:
@@ -169,8 +169,8 @@ class Guard:
         )
         return (
             f"the input of {self.name!r} as rebuilt by its inverse {found}: expected at most {tolerance:.2g} in "
-            f"{_short(self.precision)}, judged by {SAMPLES} elements that were noted before it was dropped. "
-            f"{remedy}{f'. {DRAWS}' * draws_random}"
+            f"{str(self.precision).removeprefix('torch.')}, judged by {SAMPLES} elements that were noted before it was "
+            f"dropped. {remedy}{f'. {DRAWS}' * draws_random}"
         )
 
 
@@ -208,18 +208,9 @@ def _error_and_scale(sample: torch.Tensor, rebuilt: torch.Tensor) -> tuple[float
     """The largest difference and the largest element; where the sample itself is not finite, nothing is expected."""
     expected, found = sample.double(), rebuilt.double()
     known = torch.isfinite(expected)
-    numbers = torch.stack(
-        [
-            torch.where(known, (found - expected).abs(), 0.0).max(),
-            torch.where(known, expected.abs(), 0.0).max(),
-        ]
-    )
-    error, scale = numbers.tolist()  # one wait for the device
+    largest = [torch.where(known, numbers.abs(), 0.0).max() for numbers in (found - expected, expected)]
+    error, scale = torch.stack(largest).tolist()  # one wait for the device
     return error, scale
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 # ----------------------------------------------------------------------------------------------------
