@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, TypeAlias
 
 from lightning_rotor.errors import RotorError
 from lightning_rotor.pipeline.partition import Partition
-from lightning_rotor.pipeline.simulator import PipelineEvent, PipelineSimulation
+from lightning_rotor.pipeline.simulator import PipelineSimulation
 from lightning_rotor.planning import Frontier, Plan
 from lightning_rotor.planning.plan import plain_simulation, shortened
 from lightning_rotor.simulator import Event, Phase, Simulation
@@ -372,17 +372,18 @@ def _draw_actions(axes: Axes, simulation: PipelineSimulation, scale: float) -> N
 
 
 def _draw_memory(axes: Axes, simulation: PipelineSimulation, scale: float, limits: Sequence[int | None]) -> None:
-    """Steps of what devices hold, with the peaks of actions."""
+    """Steps of what devices hold: each action at its peak, and behind it what is left."""
     highest = max(*simulation.peak_bytes, 1)
     unit, in_bytes = size_unit(highest)
     devices = list(range(len(simulation.events)))
     if len(devices) > _MOST_LINES:
         devices = sorted({max(devices, key=lambda device: simulation.peak_bytes[device]), devices[-1]})
     for device, colour in zip(devices, _DEVICE_COLOURS, strict=False):
-        seconds, sizes = zip(*_levels(simulation.events[device]), strict=True)
+        events = simulation.events[device]
+        x = [seconds / scale for each in events for seconds in (each.start_seconds, each.end_seconds)]
+        y = [size / unit for each in events for size in (each.peak_bytes, each.after_bytes)]
         label = f"device {device}: {format_bytes(simulation.peak_bytes[device])}"
-        x, y = [at / scale for at in seconds], [size / unit for size in sizes]
-        axes.plot(x, y, color=colour, linewidth=1.0, label=label)
+        axes.plot(x, y, color=colour, drawstyle="steps-post", linewidth=1.0, label=label)
     shown = sorted({limit for limit in limits if limit is not None and limit <= 2 * highest})
     for limit in shown:
         axes.axhline(limit / unit, color=BUDGET_COLOUR, linewidth=1.2, label=f"limit: {format_bytes(limit)}")
@@ -390,14 +391,3 @@ def _draw_memory(axes: Axes, simulation: PipelineSimulation, scale: float, limit
     axes.set(ylim=(0, 1.09 * top / unit), ylabel=f"memory ({in_bytes})")
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize="x-small", handlelength=1.2)
     clear_frame(axes)
-
-
-def _levels(events: Sequence[PipelineEvent]) -> Iterator[tuple[float, int]]:
-    """Corners of a line: in each action at its peak, between actions at what is left."""
-    before = None
-    for event in events:
-        if before is not None:
-            yield event.start_seconds, before
-        yield from ((event.start_seconds, event.peak_bytes), (event.end_seconds, event.peak_bytes))
-        yield event.end_seconds, event.after_bytes
-        before = event.after_bytes
