@@ -18,22 +18,27 @@ from torch import nn
 from lightning_rotor import Checkpointable
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import BudgetError, ProfilingError, ScheduleError, UnitError
-from lightning_rotor.planning import Frontier, FrontierPoint, Solver, fine_slots, frontier, frontier_of, plan
+from lightning_rotor.planning import Frontier, Solver, fine_slots, frontier, frontier_of, plan
 from lightning_rotor.schedule import Schedule
-from lightning_rotor.simulator import simulate
+from lightning_rotor.simulator import Simulation, simulate
 from tests.grids import examples, few
 
 SAME = 1 + 1e-9
 # A table for one budget may find by edits what the curve does not have: less than measured times vary.
 NOISE = 1.01
-POINT = FrontierPoint(100, 2.0, 1.0, Schedule.keep_all(1))
+
+
+def point(size: int, seconds: float, plain_seconds: float) -> Simulation:
+    return Simulation(Schedule.keep_all(1), size, seconds, seconds - plain_seconds, 0, ())
+
+
+POINT = point(100, 2.0, 1.0)
 
 
 def curve(*corners: tuple[int, float], budget_bytes: int | None = None) -> Frontier:
     """Points of these bytes and seconds; the last one has no overhead."""
     plain = corners[-1][1]
-    points = (FrontierPoint(size, seconds, seconds / plain - 1, Schedule.keep_all(1)) for size, seconds in corners)
-    return Frontier(tuple(points), budget_bytes)
+    return Frontier(tuple(point(size, seconds, plain) for size, seconds in corners), budget_bytes)
 
 
 # ---------------------------------------------------------------------------------------------------- promises
@@ -179,7 +184,7 @@ def test_printed_it_is_a_table() -> None:
 
 @pytest.mark.parametrize("corners", [[], [(2, 1.0), (1, 2.0)], [(1, 1.0), (2, 1.0)], [(1, 2.0), (1, 1.0)]])
 def test_points_out_of_order_are_refused(corners: list[tuple[int, float]]) -> None:
-    points = tuple(FrontierPoint(size, seconds, 0.0, Schedule.keep_all(1)) for size, seconds in corners)
+    points = tuple(point(size, seconds, seconds) for size, seconds in corners)
     with pytest.raises(ScheduleError, match=r"expected (at least one|memory to rise and time to fall)"):
         Frontier(points)
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from strategies import chains, random_chain, with_skips
 
 from lightning_rotor.chain import Chain, Option, StageCost
-from lightning_rotor.planning import Frontier, FrontierPoint, Plan, frontier, plan
+from lightning_rotor.planning import Frontier, Plan, frontier, plan
 from lightning_rotor.report import (
     PlotError,
     frontier_table,
@@ -29,7 +29,7 @@ from lightning_rotor.report import (
     stage_table,
 )
 from lightning_rotor.schedule import Item, Leaf, Schedule, Segment
-from lightning_rotor.simulator import held_by_stage, simulate
+from lightning_rotor.simulator import Simulation, held_by_stage, simulate
 from lightning_rotor.units import format_bytes
 
 MIB = 2**20
@@ -383,6 +383,6 @@ def test_the_picture_of_a_frontier_marks_points_and_limits(tmp_path):
 
 
 def test_a_frontier_of_one_point_can_be_drawn(tmp_path):
-    only = Frontier((FrontierPoint(MIB, 1.0, 0.0, Schedule.keep_all(1)),))
+    only = Frontier((Simulation(Schedule.keep_all(1), MIB, 1.0, 0.0, 0, ()),))
     plot_frontier(only).savefig(tmp_path / "curve.png")
     assert str(only).count("1.00 MiB") == 1

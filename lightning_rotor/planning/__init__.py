@@ -18,14 +18,13 @@ from typing_extensions import Unpack
 
 from lightning_rotor.chain import Chain
 from lightning_rotor.planning.bounds import lower_bound_seconds
-from lightning_rotor.planning.frontier import Frontier, FrontierPoint, Gain
+from lightning_rotor.planning.frontier import Frontier, Gain
 from lightning_rotor.planning.plan import DEFAULT_SLOTS, Plan, plan_for, scheduled
 from lightning_rotor.planning.solver import Solver, fine_slots, frontier_of
 from lightning_rotor.simulator import Conditions
 
 __all__ = [
     "Frontier",
-    "FrontierPoint",
     "Gain",
     "Plan",
     "Solver",

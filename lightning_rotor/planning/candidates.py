@@ -214,6 +214,7 @@ class Candidates:
     chain: Chain
     table: Table
     unit: float
+    is_exact: bool
     judge: Judge
     uncertain_bytes: int
     thorough: bool

@@ -34,28 +34,6 @@ _BAR = 24
 
 
 @dataclass(frozen=True, slots=True)
-class FrontierPoint:
-    """A schedule that no other one beats in both memory and time.
-
-    Attributes:
-        peak_bytes: Its simulated peak, the least budget for which it is worth its time.
-        seconds: Duration of forward, recomputation and backward.
-        overhead: Time beyond plain training as a fraction of it.
-        schedule: What to keep and what to recompute.
-    """
-
-    peak_bytes: int
-    seconds: float
-    overhead: float
-    schedule: Schedule
-
-    @classmethod
-    def of(cls, simulation: Simulation) -> FrontierPoint:
-        """The point of what was simulated."""
-        return cls(simulation.peak_bytes, simulation.seconds, simulation.overhead, simulation.schedule)
-
-
-@dataclass(frozen=True, slots=True)
 class Gain:
     """What additional memory buys.
 
@@ -68,8 +46,8 @@ class Gain:
 
     budget_bytes: int
     extra_bytes: int
-    before: FrontierPoint
-    after: FrontierPoint
+    before: Simulation
+    after: Simulation
 
     @property
     def seconds(self) -> float:
@@ -91,8 +69,7 @@ class Gain:
             f"to {self.after.overhead:.1%} ({self.speedup - 1:.1%} more steps per second)"
         )
 
-    def __str__(self) -> str:
-        return self.describe()
+    __str__ = describe
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +77,9 @@ class Frontier:
     """Schedules from the least memory to no recomputation, by rising memory and falling time.
 
     Attributes:
-        points: At least one. The first has the least budget for which there is a schedule, the last one takes no longer
-            than plain training.
+        points: Simulations of schedules that no other one beats in both memory and time, at least one, perhaps without
+            events. The first has the least budget for which there is a schedule, the last one takes no longer than
+            plain training.
         budget_bytes: The budget of the plan that it was asked of, or None.
     Raises:
         ScheduleError: There are no points, or they do not rise in memory and fall in time.
@@ -111,7 +89,7 @@ class Frontier:
         1.00 GiB more than 4.00 GiB lowers the overhead from 14.2% to 9.0% (4.8% more steps per second)
     """
 
-    points: tuple[FrontierPoint, ...]
+    points: tuple[Simulation, ...]
     budget_bytes: int | None = None
 
     def __post_init__(self) -> None:
@@ -127,13 +105,13 @@ class Frontier:
     def __len__(self) -> int:
         return len(self.points)
 
-    def __iter__(self) -> Iterator[FrontierPoint]:
+    def __iter__(self) -> Iterator[Simulation]:
         return iter(self.points)
 
-    def __getitem__(self, index: int) -> FrontierPoint:
+    def __getitem__(self, index: int) -> Simulation:
         return self.points[index]
 
-    def at(self, budget_bytes: int | str) -> FrontierPoint:
+    def at(self, budget_bytes: int | str) -> Simulation:
         """The fastest point within a budget.
 
         Args:
@@ -171,7 +149,7 @@ class Frontier:
         return Gain(budget, extra, self.at(budget), self.at(budget + extra))
 
     @property
-    def knee(self) -> FrontierPoint:
+    def knee(self) -> Simulation:
         """Where the curve bends most: up to there memory buys much, behind it little.
 
         The (first) point farthest below the line between the ends, with both axes scaled to 1, as in Satopää et al.,
@@ -180,7 +158,7 @@ class Frontier:
         first, last = self.points[0], self.points[-1]
         width, height = last.peak_bytes - first.peak_bytes, first.seconds - last.seconds
 
-        def below(point: FrontierPoint) -> float:
+        def below(point: Simulation) -> float:
             if not width or not height:
                 return 0.0
             return 1 - (point.peak_bytes - first.peak_bytes) / width - (point.seconds - last.seconds) / height
@@ -205,8 +183,7 @@ class Frontier:
     def __rich__(self) -> Table:
         return frontier_table(self)
 
-    def __str__(self) -> str:
-        return rendered(frontier_table(self))
+    __str__ = rendered
 
 
 def frontier_table(frontier: Frontier, *, reserved_bytes: int = 0, most_rows: int = 14) -> Table:
@@ -232,9 +209,9 @@ def frontier_table(frontier: Frontier, *, reserved_bytes: int = 0, most_rows: in
     return table
 
 
-def pareto(points: Iterable[FrontierPoint]) -> tuple[FrontierPoint, ...]:
+def pareto(points: Iterable[Simulation]) -> tuple[Simulation, ...]:
     """Points that no other one beats in both memory and time, by rising memory."""
-    best: list[FrontierPoint] = []
+    best: list[Simulation] = []
     for point in sorted(points, key=lambda point: (point.peak_bytes, point.seconds)):
         if not best or point.seconds < best[-1].seconds * (1 - SAME):
             best.append(point)
@@ -254,11 +231,10 @@ def no_schedule_is_faster(chain: Chain) -> bool:
     """True if no schedule can be faster than :func:`keep_all_fastest`: so on measured chains without inverses."""
     # Both forwards of a measured stage are timed as one, so dropping and recomputing it alone saves no time.
     for stage in chain:
-        kept = min(each.seconds for each in stage.options if not each.inverts)
         ways = [each.seconds for each in stage.options]
         if stage.recomputable:
             ways += [stage.discard_seconds + each.again_seconds + each.backward_seconds for each in stage.options]
-        if min(ways) < kept:
+        if min(ways) < min(each.seconds for each in stage.options if not each.inverts):
             return False
     return True
 

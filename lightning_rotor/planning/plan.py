@@ -170,8 +170,7 @@ class Plan:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.summary()}>"
 
-    def __str__(self) -> str:
-        return rendered(self)
+    __str__ = rendered
 
 
 def scheduled(

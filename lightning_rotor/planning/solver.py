@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import astuple, fields
+from dataclasses import astuple, fields, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -17,7 +17,6 @@ from lightning_rotor.planning.dynamic_program import Table
 from lightning_rotor.planning.frontier import (
     SAME,
     Frontier,
-    FrontierPoint,
     keep_all_fastest,
     no_schedule_is_faster,
     pareto,
@@ -185,7 +184,7 @@ class Solver:
         In a coarse table of a long chain some boundaries take no slot, and the program picks those: with a budget of
         only a few dozen boundaries, schedules exceed their slots by far.
         """
-        if self._slots >= _FINE_SLOTS or self._is_exact(self._most_bytes):
+        if self._slots >= _FINE_SLOTS or self._for_all[0].is_exact:
             return ()
         small = min(_SMALL * self._for_all[0].lowest_bytes, self._most_bytes)
         tops = []
@@ -203,28 +202,30 @@ class Solver:
         return self._tables[key]
 
     def _solve(self, most_bytes: int, readers_pay: bool) -> Candidates:
-        exact, refined = self._is_exact(most_bytes), len(self.chain) <= _REFINED_STAGES
-        unit = float(self._divisor) if exact else most_bytes / self._slots
-        requirements = requirements_of(self.chain, unit=unit, refined=refined, readers_pay=readers_pay, **self._step)
-        # A little more than everything takes, for what rounds up.
-        slots = math.ceil(most_bytes / unit) + len(self.chain) // 16 + 4
-        table = Table(requirements, slots=slots)
-        table.solve()
+        table, unit, is_exact = solved_table(self.chain, most_bytes, self._slots, readers_pay=readers_pay, **self._step)
         states = sum(stage.state_bytes for stage in self.chain)
         states += sum(option.saved_bytes for stage in self.chain for option in stage.options if option.inverts)
         states += self.chain.rng_state_bytes if any(stage.draws_random for stage in self.chain) else 0
         skips = max((max(skip.size_bytes, *skip.gradient_bytes) for skip in self.chain.skips), default=0)
-        uncertain_bytes = 4 * states + skips + (0 if exact else math.ceil(2 * unit))
-        thorough = refined and sum(len(stage.options) for stage in self.chain) <= _EDITED_OPTIONS
-        return Candidates(self.chain, table, unit, self._judge, uncertain_bytes, thorough)
+        uncertain_bytes = 4 * states + skips + (0 if is_exact else math.ceil(2 * unit))
+        few_options = sum(len(stage.options) for stage in self.chain) <= _EDITED_OPTIONS
+        thorough = few_options and len(self.chain) <= _REFINED_STAGES
+        return Candidates(self.chain, table, unit, is_exact, self._judge, uncertain_bytes, thorough)
 
-    def _is_exact(self, most_bytes: int) -> bool:
-        """True if slots can be whole divisors of every size."""
-        return self._divisor * self._slots >= most_bytes
 
-    @cached_property
-    def _divisor(self) -> int:
-        return math.gcd(*sizes_in(self.chain), self._step.get("lingering_bytes", 0))
+def solved_table(
+    chain: Chain, most_bytes: int, slots: int, *, readers_pay: bool = False, **step: Unpack[Conditions]
+) -> tuple[Table, float, bool]:
+    """The table for budgets up to so many bytes, the bytes of a slot, and True if every size is whole slots."""
+    divisor = math.gcd(*_sizes_in(chain), step.get("lingering_bytes", 0))
+    is_exact = divisor * slots >= most_bytes
+    unit = float(divisor) if is_exact else most_bytes / slots
+    refined = len(chain) <= _REFINED_STAGES
+    requirements = requirements_of(chain, unit=unit, refined=refined, readers_pay=readers_pay, **step)
+    # A little more than everything takes, for what rounds up.
+    table = Table(requirements, slots=math.ceil(most_bytes / unit) + len(chain) // 16 + 4)
+    table.solve()
+    return table, unit, is_exact
 
 
 def _gradient_bytes_at_peak(chain: Chain, simulation: Simulation) -> int:
@@ -244,7 +245,7 @@ def cause_and_remedy(budget_bytes: int, minimum_bytes: int, stage: str, gradient
     return cause, "raise mem_limit, for a smaller batch does not make the gradients smaller"
 
 
-def sizes_in(chain: Chain) -> list[int]:
+def _sizes_in(chain: Chain) -> list[int]:
     """Every size that a simulation adds or subtracts."""
     sizes = [chain.rng_state_bytes]
     sizes += [size for skip in chain.skips for size in (skip.size_bytes, *skip.gradient_bytes)]
@@ -266,7 +267,7 @@ def frontier_of(solver: Solver, *, budget_bytes: int | None = None) -> Frontier:
         solver: Of the chain; solves its table if it has not.
         budget_bytes: Where :meth:`Frontier.gain` starts.
     """
-    points = pareto(map(FrontierPoint.of, solver.candidates()))
+    points = pareto(solver.candidates())
     asked: set[int] = set()
     for _ in range(_QUESTIONS // len(solver.chain)):
         gaps = [gap for gap in pairwise(points) if gap[1].peak_bytes not in asked]
@@ -279,8 +280,9 @@ def frontier_of(solver: Solver, *, budget_bytes: int | None = None) -> Frontier:
         # With more memory the planner is never slower: its best below the right end is the best of the whole gap.
         best = solver.plan(right.peak_bytes - 1)
         if best.seconds < left.seconds * (1 - SAME):
-            points = pareto([*points, FrontierPoint.of(best.simulation)])
-    return Frontier(points, budget_bytes)
+            points = pareto([*points, best.simulation])
+    # Hundreds of steps in every detail would take megabytes for as long as somebody has the curve.
+    return Frontier(tuple(replace(point, events=()) for point in points), budget_bytes)
 
 
 def _frontier_of_plan(plan: Plan) -> Frontier:

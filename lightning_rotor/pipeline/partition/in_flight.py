@@ -39,11 +39,9 @@ from lightning_rotor.chain import Chain, Option, Skip, StageCost
 from lightning_rotor.errors import BudgetError
 from lightning_rotor.pipeline.simulator import MicroBatchLoad
 from lightning_rotor.planning.candidates import schedule_at
-from lightning_rotor.planning.dynamic_program import Table
 from lightning_rotor.planning.frontier import keep_all_fastest, segments_around
 from lightning_rotor.planning.kernel import Seconds
-from lightning_rotor.planning.requirements import requirements_of
-from lightning_rotor.planning.solver import Solver, sizes_in
+from lightning_rotor.planning.solver import Solver, solved_table
 from lightning_rotor.schedule import Leaf, Schedule, Segment
 from lightning_rotor.simulator import Simulation, simulate
 
@@ -287,12 +285,7 @@ class _Columns:
 
     def __init__(self, chain: Chain, most_bytes: int, slots: int) -> None:
         self.chain, self.most_bytes = chain, most_bytes
-        divisor = math.gcd(*sizes_in(chain))
-        self.exact = divisor * slots >= most_bytes
-        self.unit = float(divisor) if self.exact else most_bytes / slots
-        requirements = requirements_of(chain, unit=self.unit, refined=len(chain) <= 40, gradients_exist=True)
-        self._table = Table(requirements, slots=math.ceil(most_bytes / self.unit) + len(chain) // 16 + 4)
-        self._table.solve()
+        self._table, self.unit, self.exact = solved_table(chain, most_bytes, slots, gradients_exist=True)
         self.top = len(self._table.seconds) - 1
         self._floor = 0
         self.seconds = cache(self._seconds)
