@@ -259,15 +259,11 @@ class Checkpointable(nn.Module):
         self._prepare()
 
     def _prepare(self) -> None:
-        # One stage, as a layer in an nn.Sequential is, keeps compiled code whole. Not registered: nothing of the module
-        # may be renamed.
-        root = _in_a_row(self.module) if is_compiler_wrapper(self.module) else self.module
+        root = self.module
+        if is_compiler_wrapper(root):  # one stage, as a layer in an nn.Sequential is, keeps compiled code whole
+            root = nn.Sequential(OrderedDict({type(module_inside(root)).__name__: root}))
+        # Not registered: nothing of the module may be renamed.
         self.__dict__["_root"], self.__dict__["_planned"] = root, PlannedForward(root, self._limit, self._settings)
-
-
-def _in_a_row(wrapper: nn.Module) -> nn.Sequential:
-    """What ``torch.compile`` has made of a module, under the module's name."""
-    return nn.Sequential(OrderedDict({type(module_inside(wrapper)).__name__: wrapper}))
 
 
 class _ActivationLimit(BudgetSource):
