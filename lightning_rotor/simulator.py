@@ -224,9 +224,7 @@ def simulate(
     Raises:
         ScheduleError: See :func:`check_schedule`.
     """
-    return _Simulator(
-        chain, schedule, Conditions(gradients_exist=gradients_exist, lingering_bytes=lingering_bytes)
-    ).run()
+    return _Simulator(chain, schedule, {"gradients_exist": gradients_exist, "lingering_bytes": lingering_bytes}).run()
 
 
 def simulate_below(
