@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -17,13 +18,18 @@ import torch.distributed as dist
 
 _TIMEOUT_SECONDS = 90
 # Imported once, by the one server of a test process that all others are forked from.
-_PRELOADED = ["pipelines", "lightning.pytorch", "torch.distributed.pipelining", "lightning_rotor.strategies"]
+_PRELOADED = ["pipelines", "grids", "lightning.pytorch", "torch.distributed.pipelining", "lightning_rotor.strategies"]
 
 
 class Processes:
-    """So many processes that wait for jobs."""
+    """So many processes that wait for jobs.
 
-    def __init__(self, count: int) -> None:
+    Args:
+        count: Number of processes.
+        cheap: Whether each measures only once what is the same for all models.
+    """
+
+    def __init__(self, count: int, *, cheap: bool = False) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOADED)
         self._folder = tempfile.TemporaryDirectory()
@@ -31,7 +37,7 @@ class Processes:
         self._answers = context.Queue()
         self._numbers = iter(range(10**6))
         self._processes = [
-            context.Process(target=_work, args=(rank, self._jobs[rank], self._answers), daemon=True)
+            context.Process(target=_work, args=(rank, self._jobs[rank], self._answers, cheap), daemon=True)
             for rank in range(count)
         ]
         for process in self._processes:
@@ -67,7 +73,7 @@ class Processes:
 @contextmanager
 def processes(count: int) -> Iterator[Processes]:
     """:class:`Processes` that end with the context."""
-    made = Processes(count)
+    made = Processes(count, cheap=True)
     try:
         yield made
     finally:
@@ -89,9 +95,17 @@ class Failure:
         self.text = "".join(traceback.format_exception(error))
 
 
-def _work(rank: int, jobs: Any, answers: Any) -> None:
+def _work(rank: int, jobs: Any, answers: Any, cheap: bool) -> None:
     torch.set_num_threads(1)
+    if cheap:
+        import grids
+        import pytest
+
+        grids.measure_host_once(pytest.MonkeyPatch())
     while (task := jobs.get()) is not None:
+        # The library collects garbage and looks through all objects, of which imported modules have millions. Take these out.
+        gc.collect()
+        gc.freeze()
         store, world, job, arguments = task
         os.environ.update(
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), GROUP_RANK="0",
