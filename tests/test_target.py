@@ -387,7 +387,7 @@ class Translator(Base):
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.head = nn.Embedding(30, 32), nn.Linear(32, 30)
-        self.transformer = nn.Transformer(32, 4, 3, 3, 64, dropout=0.1, batch_first=True)
+        self.transformer = nn.Transformer(32, 4, 2, 2, 64, dropout=0.1, batch_first=True)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         source, target, padding = batch

@@ -30,6 +30,8 @@ from lightning_rotor.execution.recomputation import is_recomputing
 from lightning_rotor.planning import minimum_budget
 from tests.training import appearance, assert_same_bits, assert_same_training, train
 
+pytestmark = pytest.mark.usefixtures("coarse_tables")
+
 X = (32, 16)
 Forward = Callable[..., Any]
 
