@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.fuzz import draw, judge, parse
+from tests.grids import few
 
 SEED, PROGRAMS, CHUNK = 1, 200, 10
 # Pipelines have tests with processes of their own.
 NUMBERS = [number for number in range(300) if draw(SEED, number).way != "pipeline"][:PROGRAMS]
 
 
-@pytest.mark.parametrize("first", range(0, PROGRAMS, CHUNK))
+@pytest.mark.parametrize("first", few(range(0, PROGRAMS, CHUNK), *range(0, PROGRAMS // 2, CHUNK)))
 def test_programs_train_to_the_same_bits_or_are_refused(first: int) -> None:
     for number in NUMBERS[first : first + CHUNK]:
         program = draw(SEED, number)
