@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import re
+import runpy
 from pathlib import Path
 
-from tests.processes import run_python
+import pytest
 
+EXAMPLE = Path(__file__).parents[1] / "examples" / "invertible" / "train.py"
 SIZES = {"KiB": 2**10, "MiB": 2**20}
 
 
-def test_the_example_trains_in_three_ways_and_draws_memory_against_depth(tmp_path: Path) -> None:
+def test_the_example_trains_in_three_ways_and_draws_memory_against_depth(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     picture = tmp_path / "depth.png"
-    arguments = [
-        "--depths",
-        "2",
-        "6",
-        "--batch-size",
-        "32",
-        "--train-depth",
-        "2",
-        "--epochs",
-        "2",
-        "--output",
-        str(picture),
-    ]
-    printed, _ = run_python("examples/invertible/train.py", *arguments)
+    arguments = "--depths 2 6 --batch-size 32 --train-depth 2 --epochs 1 --output"
+    monkeypatch.setattr("sys.argv", [str(EXAMPLE), *arguments.split(), str(picture)])
+    with caplog.at_level(logging.ERROR, "lightning.pytorch"):  # which it sets
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    printed = capsys.readouterr().out
     losses = dict(re.findall(r"(plain|recompute|invert) +last loss ([\d.]+)", printed))
     assert losses["plain"] == losses["recompute"]
     assert abs(float(losses["plain"]) - float(losses["invert"])) < 0.1  # rounding errors grow while it trains

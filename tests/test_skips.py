@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import timm
 import torch
 import torchvision
 import transformers
@@ -201,6 +200,8 @@ class Branches(nn.Module):
 
 def mixer() -> nn.Module:
     """Its shortcuts, and so their gradients, have their entries in another order."""
+    import timm
+
     made: nn.Module = timm.models.mlp_mixer.MlpMixer(
         num_classes=10, img_size=32, patch_size=4, num_blocks=3, embed_dim=16
     )
