@@ -25,6 +25,7 @@ ours-whole         the same with the whole model compiled, one stage that may ru
 block              ``torch.utils.checkpoint`` around every block
 sequential         ``checkpoint_sequential``: k segments of blocks, the last of them plain
 selective          checkpoint around every block with a hand-written policy that saves matrix products and convolutions
+sac-ilp            checkpoint around the blocks that torch's ``sac_milp`` chooses, with its policies (``frontier_sac.py``; CPU only)
 compile            ``torch.compile`` of the whole model under ``activation_memory_budget``
 compile-block      the same for each block
 =================  ============================================================================================
@@ -57,10 +58,21 @@ from frontier_report import OURS, finalists, picture, table
 
 RESULTS = Path(__file__).parent / "results"
 BUDGETS = (1.0, 0.7, 0.5, 0.3, 0.1, 0.0)
-METHODS = ("block", "sequential", "selective", "compile-block", "compile", "ours", "ours-compiled", "ours-whole")
+METHODS = (
+    "block",
+    "sequential",
+    "selective",
+    "sac-ilp",
+    "compile-block",
+    "compile",
+    "ours",
+    "ours-compiled",
+    "ours-whole",
+)
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34), "MALLOC_TOP_PAD_": str(2**26)}  # of glibc
 LEAST_ROUNDS = 8
 LOSS_BYTES = 8  # of the loss, outside of the module
+SHARES = (0.9, 0.7, 0.5, 0.4, 0.3, 0.2)
 BETWEEN = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 
 
@@ -72,6 +84,7 @@ def main() -> None:
     parser.add_argument("workloads", nargs="*", choices=[*WORKLOADS, []], help="all by default")
     parser.add_argument("--again", action="store_true", help="run workloads that have a result as well")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--to", help="name of the results; by default the device")
     parser.add_argument("--small", action="store_true", help="the CPU's sizes on a GPU")
     parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
     parser.add_argument("--between", nargs="*", type=float, default=BETWEEN, help="shares of eager's peak for ours")
@@ -102,7 +115,7 @@ def main() -> None:
             )
         )
         return
-    results = RESULTS / f"frontier_{options.device}.json"
+    results = RESULTS / f"frontier_{options.to or options.device}.json"
     rows: dict[str, Any] = json.loads(results.read_text()) if results.exists() else {}
     for name in options.workloads or WORKLOADS:
         if name in rows and not options.again:
@@ -118,7 +131,7 @@ def main() -> None:
         )
         rows[name] = json.loads(done.stdout.splitlines()[-1])
         results.write_text(json.dumps(rows, indent=1) + "\n")
-        report(rows, options.device)
+        report(rows, options.to or options.device)
 
 
 # -------------------------------------------------------------------- measuring
@@ -152,7 +165,7 @@ def measure(
     base = points[0].peak_bytes
     for method in methods:
         if method not in OURS:
-            for point in others(method, workload):
+            for point in others(method, workload, partial(WORKLOADS[name], device, small)):
                 print(f"{name} {method} {point.setting}", file=sys.stderr, flush=True)
                 point.measure(workload, expected)
                 points.append(point)
@@ -414,8 +427,8 @@ def compiled_blocks(blocks: Sequence[Any]) -> Callable[[], Any]:
     return context
 
 
-def others(method: str, workload: Any) -> Iterator[Point]:
-    """The points of a method that is not ours."""
+def others(method: str, workload: Any, build: Callable[[], Any]) -> Iterator[Point]:
+    """The points of a method that is not ours; ``build`` makes the workload once more."""
     from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
     plain = partial(workload.net, *workload.inputs)
@@ -426,6 +439,8 @@ def others(method: str, workload: Any) -> Iterator[Point]:
         contexts = partial(create_selective_checkpoint_contexts, _policy)
         wrap = partial(partial, checkpoint, use_reentrant=False, context_fn=contexts)
         yield Point(method, "", plain, partial(wrapped, workload.blocks, lambda _, forward: wrap(forward)))
+    elif method == "sac-ilp" and workload.device == "cpu":
+        yield from by_milp(workload, build, plain)
     elif method == "sequential" and workload.in_a_row:
         for count in segment_counts(len(workload.blocks)):
             yield Point(method, f"{count} segments", plain, partial(segmented, workload.blocks, count))
@@ -437,6 +452,28 @@ def others(method: str, workload: Any) -> Iterator[Point]:
             else:
                 context = partial(wrapped, workload.blocks, partial(_compiled_block, compiled))
                 yield Point(method, f"budget {budget}", plain, context)
+
+
+def by_milp(workload: Any, build: Callable[[], Any], plain: Callable[[], Any]) -> Iterator[Point]:
+    """Points of torch's automatic selective checkpointing."""
+    from torch.utils.checkpoint import checkpoint
+
+    def wrap(chosen: dict[int, Any], block: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
+        policy = chosen[id(block)]
+        if policy is None:
+            return forward
+        return partial(checkpoint, forward, use_reentrant=False, context_fn=partial(contexts, policy))
+
+    try:
+        from frontier_sac import contexts, policies
+
+        for setting, chosen in policies(build, lambda each: step(each, partial(each.net, *each.inputs)), SHARES):
+            of_block = dict(zip(map(id, workload.blocks), chosen, strict=True))
+            yield Point("sac-ilp", setting, plain, partial(wrapped, workload.blocks, partial(wrap, of_block)))
+    except Exception as error:  # what its estimators cannot run
+        failed = Point("sac-ilp", "", plain)
+        failed.fail(error)
+        yield failed
 
 
 def compiled_under(budget: float) -> Callable[..., Any]:
@@ -535,10 +572,10 @@ def segmented(blocks: Sequence[Any], count: int) -> Iterator[None]:
 # -------------------------------------------------------------------- results
 
 
-def report(rows: dict[str, Any], device: str) -> None:
+def report(rows: dict[str, Any], name: str) -> None:
     """The table and the picture."""
-    (RESULTS / f"frontier_{device}.md").write_text(table(rows))
-    picture(rows, RESULTS / f"frontier_{device}.png")
+    (RESULTS / f"frontier_{name}.md").write_text(table(rows))
+    picture(rows, RESULTS / f"frontier_{name}.png")
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ NAMES = {
     "block": "checkpoint every block",
     "sequential": "checkpoint_sequential",
     "selective": "selective checkpoint",
+    "sac-ilp": "torch's sac_ilp, its policies",
     "compile-block": "compile per block, budgets",
     "compile": "compile whole, budgets",
 }
@@ -38,6 +39,7 @@ STYLES = {
     "block": ("#EE6677", "D"),
     "sequential": ("#CCBB44", "s"),
     "selective": ("#AA3377", "P"),
+    "sac-ilp": ("#BBBBBB", "X"),
     "compile-block": ("#4477AA", "^"),
     "compile": ("#66CCEE", "v"),
 }
