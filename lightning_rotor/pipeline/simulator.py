@@ -35,8 +35,6 @@ import numpy.typing as npt
 from lightning_rotor.pipeline.schedule import WORKS, Action, Integers, PipelineError, actions
 
 Reals: TypeAlias = npt.NDArray[np.float64]
-# Arrival times that are kept at once: 128 MiB.
-_MOST_TIMES = 16_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,9 +183,8 @@ class StepSimulator:
 
     def simulated(self, seconds: Reals) -> list[float]:
         """Seconds of a step for many partitions."""
-        at_once = max(_MOST_TIMES // self._arrivals, 1)
-        parts = (seconds[start : start + at_once] for start in range(0, len(seconds), at_once))
-        return [float(each) for part in parts for each in self._simulated(part)]
+        found: list[float] = self._simulated(seconds).tolist()
+        return found
 
     def _simulated(self, seconds: Reals, times: Reals | None = None) -> Reals:
         stages, count = self._stages, len(seconds)

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -67,17 +67,11 @@ def sub_chain(chain: Chain, first: int, last: int) -> Chain:
     """Stages ``first..last`` as a chain whose input, output and parts of skips that cross its ends are the caller's."""
     if first == 0 and last == len(chain) - 1:
         return chain
-    numbers: dict[int, int] = {}
-    skips: list[Skip] = []
-    handed_bytes = 0  # skips that the last stage makes for stages behind: parts of the output like any other
-    for number, skip in enumerate(chain.skips):
-        if skip.born == last:
-            handed_bytes += skip.size_bytes
-            continue
-        inside = _inside(skip, first, last)
-        if inside is not None:
-            numbers[number] = len(skips)
-            skips.append(inside)
+    inside = {number: _inside(skip, first, last) for number, skip in enumerate(chain.skips) if skip.born != last}
+    skips = {number: skip for number, skip in inside.items() if skip is not None}
+    numbers = {number: place for place, number in enumerate(skips)}
+    # Skips that the last stage makes for stages behind are parts of the output like any other.
+    handed_bytes = sum(skip.size_bytes for skip in chain.skips if skip.born == last)
     stages = list(chain.stages[first : last + 1])
     for place, stage in enumerate(stages):
         if any(option.saved_skips for option in stage.options):
@@ -86,7 +80,7 @@ def sub_chain(chain: Chain, first: int, last: int) -> Chain:
             stages[place] = replace(stage, options=tuple(options))
     stages[-1] = replace(stages[-1], output_bytes=stages[-1].output_bytes + handed_bytes)
     input_bytes = boundary_bytes(chain, first) if first else chain.input_bytes
-    return replace(chain, stages=tuple(stages), input_bytes=input_bytes, skips=tuple(skips))
+    return replace(chain, stages=tuple(stages), input_bytes=input_bytes, skips=tuple(skips.values()))
 
 
 def boundary_bytes(chain: Chain, boundary: int) -> int:
@@ -106,11 +100,10 @@ def with_end(chain: Chain, *, received: bool = False) -> Chain:
     """
     last = chain.stages[-1]
     gradient_bytes = 0 if received else last.output_bytes
-    zeros = ("saved_bytes", "saved_input_bytes", "saved_output_bytes", "saved_tensors", "parameter_gradient_bytes")
     peaks = ("unpack_peak_bytes", "backward_peak_bytes", "backward_segment_peak_bytes", "backward_held_peak_bytes")
-    sizes: dict[str, Any] = dict.fromkeys((*zeros, "forward_peak_bytes", "replay_peak_bytes"), 0)
-    sizes |= dict.fromkeys((*peaks, "unpack_bytes", "input_gradient_bytes"), gradient_bytes)
-    keep = Option(name="keep", forward_seconds=0.0, replay_seconds=0.0, backward_seconds=0.0, **sizes)
+    nothing: dict[str, Any] = {each.name: 0 for each in fields(Option) if each.default is MISSING}
+    gradients = dict.fromkeys((*peaks, "unpack_bytes", "input_gradient_bytes"), gradient_bytes)
+    keep = Option(**(nothing | gradients | {"name": "keep"}))
     end = StageCost(END, last.output_bytes, 0, 0.0, (keep,))
     return replace(chain, stages=(*chain.stages, end))
 
@@ -194,10 +187,9 @@ class InFlightPlanner:
     def __init__(self, chain: Chain, *, gradients_exist: bool = True, received: bool = False) -> None:
         self._chain, self._received, self._gradients_exist = chain, received, gradients_exist
         self._slots = int(min(max(_SUMS / (len(chain) ** 3 / 6), _LEAST_SLOTS), _MOST_SLOTS))
-        self._columns: dict[bool, _Columns] = {}
         self._plans: list[tuple[int, int, StagePlan | None]] = []  # by micro-batches in flight and budget
         self.work = 0  # that plans have cost: a table each, and what comes with it
-        self.least = cache(self._least)
+        self.least, self._columns = cache(self._least), cache(self._solved)
 
     @cached_property
     def kept(self) -> StagePlan:
@@ -227,11 +219,9 @@ class InFlightPlanner:
             return self.kept
         # The best plan for more memory is best wherever it fits.
         for fewer, more, known in self._plans:
-            if fewer <= in_flight and more >= budget_bytes:
-                if known is None or (fewer, more) == (in_flight, budget_bytes):
-                    return known
-                if self._fits(known, in_flight, budget_bytes):
-                    return known
+            stricter = fewer <= in_flight and more >= budget_bytes
+            if stricter and (known is None or self._fits(known, in_flight, budget_bytes)):
+                return known
         self.work += _PLAN_WORK + self._slots * len(self._chain) ** 3 // 6
         found = self._planned(in_flight, budget_bytes)
         self._plans.append((in_flight, budget_bytes, found))
@@ -249,10 +239,10 @@ class InFlightPlanner:
                 return None
         if budget_bytes <= 0:
             return None
-        best = _Search(self._columns_for(True, budget_bytes), in_flight, budget_bytes, None).run()
+        best = _Search(self._columns(True), in_flight, budget_bytes, None).run()
         # A chain with an end has every schedule of one without, but counts an output that the last stage saves twice.
         if any(option.saved_output_bytes for option in self._chain.stages[-1].options):
-            best = _Search(self._columns_for(False, budget_bytes), in_flight, budget_bytes, best).run()
+            best = _Search(self._columns(False), in_flight, budget_bytes, best).run()
         return best
 
     def _least(self, in_flight: int) -> StagePlan:
@@ -269,22 +259,19 @@ class InFlightPlanner:
                 best, high = found, found.bytes(in_flight)
         return best
 
-    def _columns_for(self, ended: bool, budget_bytes: int) -> _Columns:
-        """A table for budgets up to this one, of the chain with an end or without."""
+    def _solved(self, ended: bool) -> _Columns:
+        """A table of the chain with an end or without, for all budgets that matter."""
         chain = with_end(self._chain, received=self._received) if ended else self._chain
         # A schedule that holds less may have a larger peak than one that keeps everything.
         kept = StagePlan(chain, keep_all_fastest(chain))
-        most = min(math.ceil(_ROOM * max(kept.bytes(1), self.checkpointed.bytes(1))), budget_bytes)
-        if ended not in self._columns or self._columns[ended].most_bytes < most:
-            self._columns[ended] = _Columns(chain, most, self._slots)
-        return self._columns[ended]
+        return _Columns(chain, math.ceil(_ROOM * max(kept.bytes(1), self.checkpointed.bytes(1))), self._slots)
 
 
 class _Columns:
     """A solved table, and its last column under a floor."""
 
     def __init__(self, chain: Chain, most_bytes: int, slots: int) -> None:
-        self.chain, self.most_bytes = chain, most_bytes
+        self.chain = chain
         self._table, self.unit, self.exact = solved_table(chain, most_bytes, slots, gradients_exist=True)
         self.top = len(self._table.seconds) - 1
         self._floor = 0

@@ -24,10 +24,8 @@ from lightning_rotor.pipeline.schedule import (
 from lightning_rotor.pipeline.simulator import DeviceMemory, MicroBatchLoad, PipelineStageLoad, StepSimulator
 
 RecomputeMode: TypeAlias = Literal["rotor", "always", "except_last", "never"]
-# Most tries to plan with less memory because of what lingers.
-_TRIES = 4
-# Largest stretch of the shares of stages on one device, and its steps.
-_MOST_STRETCH, _STRETCHES = 4.0, 5
+# Most tries to plan the stages of a device with less memory.
+_TRIES = 8
 
 
 def check_recompute(mode: str) -> None:
@@ -192,7 +190,7 @@ class Costs:
         self._memory, self._memory_alone = cache(problem.memory), cache(problem.memory_alone)
         self._planner = cache(self._made_planner)
         self._planners: dict[tuple[Chain, bool], InFlightPlanner] = {}
-        self._chosen, self._shared = cache(self._choose), cache(self._share_out)
+        self._fitting = cache(self._fit)
 
     @property
     def recomputes(self) -> bool:
@@ -205,8 +203,8 @@ class Costs:
         """What plans have cost so far."""
         return sum(planner.work for planner in self._planners.values())
 
-    def fixed_bytes(self, stage: int, first: Any, last: Any) -> Any:
-        """Bytes that pipeline stage ``first..last`` holds beside micro-batches; of one run or an array."""
+    def fixed_bytes(self, first: Any, last: Any) -> Any:
+        """Bytes that a pipeline stage ``first..last`` holds beside micro-batches; of one run or an array."""
         return self._static_bytes(first, last) + self.gradient_bytes(first, last)
 
     def gradient_bytes(self, first: Any, last: Any) -> Any:
@@ -220,46 +218,67 @@ class Costs:
 
     def choice(self, stage: int, first: int, last: int) -> StageChoice | None:
         """The fastest way to run ``first..last`` as pipeline stage ``stage``, or None if none fits."""
-        return self._chosen(stage, first, last, self.problem.device_of(stage).memory_bytes)
+        found = self._fitting(((stage, first, last),))
+        return None if found is None else found[0]
+
+    def together(self, runs: Sequence[tuple[int, int]]) -> list[StageChoice | None]:
+        """By pipeline stage, the fastest plans found that fit together; None for all stages of a device without any."""
+        devices = len(self.problem.devices)
+        found: list[StageChoice | None] = [None] * len(runs)
+        for device in range(devices):
+            stages = tuple((stage, *runs[stage]) for stage in range(device, len(runs), devices))
+            found[device::devices] = self._fitting(stages) or found[device::devices]
+        return found
 
     def least_bytes(self, stage: int, first: int, last: int) -> int:
         """The least memory with which ``first..last`` could be pipeline stage ``stage``."""
-        if self.problem.recompute == "rotor":
-            plan = self._planner(first, last).least(self.problem.in_flight[stage])
-            return self._with(stage, first, last, plan).bytes
-        found = self._chosen(stage, first, last, None)
-        assert found is not None, "without a limit everything fits"
-        return found.bytes
+        if self.problem.recompute != "rotor":
+            return self._unlimited(stage, first, last).bytes
+        plan = self._planner(first, last).least(self.problem.in_flight[stage])
+        return self._with(stage, first, last, plan).bytes
 
-    def _choose(self, stage: int, first: int, last: int, memory_bytes: int | None) -> StageChoice | None:
-        problem, planner = self.problem, self._planner(first, last)
-        if problem.recompute == "rotor" and memory_bytes is not None:
-            return self._planned_within(stage, first, last, memory_bytes)
-        except_last = problem.recompute == "except_last" and problem.micro_batches > 1
-        plan = planner.checkpointed if problem.recompute == "always" or except_last else planner.kept
-        found = self._with(stage, first, last, plan, planner.kept if except_last else None)
-        return found if memory_bytes is None or found.bytes <= memory_bytes else None
+    def _unlimited(self, stage: int, first: int, last: int) -> StageChoice:
+        """The way that the mode of recomputation demands, for "rotor" the fastest."""
+        mode, planner = self.problem.recompute, self._planner(first, last)
+        except_last = mode == "except_last" and self.problem.micro_batches > 1
+        plan = planner.checkpointed if mode == "always" or except_last else planner.kept
+        return self._with(stage, first, last, plan, planner.kept if except_last else None)
 
-    def _planned_within(self, stage: int, first: int, last: int, memory_bytes: int) -> StageChoice | None:
-        """The fastest plan that fits together with what lingers.
+    def _fit(self, stages: tuple[tuple[int, int, int], ...]) -> list[StageChoice] | None:
+        """The fastest plans found of stages on one device that fit it together, or None.
 
-        What lingers may be absent at the plan's peak. So nothing is set aside; any excess is taken from the plan's
-        budget, a few times.
+        Peaks of stages never coincide, and what lingers may be absent at them. So each stage may use what is left of
+        the memory in proportion to what it takes without recomputation, as if it were alone; any excess of the device's
+        simulated peak is taken from that, a few times.
         """
-        planner, in_flight = self._planner(first, last), self.problem.in_flight[stage]
-        budget = memory_bytes - int(self.fixed_bytes(stage, first, last))
+        memory, in_flight = self.problem.device_of(stages[0][0]).memory_bytes, self.problem.in_flight
+        if memory is None or self.problem.recompute != "rotor":
+            found = [self._unlimited(*each) for each in stages]
+            return found if memory is None or self._peak_bytes(stages, found) <= memory else None
+        planners = [(self._planner(first, last), in_flight[stage]) for stage, first, last in stages]
+        wants = [planner.kept.bytes(most) for planner, most in planners]
+        free = len(stages) * (memory - sum(int(self.fixed_bytes(*run)) for _, *run in stages))
         for attempt in range(_TRIES):
-            plan = planner.plan(in_flight, budget)
-            if plan is None and attempt == 0:
-                return None
-            if plan is None:
-                break
-            found = self._with(stage, first, last, plan)
-            if found.bytes <= memory_bytes:
+            plans = [
+                planner.plan(most, free * want // max(sum(wants), 1))
+                for (planner, most), want in zip(planners, wants, strict=True)
+            ]
+            if plans == [None] and not attempt:
+                return None  # not even without what lingers
+            chosen = [plan or planner.least(most) for plan, (planner, most) in zip(plans, planners, strict=True)]
+            found = [self._with(*each, plan) for each, plan in zip(stages, chosen, strict=True)]
+            excess = self._peak_bytes(stages, found) - memory
+            if excess <= 0:
                 return found
-            budget = min(budget, plan.bytes(in_flight)) - (found.bytes - memory_bytes)
-        found = self._with(stage, first, last, planner.least(in_flight))
-        return found if found.bytes <= memory_bytes else None
+            free = min(free, sum(plan.bytes(most) for plan, (_, most) in zip(chosen, planners, strict=True))) - excess
+        return None
+
+    def _peak_bytes(self, stages: tuple[tuple[int, int, int], ...], choices: Sequence[StageChoice]) -> int:
+        """Most bytes on the device of some stages, all of it or one."""
+        if len(stages) == 1:
+            return choices[0].bytes
+        loads = {stage: choice.load for (stage, _, _), choice in zip(stages, choices, strict=True)}
+        return self._memory(stages[0][0] % len(self.problem.devices)).peak_bytes(loads, self.problem.results_bytes)
 
     def _with(
         self, stage: int, first: int, last: int, plan: StagePlan, last_plan: StagePlan | None = None
@@ -306,62 +325,3 @@ class Costs:
         several = self.problem.micro_batches > 1
         made = InFlightPlanner(alike, gradients_exist=several, received=received)
         return self._planners.setdefault((alike, received), made)
-
-    # ---------------------------------------------------------------- several stages on a device
-
-    def together(self, runs: Sequence[tuple[int, int]]) -> list[StageChoice | None]:
-        """By pipeline stage, the fastest plans found that fit together; None for all stages of a device without any."""
-        devices = len(self.problem.devices)
-        if self.problem.stages_per_device == 1:
-            return [self.choice(stage, *run) for stage, run in enumerate(runs)]
-        found: list[StageChoice | None] = [None] * len(runs)
-        for device in range(devices):
-            stages = tuple((stage, *runs[stage]) for stage in range(device, len(runs), devices))
-            found[device::devices] = self._shared(stages) or found[device::devices]
-        return found
-
-    def _share_out(self, stages: tuple[tuple[int, int, int], ...]) -> list[StageChoice] | None:
-        """Plans of stages that share a device's memory.
-
-        Each gets what it always holds and a share of the rest, in proportion to its memory without recomputation. Their
-        peaks never coincide, so shares are stretched as far as the device's simulated peak allows.
-        """
-        memory, in_flight = self.problem.device_of(stages[0][0]).memory_bytes, self.problem.in_flight
-        if memory is None or self.problem.recompute != "rotor":
-            return self._within(stages, [None] * len(stages))
-        wants = [self._planner(*run).kept.bytes(in_flight[stage]) for stage, *run in stages]
-        # A stage may need more than its proportion, or what lingers needs room: then the least is set aside.
-        starts = ((1.0, self.fixed_bytes), (0.0, self.least_bytes))
-        best, high = None, _MOST_STRETCH
-        for low, always in starts:
-            least = [int(always(*each)) for each in stages]
-            best = self._within(stages, _shares(memory, least, wants, low))
-            if best is not None:
-                break
-        for _ in range(_STRETCHES if best else 0):
-            stretch = (low + high) / 2
-            found = self._within(stages, _shares(memory, least, wants, stretch))
-            low, high = (low, stretch) if found is None else (stretch, high)
-            best = found or best
-        return best
-
-    def _within(
-        self, stages: tuple[tuple[int, int, int], ...], shares: Sequence[int | None]
-    ) -> list[StageChoice] | None:
-        """The fastest plans within these shares, or None if there are none or they do not fit together."""
-        found = [self._chosen(*each, share) for each, share in zip(stages, shares, strict=True)]
-        fitting = [choice for choice in found if choice is not None]
-        if len(fitting) < len(found):
-            return None
-        device = stages[0][0] % len(self.problem.devices)
-        memory = self.problem.devices[device].memory_bytes
-        loads = {stage: choice.load for (stage, _, _), choice in zip(stages, fitting, strict=True)}
-        if memory is not None and self._memory(device).peak_bytes(loads, self.problem.results_bytes) > memory:
-            return None
-        return fitting
-
-
-def _shares(memory: int, least: list[int], wants: list[int], stretch: float) -> list[int]:
-    """Bytes that each stage of a device may use: its least, and its part of the rest."""
-    free = max(memory - sum(least), 0)
-    return [own + int(stretch * free * want / max(sum(wants), 1)) for own, want in zip(least, wants, strict=True)]

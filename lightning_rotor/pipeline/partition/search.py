@@ -24,12 +24,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import cached_property
 from itertools import combinations
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from lightning_rotor.chain import Chain
 from lightning_rotor.pipeline.partition.balance import Cuts, cuts_of, least_bottleneck, runs_of, simple_balances
 from lightning_rotor.pipeline.partition.problem import Costs, Problem, StageChoice
 from lightning_rotor.pipeline.schedule import Integers
@@ -37,20 +39,19 @@ from lightning_rotor.pipeline.simulator import Reals
 
 # Most cuts that are bounded one by one, and candidates of the dynamic program.
 _FEW, _CANDIDATES = 20_000, 50
-# Work, as simulated actions of about 11 ns, after which candidates, and then the local search, are no longer improved.
+# Work, as simulated actions of about 11 ns, after which cuts are no longer improved; half of it is for candidates.
 # Counted, so that the cuts do not depend on the machine.
-_MOST_WORK, _JUDGED = (200_000_000, 400_000_000), 100_000
+_MOST_WORK, _JUDGED = 400_000_000, 100_000
 # Partitions simulated at once.
 _AT_ONCE = 32
-# Least number of runs with bounds, and numbers in one array of the knapsack.
-_MOST_RUNS = 4_000_000
-_MOST_AT_ONCE = 4_000_000
+# Least number of runs with bounds.
+_MOST_RUNS = 1_000_000
 _SAME = 1e-9
 Judgement: TypeAlias = tuple[int, float]
 """How many pipeline stages have too little memory, and the seconds of a step if none has."""
 
 
-def impossible(problem: Problem, stage: int, first: Integers, last: Integers) -> npt.NDArray[np.bool_]:
+def impossible(problem: Problem, stage: Integers, first: Integers, last: Integers) -> npt.NDArray[np.bool_]:
     """True for runs that leave other pipeline stages without any stage of the chain, or that end beyond it."""
     n, stages = len(problem.chain), problem.stages
     wrong = (first < stage) | (last > n - (stages - stage)) | ((stage == 0) & (first > 0))
@@ -74,17 +75,15 @@ class Bounds:
         self._speeds = np.array([self._problem.device_of(stage).speed for stage in range(self._stages)])
         fastest = [min(stage.options, key=lambda each: each.seconds) for stage in chain]
         forwards = [[each.forward_seconds] for each in fastest]
-        backwards = [[each.backward_seconds] for each in fastest]
         if costs.recomputes:
             forwards = [[stage.discard_seconds, *(each.forward_seconds for each in stage.options)] for stage in chain]
-            backwards = [[each.backward_seconds for each in stage.options] for stage in chain]
         self._plain = _before(each.seconds for each in fastest)
         self._forward, self._most_forward = _before(map(min, forwards)), _before(map(max, forwards))
-        self._backward = _before(map(min, backwards))
         self._travel = np.array(costs.travel_seconds)
-        self._read_recomputation()
         # Recomputation by pipeline stage, first stage of the chain and length less one; infinite where a run cannot be.
-        self.extra = np.stack([self._least_extra(stage) for stage in range(self._stages)])
+        self.extra = self._least_extra() / self._speeds[:, None, None]
+        stage = np.arange(self._stages)[:, None, None]
+        self.extra[impossible(self._problem, stage, self._firsts, self._ends - 1)] = math.inf
 
     def learn(self, stage: int, first: int, last: int, choice: StageChoice | None) -> None:
         """Take the seconds of a planned run."""
@@ -98,68 +97,38 @@ class Bounds:
 
     # ---------------------------------------------------------------- runs
 
-    def _read_recomputation(self) -> None:
-        """By stage of the chain, bytes held if kept, least seconds per byte saved, seconds of one forward."""
-        chain = self._problem.chain
-        self._kept, self._price, self._again = (np.zeros(self._n) for _ in range(3))
-        for number, stage in enumerate(chain):
-            # A boundary that both sides save is freed by neither alone.
-            shared = number == 0 or any(option.saved_output_bytes for option in chain.stages[number - 1].options)
-            ways = [
-                (each.saved_bytes + (0 if shared else each.saved_input_bytes), each.seconds) for each in stage.options
-            ]
-            most, least = max(held for held, _ in ways), min(seconds for _, seconds in ways)
-            if stage.recomputable:
-                again = min(each.again_seconds + each.backward_seconds for each in stage.options)
-                ways.append((0, stage.discard_seconds + again))
-                self._again[number] = stage.discard_seconds * all(each.saved_tensors for each in stage.options)
-            prices = [max(seconds - least, 0.0) / (most - held) for held, seconds in ways if held < most]
-            self._kept[number], self._price[number] = most, min(prices, default=math.inf)
-
-    def _least_extra(self, stage: int) -> Reals:
-        """``(n, longest)``, least recomputation of every run that this pipeline stage may be."""
-        problem = self._problem
-        memory = problem.device_of(stage).memory_bytes
-        extra = np.zeros((self._n, self.longest))
+    def _least_extra(self) -> Reals:
+        """By run, least seconds of recomputation on the measured device."""
+        problem, chain, last = self._problem, self._problem.chain, np.minimum(self._ends, self._n) - 1
+        extra: Reals = np.zeros((self._stages, self._n, self.longest))
         if problem.recompute == "always":  # all forwards again, the last one up to its last saved tensor
-            saved = [
-                max(each.forward_seconds - each.replay_seconds for each in stage.options) for stage in problem.chain
+            again = [
+                stage.discard_seconds * (stage.recomputable and all(each.saved_tensors for each in stage.options))
+                for stage in chain
             ]
-            last = np.maximum(saved, 0)[np.minimum(self._ends, self._n) - 1]
-            extra = np.maximum(self._sums(_before(self._again)) - last, 0)
-        elif problem.recompute == "rotor" and memory is not None and problem.stages_per_device == 1:
-            extra = self._recomputed(stage, memory)
-        extra /= self._speeds[stage]
-        extra[impossible(problem, stage, self._firsts, self._ends - 1)] = math.inf
+            saved = [
+                max(0.0, *(each.forward_seconds - each.replay_seconds for each in stage.options)) for stage in chain
+            ]
+            extra += np.maximum(self._sums(_before(again)) - np.array(saved)[last], 0)
+        elif problem.recompute == "rotor" and problem.stages_per_device == 1 and self._costs.recomputes:
+            kept, price = np.array([_kept_and_price(chain, number) for number in range(self._n)]).T
+            output = np.array([each.output_bytes for each in chain])[last]
+            given = [problem.device_of(stage).memory_bytes for stage in range(self._stages)]
+            memory = np.array([math.inf if size is None else size for size in given])[:, None, None]
+            free = (memory - self._costs.fixed_bytes(self._firsts, last)) / np.array(problem.in_flight)[:, None, None]
+            left = np.maximum(self._sums(_before(kept)) + output - free, 0)
+            # Bounds of bytes are rough, so they refuse no run that needs more than can be freed.
+            for place in np.argsort(price, kind="stable")[: int(np.isfinite(price).sum())].tolist():
+                rows = slice(max(place - self.longest + 1, 0), place + 1)
+                freed = np.where(self._ends[rows] > place, np.minimum(left[:, rows], kept[place]), 0.0)
+                left[:, rows] -= freed
+                extra[:, rows] += freed * price[place]
         return extra
 
     def _sums(self, before: Reals) -> Reals:
         """``(n, longest)``, sums over every run."""
         sums: Reals = before[np.minimum(self._ends, self._n)] - before[:-1, None]
         return sums
-
-    def _recomputed(self, stage: int, memory_bytes: int) -> Reals:
-        """``(n, longest)``, least seconds for what does not fit into the memory, by stages of rising price."""
-        n, in_flight = self._n, self._problem.in_flight[stage]
-        last = np.minimum(self._ends, n) - 1
-        output = np.array([each.output_bytes for each in self._problem.chain])[last]
-        free = memory_bytes - self._costs.fixed_bytes(stage, self._firsts, last)
-        needed = self._sums(_before(self._kept)) + output - free / in_flight
-        extra = np.zeros((n, self.longest))
-        rows = np.flatnonzero((needed > 0).any(axis=1))
-        rows = rows[(rows >= stage) & (rows <= n - (self._stages - stage))]
-        for some in np.array_split(rows, len(rows) * self.longest**2 // _MOST_AT_ONCE + 1):
-            members = np.minimum(some[:, None] + np.arange(self.longest), n - 1)
-            order = np.argsort(self._price[members], axis=1, kind="stable")
-            places = np.take_along_axis(members, order, axis=1)
-            inside = order[:, :, None] < np.arange(1, self.longest + 1)
-            freed = np.cumsum(self._kept[places][:, :, None] * inside, axis=1)
-            given = np.diff(np.minimum(freed, np.clip(needed[some], 0, None)[:, None]), axis=1, prepend=0.0)
-            with np.errstate(invalid="ignore"):
-                spent = np.where(given > 0, given * self._price[places][:, :, None], 0.0).sum(axis=1)
-            # Bounds of bytes are rough, so they refuse no run that needs more than can be freed.
-            extra[some] = np.where(np.isfinite(spent), spent, 0.0)
-        return extra
 
     # ---------------------------------------------------------------- steps
 
@@ -174,31 +143,26 @@ class Bounds:
         least = [plain / speed + extra for speed, extra in zip(self._speeds, self.extra, strict=True)]
         for stage in reversed(range(stages)):
             back[stage, :n] = (least[stage] + 2 * travel + back[stage + 1][ends]).min(axis=1)
-        through = np.full_like(self.extra, math.inf)
+        through: Reals = np.full_like(self.extra, math.inf)
+        m, in_flight, forwards = (
+            self._problem.micro_batches,
+            self._problem.in_flight,
+            (self._forward, self._most_forward),
+        )
         for stage in range(stages):
             before, behind = front[stage, :n, None], 2 * travel + back[stage + 1][ends]
             np.minimum.at(front[stage + 1], ends, before + least[stage] + 2 * travel)
             with np.errstate(invalid="ignore"):
-                through[stage] = before + self._stay(stage, plain, least[stage], behind, travel)
+                work, turns = m * least[stage], math.ceil(m / in_flight[stage]) * (least[stage] + behind)
+                if self._problem.stages_per_device == 1:
+                    forward, most_forward = (self._sums(each) / self._speeds[stage] for each in forwards)
+                    hidden = most_forward, least[stage] - forward
+                    first, last = (np.maximum(behind - (in_flight[stage] - 1) * each, 0) for each in hidden)
+                    work = work + (first + last if in_flight[stage] < m else np.maximum(first, last))
+                one_by_one = least[stage] + behind + (m - 1) * travel  # through the link
+                through[stage] = before + np.maximum(work, np.maximum(turns, one_by_one))
         through[~np.isfinite(through)] = math.inf
         return through
-
-    def _stay(self, stage: int, plain: Reals, least: Reals, behind: Reals, travel: Reals) -> Reals:
-        """``(n, longest)``, least seconds from the first forward of a pipeline stage to its last backward."""
-        problem, speed, extra = self._problem, self._speeds[stage], self.extra[stage]
-        m, in_flight = problem.micro_batches, problem.in_flight[stage]
-        forward = self._sums(self._forward) / speed
-        if problem.schedule == "gpipe":
-            both: Reals = forward + self._sums(self._backward) / speed
-            return least + behind + (m - 1) * both
-        work = m * least
-        if problem.stages_per_device == 1:
-            hidden = self._sums(self._most_forward) / speed, plain / speed + extra - forward
-            first, last = (np.maximum(behind - (in_flight - 1) * each, 0) for each in hidden)
-            work = work + (first + last if in_flight < m else np.maximum(first, last))
-        turns = math.ceil(m / in_flight) * (least + behind)
-        stay: Reals = np.maximum(work, np.maximum(turns, least + behind + (m - 1) * travel))
-        return stay
 
     def step_seconds(self, cuts: Integers) -> Reals:
         """By row of ``(ways, stages)``, least seconds of a step with these cuts: simulated with each stage's least."""
@@ -206,11 +170,10 @@ class Bounds:
         lengths = ends - cuts
         extra = self.extra[np.arange(self._stages), cuts, np.minimum(lengths, self.longest) - 1]
         possible = (np.isfinite(extra) & (lengths <= self.longest)).all(axis=1)
-        plain, forward, most_forward, backward = (
-            (before[ends] - before[cuts]) / self._speeds
-            for before in (self._plain, self._forward, self._most_forward, self._backward)
+        plain, forward, most_forward = (
+            (before[ends] - before[cuts]) / self._speeds for before in (self._plain, self._forward, self._most_forward)
         )
-        backward = np.maximum(backward, np.where(np.isfinite(extra), plain + extra, plain) - most_forward)
+        backward = np.maximum(np.where(np.isfinite(extra), plain + extra, plain) - most_forward, 0.0)
         travel = self._travel[ends]
         home_travel = np.column_stack((np.zeros(len(travel)), travel[:, :-1]))
         table = np.stack((forward, forward, travel, backward, backward, home_travel), axis=-1)
@@ -221,6 +184,13 @@ class Bounds:
         speeds = sum(device.speed for device in self._problem.devices)
         return float(self._problem.micro_batches * self._plain[-1] / speeds)
 
+    def longer_seconds(self) -> float:
+        """Least seconds of partitions with a run that is longer than those with bounds."""
+        if self.longest == self._n - self._stages + 1:
+            return math.inf
+        least = (self._plain[self.longest + 1 :] - self._plain[: -self.longest - 1]).min()
+        return float(self._problem.micro_batches * least / self._speeds.max())
+
 
 class Search:
     """Cuts one chain."""
@@ -230,28 +200,23 @@ class Search:
         self._n, self._stages = len(costs.problem.chain), costs.problem.stages
         self._judged: dict[Cuts, Judgement] = {}
         self._best: tuple[Judgement, Cuts] = (self._stages + 1, math.inf), ()
-        self._bounds: Bounds | None = None
+        self._actions = 2 * self._problem.micro_batches * self._stages  # of a step
         self._spent = 0  # work other than planning
+
+    @cached_property
+    def _bounds(self) -> Bounds:
+        n, stages = self._n, self._stages
+        return Bounds(self._costs, max(4 * math.ceil(n / stages) + 4, _MOST_RUNS // (n * stages)))
 
     def run(self) -> tuple[list[StageChoice] | None, float]:
         """The best cuts, or None if none was found that fits, and the least seconds that any take."""
-        simple = [cuts_of(balance) for balance in simple_balances(self._problem.chain, self._stages)]
-        for cuts in simple:
-            self._judge(cuts)
-        n, stages = self._n, self._stages
-        longest = min(n - stages + 1, max(4 * math.ceil(n / stages) + 4, _MOST_RUNS // (n * stages)))
-        while longest > 1 and self._longer_seconds(longest - 1) >= self._seconds:
-            longest -= 1
-        self._bounds = bounds = Bounds(self._costs, longest)
-        count = math.comb(n - 1, stages - 1)
-        if count <= _FEW and self._actions * count <= _MOST_WORK[0]:
-            bound = self._all(bounds)
-        else:
-            bound = self._candidates(bounds)
-        bound = min(bound, self._longer_seconds(longest))
+        for balance in simple_balances(self._problem.chain, self._stages):
+            self._judge(cuts_of(balance))
+        count = math.comb(self._n - 1, self._stages - 1)
+        few = count <= _FEW and self._actions * count <= _MOST_WORK // 20
+        bound = min(self._all() if few else self._candidates(), self._bounds.longer_seconds())
         if bound < self._seconds * (1 - _SAME):
-            for cuts in dict.fromkeys([self._best[1], *sorted(simple, key=self._judged.__getitem__)]):
-                self._climb(bounds, cuts)
+            self._climb()
         return self.only(self._best[1]), min(bound, self._seconds)
 
     def only(self, cuts: Cuts) -> list[StageChoice] | None:
@@ -259,32 +224,19 @@ class Search:
         found = [choice for choice in self._costs.together(runs_of(cuts, self._n)) if choice is not None]
         return found if len(found) == self._stages else None
 
-    def _longer_seconds(self, longest: int) -> float:
-        """Least seconds of partitions with a longer run."""
-        if longest >= self._n - self._stages + 1:
-            return math.inf
-        before = _before(min(each.seconds for each in stage.options) for stage in self._problem.chain)
-        least = (before[longest + 1 :] - before[: -longest - 1]).min()
-        return float(self._problem.micro_batches * least / max(device.speed for device in self._problem.devices))
-
     @property
     def _seconds(self) -> float:
         return self._best[0][1]
-
-    @property
-    def _actions(self) -> int:
-        """Actions of a step."""
-        return 2 * self._problem.micro_batches * self._stages
 
     @property
     def _work(self) -> int:
         """What the search has cost so far."""
         return self._spent + self._costs.planning_work
 
-    def _judge(self, cuts: Cuts) -> Judgement:
+    def _judge(self, cuts: Cuts) -> None:
         """Plan all runs of a partition and simulate it."""
         if cuts in self._judged:
-            return self._judged[cuts]
+            return
         runs = runs_of(cuts, self._n)
         choices = self._costs.together(runs)
         loads = [choice.load for choice in choices if choice is not None]
@@ -293,34 +245,41 @@ class Search:
         self._spent += _JUDGED + _AT_ONCE * self._actions  # as much as so many at once, with what becomes of its runs
         self._judged[cuts] = misfits, seconds
         self._best = min(self._best, ((misfits, seconds), cuts))
-        if self._bounds is not None and self._problem.stages_per_device == 1:
+        if self._problem.stages_per_device == 1:
             for stage, (run, choice) in enumerate(zip(runs, choices, strict=True)):
                 self._bounds.learn(stage, *run, choice)
-        return misfits, seconds
 
-    def _all(self, bounds: Bounds) -> float:
-        """Judge all cuts by rising bound, until no other one can be better; returns the least seconds of any."""
-        cuts = np.array([(0, *middle) for middle in combinations(range(1, self._n), self._stages - 1)])
-        seconds = bounds.step_seconds(cuts)
-        order = _rising(seconds, math.inf)
-        # Better shares of a device's memory may exist than those found.
-        shares = self._problem.stages_per_device > 1 and self._costs.recomputes
-        least = float(seconds[order[0]]) if shares and len(order) else math.inf
+    def _judge_rising(self, cuts: Integers, least: Reals, *, once: bool = False) -> float:
+        """Judge cuts that may be better by rising bound, if ``once`` until one is. Returns the others' least bound."""
+        order, before = np.argsort(least, kind="stable"), self._best
         for start in range(0, len(order), _AT_ONCE):
             some = order[start : start + _AT_ONCE]
-            if seconds[some[0]] >= self._seconds * (1 - _SAME):
+            if least[some[0]] >= self._seconds * (1 - _SAME):
                 break
-            if self._work > _MOST_WORK[1] and self._seconds < math.inf:
-                return min(least, float(seconds[some[0]]))
-            for each in self._promising(bounds, cuts[some], self._seconds):
-                self._judge(each)
-        return min(least, self._seconds)
+            if self._work > _MOST_WORK and (once or self._seconds < math.inf):
+                return float(least[some[0]])
+            self._spent += len(some) * self._actions
+            again = self._bounds.step_seconds(cuts[some])  # runs that were planned since have other bounds
+            for place in np.argsort(again, kind="stable").tolist():
+                if again[place] < self._seconds * (1 - _SAME):
+                    self._judge(tuple(cuts[some[place]].tolist()))
+                if once and self._best != before:
+                    return 0.0
+        return self._seconds
 
-    def _candidates(self, bounds: Bounds) -> float:
+    def _all(self) -> float:
+        """Judge all cuts by rising bound, until no other one can be better; returns the least seconds of any."""
+        cuts = np.array([(0, *middle) for middle in combinations(range(1, self._n), self._stages - 1)])
+        least = self._bounds.step_seconds(cuts)
+        # Better shares of a device's memory may exist than those found.
+        shares = self._problem.stages_per_device > 1 and self._costs.recomputes
+        return min(self._judge_rising(cuts, least), float(least.min()) if shares else math.inf)
+
+    def _candidates(self) -> float:
         """Judge cuts of the dynamic program, which learns from each; returns the least seconds of any cuts."""
         bound = 0.0
         for number in range(self._n * self._stages):
-            through = bounds.through()
+            through = self._bounds.through()
             cuts = least_bottleneck(through)
             if cuts is None:
                 return self._seconds
@@ -328,68 +287,56 @@ class Search:
             bound = float(max(through[stage, first, last - first] for stage, (first, last) in runs))
             known = cuts in self._judged
             self._judge(cuts)
-            spent = number >= _CANDIDATES or self._work > _MOST_WORK[0]
+            spent = number >= _CANDIDATES or self._work > _MOST_WORK // 2
             if known or (spent and self._seconds < math.inf):
                 break
-        return max(bound, bounds.work_seconds())
+        return max(bound, self._bounds.work_seconds())
 
     # ---------------------------------------------------------------- local search
 
-    def _climb(self, bounds: Bounds, cuts: Cuts) -> None:
-        """Try one kind of moves after the other, until none of them helps."""
-        through, kinds, start = bounds.through(), self._kinds(), None
-        while cuts != start:
-            start = cuts
-            for kind in kinds:
-                while better := self._better(bounds, through, cuts, self._moved(cuts, *kind)):
-                    cuts = better
+    def _climb(self) -> None:
+        """Move neighbouring cuts of the best ones, by long ways first, until no move helps."""
+        through, start = self._bounds.through(), None
+        while start != self._best:
+            start = self._best
+            for step in _powers(max(self._n // self._stages // 2, 1)):
+                for count in reversed(_powers(self._stages - 1)):
+                    before = None
+                    while before != self._best:
+                        before = self._best
+                        self._move(through, count, step)
 
-    def _better(self, bounds: Bounds, through: Reals, cuts: Cuts, moved: Integers) -> Cuts | None:
-        """The first better cuts among moves, the most promising bounds first."""
-        misfits, seconds = self._judged[cuts]
-        lengths = np.diff(moved, axis=1, append=self._n)
-        possible = (lengths <= bounds.longest).all(axis=1)
-        moved, lengths = moved[possible], lengths[possible]
-        least = through[np.arange(self._stages), moved, lengths - 1].max(axis=1, initial=0.0)
-        order = _rising(least, seconds * (1 - _SAME))
-        for start in range(0, len(order), _AT_ONCE):
-            if self._work > _MOST_WORK[1]:
-                break
-            for each in self._promising(bounds, moved[order[start : start + _AT_ONCE]], seconds):
-                if self._judge(each) < (misfits, seconds * (1 - _SAME)):
-                    return each
-        return None
-
-    def _promising(self, bounds: Bounds, cuts: Integers, seconds: float) -> list[Cuts]:
-        """Cuts whose steps may be shorter, the least bounds first."""
-        self._spent += len(cuts) * self._actions
-        return [tuple(cuts[place].tolist()) for place in _rising(bounds.step_seconds(cuts), seconds * (1 - _SAME))]
-
-    def _kinds(self) -> list[tuple[int, int]]:
-        """Kinds of moves: number of neighbouring cuts and of stages of the chain, long ways first."""
-        steps, counts = [max(self._n // self._stages // 2, 1)], [1]
-        while steps[-1] > 1:
-            steps.append(steps[-1] // 2)
-        while counts[-1] < self._stages - 1:
-            counts.append(min(2 * counts[-1], self._stages - 1))
-        return [(count, step) for step in steps for count in counts]
-
-    def _moved(self, cuts: Cuts, count: int, step: int) -> Integers:
-        """All moves of one kind; at the end fewer cuts move."""
+    def _move(self, through: Reals, count: int, step: int) -> None:
+        """Take the first better cuts where so many move by a step, the least bounds first; at the end fewer move."""
         places = np.arange(1, self._stages)
         moving = (places[:, None] <= np.arange(self._stages)) & (np.arange(self._stages) < places[:, None] + count)
-        moved = np.array(cuts) + step * np.concatenate((moving, -moving.astype(np.int64)))
-        allowed: Integers = moved[(np.diff(moved, axis=1, append=self._n) > 0).all(axis=1)]
-        return allowed
+        moved = np.array(self._best[1]) + step * np.concatenate((moving, -moving.astype(np.int64)))
+        lengths = np.diff(moved, axis=1, append=self._n)
+        possible = ((lengths > 0) & (lengths <= self._bounds.longest)).all(axis=1)
+        moved, lengths = moved[possible], lengths[possible]
+        least = through[np.arange(self._stages), moved, lengths - 1].max(axis=1, initial=0.0)
+        self._judge_rising(moved, least, once=True)
+
+
+def _powers(most: int) -> list[int]:
+    """Powers of two up to a number, the largest first."""
+    return [2**exponent for exponent in reversed(range(most.bit_length()))]
+
+
+def _kept_and_price(chain: Chain, number: int) -> tuple[float, float]:
+    """Most bytes that a stage saves, and the least seconds for each that it saves less."""
+    stage = chain.stages[number]
+    # A boundary that both sides save is freed by neither alone.
+    shared = number == 0 or any(option.saved_output_bytes for option in chain.stages[number - 1].options)
+    ways = [(each.saved_bytes + (0 if shared else each.saved_input_bytes), each.seconds) for each in stage.options]
+    most, least = max(held for held, _ in ways), min(seconds for _, seconds in ways)
+    if stage.recomputable:
+        again = min(each.again_seconds + each.backward_seconds for each in stage.options)
+        ways.append((0, stage.discard_seconds + again))
+    prices = [max(seconds - least, 0.0) / (most - held) for held, seconds in ways if held < most]
+    return most, min(prices, default=math.inf)
 
 
 def _before(values: Iterable[float]) -> Reals:
     before: Reals = np.concatenate(([0.0], np.cumsum(list(values))))
     return before
-
-
-def _rising(values: Reals, below: float) -> Integers:
-    """Places of values below a limit, the least first."""
-    order = np.argsort(values, kind="stable")
-    found: Integers = order[values[order] < below]
-    return found

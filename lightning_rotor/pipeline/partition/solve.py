@@ -205,10 +205,9 @@ def _least_memory_cuts(costs: Costs) -> Cuts:
     ]
     highest = np.maximum.accumulate(np.array(alone)[ends], axis=1)
     outputs = np.array([stage.output_bytes for stage in problem.chain])[ends]
-    bounds = np.stack([costs.fixed_bytes(s, first, ends) for s in range(stages)]).astype(float)
-    for stage in range(stages):
-        bounds[stage] += np.maximum(problem.in_flight[stage] * outputs, highest)
-        bounds[stage][impossible(problem, stage, first, last)] = math.inf
+    every, in_flight = (np.array(each)[:, None, None] for each in (range(stages), problem.in_flight))
+    bounds = costs.fixed_bytes(first, ends) + np.maximum(in_flight * outputs, highest).astype(float)
+    bounds[impossible(problem, every, first, last)] = math.inf
     asked: set[tuple[int, int, int]] = set()
     best: tuple[float, Cuts] = math.inf, ()
     while True:
