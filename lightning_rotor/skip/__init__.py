@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
@@ -95,6 +95,7 @@ class Skippable(nn.Module):
 
     stashable_names: ClassVar[frozenset[str]] = frozenset()
     poppable_names: ClassVar[frozenset[str]] = frozenset()
+    _skip_namespaces: Mapping[str, Namespace] = {}
 
     def isolate(self: _Module, namespace: Namespace, *, only: Iterable[str] | None = None) -> _Module:
         """Give skip connections of this layer a namespace, and return the layer.
@@ -112,18 +113,19 @@ class Skippable(nn.Module):
             raise SkipDeclarationError(
                 f"{type(self).__name__} does not declare {_listed(unknown)}: expected some of {_listed(names)}"
             )
-        namespaces = dict(self._namespaces())
-        namespaces.update(dict.fromkeys(names if only is None else only, namespace))
-        self.__dict__["_skip_namespaces"] = namespaces
+        self._skip_namespaces = {**self._skip_namespaces, **dict.fromkeys(names if only is None else only, namespace)}
         return self
 
     def stashable(self) -> tuple[Key, ...]:
         """Keys that the layer stashes, in a fixed order."""
-        return tuple((self._namespaces().get(name), name) for name in sorted(self.stashable_names))
+        return self._keys(self.stashable_names)
 
     def poppable(self) -> tuple[Key, ...]:
         """Keys that the layer pops, in a fixed order."""
-        return tuple((self._namespaces().get(name), name) for name in sorted(self.poppable_names))
+        return self._keys(self.poppable_names)
+
+    def _keys(self, names: Iterable[str]) -> tuple[Key, ...]:
+        return tuple((self._skip_namespaces.get(name), name) for name in sorted(names))
 
     def forward(self, input: Any) -> Any:
         """Run the user's forward; what it stashes waits for another plain call in this thread."""
@@ -149,7 +151,7 @@ class Skippable(nn.Module):
         for names, done in ((self.stashable_names - set(stashed), "stashed"), (set(waiting), "popped")):
             if names:
                 raise SkipError(f"{_listed(names)} must be {done} but {'has' if len(names) == 1 else 'have'} not been")
-        return output, {(self._namespaces().get(name), name): tensor for name, tensor in stashed.items()}
+        return output, {(self._skip_namespaces.get(name), name): tensor for name, tensor in stashed.items()}
 
     def _follow(self, running: Generator[Any, Any, Any], waiting: dict[str, Any], stashed: dict[str, Any]) -> Any:
         """Carry out the forward's commands until it returns; returns its result."""
@@ -173,10 +175,6 @@ class Skippable(nn.Module):
                     answer = waiting.pop(name)
                 case _:
                     raise SkipError(f"{command!r} is no command of a skippable layer: yield stash(...) or pop(...)")
-
-    def _namespaces(self) -> dict[str, Namespace]:
-        found: dict[str, Namespace] = self.__dict__.get("_skip_namespaces", {})
-        return found
 
 
 def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[type[_Module]], type[_Module]]:
