@@ -59,21 +59,19 @@ class ProcessPlan:
 
     def metrics(self) -> dict[str, float]:
         """Numbers to log, by name."""
-        numbers: dict[str, float] = {
+        overhead = self.measured_overhead
+        numbers = {
             "overhead_percent": 100 * self.plan.overhead,
             "budget_bytes": self.limit_bytes,
             "predicted_peak_bytes": self.predicted_peak_bytes,
             "measuring_seconds": self.measuring_seconds,
             "planning_seconds": self.plan.solve_seconds,
             "recomputed_stages": len(self.plan.recomputed),
+            "measured_peak_bytes": self.measured_peak_bytes,
+            "measured_reserved_bytes": self.measured_reserved_bytes,
+            "measured_overhead_percent": None if overhead is None else 100 * overhead,
         }
-        if self.measured_peak_bytes is not None:
-            numbers["measured_peak_bytes"] = self.measured_peak_bytes
-        if self.measured_reserved_bytes is not None:
-            numbers["measured_reserved_bytes"] = self.measured_reserved_bytes
-        if self.measured_overhead is not None:
-            numbers["measured_overhead_percent"] = 100 * self.measured_overhead
-        return numbers
+        return {name: number for name, number in numbers.items() if number is not None}
 
     def summary(self) -> str:
         """The plan on one line."""
@@ -86,23 +84,19 @@ class ProcessPlan:
 
     def table(self) -> Table:
         """What the plan costs, in a few rows."""
+        rows = [("Measuring", format_seconds(self.measuring_seconds))]
+        if self.measured_overhead is not None:
+            rows.append(("Overhead measured", f"{100 * self.measured_overhead:.1f} % of the step"))
+        if self.measured_reserved_bytes is not None:
+            reserved = format_bytes(self.measured_reserved_bytes)
+            rows.append(("Reserved by PyTorch", f"{reserved}, with what it keeps for reuse"))
         return plan_table(
             self.plan,
             limit_bytes=self.limit_bytes,
             reserved_bytes=self.reserved_bytes,
             measured_peak_bytes=self.measured_peak_bytes,
-            extra_rows=[
-                ("Measuring", format_seconds(self.measuring_seconds)),
-                *self._overhead_row(),
-                *self._reserved_row(),
-                *self._call_rows(),
-                ("Planned", self.target),
-            ],
+            extra_rows=[*rows, *self._call_rows(), ("Planned", self.target)],
         )
-
-    def _overhead_row(self) -> list[tuple[str, str]]:
-        measured = self.measured_overhead
-        return [] if measured is None else [("Overhead measured", f"{100 * measured:.1f} % of the step")]
 
     def _call_rows(self) -> list[tuple[str, str]]:
         """What each call of a step takes, if the plan is for several."""
@@ -117,11 +111,6 @@ class ProcessPlan:
             )
             for name, call in zip(self.plan.names, self.plan.plans, strict=True)
         ]
-
-    def _reserved_row(self) -> list[tuple[str, str]]:
-        if self.measured_reserved_bytes is None:
-            return []
-        return [("Reserved by PyTorch", f"{format_bytes(self.measured_reserved_bytes)}, with what it keeps for reuse")]
 
     def text(self) -> str:
         """The table, and what is done with which stages, as text."""
@@ -156,9 +145,8 @@ def log_hyperparameters(trainer: pl.Trainer, prefix: str, values: Mapping[str, A
     for logger in trainer.loggers:
         named = _named(logger, prefix, values)
         if isinstance(logger, TensorBoardLogger):
-            named |= _hyperparameters_of_the_model(
-                trainer
-            )  # TensorBoard reads the first set that is written, and no other
+            # It reads the first set that is written, and no other.
+            named |= _hyperparameters_of_the_model(trainer)
         logger.log_hyperparams(named)
 
 
@@ -179,32 +167,26 @@ def log_plan(trainer: pl.Trainer, prefix: str, process: ProcessPlan) -> None:
     loggers = [logger for logger in trainer.loggers if isinstance(logger, _WITH_PICTURES)]
     if not loggers:
         return
-    text, figure = process.text(), _timeline(process)
+    text, figure, step = process.text(), _timeline(process), private.logging_step(trainer)
     for logger in loggers:
-        _log_text(logger, f"{prefix}{logger.group_separator}plan", text, private.logging_step(trainer))
-        if figure is not None:
-            _log_figure(logger, f"{prefix}{logger.group_separator}timeline", figure, private.logging_step(trainer))
+        _log_pictures(logger, f"{prefix}{logger.group_separator}", text, figure, step)
 
 
-def _log_text(logger: Logger, key: str, text: str, step: int) -> None:
+def _log_pictures(logger: Logger, prefix: str, text: str, figure: Figure | None, step: int) -> None:
     match logger:
         case TensorBoardLogger():
             indented = "\n".join(f"    {line}" for line in text.splitlines())  # Markdown's way to keep columns in line
-            logger.experiment.add_text(key, indented, step)
+            logger.experiment.add_text(f"{prefix}plan", indented, step)
+            if figure is not None:
+                logger.experiment.add_figure(f"{prefix}timeline", figure, step)
         case WandbLogger():
-            logger.log_text(key, columns=["plan"], data=[[text]], step=step)
+            logger.log_text(f"{prefix}plan", columns=["plan"], data=[[text]], step=step)
+            if figure is not None:
+                logger.log_image(f"{prefix}timeline", [figure], step=step)
         case MLFlowLogger():
-            logger.experiment.log_text(logger.run_id, text, f"{key}.txt")
-
-
-def _log_figure(logger: Logger, key: str, figure: Figure, step: int) -> None:
-    match logger:
-        case TensorBoardLogger():
-            logger.experiment.add_figure(key, figure, step)
-        case WandbLogger():
-            logger.log_image(key, [figure], step=step)
-        case MLFlowLogger():
-            logger.experiment.log_figure(logger.run_id, figure, f"{key}.png")
+            logger.experiment.log_text(logger.run_id, text, f"{prefix}plan.txt")
+            if figure is not None:
+                logger.experiment.log_figure(logger.run_id, figure, f"{prefix}timeline.png")
 
 
 def _timeline(process: ProcessPlan) -> Figure | None:
