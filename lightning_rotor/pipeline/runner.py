@@ -236,7 +236,7 @@ class PipelineRunner:
     def _shared_input_gradients(self, step: Step, stages: Sequence[MicroBatchStage]) -> tuple[Gradients, ...]:
         shared = []
         for number, (layout, *_) in enumerate(step.layouts):
-            found = stages[0].input_gradients(number) if self._has_first else layout.gradient_buffers(self._device)
+            found = stages[0].get_local_bwd_output(number) if self._has_first else layout.gradient_buffers(self._device)
             for gradient in found:
                 if gradient is not None:
                     share(gradient, self._group)

@@ -154,9 +154,10 @@ class Part(nn.Module):
         self._made = tuple(value for value in self._gives if value not in self._takes)
         self.stages, self._states = tuple(stages[first:end]), tuple(states[first:end])
         self._running = self.stages if chain is None else with_seeds(stages, chain)[first:end]
-        self._plainly = Wiring.of((stage.wiring.wire for stage in self.stages), self._made)
-        self._plain_steps = [partial(run_stage, stage) for stage in self._running]
-        self._executors = [self._executor(plan) for plan in plans]
+        wiring = Wiring.of((stage.wiring.wire for stage in self.stages), self._made)
+        # What runs without gradients, and under each plan, with the values that it takes and makes.
+        self._plainly = wiring.wire, partial(wiring.run, functions=[partial(run_stage, each) for each in self._running])
+        self._planned = [(executor.wire, executor) for executor in map(self._executor, plans)]
         inside = [module for stage in self.stages if defers for _, module in stage.submodules()]
         self._statistics = BatchStatistics(inside)
         self.step = Step()
@@ -182,28 +183,18 @@ class Part(nn.Module):
         """The part's outputs for its inputs, both in order; the last micro-batch may run under another plan."""
         known = dict(zip(self._takes, values, strict=True))
         del values
-        if not torch.is_grad_enabled():
-            wire = self._plainly.wire
-            made = self._plainly.run(packed([known[number] for number in wire.reads]), self._plain_steps)
-            known.update(zip(wire.writes, unpacked(made, len(wire.writes)), strict=True))
-            return [known[number] for number in self._gives]
-        executor = self._executors[-1 if last else 0]
-        made = executor(packed([known[number] for number in executor.wire.reads]))
-        # Behind a hand-over values have other numbers, but the same order.
-        order = executor.wire.writes
-        wanted = self._made if set(order) == set(self._made) else tuple(sorted(order))
-        by_number = dict(zip(order, unpacked(made, len(order)), strict=True))
-        known.update(zip(self._made, [by_number[number] for number in wanted], strict=True))
+        wire, run = self._planned[-1 if last else 0] if torch.is_grad_enabled() else self._plainly
+        made = run(packed([known[number] for number in wire.reads]))
+        known.update(zip(wire.writes, unpacked(made, len(wire.writes)), strict=True))
         return [known[number] for number in self._gives]
 
     def _executor(self, plan: StagePlan) -> Executor:
-        stages, states, wanted = self._running, self._states, self._made
+        stages, states = self._running, self._states
         if plan.chain.names[-1] == END:
-            free = 1 + max(number for stage in stages for number in (*stage.reads, *stage.writes))
-            wanted = tuple(range(free, free + len(self._made)))
-            end = Stage(END, (nn.Identity(),), Wiring.of([Wire(self._made, wanted)], wanted))
+            handed_on = Wire(self._made, self._made)
+            end = Stage(END, (nn.Identity(),), Wiring(handed_on, (handed_on,), ((),)))
             stages, states = (*stages, end), (*states, SegmentState())
-        return Executor(stages, plan.chain, plan.schedule, states, wanted=wanted)
+        return Executor(stages, plan.chain, plan.schedule, states, wanted=self._made)
 
 
 class MicroBatchStage(PipelineStage):
@@ -295,12 +286,12 @@ class MicroBatchStage(PipelineStage):
         """Operations that send the gradients of a forward's inputs."""
         if self.is_first or not self.has_backward:
             return []
-        return self._sending(self.input_gradients(bwd_chunk_id), self.stage_index - 1)
+        return self._sending(self.get_local_bwd_output(bwd_chunk_id), self.stage_index - 1)
 
-    def input_gradients(self, micro_batch: int) -> Gradients:
+    def get_local_bwd_output(self, mb_index: int) -> Gradients:
         """Gradients of a forward's inputs, once its backward is done; None for inputs without one."""
-        found = self._input_gradients.pop(micro_batch)
-        metas = self._takes[micro_batch].metas
+        found = self._input_gradients.pop(mb_index)
+        metas = self._takes[mb_index].metas
         return tuple(
             meta.buffer(self.device).zero_() if meta.requires_grad and gradient is None else gradient
             for meta, gradient in zip(metas, found, strict=True)
@@ -311,10 +302,6 @@ class MicroBatchStage(PipelineStage):
     def set_local_fwd_input(self, prev_stage_outputs: Tensors, mb_index: int) -> None:
         """Take the outputs of the stage before, on the same device."""
         self.inputs[mb_index] = tuple(tensor.detach() for tensor in prev_stage_outputs)
-
-    def get_local_bwd_output(self, mb_index: int) -> Gradients:
-        """Gradients for the stage before, on the same device."""
-        return self.input_gradients(mb_index)
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Gradients, mb_index: int) -> None:
         """Take the gradients of a forward's outputs, from the stage behind or, for the last one, from user code."""
