@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_rotor.pipeline.micro_batches import sizes_of, split
-from lightning_rotor.pipeline.partition import PipelineDevice
 from lightning_rotor.pipeline.pipelined import pipelined
 from lightning_rotor.pipeline.placement import PipelineProcesses
 from lightning_rotor.pipeline.schedule import PipelineScheduleName
@@ -88,7 +87,7 @@ def _built(name: PipelineScheduleName, m: int) -> PipelinedModule:
     model, per_device = _model(), 2 if name == "interleaved" else 1
     options = PipelineOptions(m, name, "never", "auto", per_device)
     made = pipelined(
-        model, model, ((torch.randn(_ROWS, _WIDTH),), {}), options=options, devices=[PipelineDevice()] * _WORLD,
+        model, model, ((torch.randn(_ROWS, _WIDTH),), {}), options=options,
         state_bytes=lambda stages: [0] * len(stages), processes=PipelineProcesses(torch.device("cpu")),
     )  # fmt: skip
     made.placement.give_up()

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_rotor.pipeline.micro_batches import join, rows_in, sizes_of, split
-from lightning_rotor.pipeline.partition import PartitionError, PipelineDevice
+from lightning_rotor.pipeline.partition import PartitionError
 from lightning_rotor.pipeline.pipelined import Pipeline, pipelined
 from lightning_rotor.pipeline.placement import PipelineProcesses
 from lightning_rotor.pipeline.schedule import PipelineError
@@ -31,7 +31,7 @@ def group() -> Iterator[Processes]:
         yield made
 
 
-def build(kind: str, world: int, options: PipelineOptions, memory_bytes: int | None = None) -> Any:
+def build(kind: str, options: PipelineOptions, memory_bytes: int | None = None) -> Any:
     model, x, target = model_of(kind)
     call = split(((x,), {}), sizes_of(ROWS, options.micro_batches))[0]
     made = pipelined(
@@ -39,7 +39,7 @@ def build(kind: str, world: int, options: PipelineOptions, memory_bytes: int | N
         model,
         call,
         options=options,
-        devices=[PipelineDevice(memory_bytes)] * world,
+        memory_bytes=memory_bytes,
         state_bytes=lambda stages: [0] * len(stages),
         processes=PipelineProcesses(torch.device("cpu")),
     )
@@ -59,9 +59,9 @@ def step(made: PipelinedModule, x: torch.Tensor, target: torch.Tensor, seed: int
     return losses
 
 
-def ten_steps(rank: int, kind: str, world: int, options: PipelineOptions) -> dict[str, float]:
+def ten_steps(rank: int, kind: str, options: PipelineOptions) -> dict[str, float]:
     """How far losses and gradients of ten steps, and what they end in, are from those of one process."""
-    model, x, target, made = build(kind, world, options)
+    model, x, target, made = build(kind, options)
     other = model_of(kind)[0]
     made.placement.give_up()
     optimizers = [torch.optim.AdamW(each.parameters(), 1e-2) for each in (model, other)]
@@ -109,7 +109,7 @@ CASES = [
 def test_ten_steps_equal_those_of_one_process(
     group: Processes, world: int, kind: str, options: PipelineOptions
 ) -> None:
-    for worst in good(group.run(world, ten_steps, kind, world, options)):
+    for worst in good(group.run(world, ten_steps, kind, options)):
         assert max(worst.values()) <= 1e-6, worst
 
 
@@ -224,7 +224,7 @@ def levels(
         model,
         calls[0],
         options=options,
-        devices=list(map(PipelineDevice, memory_bytes)),
+        memory_bytes=memory_bytes[rank],
         state_bytes=lambda stages: [0] * len(stages),
         processes=PipelineProcesses(torch.device("cpu")),
     )
@@ -325,7 +325,6 @@ def counted(rank: int, options: PipelineOptions) -> list[int]:
         model,
         calls[0],
         options=options,
-        devices=[PipelineDevice()] * 2,
         state_bytes=lambda stages: [0] * len(stages),
         processes=PipelineProcesses(torch.device("cpu")),
     )
@@ -353,7 +352,6 @@ def deferred(rank: int, momentum: float | None, recompute: str) -> float:
         model,
         split(((batches[0],), {}), sizes_of(10, 4))[0],
         options=PipelineOptions(4, "1f1b", recompute, deferred_batch_norm=True),
-        devices=[PipelineDevice()] * 2,
         state_bytes=lambda stages: [0] * len(stages),
         processes=PipelineProcesses(torch.device("cpu")),
     )
@@ -378,9 +376,9 @@ def test_deferred_statistics_are_those_of_whole_batches(
 # -------------------------------------------------------------------------------------------------- evaluation, errors
 
 
-def evaluated(rank: int, kind: str, world: int, balance: Any) -> float:
+def evaluated(rank: int, kind: str, balance: Any) -> float:
     """How far the output in evaluation is from that of one process."""
-    model, x, _, made = build(kind, world, PipelineOptions(4, "1f1b", "always", balance))
+    model, x, _, made = build(kind, PipelineOptions(4, "1f1b", "always", balance))
     other = model_of(kind)[0].eval()
     made.placement.give_up()
     model.eval()
@@ -393,7 +391,7 @@ def evaluated(rank: int, kind: str, world: int, balance: Any) -> float:
 )
 def test_evaluation_goes_the_way_of_the_models_code(group: Processes, kind: str, world: int, balance: Any) -> None:
     """Also where a pipeline stage has no weights."""
-    assert max(good(group.run(world, evaluated, kind, world, balance))) <= 1e-6
+    assert max(good(group.run(world, evaluated, kind, balance))) <= 1e-6
 
 
 def broken(rank: int, what: str) -> None:
@@ -417,7 +415,7 @@ def broken(rank: int, what: str) -> None:
         model,
         call,
         options=options,
-        devices=[PipelineDevice(memory_bytes)] * 3,
+        memory_bytes=memory_bytes,
         state_bytes=lambda stages: [0] * len(stages),
         processes=PipelineProcesses(torch.device("cpu")),
     )

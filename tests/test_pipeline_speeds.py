@@ -10,7 +10,6 @@ import torch
 from pipelines import Processes, good, processes
 from torch import nn
 
-from lightning_rotor.pipeline.partition import PipelineDevice
 from lightning_rotor.pipeline.pipelined import pipelined, speeds_beside_first
 from lightning_rotor.pipeline.placement import PipelineProcesses
 from lightning_rotor.pipeline.step import PipelineOptions
@@ -42,7 +41,6 @@ def cut(rank: int, seconds: tuple[float, ...]) -> tuple[tuple[int, ...], list[fl
         model,
         ((torch.randn(2, 4),), {}),
         options=PipelineOptions(8, "1f1b"),
-        devices=[PipelineDevice()] * len(seconds),
         state_bytes=lambda stages: [0] * len(stages),
         processes=PipelineProcesses(torch.device("cpu")),
     )

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.parsing import lightning_hasattr, lightning_setattr
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from rich.console import Console
 from torch import nn
 
-from lightning_rotor.callbacks.trainer_loop import TrainerLoop
+from lightning_rotor.callbacks.trainer_loop import TrainerLoop, first_call
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import ModelError, RotorError
-from lightning_rotor.execution.options import kept_attributes, lent_buffers, undisturbed
+from lightning_rotor.execution.options import kept_attributes, undisturbed
 from lightning_rotor.memory.budget import Budget
 from lightning_rotor.planned.batch_sizes import BatchSizeAdvice, advice_from, measured_costs
 from lightning_rotor.planned.target import TargetSearch, named_target
@@ -76,12 +73,7 @@ class RotorBatchSizeAdvice(pl.Callback):
         self._batch_arg_name = batch_arg_name
         self._batch_sizes = batch_sizes
         self._show_table = show_table
-        self._advice: BatchSizeAdvice | None = None
-
-    @property
-    def advice(self) -> BatchSizeAdvice | None:
-        """What was found when training started."""
-        return self._advice
+        self.advice: BatchSizeAdvice | None = None  # what was found when training started
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Measure with the first batch of the training dataloader, and predict."""
@@ -96,21 +88,19 @@ class RotorBatchSizeAdvice(pl.Callback):
         loader: Any = trainer.train_dataloader
         with undisturbed(pl_module.device):  # an iterator of a dataloader draws its seed
             batch = trainer.strategy.batch_to_device(next(iter(loader)))
-        self._advice = _least(trainer, self._outcome(trainer, pl_module, batch))
+        outcome: BatchSizeAdvice | RotorError
+        try:
+            outcome = self._advise(trainer, pl_module, batch)
+        except RotorError as error:  # whoever ends alone leaves others waiting
+            outcome = error
+        self.advice = _least(trainer, outcome)
         if self._show_table and trainer.is_global_zero:
-            Console().print(self._advice)
-        best = self._advice.best
-        _log.info("best batch size within %s: %d", format_bytes(self._advice.limit_bytes), best.batch_size)
+            Console().print(self.advice)
+        best = self.advice.best
+        _log.info("best batch size within %s: %d", format_bytes(self.advice.limit_bytes), best.batch_size)
         if self._set_batch_size:
             lightning_setattr(pl_module, self._batch_arg_name, best.batch_size)
             reset_loaders(trainer)
-
-    def _outcome(self, trainer: pl.Trainer, model: pl.LightningModule, batch: Any) -> BatchSizeAdvice | RotorError:
-        """The advice, or why there is none: whoever ends alone leaves others waiting."""
-        try:
-            return self._advise(trainer, model, batch)
-        except RotorError as error:
-            return error
 
     def _advise(self, trainer: pl.Trainer, model: pl.LightningModule, batch: Any) -> BatchSizeAdvice:
         if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
@@ -120,7 +110,9 @@ class RotorBatchSizeAdvice(pl.Callback):
             )
         loop = TrainerLoop(trainer, model)
         target = self._target(loop, batch)
-        with _as_in_training(trainer, model):
+        whole = Stage("", (model,))
+        with kept_attributes(whole, keep_parameters=False), trainer.precision_plugin.train_step_context():
+            model.train()
             costs, _ = measured_costs(target, _input_of(target, model, batch))
         tensors = tensors_in(batch)
         limit_bytes = loop.least(loop.limit_bytes(self._limit, tensors))
@@ -158,47 +150,17 @@ def _least(trainer: pl.Trainer, outcome: BatchSizeAdvice | RotorError) -> BatchS
     return min(advices, key=lambda advice: advice.best.batch_size)
 
 
-@contextmanager
-def _as_in_training(trainer: pl.Trainer, model: pl.LightningModule) -> Iterator[None]:
-    """Modes and precision of a training step."""
-    modes = {module: module.training for module in model.modules()}
-    model.train()
-    try:
-        with trainer.precision_plugin.train_step_context():
-            yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-
-
-class _ReachedError(Exception):
-    """Ends a step where it calls the target."""
-
-    def __init__(self, arguments: tuple[Any, ...]) -> None:
-        self.arguments = arguments
-
-
 def _input_of(target: nn.Module, model: pl.LightningModule, batch: Any) -> tuple[Any, ...]:
-    """What ``training_step`` hands to a module: it runs up to there, and leaves generators and buffers as they were."""
-
-    def reached(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
-        if kwargs:
-            raise ModelError(
-                f"{type(target).__name__} is called with keyword arguments ({', '.join(kwargs)}): expected "
-                "positional ones alone"
-            )
-        raise _ReachedError(args)
-
-    needs_index = is_param_in_hook_signature(model.training_step, "batch_idx", min_args=2)
-    handle = target.register_forward_pre_hook(reached, prepend=True, with_kwargs=True)
-    try:
-        whole = Stage("", (model,))
-        with undisturbed(model.device), kept_attributes(whole), lent_buffers(whole):
-            model.training_step(*((batch, 0) if needs_index else (batch,)))
-    except _ReachedError as found:
-        return found.arguments
-    finally:
-        handle.remove()
-    raise ModelError(
-        f"training_step does not call the {type(target).__name__} that was to be planned: name another with module="
-    )
+    """What ``training_step`` hands to a module."""
+    found = first_call(model, target, batch)
+    if found is None:
+        raise ModelError(
+            f"training_step does not call the {type(target).__name__} that was to be planned: name another with module="
+        )
+    (args, kwargs), _ = found
+    if kwargs:
+        raise ModelError(
+            f"{type(target).__name__} is called with keyword arguments ({', '.join(kwargs)}): expected positional ones "
+            "alone"
+        )
+    return args

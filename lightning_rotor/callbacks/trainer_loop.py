@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import MethodType
-from typing import Any
+from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 import torch
@@ -21,13 +21,16 @@ from typing_extensions import Self, override
 
 from lightning_rotor.capture.recorder import require_unrecorded
 from lightning_rotor.errors import ProfilingError, RotorWarning
+from lightning_rotor.execution.options import kept_attributes, lent_buffers, undisturbed
 from lightning_rotor.execution.recomputation import is_recomputing
+from lightning_rotor.pipeline.run_context import Call, RunContext
 from lightning_rotor.planned.loop import TrainingLoop
 from lightning_rotor.planned.ranks import Agreement, JointPlans, PublishedPlans, communicates
 from lightning_rotor.planned.target import StepCompute, measure_compute
 from lightning_rotor.private import lightning_names as private
 from lightning_rotor.private.lightning_names import is_compiled
 from lightning_rotor.private.torch_names import outside_of_graphs, store_of_processes
+from lightning_rotor.stages.sequential import Stage
 
 # ----------------------------------------------------------------------------------------------------
 # A ``training_step`` that leaves nothing behind: run on a copy without values, and cut off from the Trainer.
@@ -67,15 +70,21 @@ def _isolate(module: pl.LightningModule, trainer: _TrainerStandIn) -> None:
     if is_compiled(module):  # Lightning has put compiled methods of the original in the place of the copy's
         for name in ("forward", "training_step", "validation_step", "test_step", "predict_step"):
             module.__dict__.pop(name, None)
-    silence = Silence()
-    names = ("log", "log_dict", "print", "manual_backward", "toggle_optimizer", "untoggle_optimizer", "clip_gradients")
-    module.__dict__.update(dict.fromkeys(names, silence))
     module.__dict__.update(
+        silenced(trainer.optimizers, trainer.lr_scheduler_configs),
         _trainer=trainer,
-        optimizers=lambda *_, **__: _one_or_all(trainer.optimizers),
-        lr_schedulers=lambda: _one_or_all(trainer.lr_scheduler_configs) or None,
         all_gather=lambda data, *_, **__: data,
     )
+
+
+def silenced(optimizers: list[Any], schedulers: list[Any]) -> dict[str, Any]:
+    """Methods of a LightningModule that do nothing; those that return something give what is there."""
+    names = ("log", "log_dict", "print", "manual_backward", "toggle_optimizer", "untoggle_optimizer", "clip_gradients")
+    return {
+        **dict.fromkeys(names, Silence()),
+        "optimizers": lambda *_, **__: _one_or_all(optimizers),
+        "lr_schedulers": lambda: _one_or_all(schedulers) or None,
+    }
 
 
 def _one_or_all(values: list[Any]) -> Any:
@@ -124,6 +133,39 @@ def _harmless(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _harmless(item) for key, item in value.items()}
     return Silence()
+
+
+class _ReachedError(BaseException):
+    """Ends a step where it calls a module. A user's ``except Exception`` does not stop it."""
+
+
+def first_call(
+    model: pl.LightningModule, module: nn.Module, batch: Any, *, step: str = "training_step", optimizers: int = 1
+) -> tuple[Call, RunContext] | None:
+    """Arguments of a step's first call of a module, and the settings around it; None if it never calls it.
+
+    The step runs up to there and leaves nothing behind; its optimizers, so many, accept everything.
+    """
+    run, found = getattr(model, step), list[tuple[Call, RunContext]]()
+    arguments, silence = [batch], Silence()
+    for number, name in enumerate(("batch_idx", "dataloader_idx"), 2):
+        if is_param_in_hook_signature(run, name, min_args=number):
+            arguments.append(0)
+
+    @outside_of_graphs
+    def reached(*args: Any, **kwargs: Any) -> NoReturn:
+        found.append(((args, kwargs), RunContext()))
+        raise _ReachedError
+
+    learning = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    whole = Stage("", (model,))
+    with suppress(_ReachedError), undisturbed(model.device), kept_attributes(whole), lent_buffers(whole):
+        model.__dict__.update(silenced([silence] * optimizers, [silence]))
+        module.__dict__["forward"] = reached
+        run(*arguments)
+    for parameter, learns in learning:
+        parameter.requires_grad_(learns)
+    return found[0] if found else None
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -22,22 +21,23 @@ from torch import nn
 from lightning_rotor.capture.cuts import GraphCut, SequentialCut, cut_graph, sequentialize
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import ModelError, RotorError, SampleError
+from lightning_rotor.execution.options import kept_attributes
 from lightning_rotor.memory.devices import resolve_limit
-from lightning_rotor.memory.held import storage_bytes
 from lightning_rotor.pipeline.micro_batches import join, rows_in, sizes_of, split
 from lightning_rotor.pipeline.partition import Partition, PipelineDevice, partition
 from lightning_rotor.pipeline.partition.balance import counted_in_stages, least_largest, stage_bytes, stage_seconds
 from lightning_rotor.pipeline.placement import (
     PipelineProcesses,
     Placement,
+    bytes_around,
     first,
     gathered,
-    outside,
+    kept_bytes,
     share_generators,
     share_model,
     tensors_of,
 )
-from lightning_rotor.pipeline.run_context import Call
+from lightning_rotor.pipeline.run_context import Call, call_with
 from lightning_rotor.pipeline.runner import Cut, PipelineRunner
 from lightning_rotor.pipeline.schedule import PipelineError
 from lightning_rotor.pipeline.stage_runner import Part
@@ -64,15 +64,16 @@ def pipelined(
     call: Call,
     *,
     options: PipelineOptions,
-    devices: Sequence[PipelineDevice],
+    memory_bytes: int | None = None,
     state_bytes: Callable[[Sequence[Stage]], Sequence[int]],
     processes: PipelineProcesses,
 ) -> PipelinedModule:
     """Cut a module into pipeline stages; every process of the pipeline does it at once, with the whole model.
 
-    ``call`` is a micro-batch's, under settings as in training; ``state_bytes`` says by stage what training keeps beside
-    gradients; how fast the ``devices`` are is measured. Raises on every process a PipelineError, a PartitionError with
-    the memory that would do, or a ModelError if the module is no chain.
+    ``call`` is a micro-batch's, under settings as in training; ``memory_bytes`` is what the stages may take of this
+    process's device, whose speed is measured; ``state_bytes`` says by stage what training keeps beside gradients.
+    Raises on every process a PipelineError, a PartitionError with the memory that would do, or a ModelError if the
+    module is no chain.
     """
     if not tensors_in(call):
         raise PipelineError(
@@ -86,7 +87,7 @@ def pipelined(
     chain = _agreed(profile.chain, processes)
     if not isinstance(options.balance, str) and isinstance(training, SequentialCut):
         options = replace(options, balance=counted_in_stages(options.balance, chain.names, list(module._modules)))
-    made = _partition(profile, chain, options, devices, state_bytes(profile.stages), processes)
+    made = _partition(profile, chain, options, memory_bytes, state_bytes(profile.stages), processes)
     pieces = [profile.stages[choice.first : choice.last + 1] for choice in made.choices]
     _require_apart(pieces)
     placement = Placement(model, pieces, processes)
@@ -106,7 +107,7 @@ def pipelined(
         parts = [Part(number, cut.stages, runs[number]) for number in mine]
         evaluation = PipelineRunner(module, cut, parts, made, processes)
     _log.info("%s: %s", type(module).__name__, made.summary())
-    whole = PipelinedModule(module, placement, runner, evaluation)
+    whole = PipelinedModule(model, module, placement, runner, evaluation)
     runner.check(call)
     return whole
 
@@ -155,21 +156,23 @@ def _partition(
     profile: Profile,
     chain: Chain,
     options: PipelineOptions,
-    devices: Sequence[PipelineDevice],
+    memory_bytes: int | None,
     state_bytes: Sequence[int],
     processes: PipelineProcesses,
 ) -> Partition:
     """The first process's partition, or its error on every process."""
     mine = [stage.keep.seconds for stage in profile.chain]
-    if processes.replicas is not None:  # the slowest counts, since all wait for it
+    if processes.replicas is not None:  # the slowest and the smallest count, since all wait for them
         mine = [max(each) for each in zip(*gathered(mine, processes.replicas), strict=True)]
+        memory_bytes = None if memory_bytes is None else min(gathered(memory_bytes, processes.replicas))
     speeds = speeds_beside_first(gathered(mine, processes.group))
+    memory = [None if each is None else max(each, 0) for each in gathered(memory_bytes, processes.group)]
     answer: Partition | RotorError | None = None
     if processes.rank == 0:
         try:
             answer = partition(
                 chain,
-                [replace(each, speed=speed) for each, speed in zip(devices, speeds, strict=True)],
+                list(map(PipelineDevice, memory, speeds)),
                 micro_batches=options.micro_batches,
                 balance=options.balance,
                 schedule=options.schedule,
@@ -221,17 +224,13 @@ def _middle_ratio(seconds: Sequence[float], first: Sequence[float]) -> float:
 def _evaluation_cut(module: nn.Module, call: Call) -> Cut:
     """Stages in evaluation, cut in a mode that is set back; what layers before make requires no gradients then."""
     args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.detach, call)
-    modes = [(each, each.training) for each in module.modules()]
-    module.eval()
-    try:
-        with torch.no_grad():
+    with kept_attributes(Stage("", (module,)), keep_parameters=False), torch.no_grad():
+        module.eval()
+        try:
             return cut_for_rows(module, args, kwargs)
-    except ModelError as error:
-        name = type(module).__name__
-        raise PipelineError(f"{name} can be cut in training, but not in evaluation: {error}") from None
-    finally:
-        for each, mode in modes:
-            each.training = mode
+        except ModelError as error:
+            name = type(module).__name__
+            raise PipelineError(f"{name} can be cut in training, but not in evaluation: {error}") from None
 
 
 def _shared_out(
@@ -315,29 +314,20 @@ class Pipeline:
         processes, chosen, limit = PipelineProcesses(device), PipelineOptions(**options), parse_limit(mem_limit)
         share_model(self._model)
         share_generators(processes)
-        call = ((), sample) if isinstance(sample, dict) else (sample if isinstance(sample, tuple) else (sample,), {})
-        outside_tensors = outside(self._model, module)
-
-        def kept_bytes(tensors: Sequence[torch.Tensor]) -> int:
-            learning = storage_bytes(tensor for tensor in tensors if tensor.requires_grad)
-            return storage_bytes(tensors) + round(optimizer_scale * learning)
-
-        memory_bytes = None
+        call, memory_bytes = call_with(sample), None
         if limit is not None:
-            gradients = storage_bytes(tensor for tensor in outside_tensors if tensor.requires_grad)
-            taken = kept_bytes(outside_tensors) + gradients + storage_bytes(tensors_in(call))
-            memory_bytes = max(resolve_limit(limit, device) - taken, 0)
+            around = bytes_around(self._model, module, call, optimizer_scale)
+            memory_bytes = resolve_limit(limit, device) - around
         self._cut = pipelined(
             self._model,
             module,
             split(call, sizes_of(rows_in(call), chosen.micro_batches))[0],
             options=chosen,
-            devices=[PipelineDevice(each) for each in gathered(memory_bytes)],
-            state_bytes=lambda stages: [kept_bytes(tensors_of(stage)) for stage in stages],
+            memory_bytes=memory_bytes,
+            state_bytes=lambda stages: [kept_bytes(tensors_of(stage), optimizer_scale) for stage in stages],
             processes=processes,
         )
         self.partition, self._cut.caller = self._cut.partition, "the function given to Pipeline.step"
-        self._learns_outside = any(tensor.requires_grad for tensor in outside_tensors)
         self._cut.start()
 
     def parameters(self) -> list[nn.Parameter]:
@@ -356,20 +346,9 @@ class Pipeline:
         Raises:
             PipelineError: ``run`` does not return a loss, or does not call the module once.
         """
-        batch = first(batch)
-        rows = rows_in(batch)
-        sizes = self._cut.sizes(rows)
-        weights = [size / rows for size in sizes]
         self._steps += 1
-        losses = self._cut.train(
-            [partial(run, *part) for part in split(batch, sizes)],
-            _require_loss,
-            weights=weights,
-            number=self._steps - 1,
-            outside_learns=self._learns_outside,
-        )
-        weighted = [loss.detach() * weight for loss, weight in zip(losses, weights, strict=True)]
-        return torch.stack(weighted).sum()
+        batch = first(batch)
+        return self._cut.train(lambda part: run(*part), batch, _require_loss, number=self._steps - 1)[1]
 
     def clip_by_norm(self, limit: float) -> torch.Tensor:
         """Clip gradients by the norm that they have over all processes, and return that norm."""

@@ -17,8 +17,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parameter import is_lazy
 
+from lightning_rotor.memory.held import storage_bytes
 from lightning_rotor.pipeline.schedule import PipelineError
-from lightning_rotor.private.values import tree_map_only
+from lightning_rotor.private.values import tensors_in, tree_map_only
 from lightning_rotor.stages.sequential import Stage
 from lightning_rotor.stages.state import GeneratorStates
 
@@ -271,3 +272,16 @@ def outside(model: nn.Module, module: nn.Module) -> list[torch.Tensor]:
     """Parameters and buffers of the model that are not the module's."""
     inside = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     return [tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in inside]
+
+
+def kept_bytes(tensors: Sequence[torch.Tensor], optimizer_scale: float) -> int:
+    """Bytes of parameters and buffers, and of optimizer state, so many for each byte that learns."""
+    learning = storage_bytes(tensor for tensor in tensors if tensor.requires_grad)
+    return storage_bytes(tensors) + round(optimizer_scale * learning)
+
+
+def bytes_around(model: nn.Module, module: nn.Module, batch: Any, optimizer_scale: float) -> int:
+    """Bytes that a process holds besides the stages of a module: what is outside, its gradients, and the batch."""
+    around = outside(model, module)
+    gradients = storage_bytes(tensor for tensor in around if tensor.requires_grad)
+    return kept_bytes(around, optimizer_scale) + gradients + storage_bytes(tensors_in(batch))

@@ -34,6 +34,15 @@ from lightning_rotor.stages.state import GeneratorStates, Settings, seeded
 
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of a call."""
+
+
+def call_with(sample: Any) -> Call:
+    """A call with a sample: a tuple for several arguments, a dict for keywords."""
+    if isinstance(sample, dict):
+        return (), sample
+    return sample if isinstance(sample, tuple) else (sample,), {}
+
+
 OUTSIDE = -1
 """The place of what runs outside of the chain."""
 _KINDS = ("cpu", "cuda")
@@ -102,6 +111,14 @@ def _autocast(kind: str) -> tuple[bool, torch.dtype, bool]:
     return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
 
 
+def never_called(what: str) -> PipelineError:
+    """The error for user code that does not come to the module."""
+    return PipelineError(
+        f"{what} never called the module that is cut into pipeline stages: expected one call of it. Name the module "
+        'that it calls: RotorPipelineStrategy(module="...")'
+    )
+
+
 class _Abandoned(BaseException):
     """Unwinds code that will never go on. A user's ``except Exception`` does not stop it."""
 
@@ -116,14 +133,9 @@ current = _Current()
 
 
 class PausedCall:
-    """Code that calls the pipeline once and waits there, in a thread with random numbers and settings of its own.
+    """Code that calls the pipeline once and waits there, in a thread with random numbers and settings of its own."""
 
-    It may stand in the place of the module's ``forward``.
-    """
-
-    active = True
-
-    def __init__(self, run: Callable[[], Any], *, seed: int, device: torch.device, what: str = "training_step") -> None:
+    def __init__(self, run: Callable[[], Any], *, seed: int, device: torch.device, what: str) -> None:
         self._run, self._device, self._what = run, device, what
         with seeded(seed, host=False):
             self._generators = GeneratorStates(device, host=False)
@@ -142,10 +154,7 @@ class PausedCall:
         self._thread.start()
         self._turn()
         if self._arguments is None:
-            raise PipelineError(
-                f"{self._what} never called the module that is cut into pipeline stages: expected one call of it. Name "
-                'the module that it calls: RotorPipelineStrategy(module="...")'
-            )
+            raise never_called(self._what)
         return self._arguments
 
     def finish(self, answer: Any) -> Any:

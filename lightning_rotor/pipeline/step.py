@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, cycle
 from typing import Any, Literal
 
@@ -18,11 +19,11 @@ from torch import nn
 from lightning_rotor.pipeline.micro_batches import join, rows_in, sizes_of, split
 from lightning_rotor.pipeline.partition import RecomputeMode
 from lightning_rotor.pipeline.partition.problem import check_recompute
-from lightning_rotor.pipeline.placement import Placement, first
+from lightning_rotor.pipeline.placement import Placement, first, outside
 from lightning_rotor.pipeline.run_context import OUTSIDE, PausedCall, current, mixed
 from lightning_rotor.pipeline.runner import Inputs, OpenStep, PipelineRunner
 from lightning_rotor.pipeline.schedule import PipelineError, PipelineScheduleName, check_numbers
-from lightning_rotor.planned.forward import attach, detach
+from lightning_rotor.planned.forward import PlannedForward, attach, detach, inactive
 from lightning_rotor.private.values import tensors_in, tree_map_only
 from lightning_rotor.stages.state import seeded
 
@@ -52,20 +53,26 @@ class PipelinedModule:
     caller = "training_step"  # what messages call the user's code around it
 
     def __init__(
-        self, module: nn.Module, placement: Placement, runner: PipelineRunner, evaluation: PipelineRunner
+        self,
+        model: nn.Module,
+        module: nn.Module,
+        placement: Placement,
+        runner: PipelineRunner,
+        evaluation: PipelineRunner,
     ) -> None:
-        self.module, self.placement, self.runner, self._evaluation = module, placement, runner, evaluation
+        self._model, self.module, self.placement = model, module, placement
+        self.runner, self._evaluation = runner, evaluation
         self.partition, self.processes = runner.partition, runner.processes
         self._seed = first(torch.initial_seed(), self.processes.group)
         self._evaluations = 0
         self.manual_step: ManualStep | None = None  # the one that runs
 
     # A copy of a live module computes with its own weights, plainly.
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Inactive:
-        return _Inactive()
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlannedForward:
+        return inactive()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Inactive, ()
+        return inactive, ()
 
     def start(self) -> None:
         """Replace the module's forward, and keep this process's part of the weights."""
@@ -109,31 +116,34 @@ class PipelinedModule:
 
     def train(
         self,
-        runs: Sequence[Callable[[], Any]],
+        run: Callable[..., Any],
+        batch: Any,
         loss_of: Callable[[Any], torch.Tensor],
         *,
-        weights: Sequence[float],
         number: int,
-        outside_learns: bool,
+        scale: float = 1.0,
         on_turn: Callable[[int], None] = lambda number: None,
-    ) -> list[Any]:
-        """Run forward and backward of all micro-batches; returns the runs' results, adds gradients to existing ones.
+    ) -> tuple[list[Any], torch.Tensor]:
+        """Run forward and backward of all micro-batches; gradients of the scaled loss are added to existing ones.
 
-        Each of ``runs`` is user code that calls the module once; ``weights`` say how much its loss counts. Behind the
-        pipeline, every process has all outputs and runs the rest of that code, so results and gradients outside are the
-        same on all.
+        ``run`` is user code that takes a micro-batch and calls the module once. Behind the pipeline, every process has
+        all outputs and runs the rest of that code, so results and gradients outside are the same on all. Returns the
+        result of each micro-batch, and the loss of the batch: their mean by rows, not scaled.
         """
-        seed = self.seed(number)
+        rows = rows_in(batch)
+        sizes = self.sizes(rows)
+        outside_learns = any(tensor.requires_grad for tensor in outside(self._model, self.module))
+        seed, device = self.seed(number), self.processes.device
         calls = [
-            PausedCall(run, seed=mixed(mixed(seed, place), OUTSIDE), device=self.processes.device, what=self.caller)
-            for place, run in enumerate(runs)
+            PausedCall(partial(run, part), seed=mixed(mixed(seed, place), OUTSIDE), device=device, what=self.caller)
+            for place, part in enumerate(split(batch, sizes))
         ]
         results: dict[int, Any] = {}
 
         def loss(output: Any, place: int) -> torch.Tensor:
             on_turn(place)
             results[place] = calls[place].finish(output)
-            return loss_of(results[place]) * weights[place]
+            return loss_of(results[place]) * (scale * sizes[place] / rows)
 
         try:
             given = []
@@ -157,7 +167,9 @@ class PipelinedModule:
             for call in calls:
                 call.abandon()
         _backward_of_inputs(inputs, gradients)
-        return [results[place] for place in range(len(runs))]
+        made = [results[place] for place in range(len(calls))]
+        losses = [loss_of(result).detach() * (size / rows) for result, size in zip(made, sizes, strict=True)]
+        return made, torch.stack(losses).sum()
 
     def train_by_hand(self, run: Callable[[], Any], number: int) -> Any:
         """Run user code that calls the module with whole batches, and :attr:`manual_step` for each backward."""
@@ -169,15 +181,6 @@ class PipelinedModule:
         finally:
             self.manual_step = None
             step.abandon()
-
-
-class _Inactive:
-    """Stands for the pipeline in a copied module."""
-
-    active = False
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return type(module).forward(module, *args, **kwargs)
 
 
 def _backward_of_inputs(inputs: Inputs, gradients: Sequence[Sequence[torch.Tensor | None]]) -> None:

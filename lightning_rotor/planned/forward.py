@@ -218,10 +218,10 @@ class PlannedForward:
         self._caches = KeyValueCaches(module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlannedForward:
-        return _inactive()
+        return inactive()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _inactive, ()
+        return inactive, ()
 
     # dynamo would flatten nested checkpoints into one
     @partial(outside_of_graphs, reason=_NO_GRAPH)
@@ -366,7 +366,8 @@ def _training_mode(root: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def _inactive() -> PlannedForward:
+def inactive() -> PlannedForward:
+    """What stands in a copied module: it runs the copy plainly."""
     planned = PlannedForward.__new__(PlannedForward)
     planned.active = False
     return planned

@@ -8,8 +8,7 @@ What a pipeline cannot train is refused before training, on every process: each 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,28 +19,22 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import nn
 
-from lightning_rotor.callbacks.trainer_loop import Silence, compute_of_training_step
+from lightning_rotor.callbacks.trainer_loop import compute_of_training_step, first_call
 from lightning_rotor.errors import ProfilingError
-from lightning_rotor.execution.options import kept_attributes, lent_buffers
+from lightning_rotor.execution.options import kept_attributes
 from lightning_rotor.memory.budget import process_limit_bytes
-from lightning_rotor.memory.held import block_bytes, predict_optimizer_state_bytes, storage_bytes
+from lightning_rotor.memory.held import predict_optimizer_state_bytes, storage_bytes
 from lightning_rotor.pipeline.micro_batches import rows_in, sizes_of, split
-from lightning_rotor.pipeline.partition import PipelineDevice
 from lightning_rotor.pipeline.pipelined import pipelined
-from lightning_rotor.pipeline.placement import PipelineProcesses, gathered, outside, tensors_of
-from lightning_rotor.pipeline.run_context import Call, PausedCall, RunContext
+from lightning_rotor.pipeline.placement import PipelineProcesses, bytes_around, kept_bytes, tensors_of
+from lightning_rotor.pipeline.run_context import Call, RunContext, call_with, never_called
 from lightning_rotor.pipeline.schedule import PipelineError, check_numbers
 from lightning_rotor.pipeline.step import PipelinedModule, PipelineOptions
-from lightning_rotor.planned.forward import attached
 from lightning_rotor.planned.target import Target, TargetSearch, named_target
 from lightning_rotor.private.lightning_names import before_batch_transfer, optimizers_of, take_loader
-from lightning_rotor.private.values import tensors_in
 from lightning_rotor.stages.sequential import Stage
 from lightning_rotor.stages.state import GeneratorStates
-from lightning_rotor.strategies.steps import MicroBatchLogs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,11 +121,6 @@ def check_calls(trainer: pl.Trainer, name: str, part: Any) -> None:
         )
 
 
-def _trained_bytes(tensors: Sequence[torch.Tensor]) -> int:
-    trained = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter) and tensor.requires_grad]
-    return sum(tensor.numel() * tensor.element_size() for tensor in trained)
-
-
 class PipelineBuilder:
     """Cuts a Trainer's model on all processes of a pipeline at once."""
 
@@ -154,33 +142,24 @@ class PipelineBuilder:
             target = named_target(model, last.name)
         optimizers = self._trial_optimizers() if fits else []
         optimizer_bytes = sum(predict_optimizer_state_bytes(each, self._device) for each in optimizers)
-        factor = optimizer_bytes / max(_trained_bytes(list(model.parameters())), 1)
+        factor = optimizer_bytes / max(storage_bytes(each for each in model.parameters() if each.requires_grad), 1)
         with self._precision.train_step_context():
             call, context = self._call_of(target, batch, len(optimizers))
         limit_bytes = None
         if fits:
-            around = outside(model, target.module)
-            given_bytes = storage_bytes(tensors_in(settings.sample if batch is None else batch))
-            outside_bytes = storage_bytes(around) + round((1 + factor) * _trained_bytes(around))
-            limit_bytes = self._limit_bytes() - outside_bytes - given_bytes
-        devices = self._devices(limit_bytes)
+            given = settings.sample if batch is None else batch
+            limit_bytes = self._limit_bytes() - bytes_around(model, target.module, given, factor)
         with context.restored():
             made = pipelined(
                 model,
                 target.module,
                 call,
-                options=settings.options(len(devices)),
-                devices=devices,
-                state_bytes=lambda stages: [self._stage_bytes(stage, factor) for stage in stages],
+                options=settings.options(self._processes.size),
+                memory_bytes=limit_bytes,
+                state_bytes=lambda stages: [kept_bytes(tensors_of(stage), factor) for stage in stages],
                 processes=self._processes,
             )
         return target, made
-
-    def _stage_bytes(self, stage: Stage, factor: float) -> int:
-        """Bytes of weights, buffers and optimizer state of a stage."""
-        tensors = tensors_of(stage)
-        weights = sum(block_bytes(tensor.numel() * tensor.element_size(), self._device) for tensor in tensors)
-        return weights + round(factor * _trained_bytes(tensors))
 
     def _first_batch(self) -> Any:
         """The first batch of the Trainer's task, as a step sees it; None if there is none."""
@@ -235,8 +214,7 @@ class PipelineBuilder:
         """Arguments of the module for the largest micro-batch, and the settings around the call."""
         micro_batches = self._settings.micro_batches
         if self._settings.sample is not None:
-            given = self._settings.sample
-            call = ((), given) if isinstance(given, dict) else (given if isinstance(given, tuple) else (given,), {})
+            call = call_with(self._settings.sample)
             sample = self._precision.convert_input(move_data_to_device(call, self._device))
             rows = rows_in(sample)
             self._settings.check_rows(rows, "sample")
@@ -245,7 +223,11 @@ class PipelineBuilder:
         part = split(batch, sizes_of(rows_in(batch), micro_batches))[0]
         if self._fits and self._model.automatic_optimization:
             check_calls(self._trainer, target.name, part)
-        return first_call(self._trainer, target.module, part, optimizers=optimizers, device=self._device)
+        step = _TASKS[self._trainer.state.fn][1]
+        called = first_call(self._model, target.module, part, step=step, optimizers=optimizers)
+        if called is None:
+            raise never_called(step)
+        return called
 
     def _limit_bytes(self) -> int:
         """Memory limit of this process's device."""
@@ -253,13 +235,6 @@ class PipelineBuilder:
         shared = self._settings.limit is None and self._device.type == "cpu"
         strategy: Any = self._trainer.strategy
         return limit_bytes // strategy.num_processes if shared else limit_bytes
-
-    def _devices(self, memory_bytes: int | None) -> list[PipelineDevice]:
-        """Devices in the order of the pipeline; of replicas, the one with least memory."""
-        if memory_bytes is not None and self._processes.replicas is not None:
-            memory_bytes = min(gathered(memory_bytes, self._processes.replicas))
-        found = gathered(None if memory_bytes is None else max(memory_bytes, 0), self._processes.group)
-        return [PipelineDevice(each) for each in found]
 
 
 _TASKS: dict[Any, tuple[str, str]] = {
@@ -269,40 +244,3 @@ _TASKS: dict[Any, tuple[str, str]] = {
     TrainerFn.PREDICTING: ("predict_loop", "predict_step"),
 }
 """The Trainer's loop and the user's step of each task."""
-
-
-def first_call(
-    trainer: pl.Trainer, module: nn.Module, part: Any, *, optimizers: int, device: torch.device
-) -> tuple[Call, RunContext]:
-    """Arguments of the user's step's first call of a module, and the settings around that call."""
-    model = trainer.lightning_module
-    _, name = _TASKS[trainer.state.fn]
-    run = getattr(model, name)
-    arguments = [part]
-    for number, other in enumerate(("batch_idx", "dataloader_idx"), 2):
-        if is_param_in_hook_signature(run, other, min_args=number):
-            arguments.append(0)
-    step = PausedCall(lambda: run(*arguments), seed=0, device=device, what=name)
-    logs = MicroBatchLogs(model, [rows_in(part)])
-    with _untouched(model, optimizers), attached(module, step), logs.caught():
-        try:
-            return step.start(), step.context
-        finally:
-            step.abandon()
-
-
-@contextmanager
-def _untouched(model: pl.LightningModule, optimizers: int) -> Iterator[None]:
-    """Context that restores attributes, buffers and what learns; optimizers do not exist yet, and accept everything."""
-    learning = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    silence: Any = Silence()
-    names = ("lr_schedulers", "manual_backward", "toggle_optimizer", "untoggle_optimizer", "clip_gradients")
-    stand_ins = dict.fromkeys(names, silence)
-    stand_ins["optimizers"] = lambda *_, **__: silence if optimizers == 1 else [silence] * optimizers
-    whole = Stage("", (model,))
-    with kept_attributes(whole), lent_buffers(whole):
-        if not model.automatic_optimization:
-            model.__dict__.update(stand_ins)
-        yield
-    for parameter, learns in learning:
-        parameter.requires_grad_(learns)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,8 +14,7 @@ from torch import nn
 from torchmetrics import Metric
 
 from lightning_rotor.execution.recomputation import is_recomputing
-from lightning_rotor.pipeline.micro_batches import join, rows_in, split
-from lightning_rotor.pipeline.placement import outside
+from lightning_rotor.pipeline.micro_batches import join, rows_in
 from lightning_rotor.pipeline.schedule import PipelineError
 from lightning_rotor.pipeline.stage_runner import ForwardContext
 from lightning_rotor.pipeline.step import PipelinedModule, gradients_apart
@@ -77,18 +75,17 @@ class PipelineSteps:
         waits = anew or self._replicas is not None
         apart = gradients_apart(self._parameters, replicas=self._replicas, keep=not anew) if waits else nullcontext()
         with logs.caught(), apart as add:
-            results = self.pipelined.train(
-                [partial(self._user_step, part, *rest) for part in split(batch, sizes)],
+            results, loss = self.pipelined.train(
+                lambda part: self._user_step(part, *rest),
+                batch,
                 loss_of,
-                weights=[scale * size / rows for size in sizes],
                 number=epoch.total_batch_idx,
-                outside_learns=any(each.requires_grad for each in outside(self._model, self.pipelined.module)),
+                scale=scale,
                 on_turn=logs.begin,
             )
         with self._context():  # Lightning makes what adds up an epoch in the default dtype
             logs.write()
-        losses = [loss_of(result).detach() * (size / rows) for result, size in zip(results, sizes, strict=True)]
-        return _together(results, sizes, _deferred(torch.stack(losses).sum(), scale, add))
+        return _together(results, sizes, _deferred(loss, scale, add))
 
 
 def _deferred(loss: torch.Tensor, scale: float, add: Callable[[], None] | None) -> torch.Tensor:
