@@ -32,96 +32,84 @@ from lightning_rotor.stages.snapshot import is_users
 # math.sqrt(batch)                 ─► a question: the size is 8
 
 
-class Size(int):
-    """A size that the recorded code has asked for."""
+class _Traced:
+    """A number of the recorded code with the node that computes it. Using it adds nodes or questions to the graph."""
 
     notebook: GraphWriter
     node: fx.Node
 
-    @classmethod
-    def of(cls, number: int, node: fx.Node, notebook: GraphWriter) -> Size:
-        """The number as a size that a node computes."""
-        self = cls(number)
-        self.node, self.notebook = node, notebook
-        return self
-
     def pin(self) -> None:
-        """Hold for this very size alone, as its further use is not recorded."""
+        """Hold for this very number alone, as its further use is not recorded."""
         if self.notebook.listens:
-            self.notebook.ask(operator.eq, self, int.__int__(self), True)
-
-    def __hash__(self) -> int:
-        self.pin()
-        return int.__hash__(self)
-
-    def __int__(self) -> int:
-        self.pin()
-        return int.__int__(self)
-
-    def __float__(self) -> float:
-        self.pin()
-        return int.__float__(self)
+            self.notebook.ask(operator.eq, self, plain(self), True)
 
     def __bool__(self) -> bool:
-        return bool(self != 0)
+        return bool(operator.ne(self, 0))
 
-    def __neg__(self) -> Any:
-        return self.notebook.compute(operator.neg, self)
+
+def _computed(function: Callable[..., Any], *, swapped: bool = False) -> Callable[..., Any]:
+    def operate(self: _Traced, *others: Any) -> Any:
+        if not all(isinstance(other, (int, float, complex)) for other in others):
+            return NotImplemented
+        return self.notebook.compute(function, *((*others, self) if swapped else (self, *others)))
+
+    return operate
+
+
+def _asked(function: Callable[..., Any]) -> Callable[..., Any]:
+    def compare(self: _Traced, other: Any) -> Any:
+        if not isinstance(other, (int, float)):
+            return NotImplemented
+        answer = function(plain(self), plain(other))
+        if self.notebook.listens:
+            self.notebook.ask(function, self, other, answer)
+        return answer
+
+    return compare
+
+
+def _pinned(name: str) -> Callable[..., Any]:
+    def read(self: _Traced, *others: Any) -> Any:
+        self.pin()
+        return getattr(plain(self), name)(*others)
+
+    return read
+
+
+for _name in ("add", "sub", "mul", "floordiv", "mod", "truediv", "pow"):
+    setattr(_Traced, f"__{_name}__", _computed(getattr(operator, _name)))
+    setattr(_Traced, f"__r{_name}__", _computed(getattr(operator, _name), swapped=True))
+for _name in ("neg", "pos", "abs"):
+    setattr(_Traced, f"__{_name}__", _computed(getattr(operator, _name)))
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(_Traced, f"__{_name}__", _asked(getattr(operator, _name)))
+for _name in ("float", "int", "hash", "round", "floor", "ceil", "trunc"):
+    setattr(_Traced, f"__{_name}__", _pinned(f"__{_name}__"))
+
+
+class Size(_Traced, int):
+    """A size that the recorded code has asked for."""
+
+    def __new__(cls, number: int, node: fx.Node, notebook: GraphWriter) -> Size:
+        """The number as a size that a node computes."""
+        self = int.__new__(cls, number)
+        self.node, self.notebook = node, notebook
+        return self
 
     def __reduce__(self) -> Any:
         return int, (int.__int__(self),)
 
 
-def _arithmetic(name: str, *, swapped: bool = False) -> Callable[..., Any]:
-    function = getattr(operator, name)
-
-    def operate(self: Size, other: Any) -> Any:
-        if not isinstance(other, int):
-            if isinstance(other, (float, complex)):
-                self.pin()
-            return getattr(int, f"__{'r' * swapped}{name}__")(self, other)
-        return self.notebook.compute(function, *((other, self) if swapped else (self, other)))
-
-    return operate
-
-
-def _comparison(name: str) -> Callable[..., Any]:
-    function, compare = getattr(operator, name), getattr(int, f"__{name}__")
-
-    def answer(self: Size, other: Any) -> Any:
-        if isinstance(other, float):
-            self.pin()
-        found = compare(self, other)
-        if found is not NotImplemented and self.notebook.listens:
-            self.notebook.ask(function, self, other, found)
-        return found
-
-    return answer
-
-
-for _name in ("add", "sub", "mul", "floordiv", "mod", "truediv", "pow"):
-    setattr(Size, f"__{_name}__", _arithmetic(_name))
-    setattr(Size, f"__r{_name}__", _arithmetic(_name, swapped=True))
-for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
-    setattr(Size, f"__{_name}__", _comparison(_name))
-
-
-class Number:
+class Number(_Traced):
     """A module's number, which may differ from call to call, or what was computed of it. It passes for an int or float.
 
     It is none, so that C code which wants one has to ask for it.
     """
 
-    __slots__ = ("node", "notebook", "value")
     __class__ = property(lambda self: type(self.value))
 
     def __init__(self, value: float, node: fx.Node, notebook: GraphWriter) -> None:
         self.value, self.node, self.notebook = value, node, notebook
-
-    def pin(self) -> None:
-        """Hold for this very number alone, as its further use is not recorded."""
-        if self.notebook.listens:
-            self.notebook.ask(operator.eq, self, self.value, True)
 
     @classmethod
     def __torch_function__(cls, *_: Any) -> Any:
@@ -132,43 +120,7 @@ class Number:
         return getattr(self.value, name)
 
 
-def _computed(function: Callable[..., Any], *, swapped: bool = False) -> Callable[..., Any]:
-    def operate(self: Number, *others: Any) -> Any:
-        if not all(isinstance(other, (int, float)) for other in others):
-            return NotImplemented
-        return self.notebook.compute(function, *((*others, self) if swapped else (self, *others)))
-
-    return operate
-
-
-def _asked(function: Callable[..., Any]) -> Callable[..., Any]:
-    def compare(self: Number, other: Any) -> Any:
-        if not isinstance(other, (int, float)):
-            return NotImplemented
-        answer = function(self.value, plain(other))
-        if self.notebook.listens:
-            self.notebook.ask(function, self, other, answer)
-        return answer
-
-    return compare
-
-
-def _pinned(name: str) -> Callable[..., Any]:
-    def ask(self: Number, *others: Any) -> Any:
-        self.pin()
-        return getattr(self.value, name)(*others)
-
-    return ask
-
-
-for _name in ("add", "sub", "mul", "floordiv", "mod", "truediv", "pow"):
-    setattr(Number, f"__{_name}__", _computed(getattr(operator, _name)))
-    setattr(Number, f"__r{_name}__", _computed(getattr(operator, _name), swapped=True))
-for _name in ("neg", "pos", "abs"):
-    setattr(Number, f"__{_name}__", _computed(getattr(operator, _name)))
-for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
-    setattr(Number, f"__{_name}__", _asked(getattr(operator, _name)))
-for _name in ("bool", "float", "int", "index", "hash", "repr", "str", "format", "round", "floor", "ceil", "trunc"):
+for _name in ("index", "repr", "str", "format"):
     setattr(Number, f"__{_name}__", _pinned(f"__{_name}__"))
 
 
@@ -449,7 +401,7 @@ class GraphWriter:
         (self.valued if VALUED in node.meta else self.asked).append((node, answer))
 
     def _size(self, value: int, kind: str, target: Any, *args: Any) -> Size:
-        return Size.of(value, self._size_node(kind, target, args, value), self)
+        return Size(value, self._size_node(kind, target, args, value), self)
 
     def _size_node(self, kind: str, target: Any, args: tuple[Any, ...], value: Any) -> fx.Node:
         node = self.node(kind, target, args, {})
