@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from copy import copy, deepcopy
+from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 from types import CodeType, FunctionType, MethodType
@@ -244,18 +243,6 @@ class GraphSlice(nn.Module):
         other._bound = self._bound | {name: replacements.get(each, each) for name, each in self._calls.items()}
         return other
 
-    def on_meta(self) -> GraphSlice:
-        """The same operations on tensors of the meta device, which have sizes and no values."""
-        other = copy(self)
-        other._function = None
-        other._source = _DEVICE_METHODS.sub(r"getattr(\1, 'clone')", self._source)
-        other._source = _DEVICE_NAMES.sub("'meta'", other._source)
-        other._bound = {
-            name: _module_on_meta(value) if name in self._calls else on_meta(value)
-            for name, value in self._bound.items()
-        }
-        return other
-
     # ---------------------------------------------------------------- what belongs to it
 
     @property
@@ -302,34 +289,6 @@ class GraphSlice(nn.Module):
         return self._source, tuple(
             places[calls[name]] if name in calls else look_of(value) for name, value in self._bound.items()
         )
-
-
-_DEVICE_METHODS = re.compile(r"getattr\((\w+), '(?:cpu|cuda)'\)")
-_DEVICE_NAMES = re.compile(r"'(?:cpu|cuda)(?::\d+)?'")
-
-
-class _OwnerOnMeta:
-    """Stands in for a module whose tensors are read."""
-
-    def __init__(self, owner: nn.Module) -> None:
-        self._owner = owner
-
-    def __getattr__(self, name: str) -> Any:
-        return on_meta(getattr(self._owner, name))
-
-
-def on_meta(value: Any) -> Any:
-    """What stands for a value among tensors of the meta device."""
-    if isinstance(value, nn.Module):
-        return _OwnerOnMeta(value)
-    if isinstance(value, torch.device):
-        return torch.device("meta")
-    return value.detach().to("meta") if isinstance(value, torch.Tensor) else value
-
-
-def _module_on_meta(module: nn.Module) -> nn.Module:
-    """A copy of one of torch's own modules."""
-    return deepcopy(module, {id(each): on_meta(each) for each in (*module.parameters(), *module.buffers())})
 
 
 def _with_reads(nodes: Sequence[fx.Node], kept: Iterable[fx.Node]) -> dict[fx.Node, None]:

@@ -9,6 +9,7 @@ does not run any more, so whatever could have sent it another way must be notice
 from __future__ import annotations
 
 import ctypes
+import re
 import sys
 from array import array
 from collections import deque
@@ -31,12 +32,11 @@ from lightning_rotor.capture.graph_stage import (
     Source,
     is_constant,
     look_of,
-    on_meta,
     spell_value,
 )
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.torch_names import HOOKS, FakeTensorMode, any_hooks_of_all
-from lightning_rotor.private.values import same_bits
+from lightning_rotor.private.values import same_bits, tree_map
 from lightning_rotor.stages.sequential import has_own_call, packed
 from lightning_rotor.stages.snapshot import PLAIN, namespace_of
 from lightning_rotor.stages.state import generator_state
@@ -80,7 +80,6 @@ class Guards:
         self._size_answers = [spell_value([value for _, value in sizes])]
         behind = ancestors(asked)
         self._sizes = GraphSlice(inputs, _operations(nodes, behind), asked)
-        self._on_meta: GraphSlice | None = None  # made when first asked
         self._asked = [node for node, _ in sizes]
         self._own = next((node for node in nodes if node in behind and node.meta.get(OWN)), None)
         self._recorded = [signature]
@@ -124,10 +123,8 @@ class Guards:
     def _sizes_on_meta(self, inputs: Sequence[Any]) -> Any:
         """What was asked of sizes, in a few microseconds an operation; None if an operation needs its own device."""
         try:
-            if self._on_meta is None:
-                self._on_meta = self._sizes.on_meta()
             with torch.no_grad(), torch.device("meta"), _OncePerSize():
-                return self._on_meta(packed([on_meta(value) for value in inputs]))
+                return self._sizes(packed(inputs))
         except Exception:
             return None
 
@@ -189,8 +186,13 @@ _RESHAPES_IN_PLACE = frozenset(
 )  # fmt: skip
 
 
+_MOVES = ("cpu", "cuda")
+"""Methods that put a tensor on a device."""
+_DEVICE = re.compile(r"(cpu|cuda)(:\d+)?")
+
+
 class _OncePerSize(TorchFunctionMode):
-    """Runs an operation once for arguments that look the same, such as those of equal layers. Values do not count."""
+    """Runs operations on the meta device, once for arguments that look the same, such as those of equal layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -199,12 +201,21 @@ class _OncePerSize(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if getattr(func, "__name__", "") in _RESHAPES_IN_PLACE:
+        name = getattr(func, "__name__", "")
+        if name in _RESHAPES_IN_PLACE:
             raise NotImplementedError  # the tensor may stand for others
         key = func, _look(args), _look(kwargs or {})
         if key not in self._results:
-            self._results[key] = func(*args, **(kwargs or {}))
+            args, kwargs = tree_map(_on_meta, (args, kwargs or {}))
+            self._results[key] = args[0].clone() if name in _MOVES else func(*args, **kwargs)
         return self._results[key]
+
+
+def _on_meta(value: Any) -> Any:
+    """What stands for an argument among tensors of the meta device, which have sizes and no values."""
+    if isinstance(value, torch.device) or (isinstance(value, str) and _DEVICE.fullmatch(value)):
+        return torch.device("meta")
+    return value.detach().to("meta") if isinstance(value, torch.Tensor) else value
 
 
 def _look(value: Any) -> Any:
