@@ -64,7 +64,7 @@ class _Noted:
 
     def restore(self) -> None:
         """Put the value back, and what was in it."""
-        self.place.kind.put(self.place.owner, {self.place.name: self.value}, None)
+        self.place.kind.put(self.place.owner, {self.place.name: self.value})
         self._before.restore()
 
 

@@ -115,8 +115,12 @@ class Snapshot:
 
     def _put(self, loans: Mapping[int, Any] | None, leaving: Collection[int]) -> None:
         for kind, owner, content in self._kept:
-            if id(owner) not in leaving and not (loans and kind is _ARRAY):
-                kind.put(owner, content, loans)
+            if id(owner) in leaving or (loans and kind is _ARRAY):
+                continue
+            if kind is _TENSORS and loans is not None:
+                _drop_names(owner, content)  # others may stand there in a second run: gathered by FSDP, or lent
+            else:
+                kind.put(owner, _with_loans(content, loans) if loans else content)
         for rewind in self._generators:
             rewind()
 
@@ -166,16 +170,23 @@ def _lost(tensor: torch.Tensor) -> ExecutionError:
 
 
 class Kind(NamedTuple):
-    """How to compare what something holds, to put it back, possibly with loans, and which values are in it."""
+    """How to compare what something holds, to make it hold that again, and which values are in it."""
 
     same: Callable[[Any, Any], bool]
-    put: Callable[[Any, Any, Mapping[int, Any] | None], None]
+    write: Callable[[Any, Any], None]
     values: Callable[[Any], Iterable[Any]]
     read: Callable[[Any, str], Any] = getattr
 
+    def put(self, owner: Any, then: Any) -> None:
+        """Put back what something held, if it holds anything else."""
+        if not self.same(owner, then):
+            self.write(owner, then)
 
-def _lent(value: Any, loans: Mapping[int, Any] | None) -> Any:
-    return loans.get(id(value), value) if loans else value
+
+def _with_loans(content: Any, loans: Mapping[int, Any]) -> Any:
+    if isinstance(content, dict):
+        return {key: loans.get(id(value), value) for key, value in content.items()}
+    return [loans.get(id(value), value) for value in content] if isinstance(content, list) else content
 
 
 def _items(entries: Any) -> Iterable[tuple[Any, Any]]:
@@ -190,12 +201,10 @@ def _same_entries(entries: Any, then: Mapping[Any, Any]) -> bool:
     )
 
 
-def _put_entries(entries: Any, then: Mapping[Any, Any], loans: Mapping[int, Any] | None) -> None:
-    then = {key: _lent(value, loans) for key, value in then.items()}
-    if not _same_entries(entries, then):
-        base = OrderedDict if isinstance(entries, OrderedDict) else dict
-        base.clear(entries)
-        base.update(entries, then)
+def _write_entries(entries: Any, then: Mapping[Any, Any]) -> None:
+    base = OrderedDict if isinstance(entries, OrderedDict) else dict
+    base.clear(entries)
+    base.update(entries, then)
 
 
 def _drop_names(namespace: dict[str, Any], then: Mapping[str, Any]) -> None:
@@ -203,28 +212,17 @@ def _drop_names(namespace: dict[str, Any], then: Mapping[str, Any]) -> None:
         del namespace[name]
 
 
-def _put_names(namespace: dict[str, Any], then: Mapping[str, Any], loans: Mapping[int, Any] | None) -> None:
+def _write_names(namespace: dict[str, Any], then: Mapping[str, Any]) -> None:
     """Set attributes one by one: another thread may look at them meanwhile, and their order does not matter."""
     _drop_names(namespace, then)
-    ENTRIES.put(namespace, then, loans)
-
-
-def _put_tensors(tensors: dict[str, Any], then: Mapping[str, Any], loans: Mapping[int, Any] | None) -> None:
-    """Set parameters or buffers. While a module runs again, others may stand there: gathered by FSDP, or lent."""
-    if loans is None:
-        _put_entries(tensors, then, loans)
-    else:
-        _drop_names(tensors, then)
+    ENTRIES.write(namespace, then)
 
 
 def _same_list(entries: Any, then: list[Any]) -> bool:
     return len(entries) == len(then) and all(map(is_, entries, then))
 
 
-def _put_list(entries: Any, then: list[Any], loans: Mapping[int, Any] | None) -> None:
-    then = [_lent(value, loans) for value in then]
-    if _same_list(entries, then):
-        return
+def _write_list(entries: Any, then: list[Any]) -> None:
     if isinstance(entries, list):
         list.__setitem__(entries, slice(None), then)
     else:
@@ -232,19 +230,9 @@ def _put_list(entries: Any, then: list[Any], loans: Mapping[int, Any] | None) ->
         deque.extend(entries, then)
 
 
-def _put_set(entries: Any, then: set[Any], loans: Mapping[int, Any] | None) -> None:
-    if set(entries) != then:
-        set.clear(entries)
-        set.update(entries, then)
-
-
-def _same_bytes(array: Any, then: Any) -> bool:
-    return bool(array.tobytes() == then.tobytes())
-
-
-def _put_array(array: Any, then: Any, loans: Mapping[int, Any] | None) -> None:
-    if not _same_bytes(array, then):
-        array[...] = then
+def _write_set(entries: Any, then: set[Any]) -> None:
+    set.clear(entries)
+    set.update(entries, then)
 
 
 def _by_name(read: Callable[[Any, str], Any], write: Callable[..., None], remove: Callable[..., None]) -> Kind:
@@ -253,9 +241,8 @@ def _by_name(read: Callable[[Any, str], Any], write: Callable[..., None], remove
     def same(owner: Any, then: Mapping[str, Any]) -> bool:
         return all(read(owner, name) is value for name, value in then.items())
 
-    def put(owner: Any, then: Mapping[str, Any], loans: Mapping[int, Any] | None) -> None:
+    def write_changed(owner: Any, then: Mapping[str, Any]) -> None:
         for name, value in then.items():
-            value = _lent(value, loans)
             if read(owner, name) is value:
                 continue
             if value is ABSENT:
@@ -263,7 +250,7 @@ def _by_name(read: Callable[[Any, str], Any], write: Callable[..., None], remove
             else:
                 write(owner, name, value)
 
-    return Kind(same, put, dict.values, read)
+    return Kind(same, write_changed, dict.values, read)
 
 
 def _content(cell: CellType, _: str) -> Any:
@@ -281,12 +268,14 @@ def _nothing(_: Any) -> Iterable[Any]:
     return ()
 
 
-_DICT = Kind(_same_entries, _put_entries, dict.values)
-_NAMESPACE = Kind(_same_entries, _put_names, dict.values)
-_TENSORS = Kind(_same_entries, _put_tensors, _nothing)
-_LIST = Kind(_same_list, _put_list, iter)
-_SET = Kind(lambda now, then: set(now) == then, _put_set, _nothing)
-_ARRAY = Kind(_same_bytes, _put_array, _nothing)
+_DICT = Kind(_same_entries, _write_entries, dict.values)
+_NAMESPACE = Kind(_same_entries, _write_names, dict.values)
+_TENSORS = Kind(_same_entries, _write_entries, _nothing)
+_LIST = Kind(_same_list, _write_list, iter)
+_SET = Kind(lambda now, then: set(now) == then, _write_set, _nothing)
+_ARRAY = Kind(
+    lambda now, then: bool(now.tobytes() == then.tobytes()), lambda now, then: now.__setitem__(..., then), _nothing
+)
 ENTRIES = _by_name(lambda names, name: names.get(name, ABSENT), dict.__setitem__, dict.__delitem__)
 """Some entries of a namespace; of a class; the variable of a closure, whatever it is called."""
 CLASS_ENTRIES = _by_name(lambda kind, name: vars(kind).get(name, ABSENT), setattr, delattr)
