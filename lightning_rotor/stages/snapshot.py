@@ -19,7 +19,7 @@ import os
 import random
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import cache, lru_cache, partial
 from operator import is_
@@ -66,8 +66,6 @@ class Snapshot:
         small_bytes: Tensors and arrays up to this size are copied.
     """
 
-    __slots__ = ("_generators", "_kept", "_options", "_roots", "_seen", "_tensors", "objects")
-
     def __init__(
         self,
         roots: Iterable[object],
@@ -77,16 +75,18 @@ class Snapshot:
         also: Iterable[object] = (),
         small_bytes: int = _MUCH_BYTES,
     ) -> None:
-        self._options = {"hooks": hooks, "objects": objects, "small_bytes": small_bytes}
-        self._roots = tuple(roots)
-        look = _Look(hooks, objects, small_bytes)
-        look.at_roots(self._roots, also)
-        self._kept, self._tensors, self._generators = look.kept, look.tensors, look.generators
-        self._seen, self.objects = look.seen, look.objects
+        self._roots, self._hooks, self._follows_objects, self._small_bytes = tuple(roots), hooks, objects, small_bytes
+        self._kept: list[tuple[Kind, Any, Any]] = []  # how each thing is put back, the thing, and what was in it
+        self._tensors: list[tuple[torch.Tensor, int, torch.Tensor | None]] = []
+        self._generators: list[Callable[[], object]] = []
+        self._seen: dict[int, Any] = {}
+        self.objects: set[int] = set()
+        self._pending: list[Any] = []
+        self._look(also)
 
     def again(self) -> Snapshot:
         """A new snapshot of what this one has seen, and of what can be reached now."""
-        return Snapshot(self._roots, also=self._seen.values(), **self._options)  # type: ignore[arg-type]
+        return Snapshot(self._roots, also=self._seen.values(), small_bytes=self._small_bytes)
 
     # ---------------------------------------------------------------- putting back
 
@@ -156,6 +156,132 @@ class Snapshot:
 
     def _changed_tensors(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         return [(tensor, copy) for tensor, version, copy in self._tensors if private.version_of(tensor) != version]
+
+    # ---------------------------------------------------------------- what is followed
+
+    def _look(self, also: Iterable[object]) -> None:
+        modules = [root for root in self._roots if isinstance(root, nn.Module)]
+        self._seen.update((id(module), module) for module in modules)
+        for module in modules:
+            self._root_module(module)
+        if self._hooks:
+            self._hook_tables(private.hook_tables(None))
+        self._pending += (*also, *self._roots)
+        left_out = () if self._follows_objects else _OBJECTS
+        while self._pending and len(self._seen) < _MOST_VALUES:
+            value = self._pending.pop()
+            look = _LOOKS[type(value)] if type(value) in _LOOKS else _look_for(type(value))
+            if look is not None and id(value) not in self._seen and look not in left_out:
+                self._seen[id(value)] = value
+                look(self, value)
+
+    def _keep(self, kind: Kind, owner: Any, content: Any) -> None:
+        self._kept.append((kind, owner, content))
+        self._follow(kind.values(content))
+
+    def _follow(self, values: Iterable[Any]) -> None:
+        self._pending.extend(values)
+
+    def _root_module(self, module: nn.Module) -> None:
+        if isinstance(module, torch.jit.ScriptModule):
+            return
+        attributes = module.__dict__
+        if self._hooks:
+            self._hook_tables(private.hook_tables(module))
+            for parameter in attributes["_parameters"].values():
+                self._follow(() if parameter is None else private.gradient_hooks(parameter))
+        if type(module).__module__.startswith("lightning_rotor."):
+            return
+        self._kept.append((_NAMESPACE, attributes, dict(attributes)))
+        self._kept.append((_DICT, attributes["_modules"], dict(attributes["_modules"])))
+        for name in ("_parameters", "_buffers"):
+            self._kept.append((_TENSORS, attributes[name], dict(attributes[name])))
+        self._follow(_values_of(attributes))
+
+    def _module(self, module: nn.Module) -> None:
+        """Look at a module that is referred to: its hooks are not called, and nobody else sees to its buffers."""
+        is_torchs = type(module).__module__.startswith(("torch.nn.modules.", "lightning_rotor."))
+        if isinstance(module, torch.jit.ScriptModule) or is_torchs:
+            return
+        attributes = module.__dict__
+        self._kept.append((_NAMESPACE, attributes, dict(attributes)))
+        self._keep(_DICT, attributes["_buffers"], dict(attributes["_buffers"]))
+        self._follow(_values_of(attributes))
+
+    def _hook_tables(self, tables: Iterable[dict[int, Any]]) -> None:
+        for table in tables:
+            self._kept.append((_DICT, table, dict(table)))
+            self._pending += table.values()
+
+    def _list(self, value: Any) -> None:
+        entries = [*(list if isinstance(value, list) else deque).__iter__(value)]
+        self._kept.append((_LIST, value, entries))
+        self._follow(entries if len(entries) <= _MOST_ENTRIES else ())
+
+    def _dict(self, value: Any) -> None:
+        entries = dict(_items(value))
+        self._kept.append((_DICT, value, entries))
+        self._follow(entries.values() if len(entries) <= _MOST_ENTRIES else ())
+
+    def _set(self, value: Any) -> None:
+        self._kept.append((_SET, value, set(value)))
+
+    def _tuple(self, value: Any) -> None:
+        self._follow(value if len(value) <= _MOST_ENTRIES else ())
+
+    def _tensor(self, tensor: torch.Tensor) -> None:
+        if is_fake(tensor) or tensor.is_inference() or isinstance(tensor, nn.Parameter):
+            return
+        is_small = tensor.layout is torch.strided and tensor.nbytes <= self._small_bytes and not tensor.requires_grad
+        copy = None
+        if is_small:
+            copy = uncounted_copy(tensor) if tensor.is_contiguous() else tensor.detach().clone()
+        self._tensors.append((tensor, private.version_of(tensor), copy))
+
+    def _array(self, array: Any) -> None:
+        if array.nbytes <= self._small_bytes and array.dtype != object:
+            self._kept.append((_ARRAY, array, array.copy()))
+
+    def _generator(self, generator: Any) -> None:
+        self._generators += filter(None, [rewinding(generator)])
+
+    def _function(self, function: FunctionType) -> None:
+        """Look at a function: variables around it, defaults, attributes, globals."""
+        if function.__code__.co_filename.startswith(_OURS):
+            return
+        for cell in function.__closure__ or ():
+            self._keep(CELL, cell, {"": CELL.read(cell, "")})
+        self._follow(function.__defaults__ or ())
+        self._follow((function.__kwdefaults__ or {}).values())
+        self._keep(_NAMESPACE, function.__dict__, dict(function.__dict__))
+        if is_users(function.__code__.co_filename):
+            names = function.__globals__
+            self._keep(ENTRIES, names, {name: names.get(name, ABSENT) for name in globals_of(function.__code__)})
+
+    def _method(self, method: Any) -> None:
+        self._follow((method.__func__,) if isinstance(method, MethodType) else ())
+        self._follow(() if isinstance(method.__self__, ModuleType) else (method.__self__,))
+
+    def _partial(self, function: partial[Any]) -> None:
+        self._follow((function.func, *function.args))
+        self._dict(function.keywords)
+
+    def _variable(self, variable: ContextVar[Any]) -> None:
+        self._follow((variable.get(None),))
+
+    def _object(self, value: Any) -> None:
+        """Look at an object of the user's, or of a library if it holds nothing but data."""
+        if self._follows_objects:
+            namespace, kind = namespace_of(value), type(value)
+            if namespace is not None and (_is_own(kind) or all(isinstance(each, _DATA) for each in namespace.values())):
+                self.objects.add(id(namespace))
+                self._keep(_NAMESPACE, namespace, dict(namespace))
+            slots = _slots_of(kind)
+            if slots:
+                self._keep(_SLOTS, value, {name: _slot(value, name) for name in slots})
+        for base, look in _FILLED:
+            if isinstance(value, base):
+                look(self, value)
 
 
 def _lost(tensor: torch.Tensor) -> ExecutionError:
@@ -290,148 +416,10 @@ CELL = _by_name(
 # -------------------------------------------------------------------- what is followed
 
 
-class _Look:
-    """Follows what can be reached; ``kept`` has how each thing is put back, the thing, and what was in it."""
-
-    def __init__(self, hooks: bool, objects: bool, small_bytes: int) -> None:
-        self.kept: list[tuple[Kind, Any, Any]] = []
-        self.tensors: list[tuple[torch.Tensor, int, torch.Tensor | None]] = []
-        self.generators: list[Callable[[], object]] = []
-        self.seen: dict[int, Any] = {}
-        self.objects: set[int] = set()
-        self._hooks, self._follows_objects, self._small_bytes = hooks, objects, small_bytes
-        self._pending: list[Any] = []
-
-    def at_roots(self, roots: Sequence[object], also: Iterable[object]) -> None:
-        """Look at everything that can be reached."""
-        modules = [root for root in roots if isinstance(root, nn.Module)]
-        self.seen.update((id(module), module) for module in modules)
-        for module in modules:
-            self._root_module(module)
-        if self._hooks:
-            self._hook_tables(private.hook_tables(None))
-        self._pending += (*also, *roots)
-        left_out = () if self._follows_objects else _OBJECTS
-        while self._pending and len(self.seen) < _MOST_VALUES:
-            value = self._pending.pop()
-            look = _LOOKS[type(value)] if type(value) in _LOOKS else _look_for(type(value))
-            if look is not None and id(value) not in self.seen and look not in left_out:
-                self.seen[id(value)] = value
-                look(self, value)
-
-    def _keep(self, kind: Kind, owner: Any, content: Any) -> None:
-        self.kept.append((kind, owner, content))
-        self._follow(kind.values(content))
-
-    def _follow(self, values: Iterable[Any]) -> None:
-        self._pending.extend(values)
-
-    def _root_module(self, module: nn.Module) -> None:
-        if isinstance(module, torch.jit.ScriptModule):
-            return
-        attributes = module.__dict__
-        if self._hooks:
-            self._hook_tables(private.hook_tables(module))
-            for parameter in attributes["_parameters"].values():
-                self._follow(() if parameter is None else private.gradient_hooks(parameter))
-        if type(module).__module__.startswith("lightning_rotor."):
-            return
-        self.kept.append((_NAMESPACE, attributes, dict(attributes)))
-        self.kept.append((_DICT, attributes["_modules"], dict(attributes["_modules"])))
-        for name in ("_parameters", "_buffers"):
-            self.kept.append((_TENSORS, attributes[name], dict(attributes[name])))
-        self._follow(_values_of(attributes))
-
-    def _module(self, module: nn.Module) -> None:
-        """Look at a module that is referred to: its hooks are not called, and nobody else sees to its buffers."""
-        is_torchs = type(module).__module__.startswith(("torch.nn.modules.", "lightning_rotor."))
-        if isinstance(module, torch.jit.ScriptModule) or is_torchs:
-            return
-        attributes = module.__dict__
-        self.kept.append((_NAMESPACE, attributes, dict(attributes)))
-        self._keep(_DICT, attributes["_buffers"], dict(attributes["_buffers"]))
-        self._follow(_values_of(attributes))
-
-    def _hook_tables(self, tables: Iterable[dict[int, Any]]) -> None:
-        for table in tables:
-            self.kept.append((_DICT, table, dict(table)))
-            self._pending += table.values()
-
-    def _list(self, value: Any) -> None:
-        entries = [*(list if isinstance(value, list) else deque).__iter__(value)]
-        self.kept.append((_LIST, value, entries))
-        self._follow(entries if len(entries) <= _MOST_ENTRIES else ())
-
-    def _dict(self, value: Any) -> None:
-        entries = dict(_items(value))
-        self.kept.append((_DICT, value, entries))
-        self._follow(entries.values() if len(entries) <= _MOST_ENTRIES else ())
-
-    def _set(self, value: Any) -> None:
-        self.kept.append((_SET, value, set(value)))
-
-    def _tuple(self, value: Any) -> None:
-        self._follow(value if len(value) <= _MOST_ENTRIES else ())
-
-    def _tensor(self, tensor: torch.Tensor) -> None:
-        if is_fake(tensor) or tensor.is_inference() or isinstance(tensor, nn.Parameter):
-            return
-        is_small = tensor.layout is torch.strided and tensor.nbytes <= self._small_bytes and not tensor.requires_grad
-        copy = None
-        if is_small:
-            copy = uncounted_copy(tensor) if tensor.is_contiguous() else tensor.detach().clone()
-        self.tensors.append((tensor, private.version_of(tensor), copy))
-
-    def _array(self, array: Any) -> None:
-        if array.nbytes <= self._small_bytes and array.dtype != object:
-            self.kept.append((_ARRAY, array, array.copy()))
-
-    def _generator(self, generator: Any) -> None:
-        self.generators += filter(None, [rewinding(generator)])
-
-    def _function(self, function: FunctionType) -> None:
-        """Look at a function: variables around it, defaults, attributes, globals."""
-        if function.__code__.co_filename.startswith(_OURS):
-            return
-        for cell in function.__closure__ or ():
-            self._keep(CELL, cell, {"": CELL.read(cell, "")})
-        self._follow(function.__defaults__ or ())
-        self._follow((function.__kwdefaults__ or {}).values())
-        self._keep(_NAMESPACE, function.__dict__, dict(function.__dict__))
-        if is_users(function.__code__.co_filename):
-            names = function.__globals__
-            self._keep(ENTRIES, names, {name: names.get(name, ABSENT) for name in globals_of(function.__code__)})
-
-    def _method(self, method: Any) -> None:
-        self._follow((method.__func__,) if isinstance(method, MethodType) else ())
-        self._follow(() if isinstance(method.__self__, ModuleType) else (method.__self__,))
-
-    def _partial(self, function: partial[Any]) -> None:
-        self._follow((function.func, *function.args))
-        self._dict(function.keywords)
-
-    def _variable(self, variable: ContextVar[Any]) -> None:
-        self._follow((variable.get(None),))
-
-    def _object(self, value: Any) -> None:
-        """Look at an object of the user's, or of a library if it holds nothing but data."""
-        if self._follows_objects:
-            namespace, kind = namespace_of(value), type(value)
-            if namespace is not None and (_is_own(kind) or all(isinstance(each, _DATA) for each in namespace.values())):
-                self.objects.add(id(namespace))
-                self._keep(_NAMESPACE, namespace, dict(namespace))
-            slots = _slots_of(kind)
-            if slots:
-                self._keep(_SLOTS, value, {name: _slot(value, name) for name in slots})
-        for base, look in _FILLED:
-            if isinstance(value, base):
-                look(self, value)
-
-
-def _look_for(kind: type) -> Callable[[_Look, Any], None] | None:
+def _look_for(kind: type) -> Callable[[Snapshot, Any], None] | None:
     """The way to look at values of a type; None if nothing about them can change or matters."""
     is_librarys = kind.__module__.partition(".")[0] in _LIBRARIES
-    found: Callable[[_Look, Any], None] | None = _Look._object
+    found: Callable[[Snapshot, Any], None] | None = Snapshot._object
     known = next((entry for entry in _KINDS if issubclass(kind, entry[0])), None)
     if known is not None:
         found = known[1]
@@ -442,26 +430,26 @@ def _look_for(kind: type) -> Callable[[_Look, Any], None] | None:
     return found
 
 
-_FILLED: tuple[tuple[type | tuple[type, ...], Callable[[_Look, Any], None]], ...] = (
-    ((list, deque), _Look._list),
-    (dict, _Look._dict),
-    (set, _Look._set),
-    ((tuple, frozenset), _Look._tuple),
+_FILLED: tuple[tuple[type | tuple[type, ...], Callable[[Snapshot, Any], None]], ...] = (
+    ((list, deque), Snapshot._list),
+    (dict, Snapshot._dict),
+    (set, Snapshot._set),
+    ((tuple, frozenset), Snapshot._tuple),
 )
-_KINDS: tuple[tuple[Any, Callable[[_Look, Any], None] | None], ...] = (
+_KINDS: tuple[tuple[Any, Callable[[Snapshot, Any], None] | None], ...] = (
     ((*PLAIN, type, ModuleType, BaseException, Dataset, DataLoader), None),
-    (torch.Tensor, _Look._tensor),
-    (nn.Module, _Look._module),
-    (np.ndarray, _Look._array),
-    (_GENERATORS, _Look._generator),
-    (FunctionType, _Look._function),
-    ((MethodType, BuiltinMethodType), _Look._method),
-    (partial, _Look._partial),
-    (ContextVar, _Look._variable),
+    (torch.Tensor, Snapshot._tensor),
+    (nn.Module, Snapshot._module),
+    (np.ndarray, Snapshot._array),
+    (_GENERATORS, Snapshot._generator),
+    (FunctionType, Snapshot._function),
+    ((MethodType, BuiltinMethodType), Snapshot._method),
+    (partial, Snapshot._partial),
+    (ContextVar, Snapshot._variable),
 )
 _OBJECTS = tuple(look for base, look in _KINDS if base is not _GENERATORS)
-_LOOKS: dict[type, Callable[[_Look, Any], None] | None] = {
-    **dict.fromkeys(PLAIN), list: _Look._list, dict: _Look._dict, tuple: _Look._tuple,
+_LOOKS: dict[type, Callable[[Snapshot, Any], None] | None] = {
+    **dict.fromkeys(PLAIN), list: Snapshot._list, dict: Snapshot._dict, tuple: Snapshot._tuple,
 }  # fmt: skip
 
 
