@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lightning_rotor.capture.compiled import Variants, is_compiled, taken_apart
+from lightning_rotor.capture.compiled import Variants, taken_apart
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import ModelError, ProfilingError, RotorWarning
 from lightning_rotor.memory.budget import Budget
@@ -19,7 +19,7 @@ from lightning_rotor.planned.forward import PlannedForward, attached
 from lightning_rotor.planned.plans import BudgetSource, Plans, PlanSettings
 from lightning_rotor.planning import Frontier, Plan, frontier
 from lightning_rotor.private.sharding import units_below
-from lightning_rotor.private.torch_names import is_compiler_wrapper, module_inside
+from lightning_rotor.private.torch_names import is_compiled, is_compiler_wrapper, module_inside
 from lightning_rotor.profiling import Profile
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.units import MemoryLimit, parse_limit

@@ -151,8 +151,11 @@ def test_the_compiler_takes_nothing_for_captured() -> None:
     assert torch.compile(answer, backend="eager")(torch.zeros(1)).item() == -1
 
 
-def test_functions_that_graphs_hold() -> None:
-    assert private.LAYERS.gelu is F.gelu
+def test_what_an_operator_writes_to() -> None:
+    add, x, y = torch.ops.aten.add, torch.ones(1), torch.ones(1)
+    assert [each is x for each in private.written_arguments(add.out, (x, y), {"out": x})] == [True]
+    assert [each is x for each in private.written_arguments(torch.ops.aten.add_.Tensor, (x, y), {})] == [True]
+    assert not [*private.written_arguments(add.Tensor, (x, y), {})]
 
 
 def test_modes() -> None:

@@ -28,7 +28,7 @@ from lightning_rotor.capture.graph_stage import GraphSlice
 from lightning_rotor.capture.operations import draws
 from lightning_rotor.errors import UnitError
 from lightning_rotor.private import torch_names as private
-from lightning_rotor.private.torch_names import CompilerSettings, FakeTensor, TorchDispatchMode
+from lightning_rotor.private.torch_names import CompilerSettings, FakeTensor, TorchDispatchMode, is_compiled
 from lightning_rotor.stages.sequential import Stage
 
 Variants: TypeAlias = Literal["exact", "close", "off"]
@@ -39,11 +39,6 @@ BUDGETS = (0.7, 0.5, 0.3, 0.1, 0.0)
 
 class CannotRepeatError(Exception):
     """A compiled module can have no variants; says why."""
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """True if the user compiled this very module, by ``module.compile()`` or ``torch.compile(module)``."""
-    return private.is_compiler_wrapper(module) or private.is_compiled_in_place(module)
 
 
 def taken_apart(name: str) -> str:

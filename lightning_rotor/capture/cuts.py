@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from lightning_rotor.capture.boundaries import stages_of
-from lightning_rotor.capture.compiled import is_compiled
 from lightning_rotor.capture.external_state import Closures, Notes
 from lightning_rotor.capture.graph_stage import OF, GraphSlice
 from lightning_rotor.capture.guards import Watch, first_difference, line_of
@@ -35,7 +34,7 @@ from lightning_rotor.errors import InverseError, ModelError
 from lightning_rotor.execution.options import kept_parameters, lent_buffers, undisturbed
 from lightning_rotor.invertible.check import try_inverse
 from lightning_rotor.private.sharding import Unit, units_below, units_in, wrapped_by_fsdp1
-from lightning_rotor.private.torch_names import is_compiler_wrapper, module_inside, noticed_checkpoints
+from lightning_rotor.private.torch_names import is_compiled, is_compiler_wrapper, module_inside, noticed_checkpoints
 from lightning_rotor.private.values import is_fake, require_tensors, tensors_in
 from lightning_rotor.stages.sequential import Stage, packed, sequential_members, sequential_stages, wiring_of
 from lightning_rotor.stages.snapshot import Snapshot, is_users

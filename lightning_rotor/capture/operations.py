@@ -16,7 +16,14 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_rotor.capture.modules import UntraceableError, hides_code, words
-from lightning_rotor.private.torch_names import OpOverload, OpOverloadPacket, TorchDispatchMode, packet_of, schema_of
+from lightning_rotor.private.torch_names import (
+    OpOverload,
+    OpOverloadPacket,
+    TorchDispatchMode,
+    packet_of,
+    schema_of,
+    written_arguments,
+)
 from lightning_rotor.private.values import address_of, tensors_in, tree_leaves
 
 METADATA = words(
@@ -224,7 +231,7 @@ class DispatchCheck(TorchDispatchMode):
         self.random = self.random or draws(func, args, kwargs)
         self.accumulates = self.accumulates or packet_of(func).__name__.rstrip("_") in _ACCUMULATING
         self.reads_values = self.reads_values or _reads_values(func, args)
-        if schema_of(func).is_mutable and not self.in_unit:
+        if not self.in_unit:
             self._protect(func, args, kwargs)
         result = func(*args, **kwargs)
         if from_host:
@@ -236,11 +243,8 @@ class DispatchCheck(TorchDispatchMode):
 
     def _protect(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         allowed = self._made | self._undoable if self.in_module else self._made
-        for index, argument in enumerate(schema_of(func).arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = args[index] if index < len(args) else kwargs.get(argument.name)
-                if not _memories(tensors_in(value)) <= allowed:
-                    raise UntraceableError(CHANGES)
+        if not all(_memories(tensors_in(value)) <= allowed for value in written_arguments(func, args, kwargs)):
+            raise UntraceableError(CHANGES)
 
 
 def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

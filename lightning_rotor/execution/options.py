@@ -107,10 +107,8 @@ class _Written(private.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if isinstance(func, private.OpOverload) and (schema := private.schema_of(func)).is_mutable:
-            for place, argument in enumerate(schema.arguments):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    self.copy(tensors_in(args[place] if place < len(args) else kwargs.get(argument.name)))
+        for value in private.written_arguments(func, args, kwargs) if isinstance(func, private.OpOverload) else ():
+            self.copy(tensors_in(value))
         return func(*args, **kwargs)
 
     def restore(self) -> list[torch.nn.Parameter]:
@@ -138,7 +136,7 @@ def kept_parameters(
     """
     found: list[torch.nn.Parameter] = []
     parameters = [parameter for parameter in _parameters_of(stage) if _has_values(parameter)]
-    if not parameters or units_in(stage.modules) or any(map(_is_compiled, stage.called_modules())):
+    if not parameters or units_in(stage.modules) or any(map(private.is_compiled, stage.called_modules())):
         yield found
         return
     written = _Written(parameters)
@@ -159,11 +157,6 @@ def _parameters_of(stage: Stage) -> dict[torch.nn.Parameter, None]:
 def _has_values(tensor: Any) -> bool:
     is_distributed = private.is_traceable_wrapper_subclass(tensor)
     return tensor.layout is torch.strided and not is_distributed and not is_fake(tensor)
-
-
-def _is_compiled(module: torch.nn.Module) -> bool:
-    """True if the code would not run compiled under a mode."""
-    return private.is_compiler_wrapper(module) or private.is_compiled_in_place(module)
 
 
 def _memory_of(tensor: torch.Tensor) -> int:

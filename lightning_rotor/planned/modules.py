@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_rotor.capture.compiled import is_compiled, taken_apart
+from lightning_rotor.capture.compiled import taken_apart
 from lightning_rotor.errors import ModelError, RotorError
 from lightning_rotor.planned.closed_loop import Replanning
 from lightning_rotor.planned.forward import PlannedForward, attach, detach, is_attached
@@ -17,7 +17,7 @@ from lightning_rotor.planned.loop import TrainingLoop
 from lightning_rotor.planned.plans import BudgetSource, Plans, PlanSettings
 from lightning_rotor.planned.target import Target, TargetSearch, named_target
 from lightning_rotor.planning import Plan
-from lightning_rotor.private.torch_names import INNER
+from lightning_rotor.private.torch_names import INNER, is_compiled
 
 _log = logging.getLogger(__name__)
 

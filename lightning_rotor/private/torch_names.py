@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from inspect import getclosurevars
@@ -152,10 +152,6 @@ def is_captured() -> bool:
     return bool(torch._C._get_tracing_state()) or bool(torch.compiler._is_exporting_flag)
 
 
-LAYERS: Any = torch._C._nn
-"""Functions of layers in C++, which ``torch.nn.functional`` has under its own names, and graphs hold."""
-
-
 # -------------------------------------------------------------------- modes and transforms
 
 
@@ -212,6 +208,15 @@ schema_of: Callable[[Any], Any] = attrgetter("_schema")
 """Names, types and aliases of an operator's arguments. ``torch.ops`` shows tags in public, and no schema."""
 packet_of: Callable[[OpOverload], OpOverloadPacket] = attrgetter("_overloadpacket")
 """All overloads of the name that an operator is one of, for which torch keeps formulas."""
+
+
+def written_arguments(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """What an operator is given to write to."""
+    for place, argument in enumerate(schema_of(func).arguments if schema_of(func).is_mutable else ()):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield args[place] if place < len(args) else kwargs.get(argument.name)
+
+
 take_back: Callable[[torch.library.Library], None] = methodcaller("_destroy")
 """Undo what a library has registered. Else that happens whenever garbage is collected."""
 
@@ -300,6 +305,11 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 def is_compiler_wrapper(module: nn.Module) -> bool:
     """True if a module is what ``torch.compile(module)`` returns. Its class is behind an import of the compiler."""
     return type(module).__name__ == "OptimizedModule" and INNER in module._modules
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """True if the user compiled this very module, by ``module.compile()`` or ``torch.compile(module)``."""
+    return is_compiler_wrapper(module) or is_compiled_in_place(module)
 
 
 def module_inside(wrapper: nn.Module) -> nn.Module:

@@ -15,14 +15,13 @@ import torch
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_rotor.capture.compiled import is_compiled
 from lightning_rotor.chain import Option, StageCost
 from lightning_rotor.errors import ModelError
 from lightning_rotor.execution.inversion import Output, Way, run_inverted
 from lightning_rotor.execution.options import lent_buffers, run_stage
 from lightning_rotor.execution.recomputation import recomputed
 from lightning_rotor.execution.segment_state import SegmentState, buffers_of
-from lightning_rotor.private.torch_names import sparse_parts, version_of
+from lightning_rotor.private.torch_names import is_compiled, sparse_parts, version_of
 from lightning_rotor.private.values import address_of, bytes_in_blocks, tree_flatten, tree_unflatten
 from lightning_rotor.profiling.gradients import (
     Gradients,
