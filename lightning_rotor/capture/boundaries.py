@@ -14,7 +14,6 @@ Parameters and buffers are none of it, for every stage reads them where they are
 
 from __future__ import annotations
 
-import heapq
 import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
@@ -251,29 +250,20 @@ def thinned(cuts: Sequence[int], weights: Sequence[int], alone: Set[int] = froze
 
     Operations in ``alone`` join nothing, unless there are too many stages.
     """
-    sums = [0, *accumulate(weights)]
-    left = {end: start for start, end in pairwise((0, *cuts, len(weights)))}
-    right = {start: end for end, start in left.items()}
-    lightest = [(sums[end] - sums[start], start, end) for end, start in left.items()]
-    heapq.heapify(lightest)
-    while len(right) > 1 and lightest:
-        weight, start, end = heapq.heappop(lightest)
-        if right.get(start) != end:
-            continue  # it has joined another since
-        if len(right) <= MOST_STAGES and weight >= sums[-1] / _NOTHING:
+    sums, ends = [0, *accumulate(weights)], [0, *cuts, len(weights)]
+
+    def weight(stage: int) -> int:
+        return sums[ends[stage + 1]] - sums[ends[stage]]
+
+    def lighter_first(cut: int) -> list[tuple[int, int]]:
+        return sorted((weight(stage), stage) for stage in (cut - 1, cut))
+
+    while len(ends) > 2:
+        too_many = len(ends) > MOST_STAGES + 1
+        may_join = [too_many or alone.isdisjoint(range(*stage)) for stage in pairwise(ends)]
+        between = [cut for cut in range(1, len(ends) - 1) if may_join[cut - 1] and may_join[cut]]
+        cut = min(between, key=lighter_first, default=0)
+        if not cut or (not too_many and lighter_first(cut)[0][0] >= sums[-1] / _NOTHING):
             break
-        before, after = left.get(start), right.get(end)
-        if len(right) <= MOST_STAGES:
-            before = None if before is not None and not alone.isdisjoint(range(before, start)) else before
-            after = None if after is not None and not alone.isdisjoint(range(end, after)) else after
-            if before is after is None or not alone.isdisjoint(range(start, end)):
-                continue
-        if after is None or (before is not None and sums[start] - sums[before] <= sums[after] - sums[end]):
-            del right[start]
-            start = left.pop(start)
-        else:
-            del left[end]
-            end = right.pop(end)
-        left[end], right[start] = start, end
-        heapq.heappush(lightest, (sums[end] - sums[start], start, end))
-    return sorted(right)[1:]
+        del ends[cut]
+    return ends[1:-1]

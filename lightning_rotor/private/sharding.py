@@ -19,7 +19,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from operator import add
 from typing import Any
 
 from torch import nn
@@ -38,18 +39,19 @@ def units_below(module: nn.Module) -> list[str]:
 
 
 def _names_of(kind: str, module: nn.Module) -> list[str]:
-    # Without FSDP having been imported there are none, and importing takes a second.
-    found = getattr(sys.modules.get("torch.distributed.fsdp"), kind, None)
-    return [name for name, each in module.named_modules() if name and found is not None and isinstance(each, found)]
+    return [name for name, each in module.named_modules() if name and isinstance(each, _class(kind))]
+
+
+def _class(name: str) -> Any:
+    # Without FSDP having been imported nothing is of its classes, and importing takes a second.
+    return getattr(sys.modules.get("torch.distributed.fsdp"), name, ())
 
 
 def units_in(modules: Iterable[nn.Module]) -> tuple[Unit, ...]:
     """The units among modules and what they hold, outer ones first."""
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    if kind is None:
-        return ()
-    found = dict.fromkeys(each for module in modules for each in module.modules() if isinstance(each, kind))
-    return tuple(map(Unit, found))
+    kind = _class("FSDPModule")
+    found = (each for module in modules for each in module.modules() if isinstance(each, kind)) if kind else ()
+    return tuple(map(Unit, dict.fromkeys(found)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +64,7 @@ class UnitSizes:
     shard_bytes: int = 0
 
     def __add__(self, other: UnitSizes) -> UnitSizes:
-        return UnitSizes(
-            self.gathered_bytes + other.gathered_bytes,
-            self.gradient_bytes + other.gradient_bytes,
-            self.reduced_bytes + other.reduced_bytes,
-            self.shard_bytes + other.shard_bytes,
-        )
+        return UnitSizes(*map(add, astuple(self), astuple(other)))
 
 
 @dataclass(frozen=True, slots=True)
