@@ -178,7 +178,11 @@ class _Lives:
             if places:
                 # Where that is the same, copies in another layout belong to what is before them as well.
                 cuts.add(min(places, key=lambda place: (held[place], len(self._alive[place]), -place)))
-        alone = {index for index, node in enumerate(self._body) if self._inverts_as_a_whole(node)}
+        alone = {
+            index
+            for index, node in enumerate(self._body)
+            if node.op == "call_module" and is_invertible_as_a_whole(node.meta[OF])
+        }
         ends = {index: index + 1 + self._is_check(index + 1) for index in alone}
         around = (place for ends_of in ends.items() for place in ends_of if 0 < place < len(self._body))
         cuts.update(filter(self._is_possible, around))
@@ -187,9 +191,6 @@ class _Lives:
     def _is_check(self, place: int) -> bool:
         """True if an operation checks what the one before it, code that runs as it is, has returned."""
         return place < len(self._body) and self._body[place].target is require_as_recorded
-
-    def _inverts_as_a_whole(self, node: fx.Node) -> bool:
-        return node.op == "call_module" and is_invertible_as_a_whole(node.meta[OF])
 
     def behind_results(self, cuts: Sequence[int]) -> list[int]:
         """Cuts before which something is made that is read behind them."""

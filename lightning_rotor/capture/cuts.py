@@ -19,7 +19,7 @@ from torch import nn
 
 from lightning_rotor.capture.boundaries import stages_of
 from lightning_rotor.capture.external_state import Closures, Notes
-from lightning_rotor.capture.graph_stage import OF, GraphSlice
+from lightning_rotor.capture.graph_stage import OF
 from lightning_rotor.capture.guards import Watch, first_difference, line_of
 from lightning_rotor.capture.modules import (
     Call,
@@ -113,12 +113,7 @@ class GraphCut:
 
     def lives_in(self, modules: set[nn.Module]) -> bool:
         """True if all modules that it runs are still among these."""
-        return all(called in modules for piece in self.slices for called in piece.called_modules)
-
-    @property
-    def slices(self) -> tuple[GraphSlice, ...]:
-        """The slices that the stages run."""
-        return tuple(module for stage in self.stages for module in stage.modules if isinstance(module, GraphSlice))
+        return all(called in modules for stage in self.stages for called in stage.called_modules())
 
 
 def cut_graph(

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_rotor.capture.guards import Contents, Objects, Same, frozen
+from lightning_rotor.capture.guards import Same, Unchanged, frozen
 from lightning_rotor.private.torch_names import without_modes
 from lightning_rotor.stages import snapshot as kinds
-from lightning_rotor.stages.snapshot import PLAIN, Kind, Snapshot, globals_of, is_users, namespace_of
+from lightning_rotor.stages.snapshot import Kind, Snapshot, globals_of, is_users, namespace_of
 
 
 class Place(NamedTuple):
@@ -43,19 +43,16 @@ class Place(NamedTuple):
 class _Noted:
     """The value at a place as it is now."""
 
-    __slots__ = ("_before", "_seen", "is_fixed", "place", "value")
+    __slots__ = ("_before", "_seen", "place", "value")
 
     def __init__(self, place: Place) -> None:
         self.place, self.value = place, place.read()
         self._seen = frozen(self.value, objects=False)
-        # What is one object for ever, or equal to itself, need not be looked at again as long as it is the same.
-        self.is_fixed = type(self.value) in PLAIN or _is_object(self.value)
-        self._before = Snapshot(() if self.is_fixed else (self.value,), hooks=False, objects=False)
+        self._before = Snapshot(() if _is_object(self.value) else (self.value,), hooks=False, objects=False)
 
     def holds(self) -> bool:
-        """True if the value is still the same. This runs for every place at every training call."""
-        value = self.place.read()
-        return bool((self.is_fixed and value is self.value) or frozen(value, objects=False) == self._seen)
+        """True if the value is still the same."""
+        return bool(frozen(self.place.read(), objects=False) == self._seen)
 
     @property
     def is_of_objects(self) -> bool:
@@ -78,13 +75,13 @@ class Notes:
 
     def __init__(self) -> None:
         self._noted: dict[tuple[int, str], tuple[_Noted, str]] = {}
-        self._reads: list[Callable[[], Any]] | None = None
+        self._unchanged: Unchanged | None = None
 
     def take(self, place: Place, module_path: str) -> None:
         """Note what is at a place, unless it was noted before, and whose code is about to read it."""
         key = id(place.owner), place.name
         if key not in self._noted:
-            self._reads = None
+            self._unchanged = None
             self._noted[key] = _Noted(place), module_path
 
     def changed(self) -> tuple[str, str] | None:
@@ -96,21 +93,20 @@ class Notes:
 
     def settle(self) -> None:
         """Take the present values as the noted ones."""
-        self._reads = None
+        self._unchanged = None
         self._noted = {
             key: (noted if noted.holds() else _Noted(noted.place), path) for key, (noted, path) in self._noted.items()
         }
 
     def holds(self) -> bool:
         """True if everything is as it was. This runs at every training call."""
-        if self._reads is None:
-            every = [noted for noted, _ in self._noted.values()]
-            self._reads = [noted.place.reader() for noted in every]
-            self._values = Objects(tuple(noted.value for noted in every))
-            self._contents = Contents((noted.value for noted in every if not noted.is_fixed), objects=False)
-        if self._values.are(tuple([read() for read in self._reads])) and self._contents.hold():
-            return True
-        return all(noted.holds() for noted, _ in self._noted.values())
+        if self._unchanged is None or not self._unchanged.holds():
+            if not all(noted.holds() for noted, _ in self._noted.values()):
+                return False
+            reads = [noted.place.reader() for noted, _ in self._noted.values()]
+            values = [read() for read in reads]
+            self._unchanged = Unchanged(lambda: tuple([read() for read in reads]), values, objects=False)
+        return True
 
     def restore(self) -> None:
         """Put back what the code has changed: variables, what is in lists and dicts, random generators."""

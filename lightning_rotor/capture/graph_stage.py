@@ -303,12 +303,7 @@ def _with_reads(nodes: Sequence[fx.Node], kept: Iterable[fx.Node]) -> dict[fx.No
 
 def _nodes_in(*values: Any) -> list[fx.Node]:
     found: list[fx.Node] = []
-
-    def note(node: fx.Node) -> fx.Node:
-        found.append(node)
-        return node
-
-    fx.node.map_arg(values, note)
+    fx.node.map_arg(values, found.append)
     return found
 
 

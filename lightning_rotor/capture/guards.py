@@ -11,11 +11,11 @@ from __future__ import annotations
 import ctypes
 import re
 import sys
-from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain, repeat, zip_longest
 from operator import attrgetter, is_, itemgetter
+from struct import calcsize, pack
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, TypeAlias
 
@@ -75,7 +75,7 @@ class Guards:
         )
         self.totals: tuple[int, ...] = ()
         self.objection = ""
-        self.asks_values = any(node.op == "placeholder" or _is_buffer(node) for node in needed)
+        self.asks_values = any(node.op in ("placeholder", "get_attr") and not is_constant(node) for node in needed)
         asked = [*(node for node, _ in sizes), *read]
         self._size_answers = [spell_value([value for _, value in sizes])]
         behind = ancestors(asked)
@@ -83,7 +83,6 @@ class Guards:
         self._asked = [node for node, _ in sizes]
         self._own = next((node for node in nodes if node in behind and node.meta.get(OWN)), None)
         self._recorded = [signature]
-        self._varied: set[tuple[int, int]] = set()
         # For each signature for which it holds: the sizes that the questions about values read.
         self._read = {signature: tuple(node.meta[SIZE] for node in read)}
 
@@ -147,14 +146,11 @@ class Guards:
     def _may_be(self, signature: Signature) -> bool:
         """True if a signature differs from recorded ones only where these differ from each other."""
         first = self._recorded[0]
-        return len(signature) == len(first) and all(
-            (len(shape), rest) == (len(known), known_rest)
-            and all(
-                size == other or (number, dim) in self._varied
-                for dim, (size, other) in enumerate(zip(shape, known, strict=True))
-            )
-            for number, ((shape, rest), (known, known_rest)) in enumerate(zip(signature, first, strict=True))
-        )
+        if [(len(shape), rest) for shape, rest in signature] != [(len(shape), rest) for shape, rest in first]:
+            return False
+        varied = [len(set(sizes)) > 1 for sizes in zip(*map(_sizes_in, self._recorded), strict=True)]
+        sizes = zip(_sizes_in(signature), _sizes_in(first), strict=True)
+        return all(varies or size == known for varies, (size, known) in zip(varied, sizes, strict=True))
 
     def include(self, newer: Guards) -> None:
         """Hold also where the guards of a newer recording do, which has the same operations."""
@@ -167,17 +163,16 @@ class Guards:
         self._size_answers += [answer for answer in newer._size_answers if answer not in self._size_answers]
         self._read.update(newer._read)
         self._recorded += newer._recorded
-        for signature in newer._recorded:
-            for number, ((shape, _), (first, _)) in enumerate(zip(signature, self._recorded[0], strict=True)):
-                self._varied.update(
-                    (number, dim) for dim, (size, other) in enumerate(zip(shape, first, strict=True)) if size != other
-                )
 
     def _ask_the_same(self, other: Guards) -> bool:
         return all(
             mine.operations == theirs.operations and mine.reads == theirs.reads
             for mine, theirs in ((self._values, other._values), (self._sizes, other._sizes))
         )
+
+
+def _sizes_in(signature: Signature) -> list[int]:
+    return [size for shape, _ in signature for size in shape]
 
 
 _RESHAPES_IN_PLACE = frozenset(
@@ -230,10 +225,6 @@ def _look(value: Any) -> Any:
 
 def _operations(nodes: Iterable[fx.Node], wanted: set[fx.Node]) -> list[fx.Node]:
     return [node for node in nodes if node in wanted and node.op not in ("placeholder", "get_attr")]
-
-
-def _is_buffer(node: fx.Node) -> bool:
-    return node.op == "get_attr" and not is_constant(node)
 
 
 def ancestors(nodes: Iterable[fx.Node], *, sizes: bool = True) -> set[fx.Node]:
@@ -358,19 +349,20 @@ class Watch:
         outside: Callable[[], bool] = lambda: True,
         inputs: Collection[tuple[nn.Module, str]] = (),
     ) -> None:
-        self._root, self._modules = root, tuple(modules)
+        self._root = root
+        # What a scripted module has is not Python's.
+        self._modules = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
         self._inputs = frozenset(inputs)
         self._tensors, self._outside = tensors, outside
         self._seen = [self._look(module) for module in self._modules]
-        self._identities: _Identities | None = None
+        self._unchanged: Unchanged | None = None
 
     def holds(self) -> bool:
         """True if everything still looks the same. This runs at every training call."""
-        if self._identities is None or not self._identities.hold():
+        if self._unchanged is None or not self._unchanged.holds():
             if self.changed() is not None:
                 return False
-            if not (self._tensors or any(isinstance(module, torch.jit.ScriptModule) for module in self._modules)):
-                self._identities = _Identities(self._modules)
+            self._unchanged = _unchanged(self._modules)
         return self._outside()
 
     def changed_numbers(self) -> list[tuple[nn.Module, str]]:
@@ -393,7 +385,7 @@ class Watch:
     def _look(self, module: nn.Module) -> Any:
         return (
             type(module),
-            None if isinstance(module, torch.jit.ScriptModule) else Same(type(module).forward),
+            Same(type(module).forward),
             module is self._root or has_own_call(module),
             {
                 name: (type if (module, name) in self._inputs else frozen)(module.__dict__[name])
@@ -424,36 +416,40 @@ class Objects:
 
     def are(self, others: tuple[Any, ...]) -> bool:
         """True if the others are the same objects in the same order."""
-        return _addresses_of(others) == self._addresses
+        return bool(_addresses_of(others) == self._addresses)
 
 
-def _addresses_in_memory(objects: tuple[Any, ...]) -> bytes:
+def _entries_of(objects: tuple[Any, ...]) -> bytes:
     """The entries of a tuple as CPython keeps them. Comparing two of these is fifty times as fast as ``is``."""
-    return ctypes.string_at(id(objects) + tuple.__basicsize__, _POINTER_BYTES * len(objects))
+    return ctypes.string_at(id(objects) + tuple.__basicsize__, calcsize("P") * len(objects))
 
 
-def _addresses_one_by_one(objects: tuple[Any, ...]) -> bytes:
-    return array("Q", map(id, objects)).tobytes()
+_some = None, "", sys
+_is_known = sys.implementation.name == "cpython" and _entries_of(_some) == pack("3P", *map(id, _some))
+_addresses_of: Callable[[tuple[Any, ...]], Any] = _entries_of if _is_known else lambda objects: list(map(id, objects))
 
 
-_POINTER_BYTES = array("Q").itemsize
-_addresses_of = _addresses_one_by_one
-if sys.implementation.name == "cpython" and ctypes.sizeof(ctypes.c_void_p) == _POINTER_BYTES:
-    _some = None, "", sys
-    if _addresses_in_memory(_some) == _addresses_one_by_one(_some):
-        _addresses_of = _addresses_in_memory
+class Unchanged:
+    """What ``read`` gives, and what is in ``values`` as far as :func:`frozen` looks, compared by object: that is quick.
 
+    The lengths of ``sized`` count, too. Another object that is equal is a change.
+    """
 
-class Contents:
-    """What is in some values at one moment, as far as :func:`frozen` looks: one flat list to compare by object."""
-
-    def __init__(self, values: Iterable[Any], *, objects: bool = True) -> None:
-        self._follows = objects
+    def __init__(
+        self,
+        read: Callable[[], tuple[Any, ...]],
+        values: Iterable[Any],
+        sized: Iterable[dict[str, Any]] = (),
+        *,
+        objects: bool = True,
+    ) -> None:
+        self._read, self._follows = read, objects
         self._rows: list[Any] = []
         self._tables: list[dict[Any, Any]] = []
         self._others: list[Any] = []
         self._add(values, 4, set())
-        self._seen = Objects(self._now())
+        self._sized = (*sized, *self._rows)
+        self._lengths, self._seen = list(map(len, self._sized)), Objects(self._now())
         self._frozen = [frozen(other, objects=objects) for other in self._others]
 
     def _add(self, values: Iterable[Any], depth: int, known: set[int]) -> None:
@@ -475,54 +471,40 @@ class Contents:
             elif self._follows and depth and namespace and not isinstance(value, nn.Module):
                 self._tables.append(namespace)  # most likely a configuration that several modules share
 
-    def hold(self) -> bool:
+    def holds(self) -> bool:
         """True if surely nothing has changed."""
-        if not self._seen.are(self._now()):
+        if list(map(len, self._sized)) != self._lengths or not self._seen.are(self._now()):
             return False
         return [frozen(other, objects=self._follows) for other in self._others] == self._frozen
 
     def _now(self) -> tuple[Any, ...]:
         tables = self._tables
-        return (
-            *map(len, self._rows),
-            *chain(*self._rows),
-            *chain(*tables),
-            *chain.from_iterable(map(dict.values, tables)),
-        )
+        return (*self._read(), *chain(*self._rows), *chain(*tables), *chain.from_iterable(map(dict.values, tables)))
 
 
-class _Identities:
-    """The attributes of modules at one moment, as one flat row to compare object by object. No scripted modules."""
+def _unchanged(modules: Sequence[nn.Module]) -> Unchanged:
+    """What modules are made of: attributes, children, hooks, and whether there are tensors."""
+    attributes = list(map(vars, modules))
+    children = [own["_modules"] for own in attributes]
+    tensors = [own[name] for own in attributes for name in ("_parameters", "_buffers")]
+    hooks = [own[name] for own in attributes for name in HOOKS]
+    names = list(map(_own_names, modules))
+    reads = [itemgetter(*each, "_modules", "_parameters", "_buffers", *HOOKS) for each in names]
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = modules
-        self._attributes = list(map(vars, modules))
-        self._children = [own["_modules"] for own in self._attributes]
-        self._tensors = [own[name] for own in self._attributes for name in ("_parameters", "_buffers")]
-        self._hooks = [own[name] for own in self._attributes for name in HOOKS]
-        names = list(map(_own_names, modules))
-        self._reads = [itemgetter(*each, "_modules", "_parameters", "_buffers", *HOOKS) for each in names]
-        self._sizes, self._objects = self._sizes_now(), Objects(self._now())
-        # What is in a list, a dict or an object may change though it stays the same object.
-        self._contents = Contents(own[name] for own, each in zip(self._attributes, names, strict=True) for name in each)
-
-    def hold(self) -> bool:
-        """True if surely nothing has changed."""
-        return self._sizes_now() == self._sizes and self._objects.are(self._now()) and self._contents.hold()
-
-    def _sizes_now(self) -> list[int]:
-        """Numbers of attributes: as the known ones are there as well, none is new."""
-        return list(map(len, self._attributes))
-
-    def _now(self) -> tuple[Any, ...]:
+    def read() -> tuple[Any, ...]:
         try:
-            attributes = [read(own) for read, own in zip(self._reads, self._attributes, strict=True)]
+            values = [read(own) for read, own in zip(reads, attributes, strict=True)]
         except KeyError:  # one is gone
             return ()
-        kinds = list(map(type, self._modules))
+        kinds = list(map(type, modules))
         return (
-            *(*kinds, *map(_forward_of, kinds), any_hooks_of_all(), *filter(None, self._hooks)),
-            *chain.from_iterable(chain(attributes, self._children, self._tensors)),
-            *chain.from_iterable(map(dict.values, self._children)),
-            *map(is_, chain.from_iterable(map(dict.values, self._tensors)), repeat(None)),
+            *(*kinds, *map(_forward_of, kinds), any_hooks_of_all(), *filter(None, hooks)),
+            *chain.from_iterable(chain(values, children, tensors)),
+            *chain.from_iterable(map(dict.values, children)),
+            *map(is_, chain.from_iterable(map(dict.values, tensors)), repeat(None)),
         )
+
+    # What is in a list, a dict or an object may change though it stays the same object.
+    values = (own[name] for own, each in zip(attributes, names, strict=True) for name in each)
+    # As many attributes as before, and the known ones among them: none is new.
+    return Unchanged(read, values, attributes)

@@ -68,11 +68,6 @@ def name_of(function: Any) -> str:
     return str(name)
 
 
-def is_assignment(function: Any) -> bool:
-    """True if it sets a property of a tensor, as in ``x.requires_grad = True``."""
-    return getattr(function, "__name__", "") in ("__set__", "__delete__")
-
-
 def spell(function: Any, args: tuple[Any, ...]) -> tuple[str, Any, tuple[Any, ...]]:
     """Kind, target and positional arguments of the node for a call that a ``TorchFunctionMode`` saw."""
     name = name_of(function)
@@ -100,7 +95,7 @@ def is_torchs(function: Any) -> bool:
 def require_recordable(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise ``UntraceableError`` if a recording cannot hold an operation."""
     name = name_of(function)
-    if is_assignment(function):
+    if getattr(function, "__name__", "") in ("__set__", "__delete__"):
         raise UntraceableError(f"it assigns to the attribute {name!r} of a tensor")
     if name in REFUSED:
         raise UntraceableError(f"{REFUSED[name]} ({name})")
@@ -140,14 +135,10 @@ def is_attention(module: nn.Module) -> bool:
 
 def body_of(function: FunctionType) -> Callable[..., Any]:
     """A copy of one of torch's functions that skips the question whether an argument or a mode handles the call."""
-    names = {**function.__globals__, **dict.fromkeys(_GATES, _nobody)}
+    names = {**function.__globals__, **dict.fromkeys(_GATES, lambda *_: False)}
     body = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     body.__kwdefaults__ = function.__kwdefaults__
     return body
-
-
-def _nobody(*_: Any) -> bool:
-    return False
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -251,10 +242,9 @@ def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """True if an operation draws random numbers; attention without dropout does not."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
-    for place, argument in enumerate(schema_of(func).arguments):
-        if argument.name == "dropout_p":
-            return bool(args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value))
-    return True
+    defaults = {argument.name: argument.default_value for argument in schema_of(func).arguments}
+    given = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
+    return bool(given.get("dropout_p", True))
 
 
 _ACCUMULATING = words(

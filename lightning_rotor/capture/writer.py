@@ -444,7 +444,13 @@ class GraphWriter:
     def encode_output(self, output: Any) -> Any:
         """The module's output with nodes in the place of tensors; ``UntraceableError`` if it may hide tensors."""
         learn_records(tree_leaves(output))
-        _require_plain(tree_leaves(output))
+        for leaf in tree_leaves(output):
+            if not isinstance(leaf, torch.Tensor) and not _is_plain(leaf):
+                raise UntraceableError(
+                    f"it returns {type(leaf).__name__}, which may hold tensors where nobody can see them: "
+                    "return tensors and plain values, or tuples, lists, dicts, dataclasses and attrs objects of "
+                    "them (call a model of transformers with use_cache=False; register others with torch.utils._pytree)"
+                )
         return self.encode(output, exact=True)
 
     def unpack(self, value: Any, node: fx.Node, read: Sequence[torch.Tensor], *, fresh_objects: bool = False) -> Any:
@@ -459,28 +465,21 @@ class GraphWriter:
             return value
         if not tensors_in(value):
             return value
-        entries: Sequence[tuple[Any, Any]]
-        if isinstance(value, (tuple, list)):
-            entries = list(enumerate(value))
-        elif type(value) is dict:
-            entries = list(value.items())
+        if type(value) is dict or isinstance(value, (tuple, list)):
+            entries, spec = tree_flatten(value, is_leaf=lambda each: each is not value)
+            keys = value if type(value) is dict else range(len(entries))
         else:
-            leaves, spec = tree_flatten(value)
-            flat = self.node("call_function", tree_leaves, (node,), {})
-            seen = self.unpack(leaves, flat, read, fresh_objects=fresh_objects)
-            return value if seen is leaves else tree_unflatten(seen, spec)
-        unpacked = {}
-        for key, entry in entries:
-            if tensors_in(entry):
-                piece = self.node("call_function", operator.getitem, (node, key), {})
-                unpacked[key] = self.unpack(entry, piece, read, fresh_objects=fresh_objects)
-            else:
-                unpacked[key] = entry
-        if all(unpacked[key] is entry for key, entry in entries):
-            return value
-        if type(value) is dict:
-            return unpacked
-        return type(value)(*unpacked.values()) if hasattr(value, "_fields") else type(value)(unpacked.values())
+            entries, spec = tree_flatten(value)
+            keys, node = range(len(entries)), self.node("call_function", tree_leaves, (node,), {})
+        seen = [
+            self.unpack(
+                entry, self.node("call_function", operator.getitem, (node, key), {}), read, fresh_objects=fresh_objects
+            )
+            if tensors_in(entry)
+            else entry
+            for key, entry in zip(keys, entries, strict=True)
+        ]
+        return value if all(map(operator.is_, seen, entries)) else tree_unflatten(seen, spec)
 
     def note_saved(self, tensor: torch.Tensor) -> None:
         """Note a tensor that autograd saves, which is dropped."""
@@ -535,17 +534,6 @@ def erase(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
 
 def _hidden(what: str) -> UntraceableError:
     return UntraceableError(f"it hands {what}")
-
-
-def _require_plain(leaves: Sequence[Any]) -> None:
-    """Raise ``UntraceableError`` if something among the leaves of an output is neither a tensor nor plain."""
-    for leaf in leaves:
-        if not isinstance(leaf, torch.Tensor) and not _is_plain(leaf):
-            raise UntraceableError(
-                f"it returns {type(leaf).__name__}, which may hold tensors where nobody can see them: "
-                "return tensors and plain values, or tuples, lists, dicts, dataclasses and attrs objects of "
-                "them (call a model of transformers with use_cache=False; register others with torch.utils._pytree)"
-            )
 
 
 def _users_line() -> tuple[str, int]:

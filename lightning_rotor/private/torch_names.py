@@ -71,7 +71,7 @@ def hooks_for_saved_tensors() -> tuple[Callable[..., Any], Callable[..., Any]] |
     return hooks or None
 
 
-_noticing: dict[int, list[set[bool]]] = {}
+_noticing: list[tuple[int, set[bool]]] = []
 _noticing_changes = threading.Lock()
 
 
@@ -83,19 +83,17 @@ def noticed_checkpoints() -> Iterator[set[bool]]:
     saves nothing. The last of all threads to leave puts the originals back.
     """
     seen: set[bool] = set()
-    thread, module = threading.get_ident(), cast("Any", torch.utils.checkpoint)
+    module = cast("Any", torch.utils.checkpoint)
     with _noticing_changes:
         if not _noticing:
             module._CheckpointFrame = _Noticed(False, module._CheckpointFrame)
             module.CheckpointFunction = _Noticed(True, module.CheckpointFunction)
-        _noticing.setdefault(thread, []).append(seen)
+        _noticing.append((threading.get_ident(), seen))
     try:
         yield seen
     finally:
         with _noticing_changes:
-            _noticing[thread].pop()
-            if not _noticing[thread]:
-                del _noticing[thread]
+            _noticing[:] = [each for each in _noticing if each[1] is not seen]
             if not _noticing:
                 module._CheckpointFrame = module._CheckpointFrame.original
                 module.CheckpointFunction = module.CheckpointFunction.original
@@ -116,8 +114,9 @@ class _Noticed:
         return self.original.apply(*args, **kwargs)
 
     def _note(self) -> None:
-        for seen in _noticing.get(threading.get_ident(), ()):
-            seen.add(self._reentrant)
+        for thread, seen in _noticing:
+            if thread == threading.get_ident():
+                seen.add(self._reentrant)
 
 
 # -------------------------------------------------------------------- settings

@@ -82,7 +82,7 @@ def packed(values: Sequence[Any]) -> Any:
 
 
 def unpacked(value: Any, count: int) -> Sequence[Any]:
-    """Values of the output, as the caller's nesting."""
+    """The values that :func:`packed` made one of."""
     return (value,) if count == 1 else value
 
 
