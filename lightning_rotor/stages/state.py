@@ -53,7 +53,7 @@ class GeneratorStates:
     and NumPy's generators (``host``).
     """
 
-    __slots__ = ("_cuda", "_host", "_torch", "device")
+    __slots__ = ("_host", "_torch", "device")
 
     def __init__(self, device: torch.device | None = None, *, counted: bool = True, host: bool = True) -> None:
         if device is None and torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -61,25 +61,24 @@ class GeneratorStates:
         self.device = device if device is not None and device.type == "cuda" else None
         self._host = HostGenerators() if host else None
         with no_dispatch():
-            self._torch = torch.get_rng_state() if counted else uncounted_copy(torch.get_rng_state())
-            self._cuda = torch.cuda.get_rng_state(self.device) if self.device is not None else None
+            self._torch = [torch.get_rng_state() if counted else uncounted_copy(torch.get_rng_state())]
+            if self.device is not None:
+                self._torch.append(torch.cuda.get_rng_state(self.device))
 
     def restore(self) -> None:
         """Set the generators back to this state."""
         if self._host is not None:
             self._host.restore()
-        torch.set_rng_state(self._torch)
-        if self._cuda is not None and self.device is not None:
-            torch.cuda.set_rng_state(self._cuda, self.device)
+        torch.set_rng_state(self._torch[0])
+        if self.device is not None:
+            torch.cuda.set_rng_state(self._torch[1], self.device)
 
     def equals(self, other: GeneratorStates) -> bool:
         """True if no generator was used in between."""
         if self._host is not None and other._host is not None and not self._host.equals(other._host):
             return False
         with no_dispatch():
-            if self._cuda is None or other._cuda is None:
-                return self._cuda is other._cuda and torch.equal(self._torch, other._torch)
-            return torch.equal(self._torch, other._torch) and torch.equal(self._cuda, other._cuda)
+            return len(self._torch) == len(other._torch) and all(map(torch.equal, self._torch, other._torch))
 
 
 @contextmanager
