@@ -98,16 +98,6 @@ class ThreadedLayer(nn.Module):
         self.layer = layer
         self._pops, self._stashes = layer.poppable(), layer.stashable()
 
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, ThreadedLayer)
-            and self.layer is other.layer
-            and (self._pops, self._stashes) == (other._pops, other._stashes)
-        )
-
-    def __hash__(self) -> int:
-        return hash((id(self.layer), self._pops, self._stashes))
-
     def forward(self, value: Any) -> Any:
         """Run the layer with its hooks."""
         input, *popped = unpacked(value, 1 + len(self._pops))
@@ -199,12 +189,7 @@ class Stage:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Parameters of the stage, each once."""
-        seen: set[int] = set()
-        for module in self.modules:
-            for parameter in module.parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield parameter
+        yield from dict.fromkeys(parameter for module in self.modules for parameter in module.parameters())
 
     def called_modules(self) -> Iterator[nn.Module]:
         """The user's modules that it calls and all below them, each once."""
