@@ -113,7 +113,6 @@ class Recorder(TorchFunctionMode):
         self.calls = ModuleCalls(root, is_opaque)
         self.check = DispatchCheck()
         self._root, self._call = root, call
-        self._seen: list[tuple[fx.Node, Any]] = []
         self._writer = GraphWriter(self.calls, self.check)
         self._leaves: list[tuple[fx.Node, fx.Node, Any]] = []
         self.surroundings = Surroundings(lambda: None if self.check.inside else self.calls.path, closures)
@@ -148,26 +147,26 @@ class Recorder(TorchFunctionMode):
         for leaf, check, appearance in self._leaves:
             if leaf in behind:
                 check.args = (leaf, appearance, True)
-        self._seen += writer.valued
-        if any(
-            node.target is private.pack_sequences for node in behind
-        ):  # sizes that depend on the lengths in ways of their own
-            self._seen += writer.lengths
+        # Packed sequences have sizes that depend on their lengths in ways of their own.
+        packs = any(node.target is private.pack_sequences for node in behind)
+        values = [*writer.valued, *(writer.lengths if packs else ())]
         totals = [writer.node("call_function", total, node.args, {}) for node, _ in writer.lengths]
-        guards = Guards(self._call.signature, inputs, asked, self._seen, totals)
-        erase(writer.graph, [*totals, *(node for node, _ in (*self._seen, *writer.lengths, *asked))])
+        guards = Guards(self._call.signature, inputs, asked, values, totals)
+        erase(writer.graph, [*totals, *(node for node, _ in (*values, *writer.lengths, *asked))])
         notes = self.surroundings.notes
         return Recording(writer.graph, writer.memory(), self._root, writer.constants, self.calls.leaves, guards, notes)
 
     @contextmanager
     def _listening(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(_shown_modules(self))
-            stack.enter_context(private.uncompiled())
-            stack.enter_context(self.check)
-            stack.enter_context(self)
-            stack.enter_context(self.surroundings.listening())
-            stack.enter_context(repeating(False))  # what the code does in a real run must be seen
+        # Not repeating: what the code does in a real run must be seen.
+        with (
+            _shown_modules(self),
+            private.uncompiled(),
+            self.check,
+            self,
+            self.surroundings.listening(),
+            repeating(False),
+        ):
             yield
 
     def _note_saved(self, tensor: torch.Tensor) -> None:
@@ -319,10 +318,10 @@ class Recorder(TorchFunctionMode):
                 nodes = [self._writer.node_of(leaf) for leaf in tensors]
                 for each, tensor in zip(nodes, tensors, strict=True):
                     shape = self._writer.node("call_function", getattr, (each, "shape"), {})
-                    self._guard(shape, tensor.shape, f"the size of what {_label(node)} returns")
+                    self._writer.guard(shape, tensor.shape, f"the size of what {_label(node)} returns")
             return output
         if others:
-            self._guard(node, result, f"{_label(node)} of a tensor")
+            self._writer.guard(node, result, f"{_label(node)} of a tensor")
         return result
 
     # ---------------------------------------------------------------- what must not differ at another call
@@ -350,11 +349,6 @@ class Recorder(TorchFunctionMode):
             same = self._states.equals(GeneratorStates())
         if not same:
             raise UntraceableError(_DRAWS)
-
-    def _guard(self, node: fx.Node, value: Any, what: str) -> None:
-        """Remember a value that the code saw, if it can be computed from a call's inputs alone."""
-        self._writer.require_computable(node, what)
-        self._seen.append((node, value))
 
 
 def _require_readable(node: fx.Node, values: Sequence[Any], *, with_tensors: bool) -> None:

@@ -276,7 +276,7 @@ class GraphWriter:
 
     Attributes:
         asked: What code has asked of sizes, with the answers.
-        valued: The same of numbers that depend on values.
+        valued: Values that code has seen, and what it has asked of numbers that depend on values.
         lengths: Of sequences that were packed, as a list.
         region: Other settings than the call's that the code has chosen for now.
     """
@@ -397,8 +397,9 @@ class GraphWriter:
         operands = self.encode(left), self.encode(right)
         node = self._size_node("call_function", function, operands, answer)
         if VALUED in node.meta:
-            self.require_computable(node, "a size")
-        (self.valued if VALUED in node.meta else self.asked).append((node, answer))
+            self.guard(node, answer, "a size")
+        else:
+            self.asked.append((node, answer))
 
     def _size(self, value: int, kind: str, target: Any, *args: Any) -> Size:
         return Size(value, self._size_node(kind, target, args, value), self)
@@ -513,6 +514,11 @@ class GraphWriter:
         self.require_computable(node, "the lengths of packed sequences")
         self._packed[self.node_of(batch_sizes)] = node
         self.lengths.append((self.node("call_method", "tolist", (node,), {}), lengths.tolist()))
+
+    def guard(self, node: fx.Node, value: Any, what: str) -> None:
+        """Remember a value that the code saw, if it can be computed from a call's inputs alone."""
+        self.require_computable(node, what)
+        self.valued.append((node, value))
 
     def require_computable(self, node: fx.Node, what: str) -> None:
         """Raise ``UntraceableError`` if a node cannot be computed from a call's inputs alone."""
