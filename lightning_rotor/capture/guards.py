@@ -362,7 +362,7 @@ class Watch:
         if self._unchanged is None or not self._unchanged.holds():
             if self.changed() is not None:
                 return False
-            self._unchanged = _unchanged(self._modules)
+            self._unchanged = _unchanged_modules(self._modules)
         return self._outside()
 
     def changed_numbers(self) -> list[tuple[nn.Module, str]]:
@@ -482,7 +482,7 @@ class Unchanged:
         return (*self._read(), *chain(*self._rows), *chain(*tables), *chain.from_iterable(map(dict.values, tables)))
 
 
-def _unchanged(modules: Sequence[nn.Module]) -> Unchanged:
+def _unchanged_modules(modules: Sequence[nn.Module]) -> Unchanged:
     """What modules are made of: attributes, children, hooks, and whether there are tensors."""
     attributes = list(map(vars, modules))
     children = [own["_modules"] for own in attributes]
