@@ -27,7 +27,7 @@ BATCH, LENGTH, MEMORY, WIDTH, HEADS = 2, 5, 7, 8, 2
 
 
 def operations(cut: GraphCut) -> list[str]:
-    targets = [target for piece in cut.slices for target in piece.operators]
+    targets = [target for stage in cut.stages for piece in stage.modules for target in piece.operators]
     return [
         type(target).__name__ if isinstance(target, nn.Module) else getattr(target, "__name__", str(target))
         for target in targets

@@ -109,7 +109,8 @@ def operations(cut: GraphCut) -> list[str]:
     """What the stages run, by name."""
     return [
         operator if isinstance(operator, str) else getattr(operator, "__name__", type(operator).__name__)
-        for piece in cut.slices
+        for stage in cut.stages
+        for piece in stage.modules
         for operator in piece.operators
     ]
 
