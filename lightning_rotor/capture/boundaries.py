@@ -17,12 +17,12 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, takewhile
 
 import torch
 from torch import fx
 
-from lightning_rotor.capture.graph_stage import IN_PLACE, OF, SIZE, VALUED, GraphSlice, require_as_recorded
+from lightning_rotor.capture.graph_stage import IN_PLACE, OF, SIZE, VALUED, GraphSlice, name_of, require_as_recorded
 from lightning_rotor.capture.modules import is_invertible_as_a_whole, words
 from lightning_rotor.capture.recorder import Recording
 from lightning_rotor.capture.writer import OpMemory
@@ -62,12 +62,8 @@ class Names:
         audible = [node for node in nodes if SIZE not in node.meta and node.target not in _OURS]
         working = [node for node in audible if not _is_view(node)] or audible or list(nodes)
         paths = [str(node.meta["module"]).split(".") for node in working]
-        common: list[str] = []
-        for parts in zip(*paths, strict=False):
-            if len(set(parts)) > 1:
-                break
-            common.append(parts[0])
-        prefix = ".".join(common)
+        common = takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
+        prefix = ".".join(parts[0] for parts in common)
         if prefix and self._inside[prefix] == sum(prefix in _paths_around(node) for node in nodes):
             return prefix
         first, last = self._label(working[0]), self._label(working[-1])
@@ -78,16 +74,14 @@ class Names:
         path = str(node.meta["module"])
         if node.op == "call_module":
             return path
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-        return f"{path}.{name}" if path else str(name)
+        return f"{path}.{name_of(node)}" if path else name_of(node)
 
 
 _OURS = (require_as_recorded, tree_unflatten)  # no code of the user's
 
 
 def _is_view(node: fx.Node) -> bool:
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return node.op != "call_module" and name in _VIEWS
+    return node.op != "call_module" and name_of(node) in _VIEWS
 
 
 def _paths_around(node: fx.Node) -> list[str]:

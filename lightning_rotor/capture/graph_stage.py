@@ -65,6 +65,11 @@ class Region:
             yield
 
 
+def name_of(node: fx.Node) -> str:
+    """The name of what an operation calls."""
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+
+
 def is_constant(node: fx.Node) -> bool:
     """True if a node is a tensor that the forward made out of nothing."""
     return node.op == "get_attr" and isinstance(node.meta[OF], torch.Tensor)

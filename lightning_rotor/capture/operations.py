@@ -59,7 +59,7 @@ _DIVISIONS = {"__div__": "__truediv__", "__idiv__": "__itruediv__", "__rdiv__": 
 _OPERATORS = {name: function for name, function in vars(operator).items() if name[:2] == "__" and callable(function)}
 
 
-def name_of(function: Any) -> str:
+def name_of_function(function: Any) -> str:
     """Name of a function, method or property of a tensor."""
     name = getattr(function, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
@@ -70,7 +70,7 @@ def name_of(function: Any) -> str:
 
 def spell(function: Any, args: tuple[Any, ...]) -> tuple[str, Any, tuple[Any, ...]]:
     """Kind, target and positional arguments of the node for a call that a ``TorchFunctionMode`` saw."""
-    name = name_of(function)
+    name = name_of_function(function)
     if getattr(function, "__name__", "") == "__get__":
         return "call_function", getattr, (args[0], name)
     if args and getattr(torch.Tensor, name, None) is function:
@@ -94,7 +94,7 @@ def is_torchs(function: Any) -> bool:
 
 def require_recordable(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise ``UntraceableError`` if a recording cannot hold an operation."""
-    name = name_of(function)
+    name = name_of_function(function)
     if getattr(function, "__name__", "") in ("__set__", "__delete__"):
         raise UntraceableError(f"it assigns to the attribute {name!r} of a tensor")
     if name in REFUSED:

@@ -35,6 +35,7 @@ from lightning_rotor.capture.graph_stage import (
     Region,
     appearance_of,
     is_constant,
+    name_of,
     require_as_recorded,
     total,
 )
@@ -54,7 +55,7 @@ from lightning_rotor.capture.operations import (
     body_of,
     is_attention,
     is_torchs,
-    name_of,
+    name_of_function,
     require_recordable,
     spell,
 )
@@ -224,7 +225,7 @@ class Recorder(TorchFunctionMode):
         """Run an operation, and record it."""
         function, kwargs = func, kwargs or {}
         with self.surroundings.paused():
-            name = name_of(function)
+            name = name_of_function(function)
             if self.check.inside:
                 return function(*args, **kwargs)
             if name in METADATA or name in SIZES or (name == "type" and len(args) == 1):
@@ -318,10 +319,10 @@ class Recorder(TorchFunctionMode):
                 nodes = [self._writer.node_of(leaf) for leaf in tensors]
                 for each, tensor in zip(nodes, tensors, strict=True):
                     shape = self._writer.node("call_function", getattr, (each, "shape"), {})
-                    self._writer.guard(shape, tensor.shape, f"the size of what {_label(node)} returns")
+                    self._writer.guard(shape, tensor.shape, f"the size of what {name_of(node)} returns")
             return output
         if others:
-            self._writer.guard(node, result, f"{_label(node)} of a tensor")
+            self._writer.guard(node, result, f"{name_of(node)} of a tensor")
         return result
 
     # ---------------------------------------------------------------- what must not differ at another call
@@ -355,9 +356,9 @@ def _require_readable(node: fx.Node, values: Sequence[Any], *, with_tensors: boo
     """Raise ``UntraceableError`` unless values that an operation returns can be seen, apart from tensors."""
     if not all(isinstance(value, (bool, int, float, complex, str)) for value in values):
         kind = type(values[0]).__name__
-        raise UntraceableError(f"{_label(node)} returns {kind}, which may hold values of tensors")
+        raise UntraceableError(f"{name_of(node)} returns {kind}, which may hold values of tensors")
     if values and with_tensors:
-        raise UntraceableError(f"{_label(node)} returns tensors and values together")
+        raise UntraceableError(f"{name_of(node)} returns tensors and values together")
 
 
 @contextmanager
@@ -443,10 +444,6 @@ def ambient() -> tuple[Any, ...]:
         *((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")),
         None if not hooks else tuple(map(id, hooks)),
     )
-
-
-def _label(node: fx.Node) -> str:
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
 
 
 def _copies(values: Iterable[Any]) -> list[Any]:
