@@ -287,7 +287,7 @@ class Recorder(TorchFunctionMode):
             node = self._writer.node(kind, target, *encoded)
             if own_code or self.check.random:
                 self._states = GeneratorStates()
-                self._writer.mark_impure(node, own_code or _RANDOM)
+                self._writer.impure.setdefault(node, own_code or _RANDOM)
             if kind != "call_module" and (own_code or self.check.random or self.check.accumulates):
                 node.meta[UNSURE] = True
             for tensor, version in zip(read, versions, strict=True):

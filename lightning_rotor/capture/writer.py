@@ -278,6 +278,7 @@ class GraphWriter:
         asked: What code has asked of sizes, with the answers.
         valued: Values that code has seen, and what it has asked of numbers that depend on values.
         lengths: Of sequences that were packed, as a list.
+        impure: By node whose value depends on more than the call's inputs, on what.
         region: Other settings than the call's that the code has chosen for now.
     """
 
@@ -295,7 +296,7 @@ class GraphWriter:
         self._reads: dict[str, fx.Node] = {}
         self._values = _Values()
         self.saved: dict[int | None, int] = {}
-        self._impure: dict[fx.Node, str] = {}
+        self.impure: dict[fx.Node, str] = {}
 
     def begin(self, root: nn.Module, inputs: list[Any]) -> list[fx.Node]:
         """Placeholders for the inputs of a call, whose numbers become :class:`Number`.
@@ -324,8 +325,8 @@ class GraphWriter:
         if kind == "call_module":
             node.meta[OF] = self._root.get_submodule(target)
         for used in node.all_input_nodes:
-            if used in self._impure:
-                self._impure[node] = self._impure[used]
+            if used in self.impure:
+                self.impure[node] = self.impure[used]
         return node
 
     def node_of(self, tensor: torch.Tensor) -> fx.Node:
@@ -349,7 +350,7 @@ class GraphWriter:
             self._reads[name] = self.node("get_attr", name, (), {})
             self._reads[name].meta[OF] = of
             if tensor.requires_grad:
-                self._impure[self._reads[name]] = f"the parameter {name!r}, which learns"
+                self.impure[self._reads[name]] = f"the parameter {name!r}, which learns"
             self._values.put(tensor, self._reads[name])
         return self._reads[name]
 
@@ -410,7 +411,7 @@ class GraphWriter:
             node.meta[VALUED] = True
             return node
         node.meta[SIZE] = value
-        self._impure.pop(node, None)  # whatever is in a tensor, its sizes are these
+        self.impure.pop(node, None)  # whatever is in a tensor, its sizes are these
         return node
 
     # ---------------------------------------------------------------- what operations take and give
@@ -497,10 +498,6 @@ class GraphWriter:
 
     # ---------------------------------------------------------------- what depends on more than the call's inputs
 
-    def mark_impure(self, node: fx.Node, why: str) -> None:
-        """Note that the node's value, and all that is computed from it, depends on something else, too."""
-        self._impure.setdefault(node, why)
-
     def note_change(self, tensor: torch.Tensor, by: fx.Node) -> None:
         """Note a change in place; ``UntraceableError`` if the next call would find the tensor changed."""
         node = self.node_of(tensor)
@@ -522,8 +519,8 @@ class GraphWriter:
 
     def require_computable(self, node: fx.Node, what: str) -> None:
         """Raise ``UntraceableError`` if a node cannot be computed from a call's inputs alone."""
-        if node in self._impure:
-            raise UntraceableError(f"its course depends on {what}, which depends on {self._impure[node]}")
+        if node in self.impure:
+            raise UntraceableError(f"its course depends on {what}, which depends on {self.impure[node]}")
         if not self._values.is_repeatable(ancestors([node], sizes=False)):
             raise UntraceableError(f"its course depends on {what}, which was changed in place before")
 
