@@ -469,18 +469,14 @@ class GraphWriter:
             return value
         if type(value) is dict or isinstance(value, (tuple, list)):
             entries, spec = tree_flatten(value, is_leaf=lambda each: each is not value)
-            keys = value if type(value) is dict else range(len(entries))
         else:
             entries, spec = tree_flatten(value)
-            keys, node = range(len(entries)), self.node("call_function", tree_leaves, (node,), {})
-        seen = [
-            self.unpack(
-                entry, self.node("call_function", operator.getitem, (node, key), {}), read, fresh_objects=fresh_objects
-            )
-            if tensors_in(entry)
-            else entry
-            for key, entry in zip(keys, entries, strict=True)
-        ]
+            node = self.node("call_function", tree_leaves, (node,), {})
+        seen = list(entries)
+        for number, key in enumerate(value if type(value) is dict else range(len(entries))):
+            if tensors_in(entries[number]):
+                piece = self.node("call_function", operator.getitem, (node, key), {})
+                seen[number] = self.unpack(entries[number], piece, read, fresh_objects=fresh_objects)
         return value if all(map(operator.is_, seen, entries)) else tree_unflatten(seen, spec)
 
     def note_saved(self, tensor: torch.Tensor) -> None:
