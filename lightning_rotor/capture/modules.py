@@ -18,9 +18,8 @@ from lightning_rotor.private.lightning_names import TRAINERS
 from lightning_rotor.private.torch_names import is_compiler_wrapper
 from lightning_rotor.private.values import (
     TreeSpec,
+    flatten,
     keystr,
-    learn_records,
-    tree_flatten,
     tree_flatten_with_path,
     tree_unflatten,
 )
@@ -189,9 +188,7 @@ class Call:
         """Flatten arguments; ``ModelError`` if one may hide tensors. This runs at every training call."""
         flat, spec, structure = [*args, *kwargs.values()], None, ""
         if not _SIMPLE.issuperset(map(type, flat)):
-            flat, spec = tree_flatten((tuple(args), dict(kwargs)))
-            if learn_records(flat):
-                flat, spec = tree_flatten((tuple(args), dict(kwargs)))
+            flat, spec = flatten((tuple(args), dict(kwargs)))
             structure = str(spec)
         more = [owner.__dict__.get(name) for owner, name in attributes]
         inputs = (*[leaf for leaf in flat if isinstance(leaf, torch.Tensor)], *more)

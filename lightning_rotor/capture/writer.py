@@ -20,7 +20,7 @@ from lightning_rotor.capture.guards import ancestors
 from lightning_rotor.capture.modules import PLAIN, ModuleCalls, UntraceableError, tensor_slots
 from lightning_rotor.capture.operations import CHANGES, DispatchCheck
 from lightning_rotor.private.torch_names import identity_of
-from lightning_rotor.private.values import learn_records, tensors_in, tree_flatten, tree_leaves, tree_unflatten
+from lightning_rotor.private.values import flatten, tensors_in, tree_flatten, tree_leaves, tree_unflatten
 from lightning_rotor.stages.snapshot import is_users
 
 # ----------------------------------------------------------------------------------------------------
@@ -445,8 +445,7 @@ class GraphWriter:
 
     def encode_output(self, output: Any) -> Any:
         """The module's output with nodes in the place of tensors; ``UntraceableError`` if it may hide tensors."""
-        learn_records(tree_leaves(output))
-        for leaf in tree_leaves(output):
+        for leaf in flatten(output)[0]:
             if not isinstance(leaf, torch.Tensor) and not _is_plain(leaf):
                 raise UntraceableError(
                     f"it returns {type(leaf).__name__}, which may hold tensors where nobody can see them: "

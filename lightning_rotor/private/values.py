@@ -47,18 +47,17 @@ __all__ = [
 # Containers that torch's pytree does not know by itself, and what user code does with containers.
 
 
-def learn_records(leaves: Iterable[Any]) -> bool:
-    """Register the classes of dataclasses and attrs objects among leaves, and inside; True if there was one."""
-    kinds = {type(leaf): leaf for leaf in leaves}
+def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
+    """``tree_flatten`` that also looks into dataclasses and attrs objects: it registers their classes."""
+    leaves, spec = tree_flatten(value)
     records = [
         kind
-        for kind in kinds
+        for kind in set(map(type, leaves))
         if (is_dataclass(kind) or hasattr(kind, "__attrs_attrs__")) and not issubclass(kind, torch.nn.Module)
     ]
     for kind in records:
         register_pytree_node(kind, _taken_apart, _put_together, flatten_with_keys_fn=_named)
-        learn_records(tree_leaves(kinds[kind]))
-    return bool(records)
+    return flatten(value) if records else (leaves, spec)
 
 
 def _taken_apart(record: Any) -> tuple[list[Any], Any]:
@@ -105,10 +104,7 @@ def watch_containers(value: Any) -> Callable[[], bool]:
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors in a nesting that torch's pytree knows. ``walk_tensors`` also looks into other mappings and sets."""
-    leaves = tree_leaves(value)
-    if learn_records(leaves):
-        leaves = tree_leaves(value)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in flatten(value)[0] if isinstance(leaf, torch.Tensor)]
 
 
 def spelled(dtype: torch.dtype, shape: Sequence[int]) -> str:
