@@ -7,6 +7,7 @@ import gc
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
@@ -333,6 +334,33 @@ def test_nested_outputs() -> None:
     output = staged(record(net, torch.randn(X)))(torch.randn(X))
     assert isinstance(output, Pair)
     assert (output.extra["flag"], output.extra["name"], output.extra["x"][1][1]) == (True, "pair", None)
+
+
+@dataclass
+class Halves:
+    low: torch.Tensor
+    high: torch.Tensor
+
+
+class Halving(nn.Module):
+    """Runs as one operation, for its hook, and returns what torch does not know as a nesting yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_forward_hook(lambda *_: None)
+
+    def forward(self, x: torch.Tensor) -> Halves:
+        return Halves(x[:, :8], x[:, 8:])
+
+
+def test_a_leaf_may_return_a_dataclass_that_nobody_has_seen() -> None:
+    def root(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        halves = net.halving(x)
+        return torch.cat([halves.high, halves.low], 1)
+
+    net = Net(root=root)
+    net.halving = Halving()
+    record(net, torch.randn(X))
 
 
 class Holder:

@@ -17,7 +17,7 @@ from torch import Size, fx, nn
 
 from lightning_rotor.capture.modules import PLAIN
 from lightning_rotor.errors import ExecutionError
-from lightning_rotor.private.values import tree_flatten
+from lightning_rotor.private.values import flatten
 
 OF = "of"
 """Where a node keeps the module that it calls; the module whose tensor it reads, and the tensor's name there; or a
@@ -94,7 +94,7 @@ def require_as_recorded(output: Any, appearance: Any, sizes: bool) -> None:
 
 def appearance_of(output: Any, *, sizes: bool) -> Any:
     """Shapes, or dimensions alone, types and plain values in what a module returned."""
-    leaves, spec = tree_flatten(output)
+    leaves, spec = flatten(output)
     return str(spec), tuple(
         ("tensor", tuple(leaf.shape) if sizes else leaf.dim(), str(leaf.dtype), str(leaf.device))
         if isinstance(leaf, torch.Tensor)
