@@ -269,7 +269,7 @@ class Plans:
 
     def _by_seconds(self, signature: Signature, prepared: Prepared) -> Prepared:
         """An entry with the costs of segments that its calls have shown, planned again if they were far off."""
-        if prepared.estimated or self.together or not self._source.may_plan_again(self):
+        if prepared.estimated or not self._source.may_plan_again(self):
             return prepared
         corrected, plan = _by_seconds(prepared, self._solve)
         if plan is prepared.plan:

@@ -29,9 +29,9 @@ _PREFIX = "lightning_rotor/plan"
 
 
 class Agreement:
-    """What a planned forward asks of other processes; of one alone, nothing. Some can only measure ``together``."""
+    """What a planned forward asks of other processes; of one ``alone``, nothing. Some can only measure ``together``."""
 
-    together = False
+    alone, together = True, False
 
     def must_start_afresh(self, *, ready: bool) -> bool:
         """True if what is known must be dropped for others; ``ready`` says that this process has a plan to run."""
@@ -46,6 +46,8 @@ class Agreement:
 
 class PublishedPlans(Agreement):
     """Plans in the key-value store that the processes met through: the first one to be published counts."""
+
+    alone = False
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -67,7 +69,7 @@ class JointPlans(Agreement):
     any budget by least runs where none fits.
     """
 
-    together = True
+    alone, together = False, True
 
     def __init__(self, group: Any, *, beyond: bool = False) -> None:
         self._group = group

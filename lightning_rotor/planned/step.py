@@ -280,8 +280,8 @@ class StepPlanner(BudgetSource):
         return budget.reduced_to(0, "other calls of the step")
 
     def may_plan_again(self, plans: Plans) -> bool:
-        """Calls that are alive together are planned as one, and not by the seconds of each."""
-        return not self._is_joint and self.modules.is_alone(plans)
+        """Calls that are alive together, and those of several processes, are not planned by the seconds of each."""
+        return self.ranks.alone and not self._is_joint and self.modules.is_alone(plans)
 
     def _joint_budget(self, chain: Chain, copied_bytes: int) -> Budget:
         """What calls that are alive together may use."""
