@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as L
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
@@ -26,8 +27,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_rotor import BudgetError, RotorBatchSizeAdvice, RotorCallback, is_recomputing
 from lightning_rotor.errors import ProfilerBusyError
 from lightning_rotor.profiling import StepMeter
+from tests import grids
 
 WIDTH, BATCH, STEPS = 64, 64, 14
+FEW = 7  # steps where none is measured late; every two sizes meet on the ranks at least twice
 LIMIT = 500 * 1024  # plain training takes 628 KiB under DDP
 LEAST = 1024  # no plan fits
 BLOCKS_LIMIT = 4_500_000  # of FSDP2 with a unit for each block
@@ -38,15 +41,16 @@ GPU_BACKEND = "gloo" if "SIMULATED_DEVICES" in os.environ else "nccl"
 class Batches(IterableDataset[torch.Tensor]):
     """Of this process: other values on each, and other sizes too if asked for."""
 
-    def __init__(self, size: int = BATCH, *, ragged: bool = False, rank: int | None = None) -> None:
+    def __init__(self, size: int = BATCH, *, steps: int = STEPS, ragged: bool = False, rank: int | None = None) -> None:
         self._size = size
+        self._steps = steps
         self._ragged = ragged
         self._rank = rank
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         rank = dist.get_rank() if self._rank is None else self._rank
         generator = torch.Generator().manual_seed(rank)
-        for step in range(STEPS):
+        for step in range(self._steps):
             size = self._size - 8 * ((step + rank) % 3) if self._ragged else self._size
             yield torch.randn(size, WIDTH, generator=generator)
 
@@ -54,9 +58,11 @@ class Batches(IterableDataset[torch.Tensor]):
 class Net(L.LightningModule):
     """Blocks in a Sequential, a head beside it."""
 
-    def __init__(self, norm: Callable[[int], nn.Module] = nn.LayerNorm, *, absent: bool = False) -> None:
+    def __init__(
+        self, norm: Callable[[int], nn.Module] = nn.LayerNorm, *, absent: bool = False, depth: int = 4
+    ) -> None:
         super().__init__()
-        blocks = [[nn.Linear(WIDTH, WIDTH), norm(WIDTH), nn.GELU(), nn.Dropout(0.1)] for _ in range(4)]
+        blocks = [[nn.Linear(WIDTH, WIDTH), norm(WIDTH), nn.GELU(), nn.Dropout(0.1)] for _ in range(depth)]
         self.body = nn.Sequential(*(layer for block in blocks for layer in block))
         self.head = nn.Linear(WIDTH, 2)
         self.absent = absent
@@ -243,6 +249,7 @@ class Case:
     make: Callable[[], Net]
     strategy: Callable[[], Strategy]
     ragged: bool = False
+    steps: int = STEPS
     limit: int = LIMIT
     measured: bool = False
     batch: int = BATCH
@@ -267,13 +274,15 @@ CASES = {
     "views": Case(Net, ddp(gradient_as_bucket_view=True), measured=True),
     "ragged": Case(Net, ddp(), ragged=True),
     "synchronized": Case(lambda: Net(MeanOfAll), ddp()),
-    "synchronized_ragged": Case(lambda: Net(MeanOfAll), ddp(), ragged=True),
+    "synchronized_ragged": Case(lambda: Net(MeanOfAll), ddp(), ragged=True, steps=FEW),
     "inside": Case(Sharded, fsdp2),
     "unit": Case(lambda: Sharded("body"), fsdp2),
     "units": Case(Blocks, fsdp2, limit=BLOCKS_LIMIT, batch=256, measured=True, saved=True),
     "short": Case(Short, ddp()),
-    "beyond": Case(Net, ddp(), ragged=True, limit=LEAST, on_infeasible="warn"),
-    "beyond_together": Case(lambda: Net(MeanOfAll), ddp(), ragged=True, limit=LEAST, on_infeasible="warn"),
+    "beyond": Case(lambda: Net(depth=2), ddp(), ragged=True, steps=FEW, limit=LEAST, on_infeasible="warn"),
+    "beyond_together": Case(
+        lambda: Net(MeanOfAll, depth=2), ddp(), ragged=True, steps=FEW, limit=LEAST, on_infeasible="warn"
+    ),
 }
 APART = {
     "ddp_gpus": Case(
@@ -283,6 +292,7 @@ APART = {
     "sync_batch_norm": Case(
         lambda: Net(nn.SyncBatchNorm),
         ddp(process_group_backend=GPU_BACKEND),
+        steps=FEW,
         limit=LEAST,
         on_infeasible="warn",
         accelerator="gpu",
@@ -290,6 +300,7 @@ APART = {
     "fsdp1": Case(
         Net,
         lambda: FSDPStrategy(timeout=TIMEOUT, process_group_backend=GPU_BACKEND),
+        steps=FEW,
         limit=LEAST,
         on_infeasible="warn",
         accelerator="gpu",
@@ -307,7 +318,7 @@ def fit(
         accelerator=case.accelerator, devices=2, strategy=strategy or case.strategy(), max_epochs=1, callbacks=callbacks, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
     )  # fmt: skip
-    trainer.fit(model, DataLoader(Batches(case.batch, ragged=case.ragged), batch_size=None))
+    trainer.fit(model, DataLoader(Batches(case.batch, steps=case.steps, ragged=case.ragged), batch_size=None))
     if case.saved:
         trainer.save_checkpoint(folder / "checkpoint")
     state = model.state_dict()
@@ -396,6 +407,8 @@ def advised(folder: Path) -> dict[str, Any]:
 
 def main(folder: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
+    for cheaper in (grids.make_tables_coarse, grids.measure_host_once):
+        cheaper(pytest.MonkeyPatch())
     cases = CASES | APART
     others = {"advice": advised, "piped": piped}
     found = {
