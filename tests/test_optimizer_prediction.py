@@ -14,6 +14,7 @@ import torch
 from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from lightning_rotor.memory import held
 from lightning_rotor.memory.held import optimizer_state_bytes, predict_optimizer_state_bytes
 from lightning_rotor.private.torch_names import FakeTensor, FakeTensorMode
 from lightning_rotor.profiling.meters import CpuMeter
@@ -331,3 +332,21 @@ def test_of_a_parameter_that_is_spread_over_processes_only_the_shard_counts() ->
         assert before == after == optimizer_state_bytes(optimizer) == 2 * (4 * 4 * 4) + 4
     finally:
         dist.destroy_process_group()
+
+
+def test_a_prediction_that_is_asked_again_follows_what_it_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, other = nn.Parameter(torch.zeros(1000)), nn.Parameter(torch.zeros(10))
+    optimizer = optim.SGD([weight], lr=0.1)
+    steps, take = [], held._take_step
+    monkeypatch.setattr(held, "_take_step", lambda clone: steps.append(1) or take(clone))
+    assert predict_optimizer_state_bytes(optimizer) == 0
+    optimizer.param_groups[0]["lr"] = 0.05
+    assert predict_optimizer_state_bytes(optimizer) == 0
+    assert len(steps) == 1
+    optimizer.param_groups[0]["momentum"] = 0.9
+    assert predict_optimizer_state_bytes(optimizer) == 4000
+    optimizer.add_param_group({"params": [other], "momentum": 0.9})
+    assert predict_optimizer_state_bytes(optimizer) == 4040
+    weight.requires_grad = False
+    assert predict_optimizer_state_bytes(optimizer) == 40
+    assert len(steps) == 4

@@ -12,6 +12,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -170,6 +171,7 @@ def _dense_bytes(tensor: torch.Tensor, dtype: torch.dtype) -> int:
 _log = logging.getLogger(__name__)
 
 # A copy fires no hooks, and a scheduler's or compiler's replacement of ``step`` on the instance is not for it.
+_GROWING = ("params", "state", "param_groups")
 _NOT_COPIED = frozenset((*OPTIMIZER_HOOKS, "step", "grad_scale", "found_inf"))
 
 
@@ -186,6 +188,36 @@ def predict_optimizer_state_bytes(optimizer: torch.optim.Optimizer, device: torc
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         return _full_history_bytes(optimizer, device)
+    facts = _facts(optimizer, device)
+    known = _predicted.get(optimizer)
+    if known is None or known[0] != facts:
+        known = _predicted[optimizer] = facts, _bytes_after_next_step(optimizer, device)
+    return known[1]
+
+
+_predicted: WeakKeyDictionary[torch.optim.Optimizer, tuple[Any, int]] = WeakKeyDictionary()  # with what it depends on
+
+
+def _facts(optimizer: torch.optim.Optimizer, device: torch.device | str | None) -> list[Any]:
+    """All that may change what a step keeps: settings, parameters with their marks, and how much state there is.
+
+    Of a number with a fraction it counts whether it is zero: schedulers change learning rates at every step.
+    """
+    settings = [
+        (key, value != 0 if isinstance(value, float) else value if isinstance(value, (int, str)) else id(value))
+        for group in (vars(optimizer), *optimizer.param_groups)
+        for key, value in group.items()
+        if key not in _GROWING
+    ]
+    parameters = [
+        (id(each), each.shape, each.dtype, each.device, each.requires_grad, each.layout, *vars(each))
+        for group in optimizer.param_groups
+        for each in group["params"]
+    ]
+    return [str(device), settings, parameters, [len(each) for each in optimizer.state.values()]]
+
+
+def _bytes_after_next_step(optimizer: torch.optim.Optimizer, device: torch.device | str | None) -> int:
     try:
         with without_trace():
             return _bytes_after_dry_step(optimizer, device)
