@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
 
 # Read once, when torch and matplotlib are imported. Three test processes on two cores, as a third of the time is waiting: one thread each.
@@ -20,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_rotor.planned import plans
 from tests import cuda_device, grids
 from tests.cuda_device.remote import SimulatedDevices
 from tests.features import FeatureResults, declared_features
@@ -102,6 +104,15 @@ def _host_measured_once(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if request.path.stem not in ("test_fuzz", "test_profiling"):
             grids.measure_host_once(patch)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _plans_by_bytes_alone(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What else the machine does must not decide how often a test plans; test_checkpointable tells what was timed."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path.stem != "test_checkpointable":
+            patch.setattr(plans, "_NOTABLE", math.inf)
         yield
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Any
 from weakref import ReferenceType
 
@@ -48,6 +48,7 @@ from lightning_rotor.units import format_bytes, format_seconds
 _log = logging.getLogger(__name__)
 _SERVED = 4  # sizes to come, at least, that pay for measuring one
 _FAR_OFF, _NOTABLE = 0.1, 0.005  # of an overhead, and of a step
+_SLIGHT = 0.01  # of a step
 _NEAREST = 4  # schedules that are tried for a new size
 
 
@@ -254,8 +255,9 @@ class Plans:
             return None
         chain, budget = estimate.profile.chain, self.budget(estimate.profile)
         alike = self._cache.alike(signature, chain.names)
-        known = _best_of(chain, [plan.schedule for _, plan, _ in alike], budget, slots=self._settings.slots)
         least = _least_overhead(alike, signature.size, chain, budget)
+        schedules = [plan.schedule for _, plan, _ in alike]
+        known = _best_of(chain, schedules, budget, least, slots=self._settings.slots)
         lost_seconds = 0.0 if known is None else _lost(known, least)
         if self._searching.pays(lost_seconds):
             known, lost_seconds = None, 0.0
@@ -397,15 +399,20 @@ class Plans:
         self._cuts.forget()
 
 
-def _best_of(chain: Chain, schedules: Iterable[Schedule], budget: Budget, *, slots: int) -> Plan | None:
-    """The fastest that fits of no recomputation and the first few unlike schedules; None if none does."""
-    limit_bytes = max(budget.available_bytes, 1)
+def _best_of(chain: Chain, schedules: Iterable[Schedule], budget: Budget, least: float, *, slots: int) -> Plan | None:
+    """The fastest that fits of no recomputation and the first few unlike schedules; None if none does.
+
+    Those behind one whose overhead is next to the ``least`` possible are not tried.
+    """
+    limit_bytes, best = max(budget.available_bytes, 1), None
     unlike = {id(each): each for each in (Schedule.keep_all(len(chain)), *schedules)}
-    tried = (
-        scheduled(chain, each, limit_bytes, slots=slots, **budget.conditions)
-        for each in list(unlike.values())[: 1 + _NEAREST]
-    )
-    return min((plan for plan in tried if plan.peak_bytes <= limit_bytes), key=attrgetter("seconds"), default=None)
+    for each in list(unlike.values())[: 1 + _NEAREST]:
+        plan = scheduled(chain, each, limit_bytes, slots=slots, **budget.conditions)
+        if plan.peak_bytes <= limit_bytes and (best is None or plan.seconds < best.seconds):
+            best = plan
+            if plan.overhead <= least + _SLIGHT:
+                break
+    return best
 
 
 def _least_overhead(alike: Iterable[tuple[int, Plan, bool]], size: int, chain: Chain, budget: Budget) -> float:
