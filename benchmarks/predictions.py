@@ -88,7 +88,8 @@ def limits_of(net: Checkpointable) -> list[int]:
     assert net.chain is not None
     least = minimum_budget(net.chain).peak_bytes
     most = simulate(net.chain, Schedule.keep_all(len(net.chain))).peak_bytes
-    return [int(least + share * (most - least)) for share in SHARES]
+    # Measured again, a chain's least differs by a little.
+    return [int(1.01 * least + share * (most - least)) for share in SHARES]
 
 
 def seconds_of(step: Callable[[], None]) -> float:

@@ -13,6 +13,7 @@ import re
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import nullcontext
 from itertools import chain, repeat, zip_longest
 from operator import attrgetter, is_, itemgetter
 from struct import calcsize, pack
@@ -36,7 +37,7 @@ from lightning_rotor.capture.graph_stage import (
 )
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.torch_names import HOOKS, FakeTensorMode, any_hooks_of_all
-from lightning_rotor.private.values import same_bits, tree_map
+from lightning_rotor.private.values import same_bits, tree_leaves, tree_map
 from lightning_rotor.stages.sequential import has_own_call, packed
 from lightning_rotor.stages.snapshot import PLAIN, namespace_of
 from lightning_rotor.stages.state import generator_state
@@ -107,7 +108,8 @@ class Guards:
         if self._own is not None:
             self.objection = f"sizes depend on code that is not torch's, {line_of(self._own)}"
             return False
-        found = self._sizes_on_meta(inputs) or self._sizes_on_fakes(inputs)
+        found = self._sizes_on_meta(inputs)
+        found = self._sizes_on_fakes(inputs) if found is None else found
         if found is None:  # no rule for an operation, or sizes that do not go together
             return False
         answers, read = found[: len(found) - self._reads], found[len(found) - self._reads :]
@@ -122,7 +124,7 @@ class Guards:
     def _sizes_on_meta(self, inputs: Sequence[Any]) -> Any:
         """What was asked of sizes, in a few microseconds an operation; None if an operation needs its own device."""
         try:
-            with torch.no_grad(), torch.device("meta"), _OncePerSize():
+            with torch.no_grad(), _OncePerSize():
                 return self._sizes(packed(inputs))
         except Exception:
             return None
@@ -192,6 +194,9 @@ class _OncePerSize(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._results: dict[Any, Any] = {}
+        # Numbers for looks, by identity of tensors that live as long as the results and the call's inputs.
+        self._numbers: dict[Any, int] = {}
+        self._number_of: dict[int, int] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -199,11 +204,26 @@ class _OncePerSize(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _RESHAPES_IN_PLACE:
             raise NotImplementedError  # the tensor may stand for others
-        key = func, _look(args), _look(kwargs or {})
+        key = func, self._look(args), self._look(kwargs) if kwargs else None
         if key not in self._results:
             args, kwargs = tree_map(_on_meta, (args, kwargs or {}))
-            self._results[key] = args[0].clone() if name in _MOVES else func(*args, **kwargs)
+            made_anew = not any(isinstance(each, torch.Tensor) for each in tree_leaves((args, kwargs)))
+            with torch.device("meta") if made_anew else nullcontext():
+                self._results[key] = args[0].clone() if name in _MOVES else func(*args, **kwargs)
         return self._results[key]
+
+    def _look(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            number = self._number_of.get(id(value))
+            if number is None:
+                look = tuple(value.shape), value.stride(), value.dtype
+                number = self._number_of[id(value)] = self._numbers.setdefault(look, len(self._numbers))
+            return number
+        if isinstance(value, (tuple, list)):
+            return type(value), tuple(map(self._look, value))
+        if isinstance(value, dict):
+            return tuple((key, self._look(entry)) for key, entry in value.items())
+        return repr(value) if isinstance(value, slice) else (type(value), value)
 
 
 def _on_meta(value: Any) -> Any:
@@ -211,16 +231,6 @@ def _on_meta(value: Any) -> Any:
     if isinstance(value, torch.device) or (isinstance(value, str) and _DEVICE.fullmatch(value)):
         return torch.device("meta")
     return value.detach().to("meta") if isinstance(value, torch.Tensor) else value
-
-
-def _look(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return tuple(value.shape), value.stride(), value.dtype
-    if isinstance(value, (tuple, list)):
-        return type(value), tuple(map(_look, value))
-    if isinstance(value, dict):
-        return tuple((key, _look(entry)) for key, entry in value.items())
-    return repr(value) if isinstance(value, slice) else (type(value), value)
 
 
 def _operations(nodes: Iterable[fx.Node], wanted: set[fx.Node]) -> list[fx.Node]:

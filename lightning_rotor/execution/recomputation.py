@@ -8,7 +8,6 @@ numbers and counting calls.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -80,18 +79,6 @@ class Clock(Protocol):
 
     def seconds_between(self, start: Any, end: Any) -> float:
         """Seconds between two of them."""
-
-
-class ThreadClock:
-    """Seconds in which this thread has been computing: others that share the processor make no difference."""
-
-    def now(self) -> float:
-        """What it has computed so far."""
-        return time.thread_time()
-
-    def seconds_between(self, start: float, end: float) -> float:
-        """The difference."""
-        return end - start
 
 
 class Stopwatch:

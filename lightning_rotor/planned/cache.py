@@ -22,7 +22,7 @@ from lightning_rotor.capture.guards import Objects
 from lightning_rotor.chain import BackwardPeaks, Chain, Option, Skip, StageCost
 from lightning_rotor.errors import ModelError, RotorError, RotorWarning
 from lightning_rotor.execution.executor import Executor
-from lightning_rotor.execution.recomputation import Stopwatch, ThreadClock
+from lightning_rotor.execution.recomputation import Stopwatch
 from lightning_rotor.planning import Plan
 from lightning_rotor.planning.plan import from_plain
 from lightning_rotor.private.sharding import unrecorded
@@ -317,8 +317,7 @@ class Prepared:
     def under(self, signature: Signature, plan: Plan) -> Prepared:
         """The same costs with a plan, and an executor for it."""
         profile, cut = self.profile, signature.cut
-        device = signature.device
-        watch = Stopwatch(ThreadClock() if device.type == "cpu" else meter_for(device))
+        watch = Stopwatch(meter_for(signature.device))
         executor = Executor(
             profile.stages,
             profile.chain,

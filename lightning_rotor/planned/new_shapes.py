@@ -55,7 +55,9 @@ class Measurements:
     def add(self, signature: Signature, profile: Profile) -> None:
         """Remember what was measured."""
         self._known.pop(signature, None)
-        self._known[signature] = profile
+        # For other shapes, and as it is for the next smaller ones: equal stages are then the same objects.
+        bare = tuple(replace(stage, takes=()) for stage in profile.chain)
+        self._known[signature] = replace(profile, chain=replace(profile.chain, stages=bare))
         for oldest in list(self._known)[:-_MOST]:
             del self._known[oldest]
 
@@ -165,7 +167,7 @@ def _flat(shapes: Shapes) -> list[int]:
 
 def _scaled(chain: Chain, factor: float) -> Chain:
     if factor == 1.0:  # as for every size below all measured ones
-        return replace(chain, stages=tuple(replace(stage, takes=()) for stage in chain))
+        return chain
     return combined(
         [chain],
         of_bytes=lambda values: math.ceil(values[0] * factor - _TOLERANCE),

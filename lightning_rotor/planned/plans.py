@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 from weakref import ReferenceType
 
@@ -256,8 +256,7 @@ class Plans:
         chain, budget = estimate.profile.chain, self.budget(estimate.profile)
         alike = self._cache.alike(signature, chain.names)
         least = _least_overhead(alike, signature.size, chain, budget)
-        schedules = [plan.schedule for _, plan, _ in alike]
-        known = _best_of(chain, schedules, budget, least, slots=self._settings.slots)
+        known = _best_of(chain, [plan for _, plan, _ in alike], budget, least, slots=self._settings.slots)
         lost_seconds = 0.0 if known is None else _lost(known, least)
         if self._searching.pays(lost_seconds):
             known, lost_seconds = None, 0.0
@@ -399,13 +398,28 @@ class Plans:
         self._cuts.forget()
 
 
-def _best_of(chain: Chain, schedules: Iterable[Schedule], budget: Budget, least: float, *, slots: int) -> Plan | None:
-    """The fastest that fits of no recomputation and the first few unlike schedules; None if none does.
+def _for_equal_costs(plans: Iterable[Plan], chain: Chain, budget: Budget) -> Plan | None:
+    """The fastest plan for this budget and a chain that differs in the first stage's shapes alone."""
+    alike = (
+        replace(plan, chain=chain)
+        for plan in plans
+        if plan.budget_bytes == budget.available_bytes
+        and plan.conditions == budget.conditions
+        and plan.chain.stages[1:] == chain.stages[1:]
+        and replace(plan.chain.stages[0], takes=()) == replace(chain.stages[0], takes=())
+    )
+    return min(alike, key=attrgetter("seconds"), default=None)
+
+
+def _best_of(chain: Chain, plans: Sequence[Plan], budget: Budget, least: float, *, slots: int) -> Plan | None:
+    """The fastest that fits of no recomputation and the first few unlike schedules of plans; None if none does.
 
     Those behind one whose overhead is next to the ``least`` possible are not tried.
     """
+    if (known := _for_equal_costs(plans, chain, budget)) is not None:
+        return known
     limit_bytes, best = max(budget.available_bytes, 1), None
-    unlike = {id(each): each for each in (Schedule.keep_all(len(chain)), *schedules)}
+    unlike = {id(each): each for each in (Schedule.keep_all(len(chain)), *(plan.schedule for plan in plans))}
     for each in list(unlike.values())[: 1 + _NEAREST]:
         plan = scheduled(chain, each, limit_bytes, slots=slots, **budget.conditions)
         if plan.peak_bytes <= limit_bytes and (best is None or plan.seconds < best.seconds):
