@@ -174,7 +174,7 @@ def main() -> None:
             for name, plain, first, predicted, measured in found
         ),
     ]
-    print(*lines[3:4])
+    print(lines[3])
     target = given.to or (None if given.workloads else RESULT)
     if target is not None:
         target.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -194,9 +194,6 @@ class _OncePerSize(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._results: dict[Any, Any] = {}
-        # Numbers for looks, by identity of tensors that live as long as the results and the call's inputs.
-        self._numbers: dict[Any, int] = {}
-        self._number_of: dict[int, int] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -204,7 +201,7 @@ class _OncePerSize(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _RESHAPES_IN_PLACE:
             raise NotImplementedError  # the tensor may stand for others
-        key = func, self._look(args), self._look(kwargs) if kwargs else None
+        key = func, _look(args), _look(kwargs or {})
         if key not in self._results:
             args, kwargs = tree_map(_on_meta, (args, kwargs or {}))
             made_anew = not any(isinstance(each, torch.Tensor) for each in tree_leaves((args, kwargs)))
@@ -212,18 +209,15 @@ class _OncePerSize(TorchFunctionMode):
                 self._results[key] = args[0].clone() if name in _MOVES else func(*args, **kwargs)
         return self._results[key]
 
-    def _look(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            number = self._number_of.get(id(value))
-            if number is None:
-                look = tuple(value.shape), value.stride(), value.dtype
-                number = self._number_of[id(value)] = self._numbers.setdefault(look, len(self._numbers))
-            return number
-        if isinstance(value, (tuple, list)):
-            return type(value), tuple(map(self._look, value))
-        if isinstance(value, dict):
-            return tuple((key, self._look(entry)) for key, entry in value.items())
-        return repr(value) if isinstance(value, slice) else (type(value), value)
+
+def _look(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.stride(), value.dtype
+    if isinstance(value, (tuple, list)):
+        return type(value), tuple(map(_look, value))
+    if isinstance(value, dict):
+        return tuple((key, _look(entry)) for key, entry in value.items())
+    return repr(value) if isinstance(value, slice) else (type(value), value)
 
 
 def _on_meta(value: Any) -> Any:

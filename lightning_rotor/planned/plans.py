@@ -272,12 +272,12 @@ class Plans:
         """An entry with the costs of segments that its calls have shown, planned again if they were far off."""
         if prepared.estimated or not self._source.may_plan_again(self):
             return prepared
-        corrected, plan = _by_seconds(prepared, self._solve)
+        followed, plan = _by_seconds(prepared, self._solve)
         if plan is prepared.plan:
-            self._cache.put(signature, corrected)
-            return corrected
-        self._measurements.add(signature, corrected.profile)
-        return self.use_plan(signature, corrected, plan)
+            self._cache.put(signature, followed)
+            return followed
+        self._measurements.add(signature, followed.profile)
+        return self.use_plan(signature, followed, plan)
 
     def measure(self, signature: Signature, value: Any) -> Profile:
         """Measure a call, again if it was measured before."""
@@ -403,12 +403,18 @@ def _for_equal_costs(plans: Iterable[Plan], chain: Chain, budget: Budget) -> Pla
     alike = (
         replace(plan, chain=chain)
         for plan in plans
-        if plan.budget_bytes == budget.available_bytes
+        if plan.peak_bytes <= plan.budget_bytes == budget.available_bytes
         and plan.conditions == budget.conditions
-        and plan.chain.stages[1:] == chain.stages[1:]
-        and replace(plan.chain.stages[0], takes=()) == replace(chain.stages[0], takes=())
+        and _costs_the_same(plan.chain, chain)
     )
     return min(alike, key=attrgetter("seconds"), default=None)
+
+
+def _costs_the_same(one: Chain, other: Chain) -> bool:
+    """True if two chains differ in the first stage's shapes alone, which say for what they are."""
+    if one.stages[1:] != other.stages[1:]:
+        return False
+    return replace(one.stages[0], takes=()) == replace(other.stages[0], takes=())
 
 
 def _best_of(chain: Chain, plans: Sequence[Plan], budget: Budget, least: float, *, slots: int) -> Plan | None:
@@ -432,17 +438,14 @@ def _best_of(chain: Chain, plans: Sequence[Plan], budget: Budget, least: float, 
 def _least_overhead(alike: Iterable[tuple[int, Plan, bool]], size: int, chain: Chain, budget: Budget) -> float:
     """What a plan for a size must take at least, by plans of others: the larger one needs no less recomputation.
 
-    Sizes with the same costs need the same. The first stage's say for which shapes they are.
+    Sizes with the same costs need the same.
     """
     return max(
         (
             plan.overhead
             for known, plan, best in alike
             if best
-            and (
-                known <= size
-                or (plan.budget_bytes >= budget.available_bytes and plan.chain.stages[1:] == chain.stages[1:])
-            )
+            and (known <= size or (plan.budget_bytes >= budget.available_bytes and _costs_the_same(plan.chain, chain)))
         ),
         default=0.0,
     )
