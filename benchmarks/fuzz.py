@@ -60,7 +60,7 @@ from lightning_rotor.planning import Plan, minimum_budget, scheduled
 from lightning_rotor.profiling import Profile, meters
 from lightning_rotor.profiling import settling as interlude
 from lightning_rotor.profiling import stage as timing
-from lightning_rotor.profiling.meters import AllocatorEvent, CpuMeter
+from lightning_rotor.profiling.meters import CpuMeter, Recording
 from lightning_rotor.strategies import RotorPipelineStrategy
 from lightning_rotor.units import MemoryLimit
 from tests.strategies import random_schedule
@@ -251,20 +251,11 @@ class Chance(Budget):
         return scheduled(chain, schedule, slots=slots, **self.conditions)
 
 
-class MarksAlone:
-    """In the place of torch's profiler, which takes most of the time: nothing was allocated. Good for schedules that do not look at bytes."""
+class MarksAlone(Recording):
+    """Measures no bytes, since torch's profiler takes most of the time. Good for schedules that do not look at bytes."""
 
-    def __init__(self) -> None:
-        self.events: list[AllocatorEvent] = []
-
-    def start(self) -> None:
-        pass
-
-    def stop(self) -> None:
-        pass
-
-    def mark(self, label: str) -> None:
-        self.events.append(AllocatorEvent(len(self.events), 0, 0, label))
+    def __init__(self, of_step: bool) -> None:
+        super().__init__()
 
 
 class Limited(Checkpointable):
@@ -470,7 +461,7 @@ def surroundings(program: Program, seen: Seen) -> Iterator[list[warnings.Warning
         if program.way != "pipeline":  # where processes meet, time goes by
             patches.enter_context(patch.object(CpuMeter, "now", lambda self: next(ticks)))
         if program.limit is None:
-            patches.enter_context(patch.object(meters, "AllocatorLog", MarksAlone))
+            patches.enter_context(patch.object(meters, "_CpuRecording", MarksAlone))
         once = ((interlude, "_ALL_BYTES", 0), (interlude, "_ROUNDS", 1), (timing, "_ENOUGH_SECONDS", 1e-9))
         for module, name, value in once:
             patches.enter_context(patch.object(module, name, value))

@@ -105,18 +105,12 @@ class EstimatingMeter(TorchDispatchMode, Meter):
         self.block_bytes = block_bytes
         self._seconds = 0.0
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._recordings: list[Recording] = []
+        self._recording = Recording()
 
-    @contextmanager
-    def recording(self) -> Iterator[Recording]:
-        """Record until the context ends."""
-        recording = Recording()
-        self._recordings.append(recording)
-        try:
-            yield recording
-        finally:
-            self._recordings.remove(recording)
-            recording.mark("")
+    def new_recording(self, *, of_step: bool = False) -> Recording:
+        """A recording of what is made from now on, until the next one."""
+        self._recording = Recording()
+        return self._recording
 
     def now(self) -> float:
         """Seconds that everything so far would have taken."""
@@ -149,16 +143,14 @@ class EstimatingMeter(TorchDispatchMode, Meter):
         if key in self._known:
             return
         size = in_blocks(storage.nbytes(), self.block_bytes)
-        recordings = list(self._recordings)
+        recording = self._recording
 
         def forget(_: weakref.ref[torch.UntypedStorage]) -> None:
             del self._known[key]
-            for recording in recordings:
-                recording.count(-size)
+            recording.count(-size)
 
         self._known[key] = weakref.ref(storage, forget)
-        for recording in recordings:
-            recording.count(size)
+        recording.count(size)
 
 
 # Missing in torch's own register: the attention that fake tensors on the CPU choose.

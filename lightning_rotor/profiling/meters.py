@@ -11,9 +11,8 @@ import gc
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -58,6 +57,13 @@ class Recording:
         self.timeline: list[tuple[float, int]] = []  # seconds and levels, where they are known
         self._label, self._start, self._peak, self.level = "", 0, 0, 0
 
+    def start(self) -> None:
+        """Begin."""
+
+    def stop(self) -> None:
+        """End the last phase."""
+        self.mark("")
+
     def mark(self, label: str) -> None:
         """End the current phase and begin the next."""
         self.phases.append(MeteredPhase(self._label, self._start, self._peak, self.level))
@@ -87,8 +93,23 @@ class Meter(Protocol):
     needs_warm_up: bool = False  # an operator's first run allocates what later ones do not, such as workspaces of CUDA
     block_bytes: int = 1  # the size of each block is counted as a multiple of this
 
-    def recording(self) -> AbstractContextManager[Recording]:
-        """A context manager that yields a recording, complete at its end."""
+    def new_recording(self, *, of_step: bool = False) -> Recording:
+        """A recording that has not begun, of a whole step or of one stage."""
+
+    @contextmanager
+    def recording(self) -> Iterator[Recording]:
+        """Record until the context ends. No garbage is collected: CUDA would count what older cycles give back."""
+        recording, collects = self.new_recording(), gc.isenabled()
+        gc.disable()
+        try:
+            recording.start()
+            try:
+                yield recording
+            finally:
+                recording.stop()
+        finally:
+            if collects:
+                gc.enable()
 
     def now(self) -> Any:
         """A point in time on the device: by default seconds of the performance counter."""
@@ -114,56 +135,6 @@ def meter_for(device: torch.device) -> Meter:
             raise ProfilingError(f"memory on device {kind!r} cannot be measured: expected the model on 'cpu' or 'cuda'")
 
 
-@dataclass(frozen=True, slots=True)
-class AllocatorEvent:
-    """A line of the CPU allocator's log: a block taken, a block given back (negative size), or a mark (size 0)."""
-
-    nanoseconds: int
-    size_bytes: int
-    address: int
-    label: str | None = None
-
-
-class AllocatorLog:
-    """What the CPU allocator does between :meth:`start` and :meth:`stop`."""
-
-    def __init__(self) -> None:
-        self._profile = profile(use_cpu=True, use_kineto=False, profile_memory=True)
-        self.events: tuple[AllocatorEvent, ...] = ()
-
-    def start(self) -> None:
-        """Begin to listen; raises :class:`ProfilerBusyError` if another profiler does, for torch has room for one."""
-        if is_profiling():
-            raise ProfilerBusyError(
-                "memory cannot be measured while torch.profiler is recording: measure before it starts, or start it a "
-                "few steps later (schedule=torch.profiler.schedule(wait=2, ...))"
-            )
-        with _quiet_kineto():
-            self._profile.__enter__()
-
-    def stop(self) -> None:
-        """End, and fill ``events``."""
-        self._profile.__exit__(None, None, None)
-        results = self._profile.kineto_results
-        assert results is not None
-        events, pending = [], list[Any](results.experimental_event_tree())
-        while pending:
-            node = pending.pop()
-            pending.extend(node.children)
-            if (block := allocation_of(node)) is not None:
-                if block.device.type == "cpu":
-                    events.append(AllocatorEvent(node.start_time_ns, block.alloc_size, block.ptr))
-            elif node.name.startswith(_MARK):
-                events.append(AllocatorEvent(node.start_time_ns, 0, 0, node.name.removeprefix(_MARK)))
-        self.events = tuple(sorted(events, key=attrgetter("nanoseconds")))
-
-    @staticmethod
-    def mark(label: str) -> None:
-        """Write a label into the log."""
-        with record_function(_MARK + label):
-            pass
-
-
 @contextmanager
 def _quiet_kineto() -> Iterator[None]:
     """Context in which the profiler's library does not write two lines to stderr at its first start."""
@@ -180,9 +151,9 @@ def _quiet_kineto() -> Iterator[None]:
 class CpuMeter(Meter):
     """Bytes from the allocator's events, seconds from the performance counter."""
 
-    def recording(self) -> AbstractContextManager[Recording]:
-        """Record until the context ends."""
-        return _running(_CpuRecording())
+    def new_recording(self, *, of_step: bool = False) -> Recording:
+        """A recording that has not begun."""
+        return _CpuRecording(of_step)
 
 
 class CudaMeter(Meter):
@@ -198,9 +169,9 @@ class CudaMeter(Meter):
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def recording(self) -> AbstractContextManager[Recording]:
-        """Record until the context ends."""
-        return _running(_CudaRecording(self._device))
+    def new_recording(self, *, of_step: bool = False) -> Recording:
+        """A recording that has not begun."""
+        return _CudaRecording(self._device, of_step)
 
     def now(self) -> torch.cuda.Event:
         """An event on the current stream."""
@@ -217,35 +188,57 @@ class CudaMeter(Meter):
 class _CpuRecording(Recording):
     """Marks go into the allocator's log, which is read at the end. Of a step, frees of older blocks count as well."""
 
-    def __init__(self, *, of_step: bool = False) -> None:
+    def __init__(self, of_step: bool) -> None:
         super().__init__()
-        self._log, self._of_step = AllocatorLog(), of_step
+        self._log = profile(use_cpu=True, use_kineto=False, profile_memory=True)
+        self._of_step = of_step
 
     def start(self) -> None:
-        """Begin."""
-        self._log.start()
+        """Begin; raises :class:`ProfilerBusyError` if another profiler records, for torch has room for one."""
+        if is_profiling():
+            raise ProfilerBusyError(
+                "memory cannot be measured while torch.profiler is recording: measure before it starts, or start it a "
+                "few steps later (schedule=torch.profiler.schedule(wait=2, ...))"
+            )
+        with _quiet_kineto():
+            self._log.__enter__()
 
     def mark(self, label: str) -> None:
         """End the current phase and begin the next."""
-        self._log.mark(label)
+        with record_function(_MARK + label):
+            pass
 
     def stop(self) -> None:
         """End, and fill the phases and the timeline from the log."""
-        self._log.stop()
-        events, own = self._log.events, dict[int, int]()
+        self._log.__exit__(None, None, None)
+        events, own = _marks_and_blocks(self._log), dict[int, int]()
         self.timeline.append((0.0, 0))
-        for event in events:
-            if event.label is not None:
-                super().mark(event.label)
+        for event, block in events:
+            if block is None:
+                super().mark(event.name.removeprefix(_MARK))
                 continue
-            size_bytes = event.size_bytes
+            size_bytes = block.alloc_size
             if size_bytes > 0:
-                own[event.address] = size_bytes
+                own[block.ptr] = size_bytes
             elif not self._of_step:  # older blocks may be garbage cycles
-                size_bytes = -own.pop(event.address, 0)
+                size_bytes = -own.pop(block.ptr, 0)
             self.count(size_bytes)
-            self.timeline.append(((event.nanoseconds - events[0].nanoseconds) / 1e9, self.level))
+            self.timeline.append(((event.start_time_ns - events[0][0].start_time_ns) / 1e9, self.level))
         super().mark("")
+
+
+def _marks_and_blocks(log: profile) -> list[tuple[Any, Any]]:
+    """Events of the CPU in a log, in order, with the blocks that were taken or (negative sizes) given back."""
+    results = log.kineto_results
+    assert results is not None
+    found, pending = [], list[Any](results.experimental_event_tree())
+    while pending:
+        event = pending.pop()
+        pending.extend(event.children)
+        block = allocation_of(event)
+        if event.name.startswith(_MARK) if block is None else block.device.type == "cpu":
+            found.append((event, block))
+    return sorted(found, key=lambda each: each[0].start_time_ns)
 
 
 class _CudaRecording(Recording):
@@ -255,7 +248,7 @@ class _CudaRecording(Recording):
     are the user's as well, so it resets them once: a phase shows its own peak if that is the highest so far.
     """
 
-    def __init__(self, device: torch.device, *, of_step: bool = False) -> None:
+    def __init__(self, device: torch.device, of_step: bool) -> None:
         super().__init__()
         self._device, self._of_step = device, of_step
         self._base = self._highest = 0
@@ -280,26 +273,6 @@ class _CudaRecording(Recording):
         super().mark(label)
         if not self._of_step:
             torch.cuda.reset_peak_memory_stats(self._device)
-
-    def stop(self) -> None:
-        """End the last phase."""
-        self.mark("")
-
-
-@contextmanager
-def _running(recording: _CpuRecording | _CudaRecording) -> Iterator[Recording]:
-    """Context in which a recording runs, and no garbage is collected: CUDA would count what older cycles give back."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        recording.start()
-        try:
-            yield recording
-        finally:
-            recording.stop()
-    finally:
-        if collects:
-            gc.enable()
 
 
 def await_autograd(device: torch.device) -> None:
@@ -355,15 +328,12 @@ class StepMeter:
     """
 
     def __init__(self, device: torch.device) -> None:
-        if device.type not in ("cpu", "cuda"):
-            raise ProfilingError(f"memory on device {device.type!r} cannot be measured: expected 'cpu' or 'cuda'")
-        self._device = device
-        self._recording: _CpuRecording | _CudaRecording | None = None
+        self._device, self._meter = device, meter_for(device)
+        self._recording: Recording | None = None
 
     def start(self) -> None:
         """Begin. On CUDA this resets the device's peak statistics."""
-        on_cuda = self._device.type == "cuda"
-        recording = _CudaRecording(self._device, of_step=True) if on_cuda else _CpuRecording(of_step=True)
+        recording = self._meter.new_recording(of_step=True)
         recording.start()
         self._recording = recording
 
