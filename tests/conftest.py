@@ -99,15 +99,6 @@ def _little_garbage_to_look_through() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _host_measured_once(request: pytest.FixtureRequest) -> Iterator[None]:
-    """But not where clocks are tests' own: what a test sees must not depend on those before it."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.path.stem not in ("test_fuzz", "test_profiling"):
-            grids.measure_host_once(patch)
-        yield
-
-
-@pytest.fixture(scope="module", autouse=True)
 def _plans_by_bytes_alone(request: pytest.FixtureRequest) -> Iterator[None]:
     """What else the machine does must not decide how often a test plans; test_checkpointable tells what was timed."""
     with pytest.MonkeyPatch.context() as patch:

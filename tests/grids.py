@@ -7,11 +7,8 @@ from itertools import combinations, product
 from typing import Any
 
 import pytest
-import torch
 
 from lightning_rotor.planning import solver
-from lightning_rotor.profiling.meters import CpuMeter, CudaMeter, Meter
-from lightning_rotor.profiling.settling import HostSeconds
 
 is_whole = False
 """True under ``make test-all``; set before any test is imported."""
@@ -30,26 +27,6 @@ def make_tables_coarse(patch: pytest.MonkeyPatch) -> None:
     for name in ("_CHEAP_SUMS", "_CHEAP_NUMBERS"):
         patch.setattr(solver, name, getattr(solver, name) / 10)
     patch.setattr(solver, "_EDITED_OPTIONS", 0)
-
-
-def measure_host_once(patch: pytest.MonkeyPatch) -> None:
-    """Measure what segments take of the host in the first profile of a process, for all models alike.
-
-    It takes a fifth of a second, as long as all stages of a small model together.
-    """
-    measured, known = HostSeconds.measured, _HOSTS
-
-    def once(device: torch.device, meter: Meter) -> HostSeconds:
-        if type(meter) not in (CpuMeter, CudaMeter):  # a test's own, or one that estimates
-            return measured(device, meter)
-        if device.type not in known:
-            known[device.type] = measured(device, meter)
-        return known[device.type]
-
-    patch.setattr(HostSeconds, "measured", once)
-
-
-_HOSTS: dict[str, HostSeconds] = {}
 
 
 def few(every: Iterable[Any], *names: Any) -> list[Any]:

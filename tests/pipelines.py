@@ -26,10 +26,9 @@ class Processes:
 
     Args:
         count: Number of processes.
-        cheap: Whether each measures only once what is the same for all models.
     """
 
-    def __init__(self, count: int, *, cheap: bool = False) -> None:
+    def __init__(self, count: int) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOADED)
         self._folder = tempfile.TemporaryDirectory()
@@ -37,7 +36,7 @@ class Processes:
         self._answers = context.Queue()
         self._numbers = iter(range(10**6))
         self._processes = [
-            context.Process(target=_work, args=(rank, self._jobs[rank], self._answers, cheap), daemon=True)
+            context.Process(target=_work, args=(rank, self._jobs[rank], self._answers), daemon=True)
             for rank in range(count)
         ]
         for process in self._processes:
@@ -73,7 +72,7 @@ class Processes:
 @contextmanager
 def processes(count: int) -> Iterator[Processes]:
     """:class:`Processes` that end with the context."""
-    made = Processes(count, cheap=True)
+    made = Processes(count)
     try:
         yield made
     finally:
@@ -95,13 +94,8 @@ class Failure:
         self.text = "".join(traceback.format_exception(error))
 
 
-def _work(rank: int, jobs: Any, answers: Any, cheap: bool) -> None:
+def _work(rank: int, jobs: Any, answers: Any) -> None:
     torch.set_num_threads(1)
-    if cheap:
-        import grids
-        import pytest
-
-        grids.measure_host_once(pytest.MonkeyPatch())
     while (task := jobs.get()) is not None:
         # The library collects garbage and looks through all objects, of which imported modules have millions. Take these out.
         gc.collect()

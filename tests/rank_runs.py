@@ -407,8 +407,7 @@ def advised(folder: Path) -> dict[str, Any]:
 
 def main(folder: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
-    for cheaper in (grids.make_tables_coarse, grids.measure_host_once):
-        cheaper(pytest.MonkeyPatch())
+    grids.make_tables_coarse(pytest.MonkeyPatch())
     cases = CASES | APART
     others = {"advice": advised, "piped": piped}
     found = {

@@ -194,7 +194,7 @@ class _Measuring:
         self._inputs = {number: Boundary.of(value) for number, value in values}
         self._scan = scan(stages, self._inputs, self._device, block_bytes=meter.block_bytes)
         self._interlude = Interlude(self._device)
-        self._host = HostSeconds.measured(self._device, meter)
+        self._host = HostSeconds.on(self._device, meter)
         make: Callable[..., StageProfiler] = StageProfiler
         self._profiler = partial(make, meter=meter, interlude=self._interlude, **timing)
         self.stages = merged(stages, self._scan.groups)
