@@ -29,6 +29,7 @@ INVERSION_LABEL = "inversion"
 PHASE_LABELS: dict[Phase, str] = {"forward": "forward", "recompute": "recomputation", "backward": "backward"}
 LINE_COLOURS = ("#222222", "#AA3377", "#117733", "#882255")
 BUDGET_COLOUR = "#CC3311"
+_WIDTH = 7.0
 _LETTERS, _HANDLE = 15, 5  # of a legend in an inch, and what a label's handle takes
 PLAIN_COLOUR = "#555555"
 
@@ -48,17 +49,15 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _panels(heights: Sequence[float], margin: float = 0.0) -> tuple[Figure, list[Axes]]:
+def _panels(heights: Sequence[float], margin: float = 0.0, width: float = _WIDTH) -> tuple[Figure, list[Axes]]:
     """A figure with panels of these heights, one above the other, over one axis of time."""
-    figure = new_figure(_WIDTH, sum(heights) + margin)
-    return figure, [*figure.subplots(len(heights), 1, sharex=True, height_ratios=heights, squeeze=False).flat]
-
-
-def clear_frame(axes: Axes) -> None:
-    """No box around the data, pale lines behind it at the ticks of the vertical axis."""
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="0.9", linewidth=0.6)
-    axes.set_axisbelow(True)
+    figure = new_figure(width, sum(heights) + margin)
+    panels = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights, squeeze=False).ravel().tolist()
+    for axes in panels:  # no box around the data, pale lines behind it
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="0.9", linewidth=0.6)
+        axes.set_axisbelow(True)
+    return figure, panels
 
 
 def legend_above(axes: Axes, title: str | None = None) -> None:
@@ -73,12 +72,11 @@ def legend_above(axes: Axes, title: str | None = None) -> None:
     )  # fmt: skip
 
 
-# ----------------------------------------------------------------------------------------------------
-# Memory over a step, and below it which stage runs when.
+# -------------------------------------------------------------- Memory over a step, and below it which stage runs when.
 
 
 _Point: TypeAlias = tuple[float, int]
-_WIDTH, _HEIGHT, _STAGES_HEIGHT = 7.0, 3.2, 1.7
+_HEIGHT, _STAGES_HEIGHT = 3.2, 1.7
 _MOST_NAMES = 13
 _PLAIN = "without recomputation"
 # A bar is at least this part of the axis high, so that 300 stages are still to be seen.
@@ -137,7 +135,6 @@ def plot_timeline(
             f"budget {format_bytes(budget_bytes)}", (longest / duration, budget_bytes / size), xytext=(-2, 3),
             textcoords="offset points", ha="right", color=BUDGET_COLOUR, fontsize="small",
         )  # fmt: skip
-    clear_frame(axes)
     if names:
         _draw_stages(panels[1], events, names, duration)
     panels[-1].set_xlabel(f"time in the step ({in_seconds})")
@@ -211,11 +208,9 @@ def _draw_stages(axes: Axes, events: Sequence[Event], names: Sequence[str], dura
     axes.yaxis.set_major_formatter(lambda at, _: shortened(names[round(at)], 20) if 0 <= at < len(names) else "")
     axes.set(ylim=(-0.5 - (height - 1) / 2, len(names) - 0.5 + (height - 1) / 2), ylabel="stage")
     axes.tick_params(axis="y", length=0, labelsize="x-small")
-    clear_frame(axes)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Budget against overhead as a picture.
+# -------------------------------------------------------------------- Budget against overhead as a picture.
 
 _COLOUR, _PALE = PHASE_COLOURS["forward"]
 
@@ -235,8 +230,7 @@ def plot_frontier(
     Raises:
         PlotError: matplotlib is not installed.
     """
-    figure = new_figure(4.6, 3.8)
-    axes = figure.add_subplot()
+    figure, (axes,) = _panels((3.8,), width=4.6)
     most = max(frontier[-1].peak_bytes, frontier.budget_bytes or 0) + reserved_bytes
     least = frontier[0].peak_bytes + reserved_bytes
     unit, unit_name = size_unit(most)
@@ -264,7 +258,6 @@ def plot_frontier(
             "no schedule", ((x[0] + left / unit) / 2, top / 2), rotation=90, ha="center", va="center",
             fontsize="x-small", color="0.35", bbox={"facecolor": "0.93", "edgecolor": "none", "pad": 1},
         )  # fmt: skip
-    clear_frame(axes)
     legend_above(axes, title)
     return figure
 
@@ -285,8 +278,7 @@ def _mark(axes: Axes, frontier: Frontier, reserved_bytes: int, unit: int) -> Non
         )  # fmt: skip
 
 
-# ----------------------------------------------------------------------------------------------------
-# One step of a pipeline: devices upwards, time to the right, and below what each device holds.
+# ------------------------ One step of a pipeline: devices upwards, time to the right, and below what each device holds.
 
 _Bar: TypeAlias = tuple[int, float, float, str]  # device, start, end, and the number in it
 _ROW, _LEAST, _MOST, _MEMORY_HEIGHT, _FRAME = 0.34, 0.9, 5.0, 1.5, 0.8
@@ -329,7 +321,8 @@ def plot_pipeline(simulation: PipelineSimulation | Partition, *, title: str | No
     shown = range(0, devices, -(-devices // _MOST_NAMED))
     panels[0].set_yticks(list(shown), [str(device) for device in shown])
     panels[0].tick_params(axis="y", length=0)
-    panels[0].spines[["top", "right", "left"]].set_visible(False)
+    panels[0].spines["left"].set_visible(False)
+    panels[0].grid(visible=False)
     if memory:
         _draw_memory(panels[1], simulation, scale, limits)
     panels[-1].set_xlabel(f"time in the step ({in_seconds})")
@@ -390,4 +383,3 @@ def _draw_memory(axes: Axes, simulation: PipelineSimulation, scale: float, limit
     top = max([highest, *shown])
     axes.set(ylim=(0, 1.09 * top / unit), ylabel=f"memory ({in_bytes})")
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize="x-small", handlelength=1.2)
-    clear_frame(axes)
