@@ -412,8 +412,7 @@ def _check_costs(costs: Option | StageCost) -> None:
             )
 
 
-# ----------------------------------------------------------------------------------------------------
-# One chain from several of the same model, number by number.
+# ---------------------------------------------------------- One chain from several of the same model, number by number.
 
 
 class UnlikeChainsError(Exception):

@@ -279,8 +279,7 @@ def _parse(text: str) -> tuple[Item, ...]:
     return tuple(open_items[0])
 
 
-# ----------------------------------------------------------------------------------------------------
-# Room for functions that follow segments into one another: Python allows a thousand nested calls.
+# --------------------- Room for functions that follow segments into one another: Python allows a thousand nested calls.
 
 
 # What programs have left of their limit, about.

@@ -121,8 +121,7 @@ class ProcessPlan:
         return plot_timeline(self.plan, budget_bytes=self.limit_bytes, reserved_bytes=self.reserved_bytes)
 
 
-# ----------------------------------------------------------------------------------------------------
-# A plan in the user's loggers, through each logger's own interface.
+# --------------------------------------------------- A plan in the user's loggers, through each logger's own interface.
 
 
 _log = logging.getLogger(__name__)

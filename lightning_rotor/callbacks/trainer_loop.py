@@ -168,9 +168,6 @@ def first_call(
     return found[0] if found else None
 
 
-# ----------------------------------------------------------------------------------------------------
-
-
 class TrainerLoop(TrainingLoop):
     """The loop of a Trainer, for a callback of it if there is one."""
 
@@ -279,8 +276,7 @@ class TrainerLoop(TrainingLoop):
         return PublishedPlans(distributed.PrefixStore(token, store_of_processes()))
 
 
-# ----------------------------------------------------------------------------------------------------
-# ``self.log`` inside of a planned module counts once: what is measured or recomputed logs nothing.
+# -------------------- ``self.log`` inside of a planned module counts once: what is measured or recomputed logs nothing.
 
 
 @outside_of_graphs

@@ -30,8 +30,7 @@ from lightning_rotor.errors import ModelError
 from lightning_rotor.private.values import tree_unflatten
 from lightning_rotor.stages.sequential import Stage, Wire, Wiring, packed
 
-# ----------------------------------------------------------------------------------------------------
-# Names of stages in the user's terms.
+# -------------------------------------------------------------------- Names of stages in the user's terms.
 
 
 _SPLITS = ("chunk", "split", "unbind", "tensor_split", "split_with_sizes")
@@ -87,9 +86,6 @@ def _is_view(node: fx.Node) -> bool:
 def _paths_around(node: fx.Node) -> list[str]:
     """The module that an operation runs in, and those around it."""
     return list(accumulate(str(node.meta["module"]).split("."), "{}.{}".format))
-
-
-# ----------------------------------------------------------------------------------------------------
 
 
 MOST_STAGES = 256

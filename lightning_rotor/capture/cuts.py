@@ -183,9 +183,6 @@ def _watch(recording: Recording, inputs: Collection[tuple[nn.Module, str]]) -> W
     return Watch(recording.root, watched, outside=recording.notes.holds, inputs=inputs)
 
 
-# ----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Attempt:
     """A recording, or the module whose forward could not be recorded, and why."""
@@ -344,8 +341,7 @@ def _reason(error: Exception) -> str:
     return f"{text} (in {frames[-1].filename}, line {frames[-1].lineno}: {frames[-1].line})" if frames else text
 
 
-# ----------------------------------------------------------------------------------------------------
-# Every way to a chain.
+# -------------------------------------------------------------------- Every way to a chain.
 
 
 NO_CHECKPOINTS = (

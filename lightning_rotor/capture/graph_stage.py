@@ -156,9 +156,6 @@ def _code(source: str) -> CodeType:
     return compile(source, "<stage of lightning_rotor>", "exec")
 
 
-# ----------------------------------------------------------------------------------------------------
-
-
 class GraphSlice(nn.Module):
     """Runs consecutive operations of a graph; a single input or output is itself, several are a tuple.
 

@@ -243,8 +243,7 @@ def ancestors(nodes: Iterable[fx.Node], *, sizes: bool = True) -> set[fx.Node]:
     return found
 
 
-# ----------------------------------------------------------------------------------------------------
-# Whether two recordings agree.
+# -------------------------------------------------------------------- Whether two recordings agree.
 
 
 def line_of(node: fx.Node) -> str:
@@ -272,8 +271,7 @@ def _said(node: fx.Node, source: Source) -> Any:
     return text, list(map(look_of, source.bound.values()))
 
 
-# ----------------------------------------------------------------------------------------------------
-# What values look like at one moment, comparable.
+# -------------------------------------------------------------------- What values look like at one moment, comparable.
 
 
 LONG = 1000
@@ -328,9 +326,6 @@ def frozen(value: Any, depth: int = 4, *, objects: bool = True) -> Any:
         # A configuration object, most likely; what it refers to is followed no further.
         return Same(value), tuple((key, entry) for key, entry in namespace.items() if type(entry) in PLAIN)
     return Same(value)
-
-
-# ----------------------------------------------------------------------------------------------------
 
 
 _STRUCTURE = (set(nn.Module().__dict__) - {"training"}) | {"_lightning_rotor", "forward"}

@@ -35,9 +35,6 @@ def words(*lines: str) -> frozenset[str]:
     return frozenset(" ".join(lines).split())
 
 
-# ----------------------------------------------------------------------------------------------------
-
-
 class ModuleCalls:
     """Follows the calls of submodules while a module is recorded.
 

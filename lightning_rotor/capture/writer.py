@@ -140,8 +140,7 @@ def plain(value: Any) -> Any:
     return torch.Size(map(plain, value)) if kind is torch.Size else value
 
 
-# ----------------------------------------------------------------------------------------------------
-# Which node of the graph a tensor is the value of, and which tensors share memory.
+# ------------------------------------ Which node of the graph a tensor is the value of, and which tensors share memory.
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,9 +265,6 @@ def _storage(tensor: torch.Tensor) -> int | None:
         return identity_of(tensor.untyped_storage())
     except (NotImplementedError, RuntimeError):  # sparse tensors, fake ones
         return None
-
-
-# ----------------------------------------------------------------------------------------------------
 
 
 class GraphWriter:

@@ -42,8 +42,7 @@ from lightning_rotor.stages.sequential import (
     require_tensors,
 )
 
-# ----------------------------------------------------------------------------------------------------
-# Boundaries: tensors that are held, or can be rebuilt.
+# ---------------------------------------------------------------- Boundaries: tensors that are held, or can be rebuilt.
 
 
 class Output:
@@ -132,8 +131,7 @@ def is_whole(tensor: torch.Tensor) -> bool:
     return tensor.nbytes == memory and torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
-# ----------------------------------------------------------------------------------------------------
-# One run.
+# -------------------------------------------------------------------- One run.
 
 
 @dataclass(frozen=True, slots=True, eq=False)

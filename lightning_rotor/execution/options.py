@@ -53,8 +53,7 @@ def autocast_enabled() -> bool:
     return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
 
-# ----------------------------------------------------------------------------------------------------
-# Running a user's module for real and leaving everything as it was.
+# --------------------------------------------------- Running a user's module for real and leaving everything as it was.
 
 
 @contextmanager

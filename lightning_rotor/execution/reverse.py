@@ -92,8 +92,7 @@ def accumulate(tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor
             tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient
 
 
-# ----------------------------------------------------------------------------------------------------
-# The runtime guard: a few elements of what is dropped, compared with what the inverse rebuilds.
+# ----------------------- The runtime guard: a few elements of what is dropped, compared with what the inverse rebuilds.
 
 
 SAMPLES = 8
@@ -213,8 +212,7 @@ def _error_and_scale(sample: torch.Tensor, rebuilt: torch.Tensor) -> tuple[float
     return error, scale
 
 
-# ----------------------------------------------------------------------------------------------------
-# One call of a module that will be undone and repeated.
+# --------------------------------------------------------------- One call of a module that will be undone and repeated.
 
 
 class Moment:

@@ -149,9 +149,6 @@ def _looks_of(given: Iterable[Any]) -> list[Any]:
     ]
 
 
-# ----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Statistic:
     """A buffer that training writes and never reads, with one ``scratch`` for all stages' replays to write to."""

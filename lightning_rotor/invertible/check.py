@@ -229,8 +229,7 @@ def _largest_difference(left: Sequence[torch.Tensor], right: Sequence[torch.Tens
     return max((_largest(mine.double() - other.double()) for mine, other in zip(left, right, strict=True)), default=0.0)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Whether a plan can rely on a module's inverse and on its fused backward.
+# --------------------------------------------- Whether a plan can rely on a module's inverse and on its fused backward.
 
 
 _RTOL = 1e-4

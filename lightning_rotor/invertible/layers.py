@@ -25,8 +25,7 @@ from lightning_rotor.private.values import TreeSpec, tree_flatten, tree_unflatte
 from lightning_rotor.stages.sequential import DRAWING, Invertible, Stage, has_own_call, require_invertible
 from lightning_rotor.stages.state import seeded
 
-# ----------------------------------------------------------------------------------------------------
-# Random numbers that do not depend on which part of a module runs first.
+# ---------------------------------------------- Random numbers that do not depend on which part of a module runs first.
 
 
 class PartSeeds:
@@ -247,8 +246,7 @@ def _backward_through(network: nn.Module, roots: Roots, leaf: torch.Tensor) -> t
     return for_leaf
 
 
-# ----------------------------------------------------------------------------------------------------
-# The invertible 1x1 convolution of Glow, by an LU decomposition.
+# ------------------------------------------------------ The invertible 1x1 convolution of Glow, by an LU decomposition.
 
 
 class InvertibleConvolution(nn.Module):
@@ -322,8 +320,7 @@ class InvertibleConvolution(nn.Module):
         return tensor.reshape(tensor.shape[0], self.channels, -1).to(self._dtype)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Invertible modules in a row, and reversed ones.
+# -------------------------------------------------------------------- Invertible modules in a row, and reversed ones.
 
 
 class InvertibleSequential(nn.Sequential):

@@ -43,8 +43,7 @@ __all__ = [
 ]
 
 
-# ----------------------------------------------------------------------------------------------------
-# Containers that torch's pytree does not know by itself, and what user code does with containers.
+# --------------------- Containers that torch's pytree does not know by itself, and what user code does with containers.
 
 
 def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
@@ -98,8 +97,7 @@ def watch_containers(value: Any) -> Callable[[], bool]:
     return changed
 
 
-# ----------------------------------------------------------------------------------------------------
-# Tensors in what user code takes and gives, and the memory under them as torch asked for it.
+# -------------------------- Tensors in what user code takes and gives, and the memory under them as torch asked for it.
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

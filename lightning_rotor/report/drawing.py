@@ -223,8 +223,7 @@ class _Boxes:
             yield f"skip from {', '.join(dict.fromkeys(makers))}"
 
 
-# ----------------------------------------------------------------------------------------------------
-# Which stages are equal, and where runs of them repeat.
+# --------------------------------------------------------------- Which stages are equal, and where runs of them repeat.
 
 
 # A skip that is read within so many stages belongs to where it is; a longer one belongs to the whole chain.
@@ -277,8 +276,7 @@ def folded(keys: Sequence[Hashable], *, longest: int = 64) -> list[Run]:
     return runs
 
 
-# ----------------------------------------------------------------------------------------------------
-# What stages run.
+# -------------------------------------------------------------------- What stages run.
 
 
 def _lines(labels: Sequence[str]) -> list[Text]:

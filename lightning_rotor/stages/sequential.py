@@ -86,8 +86,7 @@ def unpacked(value: Any, count: int) -> Sequence[Any]:
     return (value,) if count == 1 else value
 
 
-# ----------------------------------------------------------------------------------------------------
-# Skip connections as values of a chain.
+# -------------------------------------------------------------------- Skip connections as values of a chain.
 
 
 class ThreadedLayer(nn.Module):
@@ -302,8 +301,7 @@ def runs_members_in_a_row(module: nn.Sequential) -> bool:
     return type(module).forward is nn.Sequential.forward and type(module).__call__ is nn.Module.__call__
 
 
-# ----------------------------------------------------------------------------------------------------
-# What an invertible module is: one with an ``inverse``. There is no base class.
+# --------------------------------------- What an invertible module is: one with an ``inverse``. There is no base class.
 
 # Forward, inverse and each repetition start from the same state of the generators and of the module's buffers, so a
 # module that draws in several places must draw the same numbers whichever place comes first (see ``AdditiveCoupling``).

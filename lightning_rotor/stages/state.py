@@ -126,8 +126,7 @@ def _access_to(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | N
     return None
 
 
-# ----------------------------------------------------------------------------------------------------
-# Settings of torch and its layers that decide over the numbers of a forward.
+# ------------------------------------------ Settings of torch and its layers that decide over the numbers of a forward.
 
 
 _Read: TypeAlias = Callable[[], Any]
@@ -281,8 +280,7 @@ _OLDER: tuple[tuple[_Read, _Write, _Read], ...] = (
 )
 
 
-# ----------------------------------------------------------------------------------------------------
-# Whether tensors are still what they were when a forward read them.
+# --------------------------------------------------- Whether tensors are still what they were when a forward read them.
 
 # torch counts writes in place to a tensor and its views, and ``data`` that is set has another storage. It does not
 # count what is written through ``tensor.data``, through NumPy, or by fused optimizers.
