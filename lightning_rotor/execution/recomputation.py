@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from statistics import median
 from typing import Any, Protocol
 
 import torch
@@ -89,7 +88,7 @@ class Stopwatch:
 
     def __init__(self, clock: Clock) -> None:
         self.calls = 0
-        self._clock, self._seconds = clock, [0.0] * _TIMED_CALLS
+        self._clock, self._seconds = clock, [list[float]() for _ in range(_TIMED_CALLS)]
         self._laps: list[tuple[int, Any, Any]] = []
 
     def begin_call(self) -> None:
@@ -115,11 +114,16 @@ class Stopwatch:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds that a call spends in segments, in the median; None before the second has had its backward."""
+        """Seconds that a call spends in segments; None before the second one runs.
+
+        Of each lap the faster ones count, as of the profile's stages: nothing that disturbs the machine makes one faster.
+        """
         for call, *lap in self._laps:
-            self._seconds[call] += self._clock.seconds_between(*lap)
+            self._seconds[call].append(self._clock.seconds_between(*lap))
         self._laps.clear()
-        return median(self._seconds[: self.calls - 1]) if self.calls > 1 else None
+        most = max(map(len, self._seconds))
+        whole = zip(*(each for each in self._seconds if len(each) == most), strict=True)
+        return sum(sorted(each)[len(each) // 4] for each in whole) if self.calls > 1 else None
 
 
 _TIMED_CALLS = 5
