@@ -116,7 +116,7 @@ class Stopwatch:
     def seconds(self) -> float | None:
         """Seconds that a call spends in segments; None before the second one runs.
 
-        Of each lap the faster ones count, as of the profile's stages: nothing that disturbs the machine makes one faster.
+        Of each lap the faster ones count, as of the profile's stages: a disturbance makes none faster.
         """
         for call, *lap in self._laps:
             self._seconds[call].append(self._clock.seconds_between(*lap))
