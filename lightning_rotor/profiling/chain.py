@@ -170,9 +170,8 @@ def profile_chain(
         measuring = _Measuring(stages, sample, meter or meter_for(device), compiled or CompiledModules(), **timing)
         measuring.measure(progress)
         profile = measuring.profile()
-        for message in _complaints(profile.chain, measuring.behaviours):
-            warnings.warn(message, RotorWarning, stacklevel=2)
-        for message in _complaints_about_structure(len(stages), measuring.stages):
+        costs = _complaints(profile.chain, measuring.behaviours)
+        for message in (*costs, *_complaints_about_structure(len(stages), measuring.stages)):
             warnings.warn(message, RotorWarning, stacklevel=2)
     return profile
 
@@ -266,13 +265,14 @@ class _Measuring:
 
         A stage that may rebuild its input leaves other gradients then: only their bytes count.
         """
-        behind, stage = self._chain[number + 1].found, self._chain[number]
+        behind, skips = self._chain[number + 1].found, self._chain[number].profiler.ends.skips
         left = {key: (number + 1, layout) for key, layout in behind.gradients.layouts.items() if key < 0}
         if any(option.fused for option in behind.cost.options):
             left.clear()
-        for place, reader in stage.readers.items():
+        for place, skip in enumerate(skips):
+            reader = next((use for use in self._skips[skip].uses if use > number), len(self._chain))
             if reader < len(self._chain):
-                other = self._chain[reader].profiler.ends.skips.index(stage.profiler.ends.skips[place])
+                other = self._chain[reader].profiler.ends.skips.index(skip)
                 if (layout := self._chain[reader].found.gradients.layouts.get(other)) is not None:
                     left[place] = reader, layout
         return layouts_from(left)
@@ -304,15 +304,12 @@ class _Measuring:
         objections, way = _objections(number, stage, boundary), None
         if stage.invertible is not None and stage.inverse is not None and not objections.inverse:
             way = Way(stage, can_be_fused(stage.invertible) and not objections.fused, behaviour.draws_random, state)
-        later = [[use for use in self._skips[skip].uses if use > number] for skip in ends.skips]
         return MeasuredStage(
             profiler,
             (_identity(stage, self._compiled), boundary.signature),
             (_identity(stage, self._compiled, with_numbers=False), boundary.signature),
             way,
             objections.inverse or objections.fused,
-            {place: uses[0] for place, uses in enumerate(later) if uses},
-            boundary.tensors,
         )
 
     def profile(self) -> Profile:
@@ -364,44 +361,27 @@ def _identity(stage: Stage, compiled: CompiledModules, *, with_numbers: bool = T
             return tuple(plain(entry) for entry in value)
         return "empty" if isinstance(value, (dict, set)) and not value else id(value)
 
-    places = {number: place for place, number in enumerate(dict.fromkeys((*stage.reads, *_numbers(stage))))}
-    identity: list[Any] = [
-        tuple(
-            (tuple(places[n] for n in wire.reads), tuple(places[n] for n in wire.writes)) for wire in stage.wiring.steps
-        ),
-        tuple(places[n] for n in stage.writes),
-    ]
-    identity += [module.identity for module in stage.modules if isinstance(module, GraphSlice)]
+    wires = [numbers for wire in (*stage.wiring.steps, stage.wiring.wire) for numbers in (wire.reads, wire.writes)]
+    places = {number: place for place, number in enumerate(dict.fromkeys(sum(wires, ())))}
+    identity: list[Any] = [tuple(places[number] for number in numbers) for numbers in wires]
     for name, module in stage.submodules():
         if isinstance(module, GraphSlice):
+            identity.append(module.identity)
             continue
         compiler, told = compiled.identity(module)
-        attributes = {
-            key: plain(value)
+        attributes = frozenset(
+            (key, plain(value))
             for key, value in module.__dict__.items()
             if key not in STRUCTURE and key not in told and (with_numbers or type(value) is not int)
-        }
-        hooks = [tuple(map(id, getattr(module, key).values())) for key in HOOKS]
-        tensors = [
+        )
+        hooks = tuple(tuple(map(id, getattr(module, key).values())) for key in HOOKS)
+        tensors = tuple(
             (key, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
             for key, tensor in (*module._parameters.items(), *module._buffers.items())
             if tensor is not None
-        ]
-        identity.append(
-            (
-                name,
-                type(module),
-                compiler,
-                tuple(sorted(attributes.items(), key=lambda entry: entry[0])),
-                tuple(hooks),
-                tuple(tensors),
-            )
         )
+        identity.append((name, type(module), compiler, attributes, hooks, tensors))
     return tuple(identity)
-
-
-def _numbers(stage: Stage) -> list[int]:
-    return [number for wire in stage.wiring.steps for number in (*wire.reads, *wire.writes)]
 
 
 def _complaints(costs: Iterable[StageCost], behaviours: Sequence[Behaviour]) -> Iterator[str]:
@@ -435,13 +415,8 @@ def _complaints_about_structure(layers: int, merged: Sequence[Stage]) -> Iterato
             f"all {layers} layers were merged into one stage, so there is nothing to plan: the last of them change in "
             "place, or show as views, what the first has made. Use operations that are not in place"
         )
-    owners: dict[int, int] = {}
-    shared = any(
-        owners.setdefault(id(parameter), number) != number
-        for number, stage in enumerate(merged)
-        for parameter in stage.parameters()
-    )
-    if shared and autocast_enabled():
+    parameters = [parameter for stage in merged for parameter in stage.parameters()]
+    if len(parameters) > len(set(parameters)) and autocast_enabled():
         yield (
             "stages share parameters under autocast. Without this package a shared weight is cast once and its "
             "gradients are summed in the lower precision; here each stage casts it for itself and they are summed in "

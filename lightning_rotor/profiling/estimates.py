@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.flop_counter import flop_registry
 
 from lightning_rotor.capture.cuts import sequentialize
@@ -66,29 +67,26 @@ class Accelerator:
         return max(arithmetic, movement, _LAUNCH_SECONDS)
 
 
-def _gpu(name: str, mebibytes: int, gigabytes_per_second: float, teraflops: float, half: float) -> Accelerator:
-    return Accelerator(name, mebibytes * 2**20, gigabytes_per_second * 1e9, teraflops * 1e12, half * 1e12)
-
-
+_MIB = 2**20
 # Vendor's data sheets; memory is what `nvidia-smi` shows of it.
 GPUS: dict[str, Accelerator] = {
     gpu.name: gpu
     for gpu in (
-        _gpu("B200", 183_359, 8000, 75, 2250),
-        _gpu("H200", 143_771, 4800, 67, 989),
-        _gpu("H100", 81_559, 3350, 67, 989),
-        _gpu("H100-PCIe", 81_559, 2000, 51, 756),
-        _gpu("A100-80GB", 81_920, 2039, 19.5, 312),
-        _gpu("A100-40GB", 40_960, 1555, 19.5, 312),
-        _gpu("L40S", 46_068, 864, 91.6, 362),
-        _gpu("L4", 23_034, 300, 30.3, 121),
-        _gpu("A10G", 23_028, 600, 31.5, 70),
-        _gpu("V100-32GB", 32_768, 900, 15.7, 125),
-        _gpu("V100-16GB", 16_384, 900, 15.7, 125),
-        _gpu("T4", 15_360, 320, 8.1, 65),
-        _gpu("RTX-5090", 32_607, 1792, 104.8, 209.5),
-        _gpu("RTX-4090", 24_564, 1008, 82.6, 165.2),
-        _gpu("RTX-3090", 24_576, 936, 35.6, 71),
+        Accelerator("B200", 183_359 * _MIB, 8000e9, 75e12, 2250e12),
+        Accelerator("H200", 143_771 * _MIB, 4800e9, 67e12, 989e12),
+        Accelerator("H100", 81_559 * _MIB, 3350e9, 67e12, 989e12),
+        Accelerator("H100-PCIe", 81_559 * _MIB, 2000e9, 51e12, 756e12),
+        Accelerator("A100-80GB", 81_920 * _MIB, 2039e9, 19.5e12, 312e12),
+        Accelerator("A100-40GB", 40_960 * _MIB, 1555e9, 19.5e12, 312e12),
+        Accelerator("L40S", 46_068 * _MIB, 864e9, 91.6e12, 362e12),
+        Accelerator("L4", 23_034 * _MIB, 300e9, 30.3e12, 121e12),
+        Accelerator("A10G", 23_028 * _MIB, 600e9, 31.5e12, 70e12),
+        Accelerator("V100-32GB", 32_768 * _MIB, 900e9, 15.7e12, 125e12),
+        Accelerator("V100-16GB", 16_384 * _MIB, 900e9, 15.7e12, 125e12),
+        Accelerator("T4", 15_360 * _MIB, 320e9, 8.1e12, 65e12),
+        Accelerator("RTX-5090", 32_607 * _MIB, 1792e9, 104.8e12, 209.5e12),
+        Accelerator("RTX-4090", 24_564 * _MIB, 1008e9, 82.6e12, 165.2e12),
+        Accelerator("RTX-3090", 24_576 * _MIB, 936e9, 35.6e12, 71e12),
     )
 }
 
@@ -211,14 +209,12 @@ def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
 
     Everything else is real meanwhile: some constructors compute with small tensors and read them.
     """
-    register = nn.Module.register_parameter
 
-    def register_without_memory(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        register(self, name, param)
-        if param is not None and not param.is_meta:  # the same object still, which may be tied or in a list
+    def forget_values(module: nn.Module, name: str, param: nn.Parameter) -> None:
+        if not param.is_meta:  # the same object still, which may be tied or in a list
             torch.utils.swap_tensors(param, nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad))
 
-    nn.Module.register_parameter = register_without_memory  # type: ignore[method-assign]
+    hook = register_module_parameter_registration_hook(forget_values)
     try:
         return build().train()
     except (RuntimeError, NotImplementedError) as error:
@@ -227,7 +223,7 @@ def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
             "reads no values of weights; use the device 'cpu'"
         ) from error
     finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        hook.remove()
 
 
 def give_fake_tensors(model: nn.Module, mode: FakeTensorMode) -> None:

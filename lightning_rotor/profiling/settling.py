@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,8 +28,6 @@ class MeasuredStage:
     kin: tuple[Any, ...]  # equal ones take the same time
     way: Way | None  # how it is inverted; None if it cannot be
     objection: str  # why it cannot be, or not by its own backward
-    readers: Mapping[int, int]  # by place of a skip, the next stage that reads it
-    takes: tuple[str, ...]
     found: StageMeasurement = field(init=False)
     layouts: Layouts = ()
     expected_bytes: int = 0  # what the stage behind left of the link's gradient when it was measured
@@ -68,7 +66,6 @@ class MeasuredStage:
             options=tuple(options),
             draws_random=profiler.generators is not None,
             state_bytes=profiler.state.remembered_bytes(profiler.meter.block_bytes),
-            takes=self.takes,
             not_inverted=found.not_inverted or self.objection,
             skip_gradient_bytes=found.gradients.given_bytes if skips else None,
             waiting_gradient_bytes=waiting_gradient_bytes,

@@ -198,6 +198,7 @@ class StageProfiler:
             options=(option,),
             pinned_bytes=pinned_bytes,
             recomputable=self.recomputable,
+            takes=self.boundary.tensors,
         )
         return cost, gradients
 
