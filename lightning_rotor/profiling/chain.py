@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -43,7 +43,7 @@ from lightning_rotor.execution.options import (
     undisturbed,
 )
 from lightning_rotor.execution.segment_state import SegmentState, Statistic, state_of
-from lightning_rotor.invertible.check import Objections, try_inverse
+from lightning_rotor.invertible.check import try_inverse
 from lightning_rotor.private.sharding import gathered, units_in
 from lightning_rotor.private.torch_names import HOOKS, STRUCTURE
 from lightning_rotor.private.values import require_tensors, tensors_in
@@ -166,8 +166,8 @@ def profile_chain(
     require_tensors(sample)
     device = tensors_in(sample)[0].device
     with undisturbed(device):
-        timing = {"repeats": repeats, "in_lockstep": in_lockstep}
-        measuring = _Measuring(stages, sample, meter or meter_for(device), compiled or CompiledModules(), **timing)
+        meter, compiled = meter or meter_for(device), compiled or CompiledModules()
+        measuring = _Measuring(stages, sample, meter, compiled, repeats=repeats, in_lockstep=in_lockstep)
         measuring.measure(progress)
         profile = measuring.profile()
         costs = _complaints(profile.chain, measuring.behaviours)
@@ -184,9 +184,9 @@ class _Measuring:
     """A chain that is scanned, then measured stage by stage while two boundaries are held, then settled."""
 
     def __init__(
-        self, stages: Sequence[Stage], sample: Any, meter: Meter, compiled: CompiledModules, **timing: Any
+        self, stages: Sequence[Stage], sample: Any, meter: Meter, compiled: CompiledModules, **how_often: Any
     ) -> None:
-        self._meter, self._compiled = meter, compiled
+        self._meter, self._compiled, self._how_often = meter, compiled, how_often
         self._device = tensors_in(sample)[0].device
         reads = wiring_of(stages).wire.reads
         values = zip(reads, unpacked(sample, len(reads)), strict=True)
@@ -194,8 +194,6 @@ class _Measuring:
         self._scan = scan(stages, self._inputs, self._device, block_bytes=meter.block_bytes)
         self._interlude = Interlude(self._device)
         self._host = HostSeconds.on(self._device, meter)
-        make: Callable[..., StageProfiler] = StageProfiler
-        self._profiler = partial(make, meter=meter, interlude=self._interlude, **timing)
         self.stages = merged(stages, self._scan.groups)
         self.behaviours = [Behaviour.of_all(self._scan.behaviours[g.start : g.stop]) for g in self._scan.groups]
         self._skips = list(self._scan.skips.values())
@@ -293,23 +291,22 @@ class _Measuring:
         stage, behaviour = self.stages[number], self.behaviours[number]
         state = replace(state_of(stage, behaviour.updating, self._scratch), written=behaviour.written)
         ends = StageEnds.of(stage, number, self._scan)
-        profiler = self._profiler(
+        profiler = StageProfiler(
             stage,
             ends,
             state,
+            meter=self._meter,
+            interlude=self._interlude,
             last=number == len(self.stages) - 1,
             recomputable=behaviour.repeatable and not (number == 0 and self._scan.changes_input),
             generators=GeneratorStates(self._device) if behaviour.draws_random else None,
+            **self._how_often,
         )
-        objections, way = _objections(number, stage, boundary), None
-        if stage.invertible is not None and stage.inverse is not None and not objections.inverse:
-            way = Way(stage, can_be_fused(stage.invertible) and not objections.fused, behaviour.draws_random, state)
         return MeasuredStage(
             profiler,
             (_identity(stage, self._compiled), boundary.signature),
             (_identity(stage, self._compiled, with_numbers=False), boundary.signature),
-            way,
-            objections.inverse or objections.fused,
+            *_way(number, stage, boundary, draws_random=behaviour.draws_random, state=state),
         )
 
     def profile(self) -> Profile:
@@ -332,16 +329,21 @@ class _Measuring:
         return Profile(chain, tuple(running), states, tuple(map(len, self._scan.groups)))
 
 
-def _objections(number: int, stage: Stage, boundary: Boundary) -> Objections:
-    """Why a stage must not be inverted; empty for one that has no inverse."""
+def _way(
+    number: int, stage: Stage, boundary: Boundary, *, draws_random: bool, state: SegmentState
+) -> tuple[Way | None, str]:
+    """How a stage is inverted, if it can be; and why it must not be, or not by its own backward."""
     module = stage.invertible
     if module is None or stage.inverse is None:
-        return Objections()
+        return None, ""
     if units_in(stage.modules):
-        return Objections("its parameters are gathered for its forward alone")
+        return None, "its parameters are gathered for its forward alone"
     if not number:
-        return Objections("the chain's input belongs to the caller")
-    return try_inverse(module, boundary.fresh(), name=stage.name)
+        return None, "the chain's input belongs to the caller"
+    objections = try_inverse(module, boundary.fresh(), name=stage.name)
+    if objections.inverse:
+        return None, objections.inverse
+    return Way(stage, can_be_fused(module) and not objections.fused, draws_random, state), objections.fused
 
 
 # -------------------------------------------------------------------- equal stages, overhead, warnings

@@ -19,21 +19,21 @@ from lightning_rotor.units import in_blocks
 # Where a stage meets the rest of its chain: which storages it takes and leaves behind.
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class StageEnds:
     """Which storages a stage takes and leaves behind, apart from its link.
 
     ``inputs`` and ``outputs`` give for each leaf the place of its skip in ``skips``, or None for the link; ``passed``
-    says for each leaf of the input whether it is a skip that a later stage reads. Measurements speak of places, so that
-    they serve equal stages.
+    says for each leaf of the input whether it is a skip that a later stage reads; ``made_bytes`` are those of each skip
+    that it makes, 0 for others. Measurements speak of places, so that they serve all stages with equal ends.
     """
 
-    skips: tuple[int, ...]
+    skips: tuple[int, ...] = field(compare=False)
     inputs: tuple[int | None, ...]
     outputs: tuple[int | None, ...]
     passed: tuple[bool, ...]
     link_bytes: int
-    made_bytes: Mapping[int, int]
+    made_bytes: tuple[int, ...]
 
     @classmethod
     def of(cls, stage: Stage, number: int, scan: Scan) -> StageEnds:
@@ -50,13 +50,8 @@ class StageEnds:
             tuple(None if storage is None else places.get(storage) for storage in given),
             tuple(storage in later for storage in taken),
             sum(storage.size_bytes for storage in made if storage not in own),
-            {places[storage]: storage.size_bytes for storage in made if storage in own},
+            tuple(storage.size_bytes if storage in made else 0 for storage in own),
         )
-
-    @property
-    def signature(self) -> tuple[Any, ...]:
-        """A value that is equal for stages with equal ends."""
-        return self.inputs, self.outputs, self.passed, self.link_bytes, tuple(sorted(self.made_bytes.items()))
 
     def lasting(self, leaves: Sequence[Any]) -> list[Any]:
         """The leaves of an input that are skips, which others hold, too."""

@@ -44,14 +44,8 @@ class MeasuredStage:
     def key(self, layouts: Layouts) -> tuple[Any, ...]:
         """All that its measurement depends on, as a key."""
         profiler, way = self.profiler, self.way
-        about = (
-            profiler.last,
-            profiler.recomputable,
-            len(profiler.state.remembered),
-            layouts,
-            None if way is None else way.fused,
-        )
-        return self.identity, profiler.ends.signature, *about
+        runs = profiler.last, profiler.recomputable, len(profiler.state.remembered), way and way.fused
+        return self.identity, profiler.ends, layouts, runs
 
     def cost(self, waiting_gradient_bytes: int, output_gradient_bytes: int | None) -> StageCost:
         """Its costs in the chain, with skips by their numbers there."""

@@ -256,8 +256,8 @@ class StageProfiler:
         start, level = recording.first("forward").start_bytes, recording.first("backward").start_bytes
         # The copy of the input came first.
         saved_input = max(start - lasting_bytes - recording.first("drop input").freed_bytes, 0)
-        link_bytes, made_bytes = self.ends.link_bytes, sum(self.ends.made_bytes.values())
-        saved_made = sum(self.ends.made_bytes.get(place, 0) for place in saves.skips)
+        link_bytes, made_bytes = self.ends.link_bytes, sum(self.ends.made_bytes)
+        saved_made = sum(self.ends.made_bytes[place] for place in saves.skips)
         kept = link_bytes + made_bytes - saved_made - recording.first("drop output").freed_bytes
         saved_output = min(max(kept, 0), link_bytes)
         replay_peak = recording.peak_bytes("forward", f"save {saves.count}") - start if saves.count else 0
