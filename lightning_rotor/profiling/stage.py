@@ -22,7 +22,7 @@ from lightning_rotor.execution.options import lent_buffers, run_stage
 from lightning_rotor.execution.recomputation import recomputed
 from lightning_rotor.execution.segment_state import SegmentState, buffers_of
 from lightning_rotor.private.torch_names import is_compiled, sparse_parts, version_of
-from lightning_rotor.private.values import address_of, bytes_in_blocks, tree_flatten, tree_unflatten
+from lightning_rotor.private.values import address_of, bytes_in_blocks, tree_flatten, tree_leaves, tree_unflatten
 from lightning_rotor.profiling.gradients import (
     Gradients,
     Layout,
@@ -213,12 +213,9 @@ class StageProfiler:
             with saved_tensors_hooks(saves.pack, saves.unpack):
                 output = self.run(value, source)
             saves.is_over = True
-            leaves, places = (
-                (*tree_flatten(value)[0], *tree_flatten(output)[0]),
-                (*self.ends.inputs, *self.ends.outputs),
-            )
-            pairs = [(leaf, place) for leaf, place in zip(leaves, places, strict=True) if place is not None]
-            saves.skips = tuple(sorted({place for leaf, place in pairs if address_of(leaf) in saves.addresses}))
+            leaves = zip(tree_leaves((value, output)), (*self.ends.inputs, *self.ends.outputs), strict=True)
+            skips = {place for leaf, place in leaves if place is not None and address_of(leaf) in saves.addresses}
+            saves.skips = tuple(sorted(skips))
             return output
 
         recording, gradients, lasting_bytes = self._recorded(forward, hold_input=hold_input, hold_output=hold_output)
@@ -232,7 +229,7 @@ class StageProfiler:
         elsewhere = memories_elsewhere(self.layouts)
         with self.meter.recording() as recording:
             value = self.boundary.fresh()
-            lasting = self.ends.lasting(tree_flatten(value)[0])
+            lasting = self.ends.lasting(tree_leaves(value))
             source = Output(self.stage.name)
             recording.mark("forward")
             output = forward(recording, value, source)
@@ -354,23 +351,28 @@ class StageBackward:
 
     def __init__(self, profiler: StageProfiler, value: Any, output: Any, elsewhere: Memories) -> None:
         ends, self._block_bytes = profiler.ends, profiler.meter.block_bytes
-        leaves = tree_flatten(value)[0]
+        leaves = tree_leaves(value)
         outputs = ending(ends, leaves, output)
-        lie = lying(outputs, dict(profiler.layouts))
-        of_skips = (layout for (_, key), layout in zip(outputs, lie, strict=True) if key >= 0)
+        self._lie, self._elsewhere = lying(outputs, dict(profiler.layouts)), elsewhere
+        of_skips = (layout for (_, key), layout in zip(outputs, self._lie, strict=True) if key >= 0)
         self._given_bytes = memory_bytes(of_skips, self._block_bytes)
         self._given: set[StorageWeakRef] = set()
         self._meter, self._times = profiler.meter, list[Any]()
-        tensors = [tensor for tensor, _ in outputs]
-        self._root = _GradientSource.apply(lie, elsewhere, self._given, self._clock, *tensors) if outputs else None
+        self._root = _GradientSource.apply(self, *(tensor for tensor, _ in outputs)) if outputs else None
         inputs = learning(leaves, ends.inputs)
         self._inputs = [get_gradient_edge(leaf) for leaf, _ in inputs]
         self._keys = [(key, leaf.stride()) for leaf, key in inputs]
         self._parameters = [parameter for parameter in profiler.stage.parameters() if parameter.requires_grad]
         self._given_up = self._parameters if profiler.gradients_exist else []
 
-    def _clock(self) -> None:
+    def given(self) -> list[torch.Tensor]:
+        """The gradients of its outputs, made now. Then its time begins."""
+        memories = {**self._elsewhere}
+        gradients = [layout.ones(memories) for layout in self._lie]
+        new = (memory for number, memory in memories.items() if number not in self._elsewhere)
+        self._given.update(StorageWeakRef(memory.untyped_storage()) for memory in new)
         self._times.append(self._meter.now())
+        return gradients
 
     @property
     def seconds(self) -> float:
@@ -394,7 +396,7 @@ class StageBackward:
                 root, ends, torch.empty_like(root), allow_unused=True
             )
         finally:
-            self._clock()
+            self._times.append(self._meter.now())
             for hook in hooks:
                 hook.remove()
         of_inputs = [
@@ -433,34 +435,16 @@ class StageBackward:
 
 
 class _GradientSource(torch.autograd.Function):
-    """A tensor without elements whose backward allocates the gradient of each output, as later stages' would.
-
-    Gradients counted elsewhere lie in existing memory; all other memories are added to ``given``. Then ``clock`` is
-    called.
-    """
+    """A tensor without elements whose backward allocates the gradient of each output, as later stages' would."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        layouts: list[Layout],
-        elsewhere: Memories,
-        given: set[StorageWeakRef],
-        clock: Callable[[], None],
-        *outputs: torch.Tensor,
-    ) -> torch.Tensor:
-        ctx.layouts, ctx.elsewhere, ctx.given, ctx.clock = layouts, elsewhere, given, clock
+    def forward(ctx: Any, run: StageBackward, *outputs: torch.Tensor) -> torch.Tensor:
+        ctx.run = run
         return torch.empty(0, device=outputs[0].device)  # nothing to count
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        memories: Memories = {**ctx.elsewhere}
-        gradients = [layout.ones(memories) for layout in ctx.layouts]
-        old = {address_of(memory) for memory in ctx.elsewhere.values()}
-        ctx.given.update(
-            StorageWeakRef(gradient.untyped_storage()) for gradient in gradients if address_of(gradient) not in old
-        )
-        ctx.clock()
-        return None, None, None, None, *gradients
+        return None, *ctx.run.given()
 
 
 Enough: TypeAlias = Callable[[Sequence[Sequence[tuple[float, float]]]], bool]
