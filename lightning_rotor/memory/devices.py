@@ -75,23 +75,19 @@ def resolve_limit(limit: MemoryLimit | None, device: torch.device | str, *, syst
     if limit.fraction is not None:
         return limit.on_device(total_bytes(device, system_root=system_root))
     size_bytes = limit.on_device(0)
-    _warn_if_larger(size_bytes, device, system_root)
-    return size_bytes
-
-
-def _warn_if_larger(size_bytes: int, device: torch.device | str, system_root: Path) -> None:
     try:
         available_bytes = total_bytes(device, system_root=system_root)
     except ProfilingError:
-        return  # a limit in bytes needs nothing from the device
+        return size_bytes  # a limit in bytes needs nothing from the device
     if size_bytes > available_bytes:
         warnings.warn(
             f"the memory limit of {format_bytes(size_bytes)} is more than the {format_bytes(available_bytes)} that "
             f"{device} has for this process: training can run out of memory inside the limit. Lower it, or leave it "
             "out to use what is free",
             RotorWarning,
-            stacklevel=3,
+            stacklevel=2,
         )
+    return size_bytes
 
 
 @dataclass(frozen=True, slots=True)

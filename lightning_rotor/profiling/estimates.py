@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -263,11 +263,8 @@ def estimate_profile(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     give_fake_tensors(model, mode)
     meter = EstimatingMeter(accelerator, block_bytes=BLOCK_BYTES.get(like, 1))
-    context: AbstractContextManager[Any] = (
-        torch.autocast("cpu", dtype=autocast) if autocast is not None else nullcontext()
-    )
     try:
-        with mode, context, unlogged():
+        with mode, torch.autocast("cpu", dtype=autocast, enabled=autocast is not None), unlogged():
             args, kwargs = arguments(inputs, "cpu", floating=floating)
             cut = sequentialize(model, args, kwargs)
             value = cut.bind(args, kwargs)

@@ -53,10 +53,6 @@ class StageEnds:
             tuple(storage.size_bytes if storage in made else 0 for storage in own),
         )
 
-    def lasting(self, leaves: Sequence[Any]) -> list[Any]:
-        """The leaves of an input that are skips, which others hold, too."""
-        return [leaf for leaf, place in zip(leaves, self.inputs, strict=True) if place is not None]
-
 
 Memories: TypeAlias = dict[int, torch.Tensor]
 """Storages, as flat tensors, by their numbers in some :class:`Layouts`."""

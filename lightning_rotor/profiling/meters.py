@@ -349,14 +349,9 @@ class StepMeter:
             raise ProfilingError("StepMeter.stop() without start(): call start() before the step")
         reserved_bytes = torch.cuda.max_memory_reserved(self._device) if self._device.type == "cuda" else None
         recording.stop()
-        phases = tuple(recording.phases)
-        return StepTrace(
-            max(phase.peak_bytes for phase in phases),
-            recording.level,
-            tuple(recording.timeline),
-            reserved_bytes,
-            phases,
-        )
+        peak_bytes = max(phase.peak_bytes for phase in recording.phases)
+        timeline, phases = tuple(recording.timeline), tuple(recording.phases)
+        return StepTrace(peak_bytes, recording.level, timeline, reserved_bytes, phases)
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from lightning_rotor.private.values import (
     tensors_in,
     tree_flatten,
     tree_leaves,
+    tree_structure,
     tree_unflatten,
     watch_containers,
 )
@@ -67,12 +68,10 @@ class Boundary:
         """The boundary of several values: the only one as it is, or a tuple of all."""
         if len(values) == 1:
             return values[0]
-        _, spec = tree_flatten(tuple(tree_unflatten(value.leaves, value.spec) for value in values))
-        fields = zip(*((value.leaves, value.requires_grad, value.whole_storages) for value in values), strict=True)
-        leaves, requires_grad, whole = (
-            (tuple(chain.from_iterable(field)) for field in fields) if values else ((), (), ())
-        )
-        return cls(leaves, spec, requires_grad, whole)
+        leaves = tuple(leaf for value in values for leaf in value.leaves)
+        spec = tree_structure(tuple(tree_unflatten(value.leaves, value.spec) for value in values))
+        requires_grad = tuple(learns for value in values for learns in value.requires_grad)
+        return cls(leaves, spec, requires_grad, tuple(whole for value in values for whole in value.whole_storages))
 
     def fresh(self) -> Any:
         """A copy that belongs to the caller alone. It is no leaf of the graph, so it may be changed in place."""

@@ -229,7 +229,10 @@ class StageProfiler:
         elsewhere = memories_elsewhere(self.layouts)
         with self.meter.recording() as recording:
             value = self.boundary.fresh()
-            lasting = self.ends.lasting(tree_leaves(value))
+            # Skips, which others hold, too.
+            lasting = [
+                leaf for leaf, place in zip(tree_leaves(value), self.ends.inputs, strict=True) if place is not None
+            ]
             source = Output(self.stage.name)
             recording.mark("forward")
             output = forward(recording, value, source)

@@ -1,7 +1,7 @@
 """Measuring the options of a stage beside keeping it: variants that a compiler made, and inverting it.
 
-A variant is withheld if its bits differ, or by more than rounding where the user allows for that, and if it is nowhere
-better than another. A stage that draws random numbers has none, see :mod:`lightning_rotor.capture.compiled`.
+A variant is withheld if its bits differ, or by more than rounding where the user allows for that, and if it takes no
+less memory than another. A stage that draws random numbers has none, see :mod:`lightning_rotor.capture.compiled`.
 """
 
 from __future__ import annotations
@@ -206,24 +206,20 @@ def _outcome(profiler: StageProfiler) -> _Outcome:
 
 
 def _worthwhile(costs: Mapping[str, StageCost]) -> tuple[str, ...]:
-    """Names of the options, given by falling budget, that take less memory in some respect than all before them.
+    """Names of the options, given by falling budget, that take less memory in some respect than each before them.
 
-    The first stays, one that a later one beats in memory and time goes. Times alone decide nothing: they differ by
-    chance.
+    Times decide nothing: they differ by chance.
     """
     sizes = {name: _sizes(cost) for name, cost in costs.items()}
-    seconds = {name: cost.keep.seconds for name, cost in costs.items()}
 
     def beats(one: str, other: str) -> bool:
         return all(mine <= theirs for mine, theirs in zip(sizes[one], sizes[other], strict=True)) and (
             set(costs[one].keep.saved_skips) <= set(costs[other].keep.saved_skips)
         )
 
-    first, *names = costs
-    chosen = [first]
-    for name in names:
+    chosen: list[str] = []
+    for name in costs:
         if not any(beats(better, name) for better in chosen):
-            chosen[1:] = [each for each in chosen[1:] if not (beats(name, each) and seconds[name] <= seconds[each])]
             chosen.append(name)
     return tuple(chosen)
 
