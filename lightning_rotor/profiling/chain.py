@@ -298,7 +298,7 @@ class _Measuring:
             meter=self._meter,
             interlude=self._interlude,
             last=number == len(self.stages) - 1,
-            recomputable=behaviour.repeatable and not (number == 0 and self._scan.changes_input),
+            recomputable=behaviour.repeatable,
             generators=GeneratorStates(self._device) if behaviour.draws_random else None,
             **self._how_often,
         )
@@ -324,7 +324,8 @@ class _Measuring:
                 for number, skip in enumerate(self._skips)
             ),
         )
-        running = (self._compiled.with_variants(each.profiler.stage, each.found.variants) for each in self._chain)
+        variants = [[option.name for option in cost.options[1:] if not option.inverts] for cost in chain]
+        running = map(self._compiled.with_variants, self.stages, variants)
         states = tuple(each.profiler.state for each in self._chain)
         return Profile(chain, tuple(running), states, tuple(map(len, self._scan.groups)))
 

@@ -176,7 +176,6 @@ class Scan:
 
     storages: Mapping[int, tuple[Storage | None, ...]]  # of each value by leaf; None if it is no tensor
     behaviours: tuple[Behaviour, ...]  # of each stage
-    changes_input: bool  # the chain's input is changed in place
     groups: tuple[range, ...]  # stages to merge
     skips: Mapping[Storage, Skip]  # storages that outlive a link between the groups, without gradients
 
@@ -204,8 +203,6 @@ def scan(stages: Sequence[Stage], inputs: dict[int, Boundary], device: torch.dev
     behaviours: list[Behaviour] = []
     # Numbers of the stages before which the chain can be cut.
     cuts = set(range(len(stages) + 1))
-    changes_input = False
-    open_head = False  # nothing but views of the chain's input so far
     for index, stage in enumerate(stages):
         boundary = Boundary.packed([values[number] for number in stage.reads])
         taken = [leaf for number in stage.reads for leaf in storages[number]]
@@ -218,13 +215,13 @@ def scan(stages: Sequence[Stage], inputs: dict[int, Boundary], device: torch.dev
         values.update(zip(stage.writes, outputs, strict=True))
         storages.update(zip(stage.writes, made, strict=True))
         results = [storage for leaves in made for storage in leaves if storage is not None]
-        if all(storage.born < index for storage in results) or open_head:
-            # A view may join either neighbour, but whatever joins an invertible stage takes its inverse away.
-            to_next = 0 < index < len(stages) - 1 and stages[index - 1].inverse is not None and not open_head
+        if all(storage.born < index for storage in results):
+            # A view may join either neighbour, but nothing comes before one of the chain's input, and whatever joins
+            # an invertible stage takes its inverse away.
+            of_input = all(storage.born < 0 for storage in results)
+            to_next = index < len(stages) - 1 and (of_input or stages[index - 1].inverse is not None)
             cuts.discard(index + 1 if to_next else index)
-        open_head = (index == 0 or open_head) and all(storage.born < 0 for storage in results)
         for each in changed:
-            changes_input = changes_input or each.born < 0
             cuts -= set(range(each.born + 1, index + 1))
         for number in wiring.dead[index]:
             values.pop(number, None)
@@ -234,7 +231,7 @@ def scan(stages: Sequence[Stage], inputs: dict[int, Boundary], device: torch.dev
                 storage.in_output = True
     starts = sorted(cuts | {0, len(stages)})
     groups = tuple(range(start, end) for start, end in pairwise(starts))
-    return Scan(storages, tuple(behaviours), changes_input, groups, _skips(storages, groups))
+    return Scan(storages, tuple(behaviours), groups, _skips(storages, groups))
 
 
 def _look(
@@ -284,7 +281,8 @@ def _look(
         raise ModelError(f"stage {stage.name!r} cannot be measured. {NO_CHECKPOINTS}")
     # TorchScript changes the exceptions that pass through it, and a recomputation ends in one.
     scripted = any(isinstance(module, torch.jit.ScriptModule) for _, module in stage.submodules())
-    repeatable = repeatable and not written and not scripted
+    changes_input = any(storage.born < 0 for storage in changed)  # the chain's
+    repeatable = repeatable and not (written or scripted or changes_input)
     if repeatable and not _is_stock(stage):
         states.restore()
         repeatable = _same(outputs, outputs_of(stage, boundary))

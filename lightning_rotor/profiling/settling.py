@@ -60,7 +60,7 @@ class MeasuredStage:
             options=tuple(options),
             draws_random=profiler.generators is not None,
             state_bytes=profiler.state.remembered_bytes(profiler.meter.block_bytes),
-            not_inverted=found.not_inverted or self.objection,
+            not_inverted=found.cost.not_inverted or self.objection,
             skip_gradient_bytes=found.gradients.given_bytes if skips else None,
             waiting_gradient_bytes=waiting_gradient_bytes,
             output_gradient_bytes=output_gradient_bytes,

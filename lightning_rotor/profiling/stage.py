@@ -67,15 +67,10 @@ _NEGLIGIBLE = 1 / 256
 
 @dataclass(frozen=True, slots=True)
 class StageMeasurement:
-    """Costs of a stage and what it does to gradients; why it must not be inverted although an inverse is right.
-
-    ``variants`` are the names of its options beside keeping and inverting, which a compiler made.
-    """
+    """Costs of a stage and what it does to gradients."""
 
     cost: StageCost
     gradients: Gradients
-    variants: tuple[str, ...] = ()
-    not_inverted: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,14 +155,14 @@ class StageProfiler:
         if self.meter.needs_warm_up or any(is_compiled(module) for _, module in self.stage.submodules()):
             self.recorded_run(hold_input=False, hold_output=False)
         seconds = seconds_by_turns([self])[0] if timed else StageSeconds()
-        cost, gradients = self._cost()
-        keep = cost.keep
+        found = self._bytes()
+        keep = found.cost.keep
         if self.in_lockstep or keep.parameter_gradient_bytes > _NEGLIGIBLE * keep.backward_held_peak_bytes:
-            again, _ = replace(self, gradients_exist=True)._cost()
-            keep = replace(keep, accumulating=again.keep.backward_peaks(gradients_exist=False))
-        return StageMeasurement(seconds.of(replace(cost, options=(keep,))), gradients)
+            again = replace(self, gradients_exist=True)._bytes().cost.keep
+            keep = replace(keep, accumulating=again.backward_peaks(gradients_exist=False))
+        return replace(found, cost=seconds.of(replace(found.cost, options=(keep,))))
 
-    def _cost(self) -> tuple[StageCost, Gradients]:
+    def _bytes(self) -> StageMeasurement:
         """Bytes, from a run for each case that differs."""
         keep, gradients = self.recorded_run(hold_input=False, hold_output=False)
         alone = self.recorded_run(hold_input=False, hold_output=True)[0] if self.last else keep
@@ -200,7 +195,7 @@ class StageProfiler:
             recomputable=self.recomputable,
             takes=self.boundary.tensors,
         )
-        return cost, gradients
+        return StageMeasurement(cost, gradients)
 
     def recorded_run(
         self, *, hold_input: bool, hold_output: bool, gives_up_saved: bool = False

@@ -62,10 +62,11 @@ def measure(
     """Measure a stage under all its options; ``seconds`` are known for equal ``kin``."""
     found = _with_variants(profiler, compiled, kin, seconds)
     if way is None:
-        return replace(found, not_inverted=lost_inverse(profiler.stage))
-    option = objection(profiler, found.cost) or _inverted(replace(profiler, way=way), way, found.cost)
+        option: Option | str = lost_inverse(profiler.stage)
+    else:
+        option = objection(profiler, found.cost) or _inverted(replace(profiler, way=way), way, found.cost)
     if isinstance(option, str):
-        return replace(found, not_inverted=option)
+        return replace(found, cost=replace(found.cost, not_inverted=option))
     return replace(found, cost=_joined(found.cost, [option]))
 
 
@@ -114,7 +115,7 @@ def _with_variants(
     )
     costs = {variant: found[variant].cost for variant in names}
     more = (replace(each.keep, name=one, discard_peak_bytes=each.discard_peak_bytes) for one, each in costs.items())
-    return replace(alone, cost=_joined(alone.cost, more), variants=names)
+    return replace(alone, cost=_joined(alone.cost, more))
 
 
 def _measured(
