@@ -90,7 +90,14 @@ class OtherOrder(nn.Conv2d):
         return super().forward(_OtherOrder.apply(x))
 
 
-@pytest.mark.parametrize("between", [(), (nn.Tanh(), nn.Sigmoid(), nn.Tanh())], ids=["next to it", "behind others"])
+UNLIKE = nn.Sigmoid(), nn.SiLU(), nn.ELU(), nn.Softplus(), nn.Mish(), nn.GELU(), nn.Hardswish()
+
+
+@pytest.mark.parametrize(
+    "between",
+    [(), (nn.Tanh(), nn.Sigmoid(), nn.Tanh()), UNLIKE],
+    ids=["next to it", "behind others", "behind many others"],
+)
 def test_a_gradient_in_another_order_is_copied_by_who_wants_its_own(between: tuple[nn.Module, ...]) -> None:
     torch.manual_seed(0)
     layers = nn.Conv2d(4, 8, 1), nn.MaxPool2d(2, 1), *between, OtherOrder(8, 8, 1), nn.Conv2d(8, 1, 1)

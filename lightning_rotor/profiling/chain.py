@@ -176,10 +176,6 @@ def profile_chain(
     return profile
 
 
-# Each takes a forward of the chain; longer rows of unlike stages that hand on an order are rare.
-_MOST_FORWARDS = 4
-
-
 class _Measuring:
     """A chain that is scanned, then measured stage by stage while two boundaries are held, then settled."""
 
@@ -210,27 +206,20 @@ class _Measuring:
             self._find(stage, (), boundary)
             self._chain.append(stage)
             if before is not None:
-                self._chain[number - 1].expected_bytes = stage.link_bytes
                 self._settle(number - 1, before)
             before = boundary
             if progress is not None:
                 progress(number + 1, len(self.stages))
-        for forwards in range(_MOST_FORWARDS + 1):
-            stale = [number for number in reversed(range(len(self._chain) - 1)) if not self._settle(number)]
-            if not stale or forwards == _MOST_FORWARDS:
-                return
-            for number, boundary in walk(self.stages[: max(stale) + 1], self._inputs):
+        # What a stage is given depends on later ones alone, so each forward settles at least the last of these for good.
+        while stale := [number for number in reversed(range(len(self._chain) - 1)) if not self._settle(number)]:
+            for number, boundary in walk(self.stages[: stale[0] + 1], self._inputs):
                 if number in stale:
                     self._settle(number, boundary)
 
     def _settle(self, number: int, boundary: Boundary | None = None) -> bool:
         """Measure a stage as those behind it leave its gradients; False if it has to, and there is no boundary."""
         stage, layouts = self._chain[number], self._given(number)
-        if layouts != stage.layouts:
-            if not self._find(stage, layouts, boundary):
-                return False
-            stage.expected_bytes = self._chain[number + 1].link_bytes
-        return True
+        return layouts == stage.layouts or self._find(stage, layouts, boundary)
 
     def _find(self, stage: MeasuredStage, layouts: Layouts, boundary: Boundary | None) -> bool:
         """Measure a stage, those that look the same once; False if it has to, and there is no boundary."""
@@ -275,17 +264,6 @@ class _Measuring:
                     left[place] = reader, layout
         return layouts_from(left)
 
-    def _unexpected(self) -> dict[int, int]:
-        """Bytes by stage of gradients larger than it was measured with: slices keep alive what they are slices of."""
-        found: dict[int, int] = {}
-        more = False
-        for number in reversed(range(len(self._chain) - 1)):
-            behind, expected_bytes = self._chain[number + 1], self._chain[number].expected_bytes
-            more = behind.link_bytes > expected_bytes or (more and behind.found.gradients.passes_on)
-            if more:
-                found[number] = expected_bytes
-        return found
-
     def _unmeasured(self, number: int, boundary: Boundary) -> MeasuredStage:
         """All that is known of a stage before it is measured."""
         stage, behaviour = self.stages[number], self.behaviours[number]
@@ -311,10 +289,9 @@ class _Measuring:
 
     def profile(self) -> Profile:
         """The chain as measured, and what runs it."""
-        expected_bytes = self._unexpected()
         waiting = waiting_gradient_bytes(self.stages, self._meter.block_bytes)
         chain = Chain(
-            tuple(each.cost(waiting[number], expected_bytes.get(number)) for number, each in enumerate(self._chain)),
+            tuple(map(MeasuredStage.cost, self._chain, waiting)),
             input_bytes=sum(value.size_bytes(self._meter.block_bytes) for value in self._inputs.values()),
             rng_state_bytes=torch.get_rng_state().nbytes if self._device.type == "cpu" else 0,
             segment_seconds=self._host.segment,

@@ -217,7 +217,7 @@ def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
     hook = register_module_parameter_registration_hook(forget_values)
     try:
         return build().train()
-    except (RuntimeError, NotImplementedError) as error:
+    except RuntimeError as error:  # NotImplementedError is one
         raise ModelError(
             f"the model cannot be built without memory: {str(error).splitlines()[0]}. Expected a constructor that "
             "reads no values of weights; use the device 'cpu'"

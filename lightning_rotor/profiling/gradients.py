@@ -129,7 +129,6 @@ class Gradients:
     layouts: Mapping[int, Layout] = field(default_factory=dict)  # by key, without skips that several tensors show
     parameter_bytes: int = 0  # gradients of parameters
     given_bytes: int = 0  # gradients of skips that it was given, as far as its peaks count them
-    passes_on: bool = False  # the link's gradients lie in memory that it was given
 
 
 def layouts_of(gradients: Sequence[tuple[int, tuple[int, ...], torch.Tensor]]) -> list[Layout]:

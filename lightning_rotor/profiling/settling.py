@@ -30,12 +30,6 @@ class MeasuredStage:
     objection: str  # why it cannot be, or not by its own backward
     found: StageMeasurement = field(init=False)
     layouts: Layouts = ()
-    expected_bytes: int = 0  # what the stage behind left of the link's gradient when it was measured
-
-    @property
-    def link_bytes(self) -> int:
-        """Bytes of the gradient that it leaves for the stage before."""
-        return self.found.cost.keep.input_gradient_bytes
 
     def gradient_bytes(self, skip: int) -> int:
         """Bytes that the gradient which it leaves for a skip with this number keeps alive."""
@@ -47,7 +41,7 @@ class MeasuredStage:
         runs = profiler.last, profiler.recomputable, len(profiler.state.remembered), way and way.fused
         return self.identity, profiler.ends, layouts, runs
 
-    def cost(self, waiting_gradient_bytes: int, output_gradient_bytes: int | None) -> StageCost:
+    def cost(self, waiting_gradient_bytes: int) -> StageCost:
         """Its costs in the chain, with skips by their numbers there."""
         found, profiler, skips = self.found, self.profiler, self.profiler.ends.skips
         options = (
@@ -63,7 +57,6 @@ class MeasuredStage:
             not_inverted=found.cost.not_inverted or self.objection,
             skip_gradient_bytes=found.gradients.given_bytes if skips else None,
             waiting_gradient_bytes=waiting_gradient_bytes,
-            output_gradient_bytes=output_gradient_bytes,
         )
 
 

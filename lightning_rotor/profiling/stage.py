@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any, TypeAlias
 
 import torch
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_rotor.chain import Option, StageCost
 from lightning_rotor.errors import ModelError
@@ -314,21 +314,18 @@ class StageProfiler:
         state = SegmentState(attributed=self.state.attributed)
 
         def forward(recording: Recording, value: Any, _: Output) -> Any:
-            calls = 0
             leaves, spec = tree_flatten(value)
+            passes = count()
 
             def function(*inputs: Any) -> Any:
-                nonlocal calls
-                calls += 1
-                if calls == 1:
-                    return self.run(tree_unflatten(inputs, spec))
-                if self.generators is not None:
+                again = next(passes) > 0
+                if again and self.generators is not None:
                     self.generators.restore()
-                recording.mark("recompute")
                 try:
                     return self.run(tree_unflatten(inputs, spec))
                 finally:
-                    recording.mark("recomputed")
+                    if again:
+                        recording.mark("recomputed")
 
             return recomputed(function, *leaves, draws_random=False, state=state)
 
@@ -354,7 +351,6 @@ class StageBackward:
         self._lie, self._elsewhere = lying(outputs, dict(profiler.layouts)), elsewhere
         of_skips = (layout for (_, key), layout in zip(outputs, self._lie, strict=True) if key >= 0)
         self._given_bytes = memory_bytes(of_skips, self._block_bytes)
-        self._given: set[StorageWeakRef] = set()
         self._meter, self._times = profiler.meter, list[Any]()
         self._root = _GradientSource.apply(self, *(tensor for tensor, _ in outputs)) if outputs else None
         inputs = learning(leaves, ends.inputs)
@@ -367,8 +363,6 @@ class StageBackward:
         """The gradients of its outputs, made now. Then its time begins."""
         memories = {**self._elsewhere}
         gradients = [layout.ones(memories) for layout in self._lie]
-        new = (memory for number, memory in memories.items() if number not in self._elsewhere)
-        self._given.update(StorageWeakRef(memory.untyped_storage()) for memory in new)
         self._times.append(self._meter.now())
         return gradients
 
@@ -406,19 +400,12 @@ class StageBackward:
         for (key, *_), layout in zip(of_inputs, layouts_of(of_inputs), strict=True):
             by_key.setdefault(key, []).append(layout)
         link = [layout for key, layouts in by_key.items() if key < 0 for layout in layouts]
-        own = {layout.memory for layout in link if not layout.counts_elsewhere}
         return Gradients(
             link_bytes=memory_bytes(link, self._block_bytes),
             skip_bytes={key: memory_bytes(each, self._block_bytes) for key, each in by_key.items() if key >= 0},
             layouts={key: layouts[0] for key, layouts in by_key.items() if len(layouts) == 1},
             parameter_bytes=self._parameter_bytes(gradients[len(self._inputs) :]),
             given_bytes=self._given_bytes,
-            # Addresses would not do: something new may lie where a freed gradient lay.
-            passes_on=any(
-                StorageWeakRef(gradient.untyped_storage()) in self._given
-                for key, _, gradient in of_inputs
-                if key < 0 and address_of(gradient) in own
-            ),
         )
 
     def _parameter_bytes(self, gradients: Sequence[torch.Tensor | None]) -> int:
