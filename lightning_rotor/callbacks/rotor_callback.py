@@ -219,9 +219,9 @@ class RotorCallback(pl.Callback):
     def _detach(self, model: pl.LightningModule) -> None:
         unhush(model)
         if self._planner is not None:
+            self._last = self._shown()
             self._planner.end()
-            # Who holds the Trainer and the model is let go.
-            self._last, self._saved, self._planner = self._shown(), self._planner.saved, None
+            self._saved, self._planner = self._planner.saved, None  # who holds the Trainer and the model is let go
 
     @property
     def state_key(self) -> str:

@@ -46,7 +46,7 @@ class ProcessPlan:
             planner.limit.size_bytes,
             watch.peak_bytes,
             watch.reserved_bytes,
-            planner.planned_modules,
+            str(planner.modules),
             planner.limit.reserved_beside(plan),
             planner.modules.measuring_seconds,
             planner.modules.measured_overhead(plan),

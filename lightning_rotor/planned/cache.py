@@ -7,7 +7,7 @@ import logging
 import math
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, repeat
 from operator import attrgetter, contains, itemgetter
@@ -469,35 +469,7 @@ class PlanCache:
 # Measurements and plans as plain types, so that a checkpoint can hold them, and back on the same model.
 
 
-_Record = Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Recalled:
-    """The profile and plan of a record, about the stages of a live model; no plan if it was only measured."""
-
-    profile: Profile
-    plan: Plan | None
-
-
-class Records:
-    """What a checkpoint says of calls."""
-
-    def __init__(self, records: Iterable[dict[str, Any]] = ()) -> None:
-        self._known = {record["call"]: record for record in records}
-
-    def __len__(self) -> int:
-        return len(self._known)
-
-    def take(self, call: str, stages: Sequence[Stage]) -> Recalled | None:
-        """What it says of one, once, or None."""
-        record = self._known.pop(call, None)
-        return None if record is None else recall(record, stages)
-
-    def joined_by(self, calls: Iterable[tuple[str, Prepared]]) -> list[dict[str, Any]]:
-        """All of it in plain types, with what calls have found since."""
-        found = {call: record_of(call, each.profile, each.plan) for call, each in calls if not each.estimated}
-        return list({**self._known, **found}.values())[-MAX_PLANS:]
+Record: TypeAlias = dict[str, Any]
 
 
 def model_fingerprint(module: nn.Module) -> str:
@@ -516,9 +488,10 @@ def call_fingerprint(stages: Sequence[Stage], signature: Any, device: torch.devi
     return _digest(([stage.name for stage in stages], signature, machine, torch.__version__))
 
 
-def record_of(call: str, profile: Profile, plan: Plan | None) -> dict[str, Any]:
+def record_of(call: str, prepared: Prepared) -> Record:
     """A measurement and the plan made from it, in plain types."""
-    record: dict[str, Any] = {
+    profile, plan = prepared.profile, prepared.plan
+    record: Record = {
         "call": call,
         "group_sizes": list(profile.group_sizes),
         "remembered": profile.remembered,
@@ -529,25 +502,17 @@ def record_of(call: str, profile: Profile, plan: Plan | None) -> dict[str, Any]:
     return record
 
 
-def recall(record: _Record, stages: Sequence[Stage]) -> Recalled | None:
-    """What a record says about a model's stages, or None if it cannot be meant for them."""
+def recalled(record: Record, stages: Sequence[Stage]) -> Prepared | None:
+    """What a record says of a model's stages, or None if it cannot be meant for them. It has no executor."""
     try:
-        profile = _profile(record, stages)
-        return Recalled(profile, _plan(record.get("plan"), profile.chain))
+        chain = _chain(record["chain"])
+        profile = profile_over(stages, chain, group_sizes=record["group_sizes"], remembered=record["remembered"])
+        return Prepared(profile, from_plain(record["plan"], chain) if "plan" in record else None)
     except (RotorError, KeyError, TypeError, ValueError, IndexError):
         return None  # of another version of this package, or damaged
 
 
-def _profile(record: _Record, stages: Sequence[Stage]) -> Profile:
-    sizes, remembered = record["group_sizes"], record["remembered"]
-    return profile_over(stages, _chain(record["chain"]), group_sizes=sizes, remembered=remembered)
-
-
-def _plan(record: _Record | None, chain: Chain) -> Plan | None:
-    return None if record is None else from_plain(record, chain)
-
-
-def _chain(record: _Record) -> Chain:
+def _chain(record: Record) -> Chain:
     stages = [
         StageCost(**{**stage, "options": tuple(map(_option, stage["options"])), "takes": tuple(stage["takes"])})
         for stage in record["stages"]
@@ -559,7 +524,7 @@ def _chain(record: _Record) -> Chain:
     return Chain(**{**record, "stages": tuple(stages), "skips": tuple(skips)})
 
 
-def _option(record: _Record) -> Option:
+def _option(record: Record) -> Option:
     accumulating = record["accumulating"]
     peaks = None if accumulating is None else BackwardPeaks(**accumulating)
     return Option(**{**record, "saved_skips": tuple(record["saved_skips"]), "accumulating": peaks})

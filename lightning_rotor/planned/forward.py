@@ -112,36 +112,16 @@ def _buffers(modules: tuple[nn.Module, ...]) -> list[torch.Tensor]:
     return [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
 
 
-def shortage_error(failure: BaseException, reason: str, *, limit_bytes: int, predicted_bytes: int) -> ShortageError:
-    """The typed error for torch's ``failure``. ``predicted_bytes`` is what the failed plan was to take."""
-    return ShortageError(
-        shortage_message(failure, reason, limit_bytes=limit_bytes, predicted_bytes=predicted_bytes),
-        limit_bytes=limit_bytes,
-        predicted_bytes=predicted_bytes,
-    )
-
-
 def shortage_message(failure: BaseException, reason: str, *, limit_bytes: int, predicted_bytes: int) -> str:
-    """What happened, in terms of the user's limit, and what to set. Contains torch's words, as tuners look for them."""
+    """What happened, in terms of the user's limit, and what to set. Contains torch's words, as tuners look for them.
+
+    ``predicted_bytes`` is what the failed plan was to take.
+    """
     return (
         f"out of memory inside mem_limit {format_bytes(limit_bytes)}: the plan was to peak at "
         f"{format_bytes(predicted_bytes)}; {_actual_peak()}. {reason}. Set mem_limit to less than what the device "
         f"really has for this process, lower the batch size, or free what others hold there. torch said: {failure}"
     )
-
-
-def note_of_shortage(failure: BaseException, *, lowered: bool, limit_bytes: int, predicted_bytes: int) -> str | None:
-    """What to say of a step that ran out of memory and cannot run again; None if the error says it all.
-
-    ``lowered`` says that the plans to come take less.
-    """
-    consequence = "the next training with this callback plans with less"
-    if isinstance(failure, ShortageError):
-        limit = format_bytes(limit_bytes)
-        return f"the device has less than mem_limit {limit}: {consequence}" if lowered else None
-    reason = "A step cannot run again from where it failed"
-    reason = f"{reason}, but {consequence}" if lowered else reason
-    return shortage_message(failure, reason, limit_bytes=limit_bytes, predicted_bytes=predicted_bytes)
 
 
 def _actual_peak() -> str:
@@ -323,12 +303,8 @@ class PlannedForward:
         else:
             reason = "No plan takes less"
         budget = plans.budget(prepared.profile, ceiling=False)
-        raise shortage_error(
-            failure,
-            reason,
-            limit_bytes=budget.limit_bytes,
-            predicted_bytes=budget.reserved_bytes + failed.peak_bytes,
-        ) from failure
+        sizes = {"limit_bytes": budget.limit_bytes, "predicted_bytes": budget.reserved_bytes + failed.peak_bytes}
+        raise ShortageError(shortage_message(failure, reason, **sizes), **sizes) from failure
 
     # ---------------------------------------------------------------- samples
 
@@ -346,7 +322,7 @@ class PlannedForward:
             args, kwargs = (), sample
         with _training_mode(self._module):
             self.plans.follow_changes()
-            return self.plans.measure(*self.plans.bind(args, kwargs))
+            return self.plans.measure(*self.plans.bind(args, kwargs)).profile
 
 
 @contextmanager

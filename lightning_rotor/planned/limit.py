@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_rotor.chain import Chain
-from lightning_rotor.errors import BudgetError, TrialError
+from lightning_rotor.errors import BudgetError, ShortageError, TrialError
 from lightning_rotor.memory.budget import Budget
 from lightning_rotor.memory.devices import usable_bytes
 from lightning_rotor.memory.held import (
@@ -20,7 +20,7 @@ from lightning_rotor.memory.held import (
 )
 from lightning_rotor.planned.calls import Step
 from lightning_rotor.planned.closed_loop import Corrections, StepWatch
-from lightning_rotor.planned.forward import note_of_shortage
+from lightning_rotor.planned.forward import shortage_message
 from lightning_rotor.planned.loop import TrainingLoop
 from lightning_rotor.planning import Plan
 from lightning_rotor.units import MemoryLimit, format_bytes
@@ -144,10 +144,14 @@ class StepLimit:
             self._loop.warn(f"training goes on beyond the limit, with the plan that takes least: {error}")
 
     def note_shortage(self, failure: BaseException, plan: Plan, *, lowered: bool) -> None:
-        """Say what the device had too little for; ``lowered`` says that plans to come take less."""
-        predicted_bytes = self.size_bytes - plan.budget_bytes + plan.peak_bytes
-        message = note_of_shortage(
-            failure, lowered=lowered, limit_bytes=self.size_bytes, predicted_bytes=predicted_bytes
-        )
-        if message is not None:
-            self._loop.warn(f"RotorCallback: {message}")
+        """Say what the device had too little for, unless the error does; ``lowered``: plans to come take less."""
+        limit_bytes, consequence = self.size_bytes, "the next training with this callback plans with less"
+        if isinstance(failure, ShortageError):
+            if lowered:
+                limit = format_bytes(limit_bytes)
+                self._loop.warn(f"RotorCallback: the device has less than mem_limit {limit}: {consequence}")
+            return
+        reason = "A step cannot run again from where it failed" + f", but {consequence}" * lowered
+        predicted_bytes = limit_bytes - plan.budget_bytes + plan.peak_bytes
+        message = shortage_message(failure, reason, limit_bytes=limit_bytes, predicted_bytes=predicted_bytes)
+        self._loop.warn(f"RotorCallback: {message}")

@@ -84,21 +84,15 @@ class PlannedModules(Replanning):
             return None
         return sum(seconds) / plan.chain.step_seconds
 
-    def begin(self, known: Sequence[Target]) -> None:
+    def begin(self, known: Sequence[Target] = ()) -> None:
         """Plan what the user has named, what saved plans are for (``known``), or a guess."""
         if self._names is not None:
             self._take([named_target(self._loop.model, name) for name in self._names])
             return
         assert self._search is not None
         self.is_guess = not known
-        best = self._search.best()
+        best = None if known else self._search.best()
         self._take(known or ([] if best is None else [best]))
-
-    def move_to(self, targets: Sequence[Target]) -> None:
-        """The modules of saved plans are the choice, unless the user names them."""
-        if self._search is not None:
-            self.is_guess = False
-            self._take(targets)
 
     def choose(self, batch: Any, batch_idx: int) -> bool:
         """Decide by the compute of the first batch, as the first process does. True if others than a guess."""

@@ -30,11 +30,13 @@ from lightning_rotor.planned.cache import (
     KnownCuts,
     PlanCache,
     Prepared,
-    Records,
+    Record,
     Signature,
     Turn,
     call_fingerprint,
     corrected,
+    recalled,
+    record_of,
 )
 from lightning_rotor.planned.new_shapes import Measurements
 from lightning_rotor.planned.ranks import Agreement
@@ -163,7 +165,7 @@ class Plans:
         self._cache = PlanCache(settings.max_plans)
         self._measurements = Measurements()
         self._compiled = CompiledModules(settings.compiled_variants)
-        self._records = Records()
+        self._records: dict[str, Record] = {}  # of an earlier training, by call
         self.measuring_seconds = 0.0
         self._searching, self._measuring = _Account(), _Account()
 
@@ -197,7 +199,7 @@ class Plans:
     def follow_others(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Start afresh if another process must, and cannot do so alone."""
         if self.together and self._source.ranks.must_start_afresh(ready=self.is_prepared(args, kwargs)):
-            self._records = Records()
+            self._records.clear()
             self.forget()
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Signature, Any]:
@@ -223,12 +225,10 @@ class Plans:
             known = self._by_seconds(signature, known)
         prepared = known or self._recalled(signature) or self._estimated(signature)
         if prepared is None:
-            self.measure(signature, value)
-            prepared = self._cache.latest[1]
+            prepared = self.measure(signature, value)
         elif prepared.rough_seconds and self._measuring.pays(prepared.rough_seconds):
             with suppress(ProfilerBusyError):  # this plan does until torch's profiler is free
-                self.measure(signature, value)
-                prepared = self._cache.latest[1]
+                prepared = self.measure(signature, value)
         if prepared.turn != turn or (prepared.lost_seconds and self._searching.pays(prepared.lost_seconds)):
             prepared = replace(prepared.without_plan(), turn=turn)
         prepared = self.plan_again(signature, prepared) if prepared.executor is None else prepared
@@ -238,15 +238,16 @@ class Plans:
 
     def _recalled(self, signature: Signature) -> Prepared | None:
         """What a checkpoint says about a call."""
-        recalled = self._records.take(self._call(signature), signature.cut.stages) if self._records else None
-        if recalled is None:
+        record = self._records.pop(self._call(signature), None) if self._records else None
+        found = None if record is None else recalled(record, signature.cut.stages)
+        if found is None:
             return None
-        self._keep(signature, recalled.profile)
-        solved = recalled.plan
-        prepared = self._cache.latest[1]
-        if solved is None or solved.slots < self._settings.slots or not self.budget(recalled.profile).fits(solved):
+        prepared = self._keep(signature, found.profile)
+        if found.plan is None or found.plan.slots < self._settings.slots:
             return prepared
-        return self.use_plan(signature, prepared, solved)
+        return (
+            self.use_plan(signature, prepared, found.plan) if self.budget(found.profile).fits(found.plan) else prepared
+        )
 
     def _estimated(self, signature: Signature) -> Prepared | None:
         """A plan for a new size from the costs of others, or None if those do not do."""
@@ -279,7 +280,7 @@ class Plans:
         self._measurements.add(signature, followed.profile)
         return self.use_plan(signature, followed, plan)
 
-    def measure(self, signature: Signature, value: Any) -> Profile:
+    def measure(self, signature: Signature, value: Any) -> Prepared:
         """Measure a call, again if it was measured before."""
         self._source.before_measuring()
         start = time.perf_counter()
@@ -292,12 +293,14 @@ class Plans:
         self._measuring.price_seconds = seconds / _SERVED
         rough = {known for known, prepared in self._cache if prepared.rough_seconds}
         self._cache.drop(lambda known: known not in rough)  # the new costs may say more of these, too
-        self._keep(signature, profile)
-        return profile
+        return self._keep(signature, profile)
 
-    def _keep(self, signature: Signature, profile: Profile) -> None:
+    def _keep(self, signature: Signature, profile: Profile) -> Prepared:
+        """An entry with costs that were measured."""
+        prepared = Prepared(profile)
         self._measurements.add(signature, profile)
-        self._cache.put(signature, Prepared(profile))
+        self._cache.put(signature, prepared)
+        return prepared
 
     def _call(self, signature: Signature) -> str:
         return call_fingerprint(signature.cut.stages, (signature.plain, self._compiled.choice), signature.device)
@@ -383,13 +386,14 @@ class Plans:
         """Drop the plans of all signatures but those to keep; they are made again when their signatures return."""
         self.forget() if self.together else self._cache.unplan(keep)
 
-    def records(self) -> list[dict[str, Any]]:
+    def records(self) -> list[Record]:
         """Everything measured and planned so far in plain types, for :meth:`recall`."""
-        return self._records.joined_by((self._call(signature), prepared) for signature, prepared in self._cache)
+        calls = ((self._call(signature), prepared) for signature, prepared in self._cache if not prepared.estimated)
+        return list({**self._records, **{call: record_of(call, each) for call, each in calls}}.values())[-MAX_PLANS:]
 
-    def recall(self, records: Iterable[dict[str, Any]]) -> None:
+    def recall(self, records: Iterable[Record]) -> None:
         """Take over what an equal module has measured on this machine, and its plans if the budget is the same."""
-        self._records = Records(records)
+        self._records = {record["call"]: record for record in records}
 
     def forget(self) -> None:
         """Drop every plan and measurement; the next training call starts afresh."""

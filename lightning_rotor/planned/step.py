@@ -102,17 +102,12 @@ class SavedPlans:
 
     def recall(self, modules: Iterable[PlannedModule], corrections: Corrections) -> None:
         """Go on with what was known of modules, if these are the ones."""
-        present = {module.target.name: module for module in modules}
-        known = [present.get(saved["module"]) for saved in self.modules]
-        if len(known) != len(present) or not all(
-            module is not None and model_fingerprint(module.target.module) == saved["model"]
-            for module, saved in zip(known, self.modules, strict=True)
-        ):
+        present = {module.target.name: module.plans for module in modules}
+        if present.keys() != {saved["module"] for saved in self.modules}:
             return
-        for module, saved in zip(known, self.modules, strict=True):
-            assert module is not None
-            module.plans.recall(saved["records"])
-            module.plans.ceiling.size_bytes = saved["ceiling_bytes"]
+        for saved in self.modules:
+            present[saved["module"]].recall(saved["records"])
+            present[saved["module"]].ceiling.size_bytes = saved["ceiling_bytes"]
         corrections.recall(self.corrections)
 
 
@@ -138,7 +133,6 @@ class StepPlanner(BudgetSource):
         self.loop, self.saved = loop, saved
         self.ranks = Agreement()
         self.plan: Plan | None = None
-        self.planned_modules = ""
         self.watch = StepWatch()
         self._is_settled = False
         self.was_put_off = False
@@ -154,9 +148,8 @@ class StepPlanner(BudgetSource):
             slots=settings.slots,
         )
         self.modules = PlannedModules(loop, self, settings, names)
-        self.modules.begin([] if saved is None else saved.targets_in(loop.model))
-        if saved is not None:
-            saved.recall(self.modules, self.limit.corrections)
+        if not self.load(saved):
+            self.modules.begin()
 
     @property
     def state(self) -> State:
@@ -294,7 +287,7 @@ class StepPlanner(BudgetSource):
 
     def on_plan(self, plan: Plan) -> None:
         """Watch the steps that follow, from inside the first forward on."""
-        self.plan, self.planned_modules = plan, str(self.modules)
+        self.plan = plan
         self.watch.renew()
         self._is_settled = False
         self.modules.tell()
@@ -363,7 +356,7 @@ class StepPlanner(BudgetSource):
         if saved is None or not targets:
             return False
         self.saved = saved
-        self.modules.move_to(targets)
+        self.modules.begin(targets)
         saved.recall(self.modules, self.limit.corrections)
         return True
 
