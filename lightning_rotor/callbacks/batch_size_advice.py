@@ -15,7 +15,6 @@ from rich.console import Console
 from torch import nn
 
 from lightning_rotor.callbacks.trainer_loop import TrainerLoop, first_call
-from lightning_rotor.chain import Chain
 from lightning_rotor.errors import ModelError, RotorError
 from lightning_rotor.execution.options import kept_attributes, undisturbed
 from lightning_rotor.memory.budget import Budget
@@ -113,13 +112,13 @@ class RotorBatchSizeAdvice(pl.Callback):
         whole = Stage("", (model,))
         with kept_attributes(whole, keep_parameters=False), trainer.precision_plugin.train_step_context():
             model.train()
-            costs, _ = measured_costs(target, _input_of(target, model, batch))
+            costs = measured_costs(target, _input_of(target, model, batch))
         tensors = tensors_in(batch)
         limit_bytes = loop.least(loop.limit_bytes(self._limit, tensors))
         resident = loop.resident(target, tensors, torch.device(costs.chains[0].device))
+        costs = replace(costs, batch_bytes=resident.batch_bytes)  # not of the module's input alone
 
-        def budget(_: Chain, batch_size: int) -> Budget:
-            batch_bytes = -(-resident.batch_bytes * batch_size // costs.sizes[1])
+        def budget(batch_bytes: int) -> Budget:
             return replace(resident, batch_bytes=batch_bytes).budget(limit_bytes)
 
         return advice_from(costs, budget, limit_bytes=limit_bytes, batch_sizes=self._batch_sizes)
@@ -129,7 +128,8 @@ class RotorBatchSizeAdvice(pl.Callback):
         if self._module_name is not None:
             return named_target(loop.model, self._module_name).module
         search = TargetSearch(loop.model, may_be_whole=is_overridden("forward", loop.model))
-        found = search.best_by_compute(lambda: loop.compute(batch, 0))
+        search.count(lambda: loop.compute(batch, 0))
+        found = search.best()
         if found is None:
             raise ModelError(
                 f"{type(loop.model).__name__} holds no submodule that can be planned: expected one with several layers"

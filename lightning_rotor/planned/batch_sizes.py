@@ -95,10 +95,14 @@ class BatchSizeAdvice:
 
 @dataclass(frozen=True, slots=True)
 class AffineCosts:
-    """Measured chains of one model at two batch sizes, the smaller first, and so at all."""
+    """Measured chains of one model at two batch sizes, the smaller first, and so at all.
+
+    ``batch_bytes`` is what a batch of the larger size takes.
+    """
 
     sizes: tuple[int, int]
     chains: tuple[Chain, Chain]
+    batch_bytes: int = 0
 
     def at(self, batch_size: int) -> Chain:
         """The chain of a batch size: exact in bytes where they are affine, rounded up where they are not whole.
@@ -155,20 +159,19 @@ def advise_batch_size(
         >>> advice.best.peak_bytes <= 64 * 1024
         True
     """
-    costs, batch_bytes = measured_costs(model, sample)
+    costs = measured_costs(model, sample)
     device = torch.device(costs.chains[0].device)
     limit_bytes = resolve_limit(parse_limit(mem_limit), device)
     resident = ResidentMemory.of(model, model, optimizers, (), device)
 
-    def budget(chain: Chain, batch_size: int) -> Budget:
-        held = replace(resident, batch_bytes=-(-batch_bytes * batch_size // costs.sizes[1]))
-        return held.budget(limit_bytes)
+    def budget(batch_bytes: int) -> Budget:
+        return replace(resident, batch_bytes=batch_bytes).budget(limit_bytes)
 
     return advice_from(costs, budget, limit_bytes=limit_bytes, batch_sizes=batch_sizes, slots=slots)
 
 
-def measured_costs(model: nn.Module, sample: Any) -> tuple[AffineCosts, int]:
-    """Costs measured at the size of a sample and at half of it, and the sample's bytes.
+def measured_costs(model: nn.Module, sample: Any) -> AffineCosts:
+    """Costs measured at the size of a sample and at half of it.
 
     Raises ``SampleError`` if the sample cannot be halved, ``ModelError`` if the model is another chain for half of it.
     """
@@ -187,23 +190,23 @@ def measured_costs(model: nn.Module, sample: Any) -> tuple[AffineCosts, int]:
             f"{type(model).__name__} becomes {len(chains[0])} stages for {half} samples and {len(chains[1])} for "
             f"{size}: expected the same"
         )
-    return AffineCosts((half, size), chains), sum(tensor.nbytes for tensor in tensors_in(args))
+    return AffineCosts((half, size), chains, sum(tensor.nbytes for tensor in tensors_in(args)))
 
 
 def advice_from(
     costs: AffineCosts,
-    budgets: Callable[[Chain, int], Budget],
+    budget_beside: Callable[[int], Budget],
     *,
     limit_bytes: int,
     batch_sizes: Iterable[int] | None = None,
     slots: int = DEFAULT_SLOTS,
 ) -> BatchSizeAdvice:
-    """Plan each candidate, with the budget of its chain and size; ``BudgetError`` if none fits."""
+    """Plan each candidate, with the budget beside a batch of so many bytes; ``BudgetError`` if none fits."""
     options: list[BatchSizeOption] = []
     failure: BudgetError | None = None
     for batch_size in _candidates() if batch_sizes is None else sorted(set(batch_sizes)):
         chain = costs.at(batch_size)
-        budget = budgets(chain, batch_size)
+        budget = budget_beside(-(-costs.batch_bytes * batch_size // costs.sizes[1]))
         try:
             solved = budget.plan(chain, slots=slots)
         except BudgetError as error:

@@ -147,16 +147,11 @@ class KnownCuts:
         self._on_cut = on_cut
         self._most = most
         self._cuts: list[SequentialCut | GraphCut] = []
-        self._made = 0
+        self.made = 0  # times that the module was cut
         self._submodules: tuple[nn.Module, ...] | None = None
         self._stock: tuple[bool, ...] = ()
         self._facts: ModuleFacts | None = None
         self._modes: Modes | None = None
-
-    @property
-    def made(self) -> int:
-        """Number of times the module was cut."""
-        return self._made
 
     def __contains__(self, cut: SequentialCut | GraphCut) -> bool:
         return cut in self._cuts
@@ -264,8 +259,8 @@ class KnownCuts:
         present = set(self._module.modules())
         kept = [known for known in self._cuts if isinstance(known, GraphCut) and known.lives_in(present)]
         self._cuts = [*kept[max(len(kept) + 1 - self._most, 0) :], cut]
-        self._made += 1
-        if self._made == _MANY_CUTS:
+        self.made += 1
+        if self.made == _MANY_CUTS:
             self._warn_of_many(cut.anew)
 
     def _warn_of_many(self, anew: str) -> None:

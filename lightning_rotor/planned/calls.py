@@ -23,10 +23,9 @@ INTO, BEHIND, BACK = "into", "behind", "back to"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """A call in the running step, of the module that ``plans`` are for."""
+    """A call in the running step."""
 
-    plans: Plans
-    signature: Signature
+    key: CallKey
     prepared: Prepared
     pending: ReferenceType[Pending]
 
@@ -48,15 +47,10 @@ class Call:
         prepared = self.key.prepared()
         return prepared is None or prepared.plan is not self.plan
 
-    @property
-    def key(self) -> CallKey:
-        """Equal for the same call in other steps."""
-        return CallKey(self.plans, self.signature, self.prepared.turn)
-
 
 @dataclass(frozen=True, slots=True)
 class CallKey:
-    """What a call has in every step."""
+    """What a call has in every step; ``plans`` are of its module."""
 
     plans: Plans
     signature: Signature

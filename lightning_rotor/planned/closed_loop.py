@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 from weakref import ReferenceType, ref
 
 import torch
@@ -15,6 +14,7 @@ from lightning_rotor.chain import Chain
 from lightning_rotor.errors import BudgetError, ProfilingError
 from lightning_rotor.memory.held import own_gradients
 from lightning_rotor.planned.loop import TrainingLoop
+from lightning_rotor.planned.modules import PlannedModules
 from lightning_rotor.planning import Plan
 from lightning_rotor.profiling import StepMeter
 from lightning_rotor.profiling.meters import END, MeteredPhase
@@ -103,19 +103,6 @@ class _Correction:
     loop: ClosedLoop = field(default_factory=ClosedLoop)
 
 
-class Replanning(Protocol):
-    """Where plans come from."""
-
-    def replan(self, plan: Plan) -> Plan:
-        """A new plan in the place of this one, with the budget of this moment; ``BudgetError`` if none fits."""
-
-    def unplan(self, keep: Callable[[Plan], bool]) -> None:
-        """Drop all plans but those to keep."""
-
-    def is_capped(self, plan: Plan) -> bool:
-        """True if a plan has all that plans may take."""
-
-
 class Corrections:
     """What measured steps have taught, for each chain."""
 
@@ -143,7 +130,7 @@ class Corrections:
         return max((int(each.size_bytes * max(1, size / each.chain_bytes)) for each in self._known.values()), default=0)
 
     def correct(
-        self, plans: Replanning, runs: Sequence[Plan], measured_bytes: int, *, limit_bytes: int, may_grow: bool
+        self, modules: PlannedModules, runs: Sequence[Plan], measured_bytes: int, *, limit_bytes: int, may_grow: bool
     ) -> bool:
         """Plan better if a step has shown how. False if its peak is above the limit and no plan takes less.
 
@@ -156,13 +143,13 @@ class Corrections:
             trial = Trial(plan.budget_bytes, plan.peak_bytes, measured_bytes)
             if measured_bytes > limit_bytes:
                 # Where other plans did not help, that is the one that takes least.
-                is_better = _replanned(plans, plan, known, known.loop.too_much(trial, limit_bytes) or 0)
-            elif may_grow and plan.recomputed and not plans.is_capped(plan):
+                is_better = _replanned(modules, plan, known, known.loop.too_much(trial, limit_bytes) or 0)
+            elif may_grow and plan.recomputed and not modules.is_capped(plan):
                 budget = known.loop.too_little(trial, limit_bytes, calls=len(runs))
                 if budget is not None:
-                    _replanned(plans, plan, known, budget)
+                    _replanned(modules, plan, known, budget)
         if measured_bytes > limit_bytes and is_better:
-            plans.unplan(lambda plan: plan.chain in self)
+            modules.unplan(lambda plan: plan.chain in self)
         return is_better
 
     def _take_up(self, chain: Chain) -> _Correction:
@@ -175,18 +162,18 @@ class Corrections:
         return self._known[name]
 
 
-def _replanned(plans: Replanning, plan: Plan, known: _Correction, budget_bytes: int) -> bool:
+def _replanned(modules: PlannedModules, plan: Plan, known: _Correction, budget_bytes: int) -> bool:
     """Give a chain another budget, or the least if there is no plan for it. False if that changes nothing."""
     before = known.size_bytes
     known.size_bytes += plan.budget_bytes - budget_bytes
     try:
-        plans.replan(plan)
+        modules.replan(plan)
     except BudgetError as error:
         known.size_bytes -= error.minimum_bytes - error.budget_bytes
         if known.size_bytes <= before:
             known.size_bytes = before
             return False
-        return plans.replan(plan).schedule != plan.schedule
+        return modules.replan(plan).schedule != plan.schedule
     return True
 
 

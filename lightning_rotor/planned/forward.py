@@ -243,7 +243,6 @@ class PlannedForward:
         """The entry that a call runs with, or None if it runs plainly."""
         self.plans.follow_others(args, kwargs)
         try:
-            self.plans.follow_changes()
             signature, value = self.plans.bind(args, kwargs)
         except (ModelError, SampleError) as error:  # no chain, or a call without tensors
             if self.plans.has_cut:
@@ -321,7 +320,6 @@ class PlannedForward:
         elif isinstance(sample, dict):
             args, kwargs = (), sample
         with _training_mode(self._module):
-            self.plans.follow_changes()
             return self.plans.measure(*self.plans.bind(args, kwargs)).profile
 
 

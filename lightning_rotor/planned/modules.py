@@ -11,7 +11,6 @@ from torch import nn
 
 from lightning_rotor.capture.compiled import taken_apart
 from lightning_rotor.errors import ModelError, RotorError
-from lightning_rotor.planned.closed_loop import Replanning
 from lightning_rotor.planned.forward import PlannedForward, attach, detach, is_attached
 from lightning_rotor.planned.loop import TrainingLoop
 from lightning_rotor.planned.plans import BudgetSource, Plans, PlanSettings
@@ -42,7 +41,7 @@ class PlannedModule:
         detach(self.target.module)
 
 
-class PlannedModules(Replanning):
+class PlannedModules:
     """The planned modules of a model; a guess until the first batch shows where a step computes.
 
     Args:
@@ -100,7 +99,8 @@ class PlannedModules(Replanning):
             return False
         assert self._search is not None
         before, self.is_guess = list(self), False
-        found = self._search.all_by_compute(lambda: self._loop.compute(batch, batch_idx))
+        self._search.count(lambda: self._loop.compute(batch, batch_idx))
+        found = self._search.all()
         names = self._loop.same([target.name for target in found])
         known = {target.name: target for target in found}
         self._take([known.get(name) or self._as_on_rank_0(name) for name in names])
@@ -133,7 +133,7 @@ class PlannedModules(Replanning):
         self._modules = []
 
     def replan(self, plan: Plan) -> Plan:
-        """A new plan in the place of one that steps run under, with the budget of this moment."""
+        """A new plan in the place of one that steps run under, with the budget of now; ``BudgetError`` if none fits."""
         module = next((module for module in self if module.plans.under(plan)), None)
         return plan if module is None else module.plans.replan(plan)
 

@@ -17,7 +17,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
+from operator import itemgetter
 from typing import TypeAlias
 
 from lightning_rotor.chain import Chain, UnlikeChainsError, combined
@@ -91,63 +94,40 @@ class Measurements:
         return Estimate(moved, is_close)
 
 
-@dataclass(frozen=True, slots=True)
-class _Bound:
-    """A way to bound costs: one measurement times a factor, or a point between two, named by their numbers."""
-
-    total_bytes: float
-    is_far: bool
-    number: int
-    factor: float = 1.0
-    larger: int | None = None
-    share: float = 0.0
-
-    def chain(self, known: Sequence[tuple[Shapes, Chain]]) -> Chain | None:
-        """The bound on costs, from the measured chains; None if two differ in more than sizes."""
-        chain = known[self.number][1]
-        if self.larger is None:
-            return _scaled(chain, self.factor)
-        try:
-            return _between(chain, known[self.larger][1], self.share)
-        except UnlikeChainsError:
-            return None
-
-
 def chain_at(wanted: Shapes, known: Sequence[tuple[Shapes, Chain]]) -> tuple[Chain, int, bool] | None:
     """The least bound on costs for the wanted shapes, the number of its measurement, and True if that is near.
 
     None if all measurements are much smaller.
     """
     # Many are possible, and only the best is put together.
-    for bound in sorted(_bounds(wanted, known), key=lambda bound: (bound.total_bytes, bound.is_far)):
-        chain = bound.chain(known)
-        if chain is not None:
-            return chain, bound.number, not bound.is_far
+    for _, is_far, number, chain in sorted(_bounds(wanted, known), key=itemgetter(0, 1)):
+        with suppress(UnlikeChainsError):  # two that differ in more than sizes
+            return chain(), number, not is_far
     return None
 
 
-def _bounds(wanted: Shapes, known: Sequence[tuple[Shapes, Chain]]) -> Iterator[_Bound]:
+def _bounds(
+    wanted: Shapes, known: Sequence[tuple[Shapes, Chain]]
+) -> Iterator[tuple[float, bool, int, Callable[[], Chain]]]:
+    """Bytes of each bound, True if it may be much too high, the number of its smaller measurement, and its costs."""
     totals = [_total_bytes(chain) for _, chain in known]
-    for number, (shapes, _) in enumerate(known):
+    for number, (shapes, chain) in enumerate(known):
         growth = _growth(shapes, wanted)
         if growth <= _MOST_GROWTH:
             factor = growth**_DEGREE
-            yield _Bound(totals[number] * factor, not _is_near(shapes, wanted, growth), number, factor)
-        for larger, (above, _) in enumerate(known) if growth > 1 else ():
+            is_near = growth <= _NEAR_GROWTH and _growth(wanted, shapes) <= _NEAR_GROWTH
+            yield totals[number] * factor, not is_near, number, partial(_scaled, chain, factor)
+        for larger, (above, costs) in enumerate(known) if growth > 1 else ():
             share = _share(shapes, wanted, above)
             if share is not None:
                 total_bytes = totals[number] + share * max(0, totals[larger] - totals[number])
                 is_far = _growth(shapes, above) > _NEAR_SPAN
-                yield _Bound(total_bytes, is_far, number, larger=larger, share=share)
+                yield total_bytes, is_far, number, partial(_between, chain, costs, share)
 
 
 def _growth(shapes: Shapes, wanted: Shapes) -> float:
     """Factor by which some dimension is larger; 1 if none is. No row costs no more than one row."""
     return max([1.0, *(size / max(least, 1) for least, size in zip(_flat(shapes), _flat(wanted), strict=True))])
-
-
-def _is_near(shapes: Shapes, wanted: Shapes, growth: float) -> bool:
-    return growth <= _NEAR_GROWTH and _growth(wanted, shapes) <= _NEAR_GROWTH
 
 
 def _share(smaller: Shapes, wanted: Shapes, larger: Shapes) -> float | None:

@@ -191,7 +191,7 @@ class Plans:
 
     # ---------------------------------------------------------------- a call
 
-    def follow_changes(self) -> None:
+    def _follow_changes(self) -> None:
         """Forget everything if the module has changed."""
         if self._cuts.follow_changes():
             self.forget()
@@ -204,6 +204,7 @@ class Plans:
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Signature, Any]:
         """What a plan for a call depends on, and the chain's input. The module is cut if it must be."""
+        self._follow_changes()
         made, began = self._cuts.made, time.perf_counter()
         cut, value = self._cuts.bind(args, kwargs)
         if self._cuts.made != made:
@@ -214,7 +215,7 @@ class Plans:
 
     def is_prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """True if a call has a plan, or costs for one."""
-        self.follow_changes()
+        self._follow_changes()
         return any(self._cuts.signature(cut, value) in self._cache for cut, value in self._cuts.known(args, kwargs))
 
     def prepare(self, signature: Signature, value: Any) -> Prepared:

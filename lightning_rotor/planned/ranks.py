@@ -21,6 +21,7 @@ from torch import nn
 
 from lightning_rotor.errors import BudgetError, RotorError, ScheduleError
 from lightning_rotor.planning import Plan
+from lightning_rotor.planning.plan import plain_simulation
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
 from lightning_rotor.units import format_bytes
@@ -59,7 +60,8 @@ class PublishedPlans(Agreement):
         key = "/".join(map(str, (_PREFIX, call, *circumstances)))
         # With nothing expected, a store sets what is not there yet, and returns what is there afterwards.
         published = self._store.compare_set(key, "", str(outcome.schedule))
-        return _adopted(outcome, published.decode()) or outcome
+        fits = _excess_bytes(outcome, published.decode()) == 0
+        return _under(outcome, published.decode()) if fits else outcome
 
 
 class JointPlans(Agreement):
@@ -101,7 +103,7 @@ class JointPlans(Agreement):
                 f"budget of {format_bytes(outcome.budget_bytes)}: expected batches of about the same shape on all of "
                 f"them, since {call} communicates"
             )
-        settled = _under(outcome, Schedule.parse(best))
+        settled = _under(outcome, best)
         return replace(settled, budget_bytes=max(settled.budget_bytes, settled.peak_bytes))
 
     def _told_by_all(self, told: Any) -> list[Any]:
@@ -114,31 +116,21 @@ def _told(outcome: Plan | BudgetError) -> BudgetError | tuple[int, str]:
     """Message to the others: the error, or bytes missing for a plan that recomputes nothing, and the schedule."""
     if isinstance(outcome, BudgetError):
         return outcome
-    kept = _under(outcome, Schedule.keep_all(len(outcome.chain)))
-    return kept.peak_bytes - outcome.budget_bytes, str(outcome.schedule)
+    return plain_simulation(outcome).peak_bytes - outcome.budget_bytes, str(outcome.schedule)
 
 
-def _under(plan: Plan, schedule: Schedule) -> Plan:
-    """The same plan with another schedule."""
-    simulation = simulate(plan.chain, schedule, **plan.conditions)
-    return replace(plan, schedule=schedule, simulation=simulation)
+def _under(plan: Plan, schedule: str) -> Plan:
+    """The same plan with another schedule; a ``ScheduleError`` if that does not belong to its chain."""
+    parsed = Schedule.parse(schedule)
+    return replace(plan, schedule=parsed, simulation=simulate(plan.chain, parsed, **plan.conditions))
 
 
 def _excess_bytes(plan: Plan, schedule: str) -> int | None:
-    """Bytes by which another process' plan exceeds this one's budget, or None if it is not for such a chain."""
+    """Bytes by which a plan with another process' schedule exceeds its budget, or None if it is not for such a chain."""
     try:
-        return max(_under(plan, Schedule.parse(schedule)).peak_bytes - plan.budget_bytes, 0)
+        return max(_under(plan, schedule).peak_bytes - plan.budget_bytes, 0)
     except ScheduleError:
         return None
-
-
-def _adopted(plan: Plan, schedule: str) -> Plan | None:
-    """A plan of another process with the costs of this one, or None if it does not fit here."""
-    try:
-        adopted = _under(plan, Schedule.parse(schedule))
-    except ScheduleError:
-        return None
-    return adopted if adopted.peak_bytes <= adopted.budget_bytes else None
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from lightning_rotor.errors import BudgetError, ProfilerBusyError, RotorError
 from lightning_rotor.execution.executor import Pending
 from lightning_rotor.memory.budget import Budget, take_workspaces
 from lightning_rotor.planned.cache import Prepared, Signature, Turn, model_fingerprint
-from lightning_rotor.planned.calls import BACK, BEHIND, INTO, LOSS, Call, Step
+from lightning_rotor.planned.calls import BACK, BEHIND, INTO, LOSS, Call, CallKey, Step
 from lightning_rotor.planned.closed_loop import Corrections, StepWatch
 from lightning_rotor.planned.joint import PathPlans
 from lightning_rotor.planned.limit import StepLimit
@@ -259,7 +259,7 @@ class StepPlanner(BudgetSource):
     @property
     def turn(self) -> Turn:
         """Names of the modules whose calls wait for their backward."""
-        return () if self._step is None else tuple(call.plans.name for call in self._step.waiting)
+        return () if self._step is None else tuple(call.key.name for call in self._step.waiting)
 
     def budget(self, plans: Plans, profile: Profile) -> Budget:
         """What a plan for one call may use now: as little as it can, until the step is over, if there are others."""
@@ -309,7 +309,7 @@ class StepPlanner(BudgetSource):
         """Count a call of the step."""
         if self._step is None:
             return
-        call = Call(plans, signature, prepared, pending)
+        call = Call(CallKey(plans, signature, prepared.turn), prepared, pending)
         self._step.add(call)
         waiting = pending()
         if waiting is not None and not self._is_settled:

@@ -213,28 +213,15 @@ class TargetSearch:
         self._model = model
         self._may_be_whole = may_be_whole
         self._compute: StepCompute | None = None
-        self._unknown_because = "its compute is not known yet"
+        self.unknown_because = "its compute is not known yet"
         self._refused: set[str] = set()
 
-    def best_by_compute(self, compute: Callable[[], StepCompute]) -> Target | None:
-        """:meth:`best`, from now on by the compute of a training step if that can be counted."""
-        self._count(compute)
-        return self.best()
-
-    def all_by_compute(self, compute: Callable[[], StepCompute]) -> list[Target]:
-        """:meth:`all`, from now on by the compute of a training step if that can be counted."""
-        self._count(compute)
-        return self.all()
-
-    def _count(self, compute: Callable[[], StepCompute]) -> None:
+    def count(self, compute: Callable[[], StepCompute]) -> None:
+        """Rank by the compute of a training step from now on, if that can be counted."""
         try:
             self._compute = compute()
         except ProfilingError as error:
-            self._unknown_because = str(error)
-
-    def do_without(self, reason: str) -> None:
-        """Rank by parameters, since the compute cannot be measured."""
-        self._unknown_because = reason
+            self.unknown_because = str(error)
 
     def refuse(self, target: Target) -> None:
         """Never find this one again, as it has turned out to be no chain."""
@@ -308,7 +295,7 @@ class TargetSearch:
     def _reason(self, name: str, module: nn.Module) -> str:
         if self._compute is None:
             count = trainable_parameters(module)
-            return f"{count:,} trainable parameters, the most that can be planned ({self._unknown_because})"
+            return f"{count:,} trainable parameters, the most that can be planned ({self.unknown_because})"
         guessed = ""
         if assumed := self._compute.assumed_values:
             guessed = f" ({assumed} value{'s' * (assumed > 1)} that the step asks for taken as 1)"

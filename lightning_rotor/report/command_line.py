@@ -26,7 +26,6 @@ from torch import nn
 
 from lightning_rotor import __version__
 from lightning_rotor.capture.cuts import GraphCut, sequentialize
-from lightning_rotor.chain import Chain
 from lightning_rotor.errors import ModelError, ProfilingError, RotorError, RotorWarning, SampleError
 from lightning_rotor.memory.budget import Budget, ResidentMemory
 from lightning_rotor.memory.devices import resolve_limit
@@ -375,13 +374,9 @@ def find_batch_sizes(options: Namespace) -> BatchSizeAdvice:
     (size,) = sizes
     halves = tuple(replace(spec, shape=(size // 2, *spec.shape[1:])) if spec.shape else spec for spec in options.inputs)
     chains = case.profile(halves).chain, case.profile(options.inputs).chain
-
-    def budget(_: Chain, batch_size: int) -> Budget:
-        return case.budget(-(-case.resident.batch_bytes * batch_size // size))
-
     return advice_from(
-        AffineCosts((size // 2, size), chains),
-        budget,
+        AffineCosts((size // 2, size), chains, case.resident.batch_bytes),
+        case.budget,
         limit_bytes=case.budget_bytes,
         batch_sizes=options.batch_sizes or None,
         slots=options.slots,

@@ -187,10 +187,10 @@ class PipelineBuilder:
             return named_target(model, self._settings.module)
         search = TargetSearch(model, may_be_whole=False)
         if batch is None:
-            search.do_without("nothing is trained")
-            found = search.best()
+            search.unknown_because = "nothing is trained"
         else:
-            found = search.best_by_compute(lambda: compute_of_training_step(self._trainer, model, batch, 0))
+            search.count(lambda: compute_of_training_step(self._trainer, model, batch, 0))
+        found = search.best()
         if found is None:
             raise PipelineError(
                 f"{type(model).__name__} holds no submodule with several layers that its training_step calls: expected "
