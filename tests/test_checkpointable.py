@@ -29,7 +29,8 @@ from lightning_rotor import (
     simulate,
 )
 from lightning_rotor.execution.recomputation import Stopwatch
-from lightning_rotor.planned.cache import Prepared, Signature
+from lightning_rotor.planned.cache import Prepared
+from lightning_rotor.planned.cuts import Signature
 from lightning_rotor.planned.plans import Plans
 from lightning_rotor.planning import Plan, minimum_budget, scheduled
 from lightning_rotor.profiling import Profile

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_rotor.planned.closed_loop import ClosedLoop, Trial
+from lightning_rotor.planned.limit import ClosedLoop, Trial
 
 LIMIT = 10_000
 

@@ -26,7 +26,8 @@ from lightning_rotor.errors import ModelError, ProfilerBusyError, ProfilingError
 from lightning_rotor.execution.executor import await_backward
 from lightning_rotor.execution.recomputation import is_recomputing
 from lightning_rotor.execution.segment_state import SegmentState
-from lightning_rotor.planned.cache import Prepared, Signature
+from lightning_rotor.planned.cache import Prepared
+from lightning_rotor.planned.cuts import Signature
 from lightning_rotor.planned.plans import BudgetSource, Plans, PlanSettings
 from lightning_rotor.private.torch_names import copy_each, is_captured, is_transformed, outside_of_graphs, version_of
 from lightning_rotor.private.values import check_sample, tensors_in, uncounted_copy

@@ -1,9 +1,13 @@
-"""One limit for a training step: what plans may use of it, and what happens where no plan keeps it."""
+"""One limit for a training step: what plans may use of it, and what happens where none keeps it.
+
+Measured peaks lead to better budgets: less after a peak above the limit, more after one far below.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -18,12 +22,176 @@ from lightning_rotor.memory.held import (
     optimizer_state_bytes,
     predict_optimizer_state_bytes,
 )
-from lightning_rotor.planned.calls import Step
-from lightning_rotor.planned.closed_loop import Corrections, StepWatch
+from lightning_rotor.planned.calls import Step, StepWatch
 from lightning_rotor.planned.forward import shortage_message
 from lightning_rotor.planned.loop import TrainingLoop
+from lightning_rotor.planned.modules import PlannedModules
 from lightning_rotor.planning import Plan
 from lightning_rotor.units import MemoryLimit, format_bytes
+
+# A peak this close to the limit is close enough; a gap smaller than the second figure is not worth a step.
+_CLOSE = 0.9
+_NARROW = 0.01
+_MOST_OVERSHOOTS = 5
+_MOST_GROWTHS = 8
+_MARGIN = 0.1
+_MOST_CHAINS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A plan, and what a step under it took.
+
+    Attributes:
+        plan_bytes: Its predicted peak.
+        measured_bytes: Peak of the whole process, until the optimizer's step.
+    """
+
+    budget_bytes: int
+    plan_bytes: int
+    measured_bytes: int
+
+
+class ClosedLoop:
+    """The search for one chain."""
+
+    def __init__(self) -> None:
+        self._good: Trial | None = None
+        self._bad: Trial | None = None
+        self._overshoots = 0
+        self._growths = 0
+
+    def too_much(self, trial: Trial, limit_bytes: int) -> int | None:
+        """The next budget after a peak above the limit, or None if many did not help."""
+        if self._bad is None or trial.plan_bytes <= self._bad.plan_bytes:
+            self._bad = trial
+        if self._good is not None and self._good.budget_bytes >= trial.budget_bytes:
+            self._good = None  # what did once does not always
+        self._overshoots += 1
+        if self._good is not None:
+            between = None if self._overshoots > _MOST_OVERSHOOTS else self._between(limit_bytes)
+            return between or self._good.budget_bytes
+        if self._overshoots > _MOST_OVERSHOOTS:
+            return None
+        # Another plan peaks elsewhere, where what is outside of it may take more again: the steps grow.
+        return trial.plan_bytes - ((trial.measured_bytes - limit_bytes) << (self._overshoots - 1))
+
+    def too_little(self, trial: Trial, limit_bytes: int, *, calls: int) -> int | None:
+        """The next budget after a peak that kept the limit, or None if this one is good enough.
+
+        ``calls`` counts those of the planned module in the step: what each takes more may be alive at the same time.
+        """
+        if self._good is None or trial.budget_bytes > self._good.budget_bytes:
+            self._good = trial
+        if trial.measured_bytes >= _CLOSE * limit_bytes or self._growths >= _MOST_GROWTHS:
+            return None
+        grown: int | None = trial.plan_bytes + (limit_bytes - trial.measured_bytes) // max(calls, 1)
+        if self._bad is not None and grown is not None and grown >= self._bad.plan_bytes:
+            grown = self._between(limit_bytes)
+        if grown is None or grown <= trial.budget_bytes + _NARROW * limit_bytes:
+            return None
+        self._growths += 1
+        return grown
+
+    def _between(self, limit_bytes: int) -> int | None:
+        """Where the limit should be reached, between a good budget and the plan that took too much."""
+        assert self._good is not None
+        assert self._bad is not None
+        gap = self._bad.plan_bytes - self._good.budget_bytes
+        if gap <= _NARROW * limit_bytes:
+            return None
+        share = (limit_bytes - self._good.measured_bytes) / (self._bad.measured_bytes - self._good.measured_bytes)
+        return self._good.budget_bytes + int(gap * min(max(share, _MARGIN), 1 - _MARGIN))
+
+
+@dataclass(slots=True)
+class _Correction:
+    """What turned out to be needed outside of one chain; negative if less was needed than was kept free."""
+
+    chain_bytes: int
+    size_bytes: int = 0
+    loop: ClosedLoop = field(default_factory=ClosedLoop)
+
+
+class Corrections:
+    """What measured steps have taught, for each chain."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, _Correction] = OrderedDict()
+
+    def __contains__(self, chain: Chain) -> bool:
+        return chain.fingerprint in self._known
+
+    def to_plain(self) -> dict[str, list[int]]:
+        """For each chain, by its fingerprint, its size and what is kept free besides what was predicted; in bytes."""
+        return {name: [each.chain_bytes, each.size_bytes] for name, each in self._known.items()}
+
+    def recall(self, corrections: Mapping[str, Sequence[int]]) -> None:
+        """Take over the corrections of an earlier training."""
+        for name, (chain_bytes, size_bytes) in corrections.items():
+            self._known[name] = _Correction(chain_bytes, size_bytes)
+
+    def of(self, chain: Chain) -> int:
+        """A chain's own correction, or for one that was never watched the largest of the others, in proportion."""
+        own = self._known.get(chain.fingerprint)
+        if own is not None:
+            return own.size_bytes
+        size = _bytes_of(chain)
+        return max((int(each.size_bytes * max(1, size / each.chain_bytes)) for each in self._known.values()), default=0)
+
+    def correct(
+        self, modules: PlannedModules, runs: Sequence[Plan], measured_bytes: int, *, limit_bytes: int, may_grow: bool
+    ) -> bool:
+        """Plan better if a step has shown how. False if its peak is above the limit and no plan takes less.
+
+        ``runs`` are the plans that the step has run under, one after the other, ``measured_bytes`` is the process' peak
+        until the optimizer's step, ``may_grow`` says that it is the peak of a step like those to come.
+        """
+        is_better = True
+        for plan in {id(plan): plan for plan in runs}.values():
+            known = self._take_up(plan.chain)
+            trial = Trial(plan.budget_bytes, plan.peak_bytes, measured_bytes)
+            if measured_bytes > limit_bytes:
+                # Where other plans did not help, that is the one that takes least.
+                is_better = _replanned(modules, plan, known, known.loop.too_much(trial, limit_bytes) or 0)
+            elif may_grow and plan.recomputed and not modules.is_capped(plan):
+                budget = known.loop.too_little(trial, limit_bytes, calls=len(runs))
+                if budget is not None:
+                    _replanned(modules, plan, known, budget)
+        if measured_bytes > limit_bytes and is_better:
+            modules.unplan(lambda plan: plan.chain in self)
+        return is_better
+
+    def _take_up(self, chain: Chain) -> _Correction:
+        name = chain.fingerprint
+        if name not in self._known:
+            self._known[name] = _Correction(_bytes_of(chain), self.of(chain))
+        self._known.move_to_end(name)
+        while len(self._known) > _MOST_CHAINS:
+            self._known.popitem(last=False)
+        return self._known[name]
+
+
+def _replanned(modules: PlannedModules, plan: Plan, known: _Correction, budget_bytes: int) -> bool:
+    """Give a chain another budget, or the least if there is no plan for it. False if that changes nothing."""
+    before = known.size_bytes
+    known.size_bytes += plan.budget_bytes - budget_bytes
+    try:
+        modules.replan(plan)
+    except BudgetError as error:
+        known.size_bytes -= error.minimum_bytes - error.budget_bytes
+        if known.size_bytes <= before:
+            known.size_bytes = before
+            return False
+        return modules.replan(plan).schedule != plan.schedule
+    return True
+
+
+def _bytes_of(chain: Chain) -> int:
+    return max(sum(stage.output_bytes + stage.keep.saved_bytes for stage in chain), 1)
+
+
+# ----------------------------------------------------------------------------------------------------
 
 # Minima are named with so much more: steps differ by a few bytes, or by a few boxes of a detector, and the way to the
 # least plan of several calls depends on the limit.

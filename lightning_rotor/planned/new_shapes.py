@@ -24,7 +24,7 @@ from operator import itemgetter
 from typing import TypeAlias
 
 from lightning_rotor.chain import Chain, UnlikeChainsError, combined
-from lightning_rotor.planned.cache import Signature
+from lightning_rotor.planned.cuts import Signature
 from lightning_rotor.private.values import spelled
 from lightning_rotor.profiling import Profile
 from lightning_rotor.profiling.chain import profile_over

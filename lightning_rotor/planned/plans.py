@@ -27,17 +27,16 @@ from lightning_rotor.memory.budget import Budget
 from lightning_rotor.planned.cache import (
     MAX_PLANS,
     MOST_TIMED,
-    KnownCuts,
     PlanCache,
     Prepared,
     Record,
-    Signature,
     Turn,
     call_fingerprint,
     corrected,
     recalled,
     record_of,
 )
+from lightning_rotor.planned.cuts import KnownCuts, Signature
 from lightning_rotor.planned.new_shapes import Measurements
 from lightning_rotor.planned.ranks import Agreement
 from lightning_rotor.planning import Plan, minimum_budget, plan_for, scheduled

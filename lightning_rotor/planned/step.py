@@ -23,11 +23,11 @@ from lightning_rotor.chain import Chain
 from lightning_rotor.errors import BudgetError, ProfilerBusyError, RotorError
 from lightning_rotor.execution.executor import Pending
 from lightning_rotor.memory.budget import Budget, take_workspaces
-from lightning_rotor.planned.cache import Prepared, Signature, Turn, model_fingerprint
-from lightning_rotor.planned.calls import BACK, BEHIND, INTO, LOSS, Call, CallKey, Step
-from lightning_rotor.planned.closed_loop import Corrections, StepWatch
+from lightning_rotor.planned.cache import Prepared, Turn, model_fingerprint
+from lightning_rotor.planned.calls import BACK, BEHIND, INTO, LOSS, Call, CallKey, Step, StepWatch
+from lightning_rotor.planned.cuts import Signature
 from lightning_rotor.planned.joint import PathPlans
-from lightning_rotor.planned.limit import StepLimit
+from lightning_rotor.planned.limit import Corrections, StepLimit
 from lightning_rotor.planned.loop import TrainingLoop
 from lightning_rotor.planned.modules import PlannedModule, PlannedModules
 from lightning_rotor.planned.plans import BudgetSource, Plans, PlanSettings

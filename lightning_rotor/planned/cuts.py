@@ -1,0 +1,258 @@
+"""The ways in which one module was cut into stages, each for other calls, and what a plan for a call depends on."""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, repeat
+from operator import attrgetter, contains, itemgetter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from lightning_rotor.capture.cuts import WAYS, GraphCut, SequentialCut, sequentialize
+from lightning_rotor.capture.guards import Objects
+from lightning_rotor.errors import ModelError, RotorWarning
+from lightning_rotor.private.sharding import unrecorded
+from lightning_rotor.private.torch_names import HOOKS
+from lightning_rotor.private.values import require_tensors, tensors_in
+from lightning_rotor.profiling.dry_run import require_same
+from lightning_rotor.stages.sequential import is_plain_stock
+
+_log = logging.getLogger(__name__)
+_MANY_CUTS = 12
+
+# ----------------------------------------------------------------------------------------------------
+# Whether a module is still what it was at the last step, in microseconds.
+
+
+_TABLES = ("_modules", *HOOKS[:2], "_parameters")
+_tables_in, _training = itemgetter(*_TABLES), itemgetter("training")
+_learns, _dtype = attrgetter("requires_grad"), attrgetter("dtype")
+
+
+class ModuleFacts:
+    """Children, modes, hooks and parameters of a module at any depth; no values of tensors, no other attributes."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._modules = tuple(root.modules())
+        self._parameters = tuple(root.parameters())
+        self._attributes = list(map(vars, self._modules))
+        self._objects = Objects(self._now())
+
+    def holds(self) -> bool:
+        """True if all of it is as it was. False if that cannot be told so quickly."""
+        now = self._now()
+        return bool(now) and self._objects.are(now)
+
+    def _now(self) -> tuple[Any, ...]:
+        """All of it in one flat row, to compare object by object."""
+        try:
+            tables = list(filter(None, chain.from_iterable(map(_tables_in, self._attributes))))
+            return (
+                *(*map(type, self._modules), *map(contains, self._attributes, repeat("forward"))),
+                *(*map(_training, self._attributes), *map(_learns, self._parameters), *map(_dtype, self._parameters)),
+                *(*tables, *chain.from_iterable(tables), *chain.from_iterable(map(dict.values, tables))),
+            )
+        except (KeyError, TypeError):  # a scripted module keeps its children and parameters elsewhere
+            return ()
+
+
+# ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Modes:
+    """Which modules train (dropout may be off), which parameters learn, and their types. Many, so hashed once."""
+
+    training: tuple[bool, ...]
+    learning: tuple[tuple[bool, torch.dtype], ...]
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.training, self.learning)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What a plan is made for.
+
+    Attributes:
+        shapes: Of the tensors that the chain takes, and the entries of sequences that it packs.
+        kinds: For each of them, type, device, and whether it requires a gradient.
+        cut: The stages.
+        autocast: For the CPU and for CUDA, whether it is on, and its type.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    kinds: tuple[tuple[torch.dtype, torch.device, bool], ...]
+    cut: SequentialCut | GraphCut
+    autocast: tuple[tuple[bool, torch.dtype], ...]
+    modes: Modes
+
+    @property
+    def device(self) -> torch.device:
+        """Where the chain runs."""
+        return self.kinds[0][1]
+
+    @property
+    def family(self) -> Any:
+        """Equal for signatures that differ in the sizes of tensors alone."""
+        names = tuple(stage.name for stage in self.cut.stages)
+        return self.cut.way, names, tuple(map(len, self.shapes)), self.kinds, self.autocast, self.modes
+
+    @property
+    def size(self) -> int:
+        """Elements of all tensors together."""
+        return sum(map(math.prod, self.shapes))
+
+    @property
+    def plain(self) -> Any:
+        """All but the cut, in plain types."""
+        return self.shapes, self.kinds, (self.autocast, self.modes.training, self.modes.learning)
+
+    def same_but_shapes(self, other: Signature) -> bool:
+        """True if both are of one family."""
+        return self.modes == other.modes and self.kinds == other.kinds and self.family == other.family
+
+
+class KnownCuts:
+    """Cuts of one module, those used last at the end, at most ``most``. ``on_cut`` is called before a cut runs it."""
+
+    def __init__(self, module: nn.Module, *, most: int, on_cut: Callable[[], None] = lambda: None) -> None:
+        self._module = module
+        self._on_cut = on_cut
+        self._most = most
+        self._cuts: list[SequentialCut | GraphCut] = []
+        self.made = 0  # times that the module was cut
+        self._submodules: tuple[nn.Module, ...] | None = None
+        self._stock: tuple[bool, ...] = ()
+        self._facts: ModuleFacts | None = None
+        self._modes: Modes | None = None
+
+    def __contains__(self, cut: SequentialCut | GraphCut) -> bool:
+        return cut in self._cuts
+
+    def forget(self) -> None:
+        """Cut anew at the next call."""
+        self._cuts.clear()
+
+    def follow_changes(self) -> bool:
+        """Start afresh if a module was replaced at any depth, or one got hooks. True if so."""
+        if self._facts is not None and self._facts.holds():
+            return False
+        self._facts, self._modes = ModuleFacts(self._module), None
+        submodules = tuple(self._module.modules())[1:]  # without the module itself, whose forward may be ours
+        stock = tuple(map(is_plain_stock, submodules))
+        if submodules == self._submodules and stock == self._stock:
+            return False
+        self._submodules, self._stock = submodules, stock
+        self.forget()
+        return True
+
+    def known(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[SequentialCut | GraphCut, Any]]:
+        """Cuts that hold for a call, with their input; those used last come first."""
+        for cut in reversed(self._cuts):
+            value = cut.bind(args, kwargs)
+            if value is not None:
+                yield cut, value
+
+    def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[SequentialCut | GraphCut, Any]:
+        """The stages for a call and their input; the module is cut now if it must be.
+
+        Raises ``ModelError`` if it can be no chain, ``SampleError`` if the call holds no tensor.
+        """
+        for cut, value in self.known(args, kwargs):
+            self._cuts.remove(cut)
+            self._cuts.append(cut)
+            return cut, value
+        require_tensors(args[0] if len(args) == 1 and not kwargs else (args, kwargs))
+        self._require_initialized()
+        self._on_cut()
+        with unrecorded(self._module):
+            cut = self._cut(args, kwargs)
+        if cut not in self._cuts:
+            _log.info(
+                "%s becomes %d stages %s%s",
+                type(self._module).__name__,
+                len(cut.stages),
+                WAYS[cut.way],
+                "".join(f"; not {WAYS[way]}: {reason}" for way, reason in getattr(cut, "reasons", {}).items()),
+            )
+            self._take(cut)
+        if anew := cut.anew:
+            _log.info("%s was recorded anew: %s", type(self._module).__name__, anew)
+        value = cut.bind(args, kwargs)
+        if value is None:
+            raise ModelError(
+                f"{type(self._module).__name__} changes whenever its forward runs, so no trace of it holds: expected "
+                "attributes that stay the same from call to call"
+            )
+        return cut, value
+
+    def _cut(self, args: Sequence[Any], kwargs: dict[str, Any]) -> SequentialCut | GraphCut:
+        """A cut that does what the module does."""
+        cut = sequentialize(self._module, args, kwargs, known=self._cuts)
+        if cut in self._cuts or not isinstance(cut, GraphCut):
+            return cut
+        try:
+            require_same(self._module, cut, args, kwargs)
+        except ModelError:
+            if cut.fixed.issuperset(cut.numbers):
+                raise
+            cut.fixed.update(cut.numbers)  # as it asks for their type
+            return self._cut(args, kwargs)
+        return cut
+
+    def signature(self, cut: SequentialCut | GraphCut, value: Any) -> Signature:
+        """Signature of a bound call."""
+        tensors = tensors_in(value)
+        if self._modes is None:
+            self._modes = Modes(
+                tuple(module.training for module in self._submodules or ()),
+                tuple((parameter.requires_grad, parameter.dtype) for parameter in self._module.parameters()),
+            )
+        totals = cut.recording.guards.totals if isinstance(cut, GraphCut) else ()
+        return Signature(
+            (*(tuple(tensor.shape) for tensor in tensors), *((total,) for total in totals)),
+            tuple((tensor.dtype, tensor.device, tensor.requires_grad) for tensor in tensors),
+            cut,
+            tuple((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")),
+            self._modes,
+        )
+
+    def _require_initialized(self) -> None:
+        lazy = [
+            name for name, parameter in self._module.named_parameters() if isinstance(parameter, UninitializedParameter)
+        ]
+        if lazy:
+            raise ModelError(
+                f"parameter {lazy[0]!r} of a lazy module has no shape yet: expected an initialized model. Run a "
+                "batch through it first"
+            )
+
+    def _take(self, cut: SequentialCut | GraphCut) -> None:
+        """Remember a cut, and drop those of layers that are gone."""
+        present = set(self._module.modules())
+        kept = [known for known in self._cuts if isinstance(known, GraphCut) and known.lives_in(present)]
+        self._cuts = [*kept[max(len(kept) + 1 - self._most, 0) :], cut]
+        self.made += 1
+        if self.made == _MANY_CUTS:
+            self._warn_of_many(cut.anew)
+
+    def _warn_of_many(self, anew: str) -> None:
+        message = (
+            f"{type(self._module).__name__} was recorded {_MANY_CUTS} times, because an argument that is no tensor, an "
+            "attribute or a value that its forward could read, or a size that decides over its operations, keeps "
+            f"changing{f' (in the last, {anew})' * bool(anew)}: expected only values of tensors to differ from step to "
+            "step. Pad to a few lengths, or raise max_plans so that recordings are kept"
+        )
+        warnings.warn(message, RotorWarning, stacklevel=2)
