@@ -18,7 +18,7 @@ from lightning_rotor.errors import UnitError
 from lightning_rotor.planned.cache import MAX_PLANS
 from lightning_rotor.planned.forward import is_shortage
 from lightning_rotor.planned.plans import PlanSettings
-from lightning_rotor.planned.step import SavedPlans, State, StepPlanner
+from lightning_rotor.planned.step import SavedPlans, StepPlanner
 from lightning_rotor.planning import Plan
 from lightning_rotor.units import MemoryLimit, parse_limit
 
@@ -186,7 +186,7 @@ class RotorCallback(pl.Callback):
         planner = self._planner
         if planner is None:
             return
-        if planner.state is State.SETTLING:
+        if planner.plan is not None and not planner.is_settled:
             self._report(trainer)
         if planner.plan is None and not planner.was_put_off:
             planner.loop.warn(

@@ -23,22 +23,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class PlannedModule:
-    """One planned module, attached until :meth:`end`."""
+    """One planned module."""
 
     target: Target
     plans: Plans
-
-    @classmethod
-    def attached(cls, model: nn.Module, target: Target, source: BudgetSource, settings: PlanSettings) -> PlannedModule:
-        """Run a module under plans from now on; ``ModelError`` if another plan works on the same layers."""
-        _check_apart(model, target)
-        planned = PlannedForward(target.module, source, settings, target.name)
-        attach(target.module, planned)
-        return cls(target, planned.plans)
-
-    def end(self) -> None:
-        """Give the module its own forward back."""
-        detach(self.target.module)
 
 
 class PlannedModules:
@@ -55,7 +43,7 @@ class PlannedModules:
         self._names = [names] if isinstance(names, str) else names
         self._search = None if names is not None else TargetSearch(loop.model, may_be_whole=loop.may_be_whole)
         self._modules: list[PlannedModule] = []
-        self.warnings: list[str] = []
+        self._warnings: list[str] = []
         self.is_guess = self._is_news = False
 
     def __iter__(self) -> Iterator[PlannedModule]:
@@ -103,11 +91,9 @@ class PlannedModules:
         found = self._search.all()
         names = self._loop.same([target.name for target in found])
         known = {target.name: target for target in found}
-        self._take([known.get(name) or self._as_on_rank_0(name) for name in names])
+        submodule = self._loop.model.get_submodule
+        self._take([known.get(name) or Target(name, submodule(name), "as on rank 0") for name in names])
         return list(self) != before
-
-    def _as_on_rank_0(self, name: str) -> Target:
-        return Target(name, self._loop.model.get_submodule(name), "as on rank 0")
 
     def refuse(self, plans: Plans, error: RotorError) -> None:
         """From inside the first forward: plan what is next best, unless the user has named this one."""
@@ -129,7 +115,7 @@ class PlannedModules:
     def end(self) -> None:
         """Give all of them their own forwards back."""
         for module in self:
-            module.end()
+            detach(module.target.module)
         self._modules = []
 
     def replan(self, plan: Plan) -> Plan:
@@ -153,9 +139,9 @@ class PlannedModules:
         if self._is_news and self._loop.is_lead:
             _log.info("RotorCallback plans %s. RotorCallback(module=...) names others", str(self))
         self._is_news = False
-        for message in self.warnings:
+        for message in self._warnings:
             self._loop.warn(message)
-        self.warnings.clear()
+        self._warnings.clear()
 
     def _take(self, targets: Sequence[Target]) -> None:
         if not targets:
@@ -169,18 +155,22 @@ class PlannedModules:
         for module in self:
             target = wanted.pop(id(module.target.module), None)
             if target is None:
-                module.end()
+                detach(module.target.module)
             else:
                 module.target = target  # why it is one may have changed
                 kept.append(module)
         self._modules = kept
         try:
             for target in wanted.values():
-                self._modules.append(PlannedModule.attached(self._loop.model, target, self._source, self._settings))
+                _check_apart(self._loop.model, target)
+                planned = PlannedForward(target.module, self._source, self._settings, target.name)
+                attach(target.module, planned)
+                self._modules.append(PlannedModule(target, planned.plans))
         except ModelError:
             self.end()
             raise
-        self.warnings = [*self._what_is_taken_apart(), *self._what_is_left_out()]
+        left_out = None if self._search is None else self._search.what_is_left_out([each.target for each in self])
+        self._warnings = self._what_is_taken_apart() + [f"RotorCallback {left_out}"] * (left_out is not None)
         self._is_news = True
 
     def _what_is_taken_apart(self) -> list[str]:
@@ -190,12 +180,6 @@ class PlannedModules:
             for target in (module.target for module in self)
             if self._loop.is_compiled or is_compiled(target.module) or target.name.endswith(INNER)
         ]
-
-    def _what_is_left_out(self) -> list[str]:
-        """A warning of other modules with a notable share of the compute."""
-        targets = [module.target for module in self]
-        message = None if self._search is None else self._search.what_is_left_out(targets)
-        return [] if message is None else [f"RotorCallback {message}"]
 
 
 def _check_apart(model: nn.Module, target: Target) -> None:

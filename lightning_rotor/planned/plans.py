@@ -378,7 +378,11 @@ class Plans:
         if not len(self._cache):
             raise ProfilingError("there is nothing to run a plan for yet: measure a sample first, with measure(sample)")
         signature, prepared = self._cache.latest
-        used = _as_plan(plan, prepared.profile.chain, self.budget(prepared.profile), slots=self._settings.slots)
+        chain, conditions = prepared.profile.chain, self.budget(prepared.profile).conditions
+        if isinstance(plan, Schedule):
+            used = scheduled(chain, plan, slots=self._settings.slots, **conditions)
+        else:
+            used = plan_for(plan, chain)
         self.use_plan(signature, replace(prepared, is_chosen=True), used)
         return used
 
@@ -479,13 +483,6 @@ def _by_seconds(prepared: Prepared, solve: Callable[[Profile], Plan]) -> tuple[P
         *(100 * each for each in (plan.overhead, overhead, best.overhead)),
     )
     return prepared, best
-
-
-def _as_plan(given: Plan | Schedule, chain: Chain, budget: Budget, *, slots: int) -> Plan:
-    """A plan or a schedule from elsewhere as a plan for a chain."""
-    if isinstance(given, Schedule):
-        return scheduled(chain, given, slots=slots, **budget.conditions)
-    return plan_for(given, chain)
 
 
 def _lost(plan: Plan, least_overhead: float) -> float:

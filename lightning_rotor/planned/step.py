@@ -1,15 +1,14 @@
 """One limit for a training step: which module is planned, what its plan may use, and whether the steps keep the limit.
 
-A :class:`StepPlanner` goes through these states, and back to ``SETTLING`` whenever there is a new plan::
+A training goes through these states, and back to the third whenever there is a new plan::
 
-    LOOKING ──► MEASURING ──► SETTLING ──► SETTLED
-    which       its first     steps are    the peaks
-    module?     forward       watched      are known
+    modules.is_guess ──► no plan ──► not is_settled ──► is_settled
+    which module?        its first   steps are          the peaks
+                         forward     watched            are known
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -37,19 +36,6 @@ from lightning_rotor.planning import Plan
 from lightning_rotor.private.values import tensors_in
 from lightning_rotor.profiling import Profile
 from lightning_rotor.units import MemoryLimit
-
-
-class State(enum.Enum):
-    """State of a training."""
-
-    LOOKING = enum.auto()
-    """The module is a guess; the first batch shows which has most of the compute."""
-    MEASURING = enum.auto()
-    """The module is chosen, and has no plan yet."""
-    SETTLING = enum.auto()
-    """A plan is new, and the peaks of its first steps are being measured."""
-    SETTLED = enum.auto()
-    """Training is left alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +120,7 @@ class StepPlanner(BudgetSource):
         self.ranks = Agreement()
         self.plan: Plan | None = None
         self.watch = StepWatch()
-        self._is_settled = False
+        self.is_settled = False
         self.was_put_off = False
         self.limit = StepLimit(loop, limit, beyond=beyond)
         self._step: Step | None = None
@@ -150,15 +136,6 @@ class StepPlanner(BudgetSource):
         self.modules = PlannedModules(loop, self, settings, names)
         if not self.load(saved):
             self.modules.begin()
-
-    @property
-    def state(self) -> State:
-        """State of the training."""
-        if self.modules.is_guess:
-            return State.LOOKING
-        if self.plan is None:
-            return State.MEASURING
-        return State.SETTLED if self._is_settled else State.SETTLING
 
     # ---------------------------------------------------------------- a step
 
@@ -201,9 +178,9 @@ class StepPlanner(BudgetSource):
             elif is_measured:
                 self._correct(step)
         self._step = None
-        if self.plan is None or self.watch.due or self._is_settled:
+        if self.plan is None or self.watch.due or self.is_settled:
             return False
-        self._is_settled = True
+        self.is_settled = True
         return True
 
     def _follow(self, step: Step, *, is_measured: bool) -> None:
@@ -289,7 +266,7 @@ class StepPlanner(BudgetSource):
         """Watch the steps that follow, from inside the first forward on."""
         self.plan = plan
         self.watch.renew()
-        self._is_settled = False
+        self.is_settled = False
         self.modules.tell()
         if self._step is None or self._step.is_over or self.watch.running:
             return
@@ -312,7 +289,7 @@ class StepPlanner(BudgetSource):
         call = Call(CallKey(plans, signature, prepared.turn), prepared, pending)
         self._step.add(call)
         waiting = pending()
-        if waiting is not None and not self._is_settled:
+        if waiting is not None and not self.is_settled:
             waiting.on_backward = partial(self._begin_backward_of, call)
         self.watch.mark(f"{BEHIND} {self._step.numbers[call]}")
 
