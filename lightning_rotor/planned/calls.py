@@ -232,10 +232,6 @@ class StepWatch:
         self.reserved_bytes = trace.reserved_bytes
         return True
 
-    def take(self) -> list[MeteredPhase]:
-        """The phases so far, of a step that does not go on; none if it is not measured."""
-        return self.phases if self.stop() else []
-
     def drop(self) -> None:
         """Give torch's one profiler back: a new input shape is about to be measured, or training is over."""
         if self._meter is not None:

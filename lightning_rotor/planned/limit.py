@@ -280,7 +280,8 @@ class StepLimit:
         if self._refused is None:
             return
         (budget, error), self._refused = self._refused, None
-        peak_bytes = max((phase.peak_bytes for phase in step.as_later(watch.take())), default=0)
+        phases = watch.phases if watch.stop() else []
+        peak_bytes = max((phase.peak_bytes for phase in step.as_later(phases)), default=0)
         rest_bytes = max(int(peak_bytes * _UNEVEN) - error.minimum_bytes, 0)
         least_bytes = error.minimum_bytes - budget.reserved_bytes
         budget = budget.reduced_to(budget.available_bytes - rest_bytes, "the rest of the step")

@@ -229,22 +229,17 @@ class TargetSearch:
 
     def best(self) -> Target | None:
         """The submodule to plan, or None if there is none. Of submodules that do the same, the outermost."""
-        candidates = [
-            (name, module)
+        names = [
+            name
             for name, module in self._model.named_modules()
-            if name and name not in self._refused and self._weight(name, module) and may_be_planned(module)
+            if name and name not in self._refused and self._weight(name) and may_be_planned(module)
         ]
         # The first of the largest: a module comes before what is in it.
-        best = max(candidates, key=lambda candidate: self._weight(*candidate), default=None)
-        if best is None or self._whole_reaches_more_than(best[0]):
-            best = ("", self._model) if self._whole_may_be_planned() else best
-        if best is None:
-            return None
-        return self._target(best[0])
-
-    def _target(self, name: str) -> Target:
-        module = self._model.get_submodule(name)
-        return Target(name, module, self._reason(name, module))
+        best = max(names, key=self._weight, default=None)
+        may_be_whole = self._may_be_whole and "" not in self._refused and self._weight("") > 0
+        if may_be_whole and (best is None or self._share("") >= self._share(best) + _NOTABLE):
+            best = ""
+        return None if best is None else self._target(best)
 
     def all(self) -> list[Target]:
         """:meth:`best`, and whatever else is worth a plan, apart from it; empty if there is nothing."""
@@ -262,7 +257,7 @@ class TargetSearch:
         """Other submodules that could be planned, and their shares of the compute, largest first; empty if unknown."""
         if self._compute is None or "" in planned:
             return []
-        shares = [(name, self._compute.share(name)) for name, _ in _outermost(self._model, planned, refused)]
+        shares = [(name, self._share(name)) for name, _ in _outermost(self._model, planned, refused)]
         return sorted((entry for entry in shares if entry[1] >= 0.01), key=lambda entry: entry[1], reverse=True)
 
     def what_is_left_out(self, targets: Sequence[Target]) -> str | None:
@@ -283,23 +278,24 @@ class TargetSearch:
             'RotorCallback(module=["...", "..."])'
         )
 
-    def _weight(self, name: str, module: nn.Module) -> int:
-        return trainable_parameters(module) if self._compute is None else self._compute.plannable.get(name, 0)
-
-    def _whole_may_be_planned(self) -> bool:
-        return self._may_be_whole and "" not in self._refused and self._weight("", self._model) > 0
-
-    def _whole_reaches_more_than(self, name: str) -> bool:
-        return self._compute is not None and self._compute.share("") >= self._compute.share(name) + _NOTABLE
-
-    def _reason(self, name: str, module: nn.Module) -> str:
+    def _weight(self, name: str) -> int:
         if self._compute is None:
-            count = trainable_parameters(module)
-            return f"{count:,} trainable parameters, the most that can be planned ({self.unknown_because})"
-        guessed = ""
-        if assumed := self._compute.assumed_values:
-            guessed = f" ({assumed} value{'s' * (assumed > 1)} that the step asks for taken as 1)"
-        return f"{100 * self._compute.share(name):.0f} % of the FLOPs of a training step's forward{guessed}"
+            return _trainable_parameters(self._model.get_submodule(name))
+        return self._compute.plannable.get(name, 0)
+
+    def _share(self, name: str) -> float:
+        return 0.0 if self._compute is None else self._compute.share(name)
+
+    def _target(self, name: str) -> Target:
+        if self._compute is None:
+            reason = (
+                f"{self._weight(name):,} trainable parameters, the most that can be planned ({self.unknown_because})"
+            )
+        else:
+            reason = f"{100 * self._share(name):.0f} % of the FLOPs of a training step's forward"
+            if assumed := self._compute.assumed_values:
+                reason += f" ({assumed} value{'s' * (assumed > 1)} that the step asks for taken as 1)"
+        return Target(name, self._model.get_submodule(name), reason)
 
 
 def _outermost(
@@ -325,6 +321,5 @@ def may_be_planned(module: nn.Module) -> bool:
     return True
 
 
-def trainable_parameters(module: nn.Module) -> int:
-    """Number of parameters that learn."""
+def _trainable_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
