@@ -210,8 +210,7 @@ class PlanCache:
         self._prepared.clear()
 
 
-# ----------------------------------------------------------------------------------------------------
-# Measurements and plans as plain types, so that a checkpoint can hold them, and back on the same model.
+# --------------- Measurements and plans as plain types, so that a checkpoint can hold them, and back on the same model.
 
 
 Record: TypeAlias = dict[str, Any]

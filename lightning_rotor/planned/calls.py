@@ -126,8 +126,7 @@ class Step:
         self.paths.append((*waiting, call))
 
 
-# ----------------------------------------------------------------------------------------------------
-# The peaks of the first steps under each plan, as the allocator saw them.
+# --------------------------------------------- The peaks of the first steps under each plan, as the allocator saw them.
 
 _STEPS = 3
 _PATIENCE = 8

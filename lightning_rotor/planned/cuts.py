@@ -27,8 +27,7 @@ from lightning_rotor.stages.sequential import is_plain_stock
 _log = logging.getLogger(__name__)
 _MANY_CUTS = 12
 
-# ----------------------------------------------------------------------------------------------------
-# Whether a module is still what it was at the last step, in microseconds.
+# --------------------------------------------- Whether a module is still what it was at the last step, in microseconds.
 
 
 _TABLES = ("_modules", *HOOKS[:2], "_parameters")
@@ -61,9 +60,6 @@ class ModuleFacts:
             )
         except (KeyError, TypeError):  # a scripted module keeps its children and parameters elsewhere
             return ()
-
-
-# ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,9 +36,9 @@ from lightning_rotor.stages.snapshot import SMALL_BYTES, Snapshot
 from lightning_rotor.stages.state import GeneratorStates
 from lightning_rotor.units import format_bytes
 
-# ----------------------------------------------------------------------------------------------------
-# A device that runs out of memory inside a planned forward: what to say, and how the forward can run a second time.
+# ------------------------------ Out of memory inside a planned forward: what to say, and how it can run a second time.
 
+_log = logging.getLogger(__name__)
 _RSS_UNIT = 1 if platform.system() == "Darwin" else 1024
 
 
@@ -136,9 +136,7 @@ def _actual_peak() -> str:
     return f"the whole process has had {format_bytes(resident)} in memory at most"
 
 
-# ----------------------------------------------------------------------------------------------------
-
-_log = logging.getLogger(__name__)
+# -------------------------------------------------------------------- The forward.
 
 
 class KeyValueCaches:
@@ -348,8 +346,7 @@ def inactive() -> PlannedForward:
     return planned
 
 
-# ----------------------------------------------------------------------------------------------------
-# A :class:`PlannedForward` in the place of a module's ``forward``.
+# ---------------------------------------------------- A :class:`PlannedForward` in the place of a module's ``forward``.
 
 
 _KEY = "_lightning_rotor"

@@ -327,8 +327,7 @@ def _moved(numbers: Sequence[int], by: int) -> tuple[int, ...]:
     return tuple(number + by for number in numbers)
 
 
-# ----------------------------------------------------------------------------------------------------
-# The plans of all paths. A call that is on several has one plan, made for the path that needs most.
+# ------------------- The plans of all paths. A call that is on several has one plan, made for the path that needs most.
 
 _MOST_PATHS = 64
 _MOST_IN_PART = 2

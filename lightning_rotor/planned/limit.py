@@ -191,7 +191,7 @@ def _bytes_of(chain: Chain) -> int:
     return max(sum(stage.output_bytes + stage.keep.saved_bytes for stage in chain), 1)
 
 
-# ----------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------- What plans may use, and what happens where none keeps it.
 
 # Minima are named with so much more: steps differ by a few bytes, or by a few boxes of a detector, and the way to the
 # least plan of several calls depends on the limit.

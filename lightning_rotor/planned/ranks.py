@@ -126,15 +126,14 @@ def _under(plan: Plan, schedule: str) -> Plan:
 
 
 def _excess_bytes(plan: Plan, schedule: str) -> int | None:
-    """Bytes by which a plan with another process' schedule exceeds its budget, or None if it is not for such a chain."""
+    """Bytes by which another process' schedule exceeds this plan's budget, or None if it is not for such a chain."""
     try:
         return max(_under(plan, schedule).peak_bytes - plan.budget_bytes, 0)
     except ScheduleError:
         return None
 
 
-# ----------------------------------------------------------------------------------------------------
-# Modules that wait for other processes in their forward.
+# -------------------------------------------------------------- Modules that wait for other processes in their forward.
 
 
 _NAMES = frozenset(

@@ -20,8 +20,7 @@ from lightning_rotor.private.torch_names import FakeTensorMode, backward_number,
 from lightning_rotor.private.values import tensors_in, tree_leaves
 from lightning_rotor.profiling.dry_run import AssumedValues, fake_copy, without_trace
 
-# ----------------------------------------------------------------------------------------------------
-# Where a training step computes: the FLOPs of every submodule, counted in a dry run.
+# ---------------------------------- Where a training step computes: the FLOPs of every submodule, counted in a dry run.
 
 # A loop that waits for a value would never end, since values do not change.
 _MOST_READS = 1000
@@ -149,7 +148,7 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     return sum(tensor.numel() for tensor in tensors_in(result))
 
 
-# ----------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------- Which submodule to plan.
 
 # A part of the compute that is worth a word, or another choice; and one that is worth a plan beside others.
 _NOTABLE = 0.2
