@@ -186,12 +186,13 @@ class Checkpointable(nn.Module):
         Raises:
             ProfilingError: Nothing has been measured yet.
         """
-        profile, plan = self._planned.plans.profile, self.plan
-        if profile is None:
+        cache = self._planned.plans.cache
+        if not len(cache):
             raise ProfilingError("there is nothing to draw yet: measure a sample first, with measure(sample)")
         from lightning_rotor.report.drawing import draw_chain  # slow, and seldom wanted
 
-        schedule, title = None if plan is None else plan.schedule, type(self.module).__name__
+        prepared, title = cache.latest[1], type(self.module).__name__
+        profile, schedule = prepared.profile, prepared.schedule
         return draw_chain(profile.chain, profile.stages, schedule=schedule, backward=backward, title=title, fold=fold)
 
     @property
@@ -202,8 +203,8 @@ class Checkpointable(nn.Module):
     @property
     def chain(self) -> Chain | None:
         """What was measured for the input signature used last, or None."""
-        profile = self._planned.plans.profile
-        return None if profile is None else profile.chain
+        cache = self._planned.plans.cache
+        return cache.latest[1].profile.chain if len(cache) else None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Output of the module; in training, under the plan for this input's signature."""

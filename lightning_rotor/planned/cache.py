@@ -226,10 +226,13 @@ def model_fingerprint(module: nn.Module) -> str:
     return _digest((modules, tensors))
 
 
-def call_fingerprint(stages: Sequence[Stage], signature: Any, device: torch.device) -> str:
+def call_fingerprint(signature: Signature, variants: str) -> str:
     """Sixteen hexadecimal digits of what a measurement holds for: stages before merging, plain settings, device."""
+    device, modes = signature.device, signature.modes
     machine = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return _digest(([stage.name for stage in stages], signature, machine, torch.__version__))
+    settings = signature.shapes, signature.kinds, (signature.autocast, modes.training, modes.learning)
+    names = [stage.name for stage in signature.cut.stages]
+    return _digest((names, (settings, variants), machine, torch.__version__))
 
 
 def record_of(call: str, prepared: Prepared) -> Record:

@@ -69,7 +69,7 @@ class CallKey:
 
     def prepared(self) -> Prepared | None:
         """What is known of it, if that is still known."""
-        return self.plans.known(self.signature, self.turn)
+        return self.plans.cache.use(self.signature, self.turn)
 
 
 @dataclass(slots=True)

@@ -110,11 +110,6 @@ class Signature:
         """Elements of all tensors together."""
         return sum(map(math.prod, self.shapes))
 
-    @property
-    def plain(self) -> Any:
-        """All but the cut, in plain types."""
-        return self.shapes, self.kinds, (self.autocast, self.modes.training, self.modes.learning)
-
     def same_but_shapes(self, other: Signature) -> bool:
         """True if both are of one family."""
         return self.modes == other.modes and self.kinds == other.kinds and self.family == other.family

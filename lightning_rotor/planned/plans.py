@@ -161,7 +161,7 @@ class Plans:
         self.ceiling = Ceiling()
         self._source, self._settings = source, settings
         self._cuts = KnownCuts(module, most=settings.max_plans, on_cut=source.before_measuring)
-        self._cache = PlanCache(settings.max_plans)
+        self.cache = PlanCache(settings.max_plans)
         self._measurements = Measurements()
         self._compiled = CompiledModules(settings.compiled_variants)
         self._records: dict[str, Record] = {}  # of an earlier training, by call
@@ -171,12 +171,7 @@ class Plans:
     @property
     def plan(self) -> Plan | None:
         """The plan for the signature used last."""
-        return self._cache.latest[1].plan if len(self._cache) else None
-
-    @property
-    def profile(self) -> Profile | None:
-        """The costs for the signature used last."""
-        return self._cache.latest[1].profile if len(self._cache) else None
+        return self.cache.latest[1].plan if len(self.cache) else None
 
     @property
     def has_cut(self) -> bool:
@@ -208,19 +203,19 @@ class Plans:
         cut, value = self._cuts.bind(args, kwargs)
         if self._cuts.made != made:
             self.measuring_seconds += time.perf_counter() - began
-            for known in (self._cache, self._measurements):
+            for known in (self.cache, self._measurements):
                 known.drop(lambda signature: signature.cut in self._cuts)
         return self._cuts.signature(cut, value), value
 
     def is_prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """True if a call has a plan, or costs for one."""
         self._follow_changes()
-        return any(self._cuts.signature(cut, value) in self._cache for cut, value in self._cuts.known(args, kwargs))
+        return any(self._cuts.signature(cut, value) in self.cache for cut, value in self._cuts.known(args, kwargs))
 
     def prepare(self, signature: Signature, value: Any) -> Prepared:
         """The prepared entry of a call, made now if there is none."""
         turn, spent = self._source.turn, self.measuring_seconds
-        known = self._cache.use(signature, turn)
+        known = self.cache.use(signature, turn)
         if known is not None and known.is_timed and not known.is_settled:
             known = self._by_seconds(signature, known)
         prepared = known or self._recalled(signature) or self._estimated(signature)
@@ -238,7 +233,7 @@ class Plans:
 
     def _recalled(self, signature: Signature) -> Prepared | None:
         """What a checkpoint says about a call."""
-        record = self._records.pop(self._call(signature), None) if self._records else None
+        record = self._records.pop(call_fingerprint(signature, self._compiled.choice), None) if self._records else None
         found = None if record is None else recalled(record, signature.cut.stages)
         if found is None:
             return None
@@ -255,7 +250,7 @@ class Plans:
         if estimate is None:
             return None
         chain, budget = estimate.profile.chain, self.budget(estimate.profile)
-        alike = self._cache.alike(signature, chain.names)
+        alike = self.cache.alike(signature, chain.names)
         least = _least_overhead(alike, signature.size, chain, budget)
         known = _best_of(chain, [plan for _, plan, _ in alike], budget, least, slots=self._settings.slots)
         lost_seconds = 0.0 if known is None else _lost(known, least)
@@ -275,7 +270,7 @@ class Plans:
             return prepared
         followed, plan = _by_seconds(prepared, self._solve)
         if plan is prepared.plan:
-            self._cache.put(signature, followed)
+            self.cache.put(signature, followed)
             return followed
         self._measurements.add(signature, followed.profile)
         return self.use_plan(signature, followed, plan)
@@ -291,19 +286,16 @@ class Plans:
         seconds = time.perf_counter() - start
         self.measuring_seconds += seconds
         self._measuring.price_seconds = seconds / _SERVED
-        rough = {known for known, prepared in self._cache if prepared.rough_seconds}
-        self._cache.drop(lambda known: known not in rough)  # the new costs may say more of these, too
+        rough = {known for known, prepared in self.cache if prepared.rough_seconds}
+        self.cache.drop(lambda known: known not in rough)  # the new costs may say more of these, too
         return self._keep(signature, profile)
 
     def _keep(self, signature: Signature, profile: Profile) -> Prepared:
         """An entry with costs that were measured."""
         prepared = Prepared(profile)
         self._measurements.add(signature, profile)
-        self._cache.put(signature, prepared)
+        self.cache.put(signature, prepared)
         return prepared
-
-    def _call(self, signature: Signature) -> str:
-        return call_fingerprint(signature.cut.stages, (signature.plain, self._compiled.choice), signature.device)
 
     def budget(self, profile: Profile, *, ceiling: bool = True) -> Budget:
         """What a plan may use; without the ceiling, if the device had as much as it seemed to have."""
@@ -320,7 +312,7 @@ class Plans:
         """Plan anew for known costs, as all processes agree."""
         outcome = self._outcome(prepared.profile)
         if not (prepared.estimated and isinstance(outcome, Plan)):
-            outcome = self._source.ranks.settle(self._call(signature), outcome)
+            outcome = self._source.ranks.settle(call_fingerprint(signature, self._compiled.choice), outcome)
         return self.use_plan(signature, prepared.without_plan(), outcome)
 
     def _outcome(self, profile: Profile) -> Plan | BudgetError:
@@ -335,14 +327,10 @@ class Plans:
                 return refusal
             return budget.least_plan(profile.chain, error, slots=slots)
 
-    def known(self, signature: Signature, turn: Turn) -> Prepared | None:
-        """What is prepared for a call, if it is still known."""
-        return self._cache.use(signature, turn)
-
     def use_plan(self, signature: Signature, prepared: Prepared, plan: Plan) -> Prepared:
         """Run a call under a plan from now on."""
         prepared = prepared.under(signature, plan)
-        self._cache.put(signature, prepared)
+        self.cache.put(signature, prepared)
         self._source.on_plan(plan)
         return prepared
 
@@ -350,7 +338,7 @@ class Plans:
 
     def under(self, plan: Plan) -> Prepared | None:
         """The entry that a plan is in use for, or None."""
-        return next((prepared for _, prepared in self._cache if prepared.plan is plan), None)
+        return next((prepared for _, prepared in self.cache if prepared.plan is plan), None)
 
     def replan(self, stale: Plan | None = None) -> Plan:
         """Plan with the budget of this moment.
@@ -358,26 +346,26 @@ class Plans:
         The new plan replaces ``stale``, a plan in use. By default it is for the signature used last, and the others are
         made anew when they come again. Raises ``ProfilingError`` before any measurement, ``BudgetError`` if none fits.
         """
-        if not len(self._cache):
+        if not len(self.cache):
             raise ProfilingError("there is nothing to plan yet: measure a sample first, with measure(sample)")
-        found = next((entry for entry in self._cache if entry[1].plan is stale), None)
+        found = next((entry for entry in self.cache if entry[1].plan is stale), None)
         if self.together:
             # The others learn of it at the next forward, and plan with this process.
-            solved = self._solve((found or self._cache.latest)[1].profile)
+            solved = self._solve((found or self.cache.latest)[1].profile)
             self.forget()
             return solved
         if stale is not None:
             # One that is not found was dropped from the cache in the meantime.
             return stale if found is None else _plan_of(self.plan_again(*found))
-        solved = _plan_of(self.plan_again(*self._cache.latest))
+        solved = _plan_of(self.plan_again(*self.cache.latest))
         self.unplan(lambda plan: plan is solved)
         return solved
 
     def use(self, plan: Plan | Schedule) -> Plan:
         """Run an earlier plan or schedule, for the signature used last. See :meth:`.Checkpointable.use`."""
-        if not len(self._cache):
+        if not len(self.cache):
             raise ProfilingError("there is nothing to run a plan for yet: measure a sample first, with measure(sample)")
-        signature, prepared = self._cache.latest
+        signature, prepared = self.cache.latest
         chain, conditions = prepared.profile.chain, self.budget(prepared.profile).conditions
         if isinstance(plan, Schedule):
             used = scheduled(chain, plan, slots=self._settings.slots, **conditions)
@@ -388,12 +376,16 @@ class Plans:
 
     def unplan(self, keep: Callable[[Plan], bool]) -> None:
         """Drop the plans of all signatures but those to keep; they are made again when their signatures return."""
-        self.forget() if self.together else self._cache.unplan(keep)
+        self.forget() if self.together else self.cache.unplan(keep)
 
     def records(self) -> list[Record]:
         """Everything measured and planned so far in plain types, for :meth:`recall`."""
-        calls = ((self._call(signature), prepared) for signature, prepared in self._cache if not prepared.estimated)
-        return list({**self._records, **{call: record_of(call, each) for call, each in calls}}.values())[-MAX_PLANS:]
+        records = dict(self._records)
+        for signature, prepared in self.cache:
+            if not prepared.estimated:
+                call = call_fingerprint(signature, self._compiled.choice)
+                records[call] = record_of(call, prepared)
+        return list(records.values())[-MAX_PLANS:]
 
     def recall(self, records: Iterable[Record]) -> None:
         """Take over what an equal module has measured on this machine, and its plans if the budget is the same."""
@@ -401,7 +393,7 @@ class Plans:
 
     def forget(self) -> None:
         """Drop every plan and measurement; the next training call starts afresh."""
-        self._cache.clear()
+        self.cache.clear()
         self._measurements.clear()
         self._cuts.forget()
 
