@@ -109,7 +109,7 @@ class ProcessPlan:
                 f"{call.chain.step_seconds / whole:.0%} of the time, +{call.overhead:.1%}; keeps "
                 f"{format_bytes(call.simulation.held_bytes)} until its backward",
             )
-            for name, call in zip(self.plan.names, self.plan.plans, strict=True)
+            for name, call in zip(self.plan.names, self.plan.calls, strict=True)
         ]
 
     def text(self) -> str:

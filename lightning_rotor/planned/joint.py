@@ -36,29 +36,24 @@ class StepPlan(Plan):
 
     Attributes:
         names: Of the modules that are called.
-        plans: Of the calls. The budget of each is what it may use beyond what is there when its forward begins, or its
+        calls: Their plans. The budget of each is what it may use beyond what is there when its forward begins, or its
             peak alone, whose output nobody gives up before the backward.
     """
 
     names: tuple[str, ...] = ()
-    plans: tuple[Plan, ...] = ()
+    calls: tuple[Plan, ...] = ()
 
     @classmethod
     def of(cls, plan: Plan, names: Sequence[str], chains: Sequence[Chain]) -> StepPlan:
         """A plan for :func:`joined`, told apart."""
         lengths = [len(chain) for chain in chains]
         before_bytes = _held_before(plan, lengths)
-        plans = tuple(
+        calls = tuple(
             _of_call(chain, schedule, plan, plan.budget_bytes - before)
             for chain, schedule, before in zip(chains, split(plan.schedule, lengths), before_bytes, strict=True)
         )
         values: dict[str, Any] = {field.name: getattr(plan, field.name) for field in fields(plan)}
-        return cls(**values, names=tuple(names), plans=plans)
-
-    @property
-    def calls(self) -> tuple[Plan, ...]:
-        """The plans of the calls."""
-        return self.plans
+        return cls(**values, names=tuple(names), calls=calls)
 
 
 def _of_call(chain: Chain, schedule: Schedule, plan: Plan, budget_bytes: int) -> Plan:
@@ -81,10 +76,6 @@ class Outside:
     behind_bytes: int = 0
     backward_bytes: int = 0
     loss_bytes: int = 0
-
-    def or_more(self, other: Outside) -> Outside:
-        """The larger of both, field by field."""
-        return Outside(*map(max, astuple(self), astuple(other)))
 
 
 def joined(names: Sequence[str], parts: Sequence[Chain | Plan], outside: Sequence[Outside] = ()) -> Chain:
@@ -416,14 +407,14 @@ class PathPlans:
             return False
         known = self._measured.get(path)
         if known is not None and exceeds:  # what was known was too little
-            found = [one.or_more(other) for one, other in zip(known, found, strict=True)]
+            found = [Outside(*map(max, astuple(one), astuple(new))) for one, new in zip(known, found, strict=True)]
         self._measured[path] = found
         return known is None
 
     def running(self, calls: Sequence[Call]) -> StepPlan | None:
         """The plan that calls have run under, or None if each had one of its own."""
         found = self._known.get(_path(calls))
-        if found is None or any(call.plan is not plan for call, plan in zip(calls, found.plans, strict=True)):
+        if found is None or any(call.plan is not plan for call, plan in zip(calls, found.calls, strict=True)):
             return None
         return found
 
@@ -467,7 +458,7 @@ class PathPlans:
     def _in_use(self, path: Path, plan: StepPlan) -> StepPlan:
         """Let calls run under a plan, those that run the same schedule under what they have."""
         parts = []
-        for key, part in zip(path, plan.plans, strict=True):
+        for key, part in zip(path, plan.calls, strict=True):
             prepared = key.prepared()
             if prepared is not None and prepared.plan is not None and prepared.plan.schedule == part.schedule:
                 parts.append(prepared.plan)
@@ -475,7 +466,7 @@ class PathPlans:
             parts.append(part)
             if prepared is not None:
                 key.plans.use_plan(key.signature, prepared, part)
-        return replace(plan, plans=tuple(parts))
+        return replace(plan, calls=tuple(parts))
 
     def _in_order(
         self, order: Sequence[Path], settled: dict[CallKey, Plan], *, strict: bool = True
@@ -485,12 +476,12 @@ class PathPlans:
         for path in order:
             plan = self._known.get(path)
             if plan is None or any(
-                settled.get(key, part) is not part for key, part in zip(path, plan.plans, strict=True)
+                settled.get(key, part) is not part for key, part in zip(path, plan.calls, strict=True)
             ):
                 plan = self._beside(path, settled, strict=strict)
             if plan is not None:
                 found[path] = plan
-                settled.update(zip(path, plan.plans, strict=True))
+                settled.update(zip(path, plan.calls, strict=True))
         return found
 
     def _beside(self, path: Path, settled: Mapping[CallKey, Plan], *, strict: bool) -> StepPlan | None:
@@ -532,8 +523,8 @@ class PathPlans:
         chain = joined(names, chains, outside)
         whole = scheduled(chain, concatenated(schedules), solved.budget_bytes, **solved.conditions)
         plan = StepPlan.of(whole, names, chains)
-        plans = tuple(settled.get(key, part) for key, part in zip(path, plan.plans, strict=True))
-        return replace(plan, plans=plans)
+        calls = tuple(settled.get(key, part) for key, part in zip(path, plan.calls, strict=True))
+        return replace(plan, calls=calls)
 
     def _guessed(self, names: Sequence[str], parts: Sequence[Chain | Plan], budget: Budget) -> list[Outside]:
         """Peaks behind calls, the higher the less calls keep, as high as the least plan allows.

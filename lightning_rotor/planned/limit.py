@@ -265,15 +265,12 @@ class StepLimit:
         self.excess_bytes = error.minimum_bytes - error.budget_bytes - self._correction_bytes
         loop, runs = self._loop, step is not None and not step.is_over
         is_simple = runs and loop.gradients_linger and not loop.is_trial and loop.processes == 1
-        if self.beyond or not is_simple or self._has_no_more(error):
+        missing_bytes = error.minimum_bytes - self.size_bytes
+        has_no_more = loop.device.type == "cuda" and missing_bytes > usable_bytes(loop.device)
+        if self.beyond or not is_simple or has_no_more:
             self._go_beyond(error)
         else:
             self._refused = self._told, error
-
-    def _has_no_more(self, error: BudgetError) -> bool:
-        """True if the device has no memory for the least plan."""
-        device = self._loop.device
-        return device.type == "cuda" and error.minimum_bytes - self.size_bytes > usable_bytes(device)
 
     def end_backward(self, step: Step, watch: StepWatch) -> None:
         """End training if a call was refused. The weights are as they were, and the step has shown what it takes."""

@@ -10,7 +10,7 @@ A training goes through these states, and back to the third whenever there is a 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from weakref import ReferenceType
@@ -40,41 +40,29 @@ from lightning_rotor.units import MemoryLimit
 
 @dataclass(frozen=True, slots=True)
 class SavedPlans:
-    """What a fit leaves for the next one, in plain types alone, so that checkpoints load with ``weights_only=True``.
+    """What a fit leaves for the next one, in plain types alone, so that checkpoints load with ``weights_only=True``."""
 
-    ``others`` are the fields ``module``, ``model``, ``ceiling_bytes`` and ``records`` of further modules.
-    """
-
-    module: str
-    model: str
+    modules: list[dict[str, Any]]
     corrections: dict[str, list[int]]
-    ceiling_bytes: int | None
-    records: list[dict[str, Any]]
-    others: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
     def of(cls, modules: Iterable[PlannedModule], corrections: Corrections) -> SavedPlans:
         """What is known of modules."""
-        first, *others = map(_saved, modules)
-        return cls(**first, corrections=corrections.to_plain(), others=others)
+        return cls(list(map(_saved, modules)), corrections.to_plain())
 
     @classmethod
     def from_plain(cls, state: Mapping[str, Any]) -> SavedPlans | None:
         """Plans from :meth:`to_plain`, or None if that was of another version of this package."""
         try:
-            return cls(**state)
-        except TypeError:
+            first = {name: state[name] for name in ("module", "model", "ceiling_bytes", "records")}
+            return cls([first, *state.get("others", [])], state["corrections"])
+        except KeyError:
             return None
 
     def to_plain(self) -> dict[str, Any]:
-        """In plain types."""
-        return asdict(self)
-
-    @property
-    def modules(self) -> list[dict[str, Any]]:
-        """All of them alike."""
-        names = ("module", "model", "ceiling_bytes", "records")
-        return [{name: getattr(self, name) for name in names}, *self.others]
+        """In plain types: the first module and, as ``others``, further ones."""
+        first, *others = self.modules
+        return {**first, "corrections": self.corrections, "others": others}
 
     def targets_in(self, model: nn.Module) -> list[Target]:
         """The modules in a model, or none if they are not all in it as they were."""
