@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -53,9 +53,13 @@ class Trial:
 
 
 class ClosedLoop:
-    """The search for one chain."""
+    """The search for one chain's budget.
 
-    def __init__(self) -> None:
+    ``size_bytes`` turned out to be needed outside of it so far; negative if less was needed than was kept free.
+    """
+
+    def __init__(self, chain_bytes: int = 1, size_bytes: int = 0) -> None:
+        self.chain_bytes, self.size_bytes = chain_bytes, size_bytes
         self._good: Trial | None = None
         self._bad: Trial | None = None
         self._overshoots = 0
@@ -104,20 +108,11 @@ class ClosedLoop:
         return self._good.budget_bytes + int(gap * min(max(share, _MARGIN), 1 - _MARGIN))
 
 
-@dataclass(slots=True)
-class _Correction:
-    """What turned out to be needed outside of one chain; negative if less was needed than was kept free."""
-
-    chain_bytes: int
-    size_bytes: int = 0
-    loop: ClosedLoop = field(default_factory=ClosedLoop)
-
-
 class Corrections:
     """What measured steps have taught, for each chain."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[str, _Correction] = OrderedDict()
+        self._known: OrderedDict[str, ClosedLoop] = OrderedDict()
 
     def __contains__(self, chain: Chain) -> bool:
         return chain.fingerprint in self._known
@@ -129,7 +124,7 @@ class Corrections:
     def recall(self, corrections: Mapping[str, Sequence[int]]) -> None:
         """Take over the corrections of an earlier training."""
         for name, (chain_bytes, size_bytes) in corrections.items():
-            self._known[name] = _Correction(chain_bytes, size_bytes)
+            self._known[name] = ClosedLoop(chain_bytes, size_bytes)
 
     def of(self, chain: Chain) -> int:
         """A chain's own correction, or for one that was never watched the largest of the others, in proportion."""
@@ -153,26 +148,26 @@ class Corrections:
             trial = Trial(plan.budget_bytes, plan.peak_bytes, measured_bytes)
             if measured_bytes > limit_bytes:
                 # Where other plans did not help, that is the one that takes least.
-                is_better = _replanned(modules, plan, known, known.loop.too_much(trial, limit_bytes) or 0)
+                is_better = _replanned(modules, plan, known, known.too_much(trial, limit_bytes) or 0)
             elif may_grow and plan.recomputed and not modules.is_capped(plan):
-                budget = known.loop.too_little(trial, limit_bytes, calls=len(runs))
+                budget = known.too_little(trial, limit_bytes, calls=len(runs))
                 if budget is not None:
                     _replanned(modules, plan, known, budget)
         if measured_bytes > limit_bytes and is_better:
             modules.unplan(lambda plan: plan.chain in self)
         return is_better
 
-    def _take_up(self, chain: Chain) -> _Correction:
+    def _take_up(self, chain: Chain) -> ClosedLoop:
         name = chain.fingerprint
         if name not in self._known:
-            self._known[name] = _Correction(_bytes_of(chain), self.of(chain))
+            self._known[name] = ClosedLoop(_bytes_of(chain), self.of(chain))
         self._known.move_to_end(name)
         while len(self._known) > _MOST_CHAINS:
             self._known.popitem(last=False)
         return self._known[name]
 
 
-def _replanned(modules: PlannedModules, plan: Plan, known: _Correction, budget_bytes: int) -> bool:
+def _replanned(modules: PlannedModules, plan: Plan, known: ClosedLoop, budget_bytes: int) -> bool:
     """Give a chain another budget, or the least if there is no plan for it. False if that changes nothing."""
     before = known.size_bytes
     known.size_bytes += plan.budget_bytes - budget_bytes
