@@ -242,7 +242,7 @@ def record_of(call: str, prepared: Prepared) -> Record:
         "call": call,
         "group_sizes": list(profile.group_sizes),
         "remembered": profile.remembered,
-        "chain": _listed(asdict(profile.chain)),
+        "chain": _with_sequences(asdict(profile.chain), list),
     }
     if plan is not None:
         record["plan"] = plan.to_plain() | {"solve_seconds": plan.solve_seconds}
@@ -260,28 +260,21 @@ def recalled(record: Record, stages: Sequence[Stage]) -> Prepared | None:
 
 
 def _chain(record: Record) -> Chain:
-    stages = [
-        StageCost(**{**stage, "options": tuple(map(_option, stage["options"])), "takes": tuple(stage["takes"])})
-        for stage in record["stages"]
-    ]
-    skips = [
-        Skip(**{**skip, "uses": tuple(skip["uses"]), "gradient_bytes": tuple(skip["gradient_bytes"])})
-        for skip in record["skips"]
-    ]
-    return Chain(**{**record, "stages": tuple(stages), "skips": tuple(skips)})
+    record = _with_sequences(record, tuple)
+    stages = (StageCost(**{**stage, "options": tuple(map(_option, stage["options"]))}) for stage in record["stages"])
+    return Chain(**{**record, "stages": tuple(stages), "skips": tuple(Skip(**skip) for skip in record["skips"])})
 
 
 def _option(record: Record) -> Option:
-    accumulating = record["accumulating"]
-    peaks = None if accumulating is None else BackwardPeaks(**accumulating)
-    return Option(**{**record, "saved_skips": tuple(record["saved_skips"]), "accumulating": peaks})
+    peaks = record["accumulating"]
+    return Option(**{**record, "accumulating": None if peaks is None else BackwardPeaks(**peaks)})
 
 
-def _listed(value: Any) -> Any:
-    """Lists in the place of tuples."""
+def _with_sequences(value: Any, kind: type[list[Any]] | type[tuple[Any, ...]]) -> Any:
+    """The value with all lists and tuples in it of one kind."""
     if isinstance(value, dict):
-        return {key: _listed(item) for key, item in value.items()}
-    return [_listed(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {key: _with_sequences(item, kind) for key, item in value.items()}
+    return kind(_with_sequences(item, kind) for item in value) if isinstance(value, (list, tuple)) else value
 
 
 def _digest(value: object) -> str:

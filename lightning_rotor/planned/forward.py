@@ -214,20 +214,15 @@ class PlannedForward:
         if not self._plans_for(module, args, kwargs):
             return plainly()
         with self._caches.off():
-            return self._under_plan(plainly, args, kwargs)
-
-    def _under_plan(self, plainly: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Output of a call in training."""
-        call = self._prepared(args, kwargs)
-        if call is None:
-            return plainly()
-        signature, value, prepared = call
-        assert prepared.plan is not None
-        self._source.on_start(value)
-        output, prepared = self._run(signature, prepared, value, plainly if prepared.runs_plainly else None)
-        pending = await_backward(output, value, once=not prepared.runs_plainly)
-        self._source.on_run(self.plans, signature, prepared, pending)
-        return output
+            call = self._prepared(args, kwargs)
+            if call is None:
+                return plainly()
+            signature, value, prepared = call
+            self._source.on_start(value)
+            output, prepared = self._run(signature, prepared, value, plainly if prepared.runs_plainly else None)
+            pending = await_backward(output, value, once=not prepared.runs_plainly)
+            self._source.on_run(self.plans, signature, prepared, pending)
+            return output
 
     def _plans_for(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """True if this call trains, and is not part of something that takes the module as it is."""

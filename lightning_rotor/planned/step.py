@@ -312,7 +312,7 @@ class StepPlanner(BudgetSource):
 
     def save(self) -> None:
         """Keep what was measured and planned so far."""
-        if self.plan is not None and any(True for _ in self.modules):
+        if self.plan is not None and list(self.modules):
             self.saved = SavedPlans.of(self.modules, self.limit.corrections)
 
     def load(self, saved: SavedPlans | None) -> bool:

@@ -178,22 +178,16 @@ def named_target(model: nn.Module, name: str) -> Target:
     try:
         module = model.get_submodule(name)
     except AttributeError:
+        plannable = [path for path, each in model.named_modules() if path and _computes(each)]
+        close = get_close_matches(name, plannable, n=1)
+        closest = f", such as {close[0]!r}" if close else ""
+        outermost = ", ".join(repr(path) for path, each in _outermost(model) if _computes(each)) or "none"
         raise ModelError(
-            f"{type(model).__name__} has no submodule {name!r}: expected a dotted name{_closest(model, name)}. "
-            f"Submodules that can be planned: {_listed(model)}"
+            f"{type(model).__name__} has no submodule {name!r}: expected a dotted name{closest}. "
+            f"Submodules that can be planned: {outermost}"
         ) from None
     check_module(module)
     return Target(name, module, "as named")
-
-
-def _closest(model: nn.Module, name: str) -> str:
-    plannable = [path for path, module in model.named_modules() if path and _computes(module)]
-    close = get_close_matches(name, plannable, n=1)
-    return f", such as {close[0]!r}" if close else ""
-
-
-def _listed(model: nn.Module) -> str:
-    return ", ".join(repr(path) for path, module in _outermost(model) if _computes(module)) or "none"
 
 
 def _computes(module: nn.Module) -> bool:
