@@ -237,12 +237,10 @@ class Plans:
         found = None if record is None else recalled(record, signature.cut.stages)
         if found is None:
             return None
-        prepared = self._keep(signature, found.profile)
-        if found.plan is None or found.plan.slots < self._settings.slots:
+        prepared, plan = self._keep(signature, found.profile), found.plan
+        if plan is None or plan.slots < self._settings.slots or not self.budget(found.profile).fits(plan):
             return prepared
-        return (
-            self.use_plan(signature, prepared, found.plan) if self.budget(found.profile).fits(found.plan) else prepared
-        )
+        return self.use_plan(signature, prepared, plan)
 
     def _estimated(self, signature: Signature) -> Prepared | None:
         """A plan for a new size from the costs of others, or None if those do not do."""
@@ -348,17 +346,16 @@ class Plans:
         """
         if not len(self.cache):
             raise ProfilingError("there is nothing to plan yet: measure a sample first, with measure(sample)")
-        found = next((entry for entry in self.cache if entry[1].plan is stale), None)
+        used = [entry for entry in self.cache if stale is not None and entry[1].plan is stale]
+        signature, prepared = used[0] if used else self.cache.latest
         if self.together:
             # The others learn of it at the next forward, and plan with this process.
-            solved = self._solve((found or self.cache.latest)[1].profile)
+            solved = self._solve(prepared.profile)
             self.forget()
             return solved
-        if stale is not None:
-            # One that is not found was dropped from the cache in the meantime.
-            return stale if found is None else _plan_of(self.plan_again(*found))
-        solved = _plan_of(self.plan_again(*self.cache.latest))
-        self.unplan(lambda plan: plan is solved)
+        solved = _plan_of(self.plan_again(signature, prepared))
+        if stale is None:
+            self.unplan(lambda plan: plan is solved)
         return solved
 
     def use(self, plan: Plan | Schedule) -> Plan:
