@@ -37,7 +37,7 @@ from lightning_rotor.capture.graph_stage import (
 )
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.torch_names import HOOKS, FakeTensorMode, any_hooks_of_all
-from lightning_rotor.private.values import same_bits, tree_leaves, tree_map
+from lightning_rotor.private.values import same_bits
 from lightning_rotor.stages.sequential import has_own_call, packed
 from lightning_rotor.stages.snapshot import PLAIN, namespace_of
 from lightning_rotor.stages.state import generator_state
@@ -203,9 +203,8 @@ class _OncePerSize(TorchFunctionMode):
             raise NotImplementedError  # the tensor may stand for others
         key = func, _look(args), _look(kwargs or {})
         if key not in self._results:
-            args, kwargs = tree_map(_on_meta, (args, kwargs or {}))
-            made_anew = not any(isinstance(each, torch.Tensor) for each in tree_leaves((args, kwargs)))
-            with torch.device("meta") if made_anew else nullcontext():
+            args, kwargs = _on_meta(args), _on_meta(kwargs or {})
+            with nullcontext() if any(map(_has_tensors, (*args, *kwargs.values()))) else torch.device("meta"):
                 self._results[key] = args[0].clone() if name in _MOVES else func(*args, **kwargs)
         return self._results[key]
 
@@ -221,10 +220,20 @@ def _look(value: Any) -> Any:
 
 
 def _on_meta(value: Any) -> Any:
-    """What stands for an argument among tensors of the meta device, which have sizes and no values."""
+    """What stands for arguments among tensors of the meta device, which have sizes and no values."""
+    if isinstance(value, torch.Tensor):
+        return value if value.is_meta else value.detach().to("meta")
+    if type(value) in (tuple, list):
+        return type(value)(map(_on_meta, value))
+    if type(value) is dict:
+        return {key: _on_meta(entry) for key, entry in value.items()}
     if isinstance(value, torch.device) or (isinstance(value, str) and _DEVICE.fullmatch(value)):
         return torch.device("meta")
-    return value.detach().to("meta") if isinstance(value, torch.Tensor) else value
+    return value
+
+
+def _has_tensors(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or (type(value) in (tuple, list) and any(map(_has_tensors, value)))
 
 
 def _operations(nodes: Iterable[fx.Node], wanted: set[fx.Node]) -> list[fx.Node]:
