@@ -166,13 +166,12 @@ def memory_bytes(layouts: Iterable[Layout], block_bytes: int) -> int:
 
 def learning(leaves: Sequence[Any], places: Sequence[int | None]) -> list[tuple[torch.Tensor, int]]:
     """The tensors that require gradients, with their keys."""
-    tensors = [
-        (leaf, place)
+    numbers = count()
+    return [
+        (leaf, ~next(numbers) if place is None else place)
         for leaf, place in zip(leaves, places, strict=True)
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad
     ]
-    numbers = count()
-    return [(leaf, ~next(numbers) if place is None else place) for leaf, place in tensors]
 
 
 def ending(ends: StageEnds, leaves: Sequence[Any], output: Any) -> list[tuple[torch.Tensor, int]]:
