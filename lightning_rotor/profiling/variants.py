@@ -101,26 +101,23 @@ def _with_variants(
     exact = compiled.choice == "exact"
     outcomes = {variant: _measured(other, expected, alone, exact=exact) for variant, other in others.items()}
     found = {variant: outcome for variant, outcome in outcomes.items() if not isinstance(outcome, str)}
-    if found:
-        profilers = [profiler, *(others[variant] for variant in found)]
-        pairs = zip([alone, *found.values()], seconds.of((kin, tuple(found)), profilers), strict=True)
-        alone, *taken = [replace(each, cost=seconds_taken.of(each.cost)) for each, seconds_taken in pairs]
-        found = dict(zip(found, taken, strict=True))
-    names = _worthwhile({"keep": alone.cost, **{variant: each.cost for variant, each in found.items()}})[1:]
+    names = _worthwhile({"keep": alone.cost, **found})[1:]
     _log.info(
         "%r can run under %s%s",
         name,
         ", ".join(names) or "no other activation memory budget that takes less memory",
         "".join(f"; not under {variant}: {reason}" for variant, reason in outcomes.items() if isinstance(reason, str)),
     )
-    costs = {variant: found[variant].cost for variant in names}
-    more = (replace(each.keep, name=one, discard_peak_bytes=each.discard_peak_bytes) for one, each in costs.items())
-    return replace(alone, cost=_joined(alone.cost, more))
+    if not names:
+        return alone
+    taken = seconds.of((kin, names), [profiler, *(others[name] for name in names)])
+    cost, *costs = map(StageSeconds.of, taken, [alone.cost, *(found[name] for name in names)])
+    more = zip(names, costs, strict=True)
+    options = (replace(each.keep, name=one, discard_peak_bytes=each.discard_peak_bytes) for one, each in more)
+    return replace(alone, cost=_joined(cost, options))
 
 
-def _measured(
-    profiler: StageProfiler, expected: _Outcome, alone: StageMeasurement, *, exact: bool
-) -> StageMeasurement | str:
+def _measured(profiler: StageProfiler, expected: _Outcome, alone: StageMeasurement, *, exact: bool) -> StageCost | str:
     """The costs of a variant, or why it must not be used."""
     try:
         outcome = _outcome(profiler)
@@ -135,7 +132,7 @@ def _measured(
     sizes, pinned_bytes = measurement.gradients.skip_bytes, measurement.cost.pinned_bytes
     if sizes != alone.gradients.skip_bytes or pinned_bytes != alone.cost.pinned_bytes:
         return "it leaves other gradients of skips, or other memory that no checkpoint can free"
-    return measurement
+    return measurement.cost
 
 
 def _total(seconds: Sequence[StageSeconds]) -> float:
