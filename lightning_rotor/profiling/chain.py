@@ -210,7 +210,7 @@ class _Measuring:
             before = boundary
             if progress is not None:
                 progress(number + 1, len(self.stages))
-        # What a stage is given depends on later ones alone, so each forward settles at least the last of these for good.
+        # What a stage is given depends on later ones alone, so each forward settles at least the last of these.
         while stale := [number for number in reversed(range(len(self._chain) - 1)) if not self._settle(number)]:
             for number, boundary in walk(self.stages[: stale[0] + 1], self._inputs):
                 if number in stale:
