@@ -12,8 +12,6 @@ budget costs, :func:`simulate` judges any :class:`Schedule`.
 From a shell: ``python -m lightning_rotor plan --help``.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

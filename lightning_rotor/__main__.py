@@ -1,7 +1,5 @@
 """``python -m lightning_rotor``: plans from the command line."""
 
-from __future__ import annotations
-
 import sys
 
 from lightning_rotor.report.command_line import main

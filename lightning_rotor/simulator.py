@@ -19,8 +19,6 @@ What is alive, and until when::
 Not counted: the chain's input (the caller has it anyway), parameters, buffers, and gradients from earlier steps.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Sizes in bytes: reading what users write, and printing what they can read."""
 
-from __future__ import annotations
-
 import io
 import math
 import re

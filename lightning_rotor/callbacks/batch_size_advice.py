@@ -1,7 +1,5 @@
 """The best batch size under a memory limit, before training starts."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from typing import Any

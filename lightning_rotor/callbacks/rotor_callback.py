@@ -1,7 +1,5 @@
 """Train a LightningModule inside a byte limit."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from typing import Any, Literal

@@ -12,8 +12,6 @@ What else is alive at a cut (the shortcut x, a mask) is carried along, see :clas
 Parameters and buffers are none of it, for every stage reads them where they are.
 """
 
-from __future__ import annotations
-
 import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set

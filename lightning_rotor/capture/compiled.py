@@ -12,8 +12,6 @@ Modules that run the same code share it, as under the user's compiler: a compile
 argument.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace

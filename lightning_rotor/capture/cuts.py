@@ -3,8 +3,6 @@
 An ``nn.Sequential`` of blocks is cut along its graph as well, so that a plan can choose inside the blocks.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 from collections import Counter

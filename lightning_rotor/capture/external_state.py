@@ -1,7 +1,5 @@
 """Places outside of modules where code finds values, and what these values look like at one moment."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import threading

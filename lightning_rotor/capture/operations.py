@@ -1,7 +1,5 @@
 """The operations that a recording meets: how to spell them as nodes, and which of them it cannot hold."""
 
-from __future__ import annotations
-
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator

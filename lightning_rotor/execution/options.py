@@ -1,7 +1,5 @@
 """How one stage runs. The profiler and the executor both call this, so that what was measured is what runs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any

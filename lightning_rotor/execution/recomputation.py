@@ -5,8 +5,6 @@ again when the backward first asks for one. This module keeps the second run fro
 numbers and counting calls.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext

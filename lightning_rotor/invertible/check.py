@@ -1,7 +1,5 @@
 """Whether a module's inverse undoes its forward, tried on one input."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace

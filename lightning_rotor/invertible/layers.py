@@ -4,8 +4,6 @@ Couplings: one half of the channels changes by what a network makes of the other
 networks may be anything that keeps the shape of a half; they are never inverted.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext

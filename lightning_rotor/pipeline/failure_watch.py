@@ -8,8 +8,6 @@ host's processes without a word. So all hold a line to the first; the system han
     process 3 ──┘           └──► all others, who end with these words
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import secrets

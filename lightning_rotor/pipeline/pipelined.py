@@ -4,8 +4,6 @@ module, sample ──► chain (cut, measured) ──► Partition ──► par
                    the first process's counts    (rank 0's)
 """
 
-from __future__ import annotations
-
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence

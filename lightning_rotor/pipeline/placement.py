@@ -4,8 +4,6 @@ Each process keeps the weights of its own stages and of everything outside of th
 for the others, so names, shapes and parameter numbers in optimizers are those of the whole model everywhere.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

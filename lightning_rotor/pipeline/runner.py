@@ -6,8 +6,6 @@ The schedules are those of :mod:`torch.distributed.pipelining`; they get stages,
                                         MicroBatchStage ─ Part ─ Executor
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial

@@ -20,8 +20,6 @@ Sources: Huang et al., "GPipe", arXiv:1811.06965; Narayanan et al., "PipeDream",
 large-scale language model training on GPU clusters", arXiv:2104.04473 (interleaved).
 """
 
-from __future__ import annotations
-
 import re
 from functools import lru_cache
 from typing import Literal, NamedTuple, TypeAlias, get_args

@@ -22,8 +22,6 @@ the stage's own. Memory of a device, at any moment of an action::
 The peak is the largest sum over all actions, so it is exact where these loads are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property

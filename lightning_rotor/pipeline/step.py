@@ -3,8 +3,6 @@
 user code of each micro-batch ──► waits at the call ──► PipelineRunner ──► goes on as outputs arrive
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ In: a chain and a budget. Out: a plan, or the least budget that works; the curve
     bounds            a lower bound for whatever else an execution could do
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 from typing_extensions import Unpack

@@ -58,8 +58,6 @@ see ``benchmarks/oracle.py``. The recursion is rotor's (Beaumont et al., hal-023
 the memory and give a schedule, here each has all of it and they give a bound.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable

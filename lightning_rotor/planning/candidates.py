@@ -4,8 +4,6 @@ A table is a staircase of schedules by memory. It counts in slots and approximat
 budget may fit it in bytes and one from slightly below may not: only the simulator tells.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -55,8 +55,6 @@ Source: Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing
 hal-02352969, refined: gradients and temporaries count only while they are alive, shared boundaries count once.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

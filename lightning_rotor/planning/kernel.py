@@ -12,8 +12,6 @@ are stored: about a quarter of all numbers, and of all work::
 A sum of two rows is infinite before the later first slot and constant from the later last slot on.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple, TypeAlias
 
 import numpy as np

@@ -1,7 +1,5 @@
 """One chain, any number of budgets: the tables of a chain, made when they are needed and kept."""
 
-from __future__ import annotations
-
 import math
 import time
 from dataclasses import astuple, fields, replace

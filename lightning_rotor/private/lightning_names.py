@@ -1,7 +1,5 @@
 """Private names of Lightning 2.6 and torchmetrics 1, neither of which needs to be there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any

@@ -1,7 +1,5 @@
 """Private names of torch, read in 2.11 to 2.15."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@
 ``torch.utils`` has no public module of the kind. The same in 2.11 to 2.15.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any

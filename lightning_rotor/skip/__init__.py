@@ -16,8 +16,6 @@ plainly, an ``nn.Sequential`` hands tensors on by itself. Cut into a chain, ever
 stages: planners know its size (:class:`lightning_rotor.chain.Skip`), and recomputation hands it out again.
 """
 
-from __future__ import annotations
-
 import threading
 import uuid
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence

@@ -6,8 +6,6 @@ What a pipeline cannot train is refused before training, on every process: each 
 :class:`PipelineError` that says what would work.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

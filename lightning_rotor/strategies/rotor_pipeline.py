@@ -1,7 +1,5 @@
 """Train a LightningModule whose layers are spread over several devices."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 import warnings

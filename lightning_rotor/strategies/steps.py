@@ -1,7 +1,5 @@
 """``training_step`` around a pipeline, once for each micro-batch or by hand: one loss and one log for the batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass

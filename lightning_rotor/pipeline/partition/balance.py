@@ -1,7 +1,5 @@
 """How many stages of a chain go to which part: checked, or found from one number per stage as torchgpipe does it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import accumulate

@@ -1,7 +1,5 @@
 """The problem of cutting: the chain, the devices, how the pipeline runs; and costs of runs of stages on a device."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

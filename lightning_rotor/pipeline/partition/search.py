@@ -20,8 +20,6 @@ cuts are few, each is bounded by a simulated step of its least loads, and judged
 Runs are planned when a candidate has them; until then a fractional knapsack bounds their recomputation.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from functools import cached_property

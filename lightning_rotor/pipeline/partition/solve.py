@@ -1,7 +1,5 @@
 """From a chain and devices to a partition, or to an error that says what would work."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
