@@ -26,7 +26,6 @@ from lightning_rotor.capture.graph_stage import GraphSlice
 from lightning_rotor.capture.operations import draws
 from lightning_rotor.errors import UnitError
 from lightning_rotor.private import torch_names as private
-from lightning_rotor.private.torch_names import CompilerSettings, FakeTensor, TorchDispatchMode, is_compiled
 from lightning_rotor.stages.sequential import Stage
 
 Variants: TypeAlias = Literal["exact", "close", "off"]
@@ -62,7 +61,7 @@ class CompiledModules:
 
     def __init__(self, variants: Variants = "exact") -> None:
         self.choice = check_variants(variants)
-        self._settings: list[CompilerSettings] = []
+        self._settings: list[private.CompilerSettings] = []
         self._functions: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]] = {}  # with their backends
 
     def variants(self, stage: Stage, *, one_graph: bool = True) -> dict[str, Callable[[Any], Any]]:
@@ -87,7 +86,7 @@ class CompiledModules:
 
     def identity(self, module: nn.Module) -> tuple[Any, frozenset[str]]:
         """A module's compilation settings, equal for equal ones; and the attributes that say nothing more."""
-        if not is_compiled(module):
+        if not private.is_compiled(module):
             return None, frozenset()
         try:
             number = self._number(_settings_of(module))
@@ -97,7 +96,7 @@ class CompiledModules:
             (private.COMPILED_CALL,)
         )
 
-    def _number(self, settings: CompilerSettings) -> int:
+    def _number(self, settings: private.CompilerSettings) -> int:
         """A number for a backend, equal for equal ones. Backends can be compared, but not hashed."""
         if settings not in self._settings:
             self._settings.append(settings)
@@ -134,7 +133,7 @@ def _compile_under(
 # -------------------------------------------------------------------- random numbers
 
 
-class _Draws(TorchDispatchMode):
+class _Draws(private.TorchDispatchMode):
     """Notes whether an operation draws random numbers."""
 
     seen = False
@@ -147,7 +146,7 @@ class _Draws(TorchDispatchMode):
 def _may_draw(graph: fx.GraphModule) -> bool:
     """True if a graph draws random numbers, as far as a run without values can tell."""
     values = [node.meta.get("example_value") for node in graph.graph.nodes if node.op == "placeholder"]
-    fake = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
+    fake = next((value.fake_mode for value in values if isinstance(value, private.FakeTensor)), None)
     if fake is None:
         return True
     draws = _Draws()
@@ -164,7 +163,7 @@ def _may_draw(graph: fx.GraphModule) -> bool:
 # -------------------------------------------------------------------- what the user asked for
 
 
-def _settings_of(module: nn.Module) -> CompilerSettings:
+def _settings_of(module: nn.Module) -> private.CompilerSettings:
     """How a module was compiled."""
     settings = private.compiler_settings(module)
     if settings is None:
@@ -186,7 +185,7 @@ def _compiled_in(stage: Stage) -> list[nn.Module]:
     called: list[nn.Module] = []
     for module in stage.modules:
         called += module.called_modules if isinstance(module, GraphSlice) else [module]
-    return [module for module in dict.fromkeys(called) if is_compiled(module)]
+    return [module for module in dict.fromkeys(called) if private.is_compiled(module)]
 
 
 def _calling(stage: Stage, replacements: dict[nn.Module, Callable[..., Any]]) -> Callable[[Any], Any]:

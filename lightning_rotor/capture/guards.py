@@ -36,7 +36,6 @@ from lightning_rotor.capture.graph_stage import (
     spell_value,
 )
 from lightning_rotor.private import torch_names as private
-from lightning_rotor.private.torch_names import HOOKS, FakeTensorMode, any_hooks_of_all
 from lightning_rotor.private.values import same_bits
 from lightning_rotor.stages.sequential import has_own_call, packed
 from lightning_rotor.stages.snapshot import PLAIN, namespace_of
@@ -130,7 +129,7 @@ class Guards:
             return None
 
     def _sizes_on_fakes(self, inputs: Sequence[Any]) -> Any:
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        mode = private.FakeTensorMode(allow_non_fake_inputs=True)
         try:
             with torch.no_grad(), mode:
                 fakes = [
@@ -495,9 +494,9 @@ def _unchanged_modules(modules: Sequence[nn.Module]) -> Unchanged:
     attributes = list(map(vars, modules))
     children = [own["_modules"] for own in attributes]
     tensors = [own[name] for own in attributes for name in ("_parameters", "_buffers")]
-    hooks = [own[name] for own in attributes for name in HOOKS]
+    hooks = [own[name] for own in attributes for name in private.HOOKS]
     names = list(map(_own_names, modules))
-    reads = [itemgetter(*each, "_modules", "_parameters", "_buffers", *HOOKS) for each in names]
+    reads = [itemgetter(*each, "_modules", "_parameters", "_buffers", *private.HOOKS) for each in names]
 
     def read() -> tuple[Any, ...]:
         try:
@@ -506,7 +505,7 @@ def _unchanged_modules(modules: Sequence[nn.Module]) -> Unchanged:
             return ()
         kinds = list(map(type, modules))
         return (
-            *(*kinds, *map(_forward_of, kinds), any_hooks_of_all(), *filter(None, hooks)),
+            *(*kinds, *map(_forward_of, kinds), private.any_hooks_of_all(), *filter(None, hooks)),
             *chain.from_iterable(chain(values, children, tensors)),
             *chain.from_iterable(map(dict.values, children)),
             *map(is_, chain.from_iterable(map(dict.values, tensors)), repeat(None)),

@@ -16,13 +16,7 @@ from torch import nn
 from lightning_rotor.errors import InverseError, ModelError
 from lightning_rotor.private.lightning_names import TRAINERS
 from lightning_rotor.private.torch_names import is_compiler_wrapper
-from lightning_rotor.private.values import (
-    TreeSpec,
-    flatten,
-    keystr,
-    tree_flatten_with_path,
-    tree_unflatten,
-)
+from lightning_rotor.private.values import TreeSpec, flatten, keystr, tree_flatten_with_path, tree_unflatten
 from lightning_rotor.stages.sequential import has_own_call, is_invertible, runs_members_in_a_row
 
 

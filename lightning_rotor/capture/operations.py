@@ -108,14 +108,7 @@ def require_recordable(function: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 FUNCTIONS: frozenset[Any] = frozenset(
-    {
-        F.gumbel_softmax,
-        F.local_response_norm,
-        F.multi_head_attention_forward,
-        F.normalize,
-        F.softsign,
-        F.tanhshrink,
-    }
+    {F.gumbel_softmax, F.local_response_norm, F.multi_head_attention_forward, F.normalize, F.softsign, F.tanhshrink}
 )
 """Functions of torch, written in Python, that save more than one tensor for the backward."""
 

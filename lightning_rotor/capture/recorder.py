@@ -40,13 +40,7 @@ from lightning_rotor.capture.graph_stage import (
     total,
 )
 from lightning_rotor.capture.guards import OWN, Guards, ancestors, first_difference, version_of
-from lightning_rotor.capture.modules import (
-    Call,
-    ModuleCalls,
-    UntraceableError,
-    hides_code,
-    is_torchs_module,
-)
+from lightning_rotor.capture.modules import Call, ModuleCalls, UntraceableError, hides_code, is_torchs_module
 from lightning_rotor.capture.operations import (
     FUNCTIONS,
     METADATA,

@@ -231,10 +231,7 @@ class Inversion:
         # With gradients: kernels may give other last bits where none is wanted.
         with self.moment.first():
             output = without_saved_tensors(
-                partial(run_stage, self.way.stage),
-                value,
-                self.moment.first_pass,
-                draws_random=self.way.draws_random,
+                partial(run_stage, self.way.stage), value, self.moment.first_pass, draws_random=self.way.draws_random
             )
         made = require_own_output(inputs, versions, output, name=self.way.name)
         self._made = tree_flatten(output)[1]

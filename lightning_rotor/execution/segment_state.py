@@ -31,7 +31,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.sharding import units_in
-from lightning_rotor.private.torch_names import any_hooks_of_all
 from lightning_rotor.private.values import tensors_in
 from lightning_rotor.stages.sequential import NORMALIZATIONS, Stage, has_own_code, is_plain_stock
 from lightning_rotor.stages.snapshot import SMALL_BYTES, Snapshot
@@ -300,7 +299,7 @@ class FirstPass:
             (module, name, copies.setdefault(id(buffer), buffer.detach().clone()))
             for module, name, buffer in buffers_of(self.state.remembered)
         ]
-        if self.state.attributed or any_hooks_of_all():
+        if self.state.attributed or private.any_hooks_of_all():
             self._before = Snapshot(self.state.attributed, small_bytes=SMALL_BYTES)
             self._observers.watch()
         self.generators = HostGenerators() if self.state.attributed else None

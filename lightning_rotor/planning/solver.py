@@ -12,13 +12,7 @@ from lightning_rotor.chain import Chain, Option, StageCost
 from lightning_rotor.errors import BudgetError
 from lightning_rotor.planning.candidates import Candidates, Judge, by_peak, by_seconds
 from lightning_rotor.planning.dynamic_program import Table
-from lightning_rotor.planning.frontier import (
-    SAME,
-    Frontier,
-    keep_all_fastest,
-    no_schedule_is_faster,
-    pareto,
-)
+from lightning_rotor.planning.frontier import SAME, Frontier, keep_all_fastest, no_schedule_is_faster, pareto
 from lightning_rotor.planning.plan import DEFAULT_SLOTS, Plan
 from lightning_rotor.planning.requirements import requirements_of, retains_from_birth
 from lightning_rotor.simulator import Conditions, Simulation

@@ -31,22 +31,15 @@ from lightning_rotor.memory.budget import Budget, ResidentMemory
 from lightning_rotor.memory.devices import resolve_limit
 from lightning_rotor.planned.batch_sizes import AffineCosts, BatchSizeAdvice, advice_from
 from lightning_rotor.planning import Frontier, Plan
-from lightning_rotor.planning.plan import plain_simulation
+from lightning_rotor.planning.frontier import frontier_table
+from lightning_rotor.planning.plan import plain_simulation, plan_table, stage_table
 from lightning_rotor.profiling import Profile, profile_chain
 from lightning_rotor.profiling.chain import Progress
 from lightning_rotor.profiling.dry_run import require_same
 from lightning_rotor.profiling.estimates import GPUS, Accelerator, InputSpec, arguments, build_on_meta, estimate_profile
 from lightning_rotor.profiling.meters import MeasuringProgress
-from lightning_rotor.report import (
-    PlotError,
-    draw_chain,
-    frontier_table,
-    plan_table,
-    plot_frontier,
-    plot_timeline,
-    stage_table,
-)
-from lightning_rotor.report.timeline import new_figure
+from lightning_rotor.report.drawing import draw_chain
+from lightning_rotor.report.timeline import PlotError, new_figure, plot_frontier, plot_timeline
 from lightning_rotor.units import format_bytes, format_seconds, parse_limit
 
 _FAILED = 2

@@ -14,7 +14,6 @@ from torch import nn
 
 from lightning_rotor.errors import InverseError, ModelError
 from lightning_rotor.private import torch_names as private
-from lightning_rotor.private.torch_names import version_of
 from lightning_rotor.private.values import address_of, tree_leaves
 from lightning_rotor.skip import Key, Skippable, verify_layers
 
@@ -380,7 +379,7 @@ def require_own_output(
     ``versions`` are those of the inputs before the forward, which must not change them.
     """
     made = require_tensors(output, name=name, what="output")
-    if [version_of(tensor) for tensor in inputs] != list(versions):
+    if [private.version_of(tensor) for tensor in inputs] != list(versions):
         raise InverseError(
             f"{name!r} changes its input in place: expected an untouched input, which its other readers rely on. "
             "Use an operation that is not in place",

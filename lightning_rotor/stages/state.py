@@ -19,10 +19,6 @@ from torch.backends import cuda, cudnn, mkldnn
 
 from lightning_rotor.errors import ExecutionError
 from lightning_rotor.private import torch_names as private
-from lightning_rotor.private.torch_names import (  # a state is a tensor, and real even among fake ones
-    no_dispatch,
-    stamps,
-)
 from lightning_rotor.private.values import uncounted_copy
 
 
@@ -60,7 +56,7 @@ class GeneratorStates:
             device = torch.device("cuda", torch.cuda.current_device())
         self.device = device if device is not None and device.type == "cuda" else None
         self._host = HostGenerators() if host else None
-        with no_dispatch():
+        with private.no_dispatch():  # a state is a tensor, and real even among fake ones
             self._torch = [torch.get_rng_state() if counted else uncounted_copy(torch.get_rng_state())]
             if self.device is not None:
                 self._torch.append(torch.cuda.get_rng_state(self.device))
@@ -77,7 +73,7 @@ class GeneratorStates:
         """True if no generator was used in between."""
         if self._host is not None and other._host is not None and not self._host.equals(other._host):
             return False
-        with no_dispatch():
+        with private.no_dispatch():
             return len(self._torch) == len(other._torch) and all(map(torch.equal, self._torch, other._torch))
 
 
@@ -293,7 +289,7 @@ _requires_grad = attrgetter("requires_grad")
 
 def first_changed(before: Sequence[int], tensors: Sequence[torch.Tensor], *, or_copies: bool = False) -> int | None:
     """Number of the first tensor that has changed, or None. ``before`` are its stamps or the first of these."""
-    now = stamps(tensors)[: len(before)]
+    now = private.stamps(tensors)[: len(before)]
     if now == before:
         return None
     if or_copies:
@@ -311,7 +307,7 @@ class TensorsRead:
         self._spell = spell
         self._read = [slot for slot in self.slots if isinstance(slot[2], torch.Tensor)]
         self._tensors = [tensor for _, _, tensor in self._read]
-        self._stamps = stamps(self._tensors)
+        self._stamps = private.stamps(self._tensors)
         self._learning = list(map(_requires_grad, self._tensors))
 
     def require_untouched(self) -> None:
