@@ -160,32 +160,28 @@ class _Boxes:
 
     def run(self, run: Run) -> RenderableType:
         """Boxes of a run, in a frame if they repeat, each above what it hands on."""
-        boxes: list[RenderableType] = []
-        numbers = range(run.first, run.first + run.length)
-        for number in numbers if self.again is None else reversed(numbers):
-            boxes += [self._box(number, run), self._boundary(number)]
-        last = boxes.pop()
+        numbers = range(run.first, run.first + run.length)[:: 1 if self.again is None else -1]
+        *boxes, last = (box for number in numbers for box in (self._box(number, run), self._boundary(number)))
         if run.repeats == 1:
             return Group(*(Padding(box, (0, 2)) for box in boxes), last)
         frame = Panel(Group(*boxes), title=f"× {run.repeats}", title_align="right", border_style=_GREY)
         return Group(frame, self._boundary(run.first if self.again else run.first + run.length * run.repeats - 1))
 
     def _box(self, number: int, run: Run) -> Panel:
-        option, depth = self.options[number], self.depths[number]
-        keeps = "inverted" if option.inverts else f"keeps {format_bytes(option.kept_bytes)}"
-        if depth:
-            keeps = f"recomputed{'' if depth == 1 else f' {depth} deep'}, {keeps}"
-        if self.again is not None:
-            keeps = format_seconds(option.backward_seconds)
-        notes = self._skips(number) if self.again is None else self._backward(number, self.again.get(number))
-        skips = [Text(line, overflow="ellipsis", no_wrap=True) for line in notes]
+        option, depth, labels = self.options[number], self.depths[number], self.labels[number]
         names, last = self.chain.names, number + run.repeats - 1 if run.length == 1 else number
-        labels = self.labels[number] if self.again is None else self.labels[number][::-1]
+        if self.again is None:
+            again = f"recomputed{'' if depth == 1 else f' {depth} deep'}, " if depth else ""
+            does = again + ("inverted" if option.inverts else f"keeps {format_bytes(option.kept_bytes)}")
+            notes = self._skips(number)
+        else:
+            labels, does = labels[::-1], format_seconds(option.backward_seconds)
+            notes = self._backward(number, self.again.get(number))
         return Panel(
-            Group(*_lines(labels), *skips),
+            Group(*_lines(labels), *(Text(line, overflow="ellipsis", no_wrap=True) for line in notes)),
             title=Text(from_to(names[number], names[last], str), "bold"),
             title_align="left",
-            subtitle=Text(keeps),
+            subtitle=Text(does),
             subtitle_align="right",
             style=f"#222222 on {self.colours[number]}",
             border_style=_INVERTED if option.inverts else _SEGMENT if depth else "",
@@ -193,23 +189,17 @@ class _Boxes:
 
     def _boundary(self, number: int) -> Text:
         """An arrow to the next stage, and what is handed on; all of it may be skips."""
+        size, is_last = self.chain.stages[number].output_bytes, number == len(self.chain) - 1
+        said = ("output " if is_last else "") + (format_bytes(size) if size or is_last else "")
         if self.again is not None:
-            return Text(
-                f"▼ gradient {format_bytes(self.options[number].input_gradient_bytes)}", _GREY, justify="center"
-            )
-        output, is_last = self.chain.stages[number].output_bytes, number == len(self.chain) - 1
-        said = ("output " if is_last else "") + (format_bytes(output) if output or is_last else "")
+            said = f"gradient {format_bytes(self.options[number].input_gradient_bytes)}"
         return Text(f"▼ {said}", _GREY, justify="center")
 
     def _backward(self, number: int, segment: Segment | None) -> Iterator[str]:
         option = self.options[number]
         if segment is not None:
             yield f"runs again first: {from_to(self.chain.names[segment.first], self.chain.names[number], str)}"
-        yield (
-            f"rebuilds its input from {format_bytes(option.kept_bytes)}"
-            if option.inverts
-            else (f"reads {format_bytes(option.kept_bytes)}")
-        )
+        yield f"{'rebuilds its input from' if option.inverts else 'reads'} {format_bytes(option.kept_bytes)}"
         if option.parameter_gradient_bytes:
             yield f"new parameter gradients {format_bytes(option.parameter_gradient_bytes)}"
 
