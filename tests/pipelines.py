@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
@@ -13,12 +14,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 _TIMEOUT_SECONDS = 90
-# Imported once, by the one server of a test process that all others are forked from.
-_PRELOADED = ["pipelines", "grids", "lightning.pytorch", "torch.distributed.pipelining", "lightning_rotor.strategies"]
 
 
 class Processes:
@@ -30,7 +30,7 @@ class Processes:
 
     def __init__(self, count: int) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
+        context.set_forkserver_preload(["pipeline_server"])
         self._folder = tempfile.TemporaryDirectory()
         self._jobs = [context.Queue() for _ in range(count)]
         self._answers = context.Queue()
@@ -39,8 +39,11 @@ class Processes:
             context.Process(target=_work, args=(rank, self._jobs[rank], self._answers), daemon=True)
             for rank in range(count)
         ]
-        for process in self._processes:
-            process.start()
+        with pytest.MonkeyPatch.context() as patch:
+            # The server, which the first one starts, finds modules as this process does.
+            patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+            for process in self._processes:
+                process.start()
 
     def run(self, world: int, job: Callable[..., Any], *arguments: Any, mortal: tuple[int, ...] = ()) -> list[Any]:
         """What a function gives in each of ``world`` processes that can talk to each other. An exception counts as an answer.
