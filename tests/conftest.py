@@ -13,6 +13,7 @@ os.environ["MPLBACKEND"] = "Agg"
 
 import random
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
+from xdist.scheduler import LoadFileScheduling
 
 from lightning_rotor.planned import plans
 from tests import cuda_device, grids
@@ -30,12 +32,14 @@ torch.set_num_threads(1)
 
 # The files that take longest, longest first: one that a process begins last makes the other wait.
 LONGEST = (
-    *("test_ranks", "test_cuda_memory", "test_graph_cuts", "test_ways_bad_input", "test_target", "test_planning"),
-    *("test_lightning_tools", "test_compiled", "test_no_trace", "test_callback", "test_recording", "test_families"),
-    "test_docs",
-    *("test_pipeline_failures", "test_pipeline_runner", "test_pipeline_strategy", "test_skips", "test_inversion"),
-    *("test_gpu_benchmark", "test_invertible_example", "test_frontier", "test_ways", "test_pipeline_start"),
+    *("test_ranks", "test_cuda_memory", "test_pipeline_runner", "test_pipeline_failures", "test_pipeline_strategy"),
+    *("test_graph_cuts", "test_ways_bad_input", "test_target", "test_planning", "test_lightning_tools"),
+    *("test_compiled", "test_no_trace", "test_callback", "test_recording", "test_families", "test_docs", "test_skips"),
+    *("test_inversion", "test_gpu_benchmark", "test_invertible_example", "test_frontier", "test_ways"),
 )
+# What takes seconds to start, and what the source of a test file says if its tests need it: the simulated devices, and
+# the server that processes of pipelines are forked from. One of the test processes starts it, and has all these files.
+SHARED = ("mark.gpu", "from pipelines import")
 
 # Profiling takes as long as it takes, so no deadline. Continuous integration must not fail by chance; developers search anew each time.
 hypothesis.settings.register_profile("rotor", deadline=None, print_blob=True, derandomize="CI" in os.environ)
@@ -56,6 +60,24 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(FeatureResults(path.absolute()))
     if not torch.cuda.is_available() and cuda_device.missing() is None:
         config.pluginmanager.register(SimulatedDevices())
+
+
+class _SharedStarts(LoadFileScheduling):
+    """One file after the other to the process that is free, but files that share what takes long to start to one of them."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file: str = super()._split_scope(nodeid)
+        return _shared_start(self.config.rootpath / file) or file
+
+
+@cache
+def _shared_start(file: Path) -> str | None:
+    source = file.read_text()
+    return next((each for each in SHARED if each in source), None)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    return _SharedStarts(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
