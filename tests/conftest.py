@@ -24,6 +24,7 @@ import torch
 from xdist.scheduler import LoadFileScheduling
 
 from lightning_rotor.planned import plans
+from lightning_rotor.planning import dynamic_program
 from tests import cuda_device, grids
 from tests.cuda_device.remote import SimulatedDevices
 from tests.features import FeatureResults, declared_features
@@ -126,6 +127,15 @@ def _plans_by_bytes_alone(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if request.path.stem != "test_checkpointable":
             patch.setattr(plans, "_NOTABLE", math.inf)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_tables(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Of short chains, too: this process plans hundreds, for which it is worth loading. test_dynamic_program tells that numbers are the same."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path.stem not in ("test_dynamic_program", "test_planning"):
+            patch.setattr(dynamic_program, "_COMPILED_STAGES", 0)
         yield
 
 
