@@ -5,6 +5,7 @@ Lightning's launcher starts the second process. All trainings share the two, sin
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -407,6 +408,8 @@ def advised(folder: Path) -> dict[str, Any]:
 
 def main(folder: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # or the library, which collects garbage, looks through all that is imported
     grids.make_tables_coarse(pytest.MonkeyPatch())
     cases = CASES | APART
     others = {"advice": advised, "piped": piped}

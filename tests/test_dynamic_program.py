@@ -107,41 +107,44 @@ def test_a_floor_leaves_so_much_memory_when_the_last_stage_is_kept(chain: Chain,
     np.testing.assert_array_equal(table.seconds, free.seconds)
 
 
+# One process in three situations: without Numba, with it switched off, and with no cache beside the package and none in the user's directory.
 SCRIPT = """
 import random, sys
-{before}
 sys.path.insert(0, {tests!r})
 from strategies import random_chain
-from lightning_rotor.planning.dynamic_program import Table
+from lightning_rotor.planning.dynamic_program import Table, compiled_solve
 from lightning_rotor.planning.requirements import requirements_of
-table = Table(requirements_of(random_chain(random.Random(3), 20, "cnn", grain=4099), unit=1e5), slots=100, compiled=True)
-assert table.is_compiled is {compiled}
-table.solve()
-print(table.seconds.tolist())
+
+def show():
+    compiled_solve.cache_clear()
+    table = Table(requirements_of(random_chain(random.Random(3), 20, "cnn", grain=4099), unit=1e5), slots=100, compiled=True)
+    assert table.is_compiled is False
+    table.solve()
+    print(table.seconds.tolist())
+
+sys.modules["numba"] = None
+show()
+del sys.modules["numba"]
+import numba
+assert numba.config.DISABLE_JIT
+show()
+numba.config.DISABLE_JIT = 0
+numba.core.caching.CacheImpl._locator_classes = []
+show()
 """
 
 
-def run_alone(before: str, compiled: bool, **environment: str) -> str:
-    """The seconds of a table in a process of its own."""
-    script = SCRIPT.format(before=before, tests=str(Path(__file__).parent), compiled=compiled)
-    done = subprocess.run(
-        [sys.executable, "-c", script], env={**os.environ, **environment}, capture_output=True, text=True, check=False
-    )
-    assert not done.returncode, done.stderr
-    return done.stdout
-
-
-def test_without_numba_or_a_place_for_its_code_tables_are_the_same(tmp_path: Path) -> None:
+def test_without_numba_or_a_place_for_its_code_tables_are_the_same() -> None:
     requirements = requirements_of(random_chain(random.Random(3), 20, "cnn", grain=4099), unit=1e5)
     table = Table(requirements, slots=100, compiled=True)
     assert table.is_compiled
     table.solve()
-    expected = f"{table.seconds.tolist()}\n"
-    assert run_alone('sys.modules["numba"] = None', False) == expected
-    assert run_alone("", False, NUMBA_DISABLE_JIT="1") == expected
-    # No cache beside the package, and none in the user's directory.
-    no_locators = "import numba.core.caching as c; c.CacheImpl._locator_classes = []"
-    assert run_alone(no_locators, False) == expected
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(tests=str(Path(__file__).parent))],
+        env={**os.environ, "NUMBA_DISABLE_JIT": "1"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert not done.returncode, done.stderr
+    assert done.stdout.splitlines() == 3 * [str(table.seconds.tolist())]
 
 
 @settings(max_examples=examples(20, 40), deadline=None)

@@ -201,7 +201,7 @@ def test_a_model_of_seventy_gigabytes_is_planned_in_less_than_two() -> None:
         from lightning_rotor.memory.held import parameter_bytes
         from lightning_rotor.units import in_blocks
 
-        model = build_on_meta(lambda: Transformer(width=8192, depth=22, vocabulary=50_000))
+        model = build_on_meta(lambda: Transformer(width=16384, depth=5, vocabulary=50_000))
         size = parameter_bytes(model)
         chain = estimate_profile(model, [InputSpec((4, 2048), torch.int64)], GPUS["H200"]).chain
         gradients = [in_blocks(parameter.nbytes, 512) for parameter in model.parameters()]

@@ -320,7 +320,7 @@ _FINDER = """
             accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
             enable_model_summary=False, callbacks=[*callbacks], default_root_dir=sys.argv[1],
         )
-        size = Tuner(trainer).scale_batch_size(model, mode="power", init_val=512, max_trials=4, steps_per_trial=1)
+        size = Tuner(trainer).scale_batch_size(model, mode="power", init_val=512, max_trials=3, steps_per_trial=1)
         trainer.fit(model)
         return size
 
