@@ -130,8 +130,15 @@ def state_of(net: nn.Module) -> dict[str, torch.Tensor]:
 # -------------------------------------------------------------------- in every way to a chain
 
 
-@pytest.mark.parametrize("style", ["method", "wrapper"])
-@pytest.mark.parametrize("way", ["sequential", "graph"])
+@pytest.mark.parametrize(
+    ("way", "style"),
+    [
+        ("sequential", "wrapper"),
+        ("graph", "method"),
+        pytest.param("sequential", "method", marks=pytest.mark.wide),
+        pytest.param("graph", "wrapper", marks=pytest.mark.wide),
+    ],
+)
 def test_compiled_blocks_are_stages_with_the_bits_and_peaks_of_the_compiled_model(way: str, style: str) -> None:
     blocks = [compiled(Block(), style) for _ in range(3)]
     if way == "sequential":

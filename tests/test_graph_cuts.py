@@ -117,11 +117,11 @@ def torchvision_model(name: str) -> nn.Module:
 @pytest.mark.parametrize(
     ("name", "stages"),
     [
-        ("resnet18", 13),
+        pytest.param("resnet18", 13, marks=pytest.mark.wide),
         pytest.param("densenet121", 19, marks=pytest.mark.wide),
         pytest.param("googlenet", 10, marks=pytest.mark.wide),
         pytest.param("inception_v3", 15, marks=pytest.mark.wide),
-        ("mobilenet_v3_small", 20),
+        pytest.param("mobilenet_v3_small", 20, marks=pytest.mark.wide),
         pytest.param("efficientnet_b0", 25, marks=pytest.mark.wide),
         ("vit", 8),
         ("swin", 8),

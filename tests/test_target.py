@@ -428,18 +428,25 @@ def test_several_towers_in_one_forward_are_one_chain(tmp_path: Path, kind: type[
     assert_equal_runs(plain, planned, start, right)
 
 
-@pytest.mark.parametrize("named", [None, ["left", "right"]])
-def test_towers_that_the_step_calls_share_one_limit(tmp_path: Path, named: list[str] | None) -> None:
+@pytest.mark.parametrize(
+    ("named", "share"),
+    [
+        (None, 0.0),
+        (["left", "right"], 0.5),
+        pytest.param(None, 0.5, marks=pytest.mark.wide),
+        pytest.param(["left", "right"], 0.0, marks=pytest.mark.wide),
+    ],
+)
+def test_towers_that_the_step_calls_share_one_limit(tmp_path: Path, named: list[str] | None, share: float) -> None:
     start = Recorder(measured=(2,))
     plain = fit([start], tmp_path, model=seeded(Apart, {}))
     least = least_limit(tmp_path, model=seeded(Apart, {}), module=named)
-    for share in (0.0, 0.5):
-        limit = int(least + share * (start.peaks[2] - least))
-        callback, right = RotorCallback(limit, named, show_table=False), Recorder()
-        planned = fit([callback, right], tmp_path, model=seeded(Apart, {}))
-        assert callback.plan is not None
-        assert callback.plan.recomputed
-        assert [len(plan.chain) for plan in callback.plan.calls] == [len(Apart().left), len(Apart().right)]
-        assert callback.measured_peak_bytes is not None
-        assert callback.measured_peak_bytes <= limit
-        assert_equal_runs(plain, planned, start, right)
+    limit = int(least + share * (start.peaks[2] - least))
+    callback, right = RotorCallback(limit, named, show_table=False), Recorder()
+    planned = fit([callback, right], tmp_path, model=seeded(Apart, {}))
+    assert callback.plan is not None
+    assert callback.plan.recomputed
+    assert [len(plan.chain) for plan in callback.plan.calls] == [len(Apart().left), len(Apart().right)]
+    assert callback.measured_peak_bytes is not None
+    assert callback.measured_peak_bytes <= limit
+    assert_equal_runs(plain, planned, start, right)
