@@ -276,7 +276,8 @@ class StepLimit:
         peak_bytes = max((phase.peak_bytes for phase in step.as_later(phases)), default=0)
         rest_bytes = max(int(peak_bytes * _UNEVEN) - error.minimum_bytes, 0)
         least_bytes = error.minimum_bytes - budget.reserved_bytes
-        budget = budget.reduced_to(budget.available_bytes - rest_bytes, "the rest of the step")
+        if rest_bytes:
+            budget = budget.reduced_to(budget.available_bytes - rest_bytes, "what else this step has taken")
         raise budget.refusal(least_bytes, error)
 
     def exceeded(self, peak_bytes: int, names: Sequence[str], calls: Sequence[Plan]) -> None:
