@@ -237,9 +237,6 @@ class StageCost:
         waiting_gradient_bytes: Gradients of parameters that it or a later stage shares with an earlier one. Once its
             backward is done they wait in autograd's engine for those of the earlier stage, even where all are added to
             existing gradients.
-        output_gradient_bytes: Gradient of the link that the peaks of the backward count. The stage behind may leave
-            more, which is alive beside them, and on in the gradient that the stage leaves if this is known of the stage
-            before as well. None if it leaves just that.
         skip_gradient_bytes: Gradients of skips, left by later readers, that the peaks of the backward count. None if
             they are as large as the skips.
     """
@@ -256,7 +253,6 @@ class StageCost:
     takes: tuple[str, ...] = ()
     not_inverted: str = ""
     waiting_gradient_bytes: int = 0
-    output_gradient_bytes: int | None = None
     skip_gradient_bytes: int | None = None
 
     def __post_init__(self) -> None:

@@ -444,10 +444,7 @@ class _Simulator:
 
     def _backward_leaf(self, leaf: Leaf, pending: tuple[Segment, ...], *, replayed: bool) -> None:
         stage, option = leaf.stage, self._option(leaf)
-        expected = self._chain.stages[stage].output_gradient_bytes
-        # What the stage behind left beyond what the stage's own peaks count.
-        excess = 0 if expected is None else max(self._gradient_bytes - expected, 0)
-        self._other_bytes += excess - self._gradient_bytes
+        self._other_bytes -= self._gradient_bytes
         self._skips.take_gradients(stage)
         if pending:
             self._touch(stage, option.unpack_peak_bytes)
@@ -473,9 +470,8 @@ class _Simulator:
         self._boundaries.update(stage, consumer=0, dropped=False)
         self._boundaries.update(stage + 1, producer=0)
         self._skips.release(option.saved_skips)
-        is_passed_on = stage > 0 and self._chain.stages[stage - 1].output_gradient_bytes is not None
-        self._gradient_bytes = option.input_gradient_bytes + (excess if is_passed_on else 0)
-        self._other_bytes += self._gradient_bytes - excess
+        self._gradient_bytes = option.input_gradient_bytes
+        self._other_bytes += self._gradient_bytes
         self._skips.leave_gradients(stage)
         if self._gradients_exist:
             waiting = self._chain.stages[stage].waiting_gradient_bytes

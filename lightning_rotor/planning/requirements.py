@@ -389,14 +389,8 @@ def _backward_bases(chain: Chain, gradients_exist: bool) -> list[int]:
     """By stage, bytes alive at its backward whatever the schedule."""
     always, gradients = chain.always_bytes, 0
     bases: list[int] = []
-    behind: tuple[Option, ...] = ()
     for index, stage in reversed([*enumerate(chain.stages)]):
         bases.append(always + gradients + chain.passing_gradient_bytes(index))
-        if behind and stage.output_gradient_bytes is not None:
-            # What the stage behind leaves at most beyond what the stage's own peaks count.
-            left_bytes = max(option.input_gradient_bytes for option in behind)
-            bases[-1] += max(0, left_bytes - stage.output_gradient_bytes)
-        behind = stage.options
         if gradients_exist:
             gradients = stage.waiting_gradient_bytes
         else:
