@@ -278,6 +278,17 @@ def test_a_wrong_command_line_says_how_it_is_used(arguments: list[str], capsys: 
     assert "usage: lightning-rotor" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("number", ["0", "-1", "nan", "inf", "fast"])
+@pytest.mark.parametrize("option", ["--flops", "--bandwidth", "--slots"])
+def test_numbers_that_are_not_positive_are_refused(
+    option: str, number: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--model", "a.b", "--input", "8x8", f"{option}={number}"]) == 2
+    said = capsys.readouterr().err
+    assert f"argument {option}: '{number}'" in said
+    assert "expected a positive" in said
+
+
 def test_help_calls_the_program_as_it_was_called(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--help"], program="python -m lightning_rotor") == 0
     shown = capsys.readouterr().out

@@ -10,12 +10,14 @@ import ast
 import importlib
 import importlib.util
 import json
+import math
 import os
 import sys
 import traceback
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -157,6 +159,19 @@ def _batch_sizes(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(",")))
 
 
+def _speed(text: str) -> float:
+    with suppress(ValueError):
+        if 0 < (number := float(text)) < math.inf:
+            return number
+    raise SampleError(f"{text!r} is no speed: expected a positive number, such as 60e12")
+
+
+def _slots(text: str) -> int:
+    if not (text.isdecimal() and int(text)):
+        raise SampleError(f"{text!r} slots are not possible: expected a positive integer, such as 500")
+    return int(text)
+
+
 def _ask_for_step(plan: argparse.ArgumentParser) -> None:
     ask = plan.add_argument_group("the model").add_argument
     said = "a class or function that makes it: package.module.name, or file.py:name"
@@ -189,8 +204,8 @@ def _ask_for_step(plan: argparse.ArgumentParser) -> None:
     ask("--device", metavar="NAME", help=said)
     said = f"which one to estimate for (default: {_DEFAULT_GPU})"
     ask("--gpu", choices=tuple(GPUS), type=_gpu, help=said)
-    ask("--flops", type=float, metavar="N", help="its floating-point operations per second, instead")
-    ask("--bandwidth", type=float, metavar="N", help="its bytes per second, instead")
+    ask("--flops", type=_reading(_speed), metavar="N", help="its floating-point operations per second, instead")
+    ask("--bandwidth", type=_reading(_speed), metavar="N", help="its bytes per second, instead")
 
 
 def _ask_for_answer(group: argparse._ArgumentGroup) -> None:
@@ -205,7 +220,8 @@ def _ask_for_answer(group: argparse._ArgumentGroup) -> None:
     ask("--plot", type=Path, metavar="FILE", help="save memory over the step as .png, .svg or .pdf")
     ask("--plot-curve", type=Path, metavar="FILE", help="save budget against overhead likewise")
     ask("--draw", type=Path, metavar="FILE.svg", help="save a drawing of the stages")
-    ask("--slots", type=int, default=500, metavar="N", help="resolution of the planner (default: %(default)s)")
+    said = "resolution of the planner (default: %(default)s)"
+    ask("--slots", type=_reading(_slots), default=500, metavar="N", help=said)
     ask("--traceback", action="store_true", help="show where an error comes from")
 
 
