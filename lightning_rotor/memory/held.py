@@ -165,8 +165,7 @@ def _dense_bytes(tensor: torch.Tensor, dtype: torch.dtype) -> int:
     return block_bytes(local.numel() * dtype.itemsize, tensor.device)
 
 
-# ----------------------------------------------------------------------------------------------------
-# What an optimizer's state will take, found in a dry step of a copy without values.
+# ----------------------------------- What an optimizer's state will take, found in a dry step of a copy without values.
 
 _log = logging.getLogger(__name__)
 

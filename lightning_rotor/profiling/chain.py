@@ -57,8 +57,7 @@ from lightning_rotor.stages.sequential import Stage, unpacked, wiring_of
 from lightning_rotor.stages.state import GeneratorStates
 from lightning_rotor.units import BLOCK_BYTES, in_blocks
 
-# ----------------------------------------------------------------------------------------------------
-# Parameters that several stages share: the engine sums their gradients before it hands them on.
+# ----------------------- Parameters that several stages share: the engine sums their gradients before it hands them on.
 
 
 def waiting_gradient_bytes(stages: Sequence[Stage], block_bytes: int) -> tuple[int, ...]:
@@ -404,8 +403,7 @@ def _complaints_about_structure(layers: int, merged: Sequence[Stage]) -> Iterato
         )
 
 
-# ----------------------------------------------------------------------------------------------------
-# A profile over the stages of another cut, or of another process: costs are numbers, stages are live modules.
+# --------- A profile over the stages of another cut, or of another process: costs are numbers, stages are live modules.
 
 
 def profile_over(

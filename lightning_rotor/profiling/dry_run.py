@@ -160,8 +160,7 @@ def _expanded(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
     return found
 
 
-# ----------------------------------------------------------------------------------------------------
-# Whether the stages of a traced module compute what the module computes: run both once, and compare every bit.
+# -------- Whether the stages of a traced module compute what the module computes: run both once, and compare every bit.
 
 
 def require_same(module: nn.Module, cut: GraphCut, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -38,8 +38,7 @@ from lightning_rotor.profiling.dry_run import unlogged
 from lightning_rotor.profiling.meters import Meter, Recording
 from lightning_rotor.units import BLOCK_BYTES, in_blocks
 
-# ----------------------------------------------------------------------------------------------------
-# How long an operator takes on an accelerator, from its arithmetic and the bytes that it moves.
+# ----------------------- How long an operator takes on an accelerator, from its arithmetic and the bytes that it moves.
 
 
 # What well-tuned kernels reach of a data sheet's figures. Both factors cancel where one limit decides everything.
@@ -160,8 +159,7 @@ _FLOPS = {
 }
 
 
-# ----------------------------------------------------------------------------------------------------
-# Models without memory: built on ``meta``, then given fake tensors, which behave as if they were on a device.
+# --------- Models without memory: built on ``meta``, then given fake tensors, which behave as if they were on a device.
 
 
 _DTYPES = {

@@ -15,8 +15,7 @@ from lightning_rotor.profiling.scan import Scan
 from lightning_rotor.stages.sequential import Stage
 from lightning_rotor.units import in_blocks
 
-# ----------------------------------------------------------------------------------------------------
-# Where a stage meets the rest of its chain: which storages it takes and leaves behind.
+# -------------------------------- Where a stage meets the rest of its chain: which storages it takes and leaves behind.
 
 
 @dataclass(frozen=True, slots=True)

@@ -282,8 +282,7 @@ def await_autograd(device: torch.device) -> None:
         torch.autograd.grad(nothing.view(0), nothing, nothing.detach())
 
 
-# ----------------------------------------------------------------------------------------------------
-# The memory of a whole training step, as the allocator saw it.
+# -------------------------------------------------------- The memory of a whole training step, as the allocator saw it.
 
 END = "end"
 """Label of the phase behind the backward."""
@@ -354,8 +353,7 @@ class StepMeter:
         return StepTrace(peak_bytes, recording.level, timeline, reserved_bytes, phases)
 
 
-# ----------------------------------------------------------------------------------------------------
-# A progress bar for measuring, which stays out of sight while measuring is quick.
+# ------------------------------------- A progress bar for measuring, which stays out of sight while measuring is quick.
 
 
 _LONG_SECONDS = 2.0

@@ -39,8 +39,7 @@ from lightning_rotor.stages.sequential import DRAWING, Stage, is_plain_stock, me
 from lightning_rotor.stages.state import GeneratorStates
 from lightning_rotor.units import in_blocks
 
-# ----------------------------------------------------------------------------------------------------
-# What a stage takes while a chain is measured: tensors in any nesting of tuples, lists and dicts.
+# --------------------- What a stage takes while a chain is measured: tensors in any nesting of tuples, lists and dicts.
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -60,8 +60,7 @@ class MeasuredStage:
         )
 
 
-# ----------------------------------------------------------------------------------------------------
-# What FSDP units in a stage cost beyond the stage.
+# -------------------------------------------------------------------- What FSDP units in a stage cost beyond the stage.
 
 
 def with_units(found: StageMeasurement, units: Sequence[Unit], seconds: float) -> StageMeasurement:
@@ -110,8 +109,7 @@ def _option(option: Option, sizes: UnitSizes, seconds: float) -> Option:
     )
 
 
-# ----------------------------------------------------------------------------------------------------
-# What the other stages of a step do to the one that is timed, and what a segment costs the host among them.
+# ----------- What the other stages of a step do to the one that is timed, and what a segment costs the host among them.
 
 
 _MIB = 1024**2

@@ -43,8 +43,7 @@ from lightning_rotor.stages.snapshot import Snapshot
 from lightning_rotor.stages.state import GeneratorStates
 from lightning_rotor.units import in_blocks
 
-# ----------------------------------------------------------------------------------------------------
-# How often to time a run, and what to take for its duration.
+# ---------------------------------------------------------- How often to time a run, and what to take for its duration.
 
 
 _ENOUGH_SECONDS = 0.5

@@ -77,8 +77,7 @@ def _joined(cost: StageCost, more: Iterable[Option]) -> StageCost:
     return replace(cost, options=options, discard_peak_bytes=max(each.discard_peak_bytes or 0 for each in options))
 
 
-# ----------------------------------------------------------------------------------------------------
-# Variants that a compiler made.
+# -------------------------------------------------------------------- Variants that a compiler made.
 
 
 def _with_variants(
@@ -228,8 +227,7 @@ def _sizes(cost: StageCost) -> tuple[int, ...]:
     return saved, cost.discard_peak_bytes, option.forward_peak_bytes, *(saved + peak for peak in peaks)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Inverting, and finding out whether a stage may be inverted.
+# ---------------------------------------------------------- Inverting, and finding out whether a stage may be inverted.
 
 
 def lost_inverse(stage: Stage) -> str:
