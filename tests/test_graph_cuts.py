@@ -147,6 +147,19 @@ def test_equal_blocks_are_recognised() -> None:
     assert [stage.name for stage in cut.stages][:3] == ["conv1", "bn1 … relu", "maxpool"]
 
 
+def test_stages_that_do_something_else_between_the_same_places_are_not_equal() -> None:
+    class Functions(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.tanh().sin().tanh().sin().sum()
+
+    x = torch.randn(64, 64, requires_grad=True)
+    cut, compiled = cut_graph(Functions(), (x,)), CompiledModules()
+    tanh, sin, again = (_identity(stage, compiled) for stage in cut.stages[:3])
+    assert tanh == again != sin
+    chain = Checkpointable(Functions()).measure((x,))
+    assert [stage.keep.saved_output_bytes for stage in chain][:3] == [64 * 64 * 4, 0, 64 * 64 * 4]
+
+
 def test_cuts_are_between_any_two_operations_that_save_something() -> None:
     cut = cut_graph(torchvision.models.resnet101(), (torch.randn(IMAGES),))
     assert [stage.name for stage in cut.stages if stage.name.startswith("layer3.1.")] == [

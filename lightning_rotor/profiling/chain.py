@@ -343,9 +343,9 @@ def _identity(stage: Stage, compiled: CompiledModules, *, with_numbers: bool = T
     wires = [numbers for wire in (*stage.wiring.steps, stage.wiring.wire) for numbers in (wire.reads, wire.writes)]
     places = {number: place for place, number in enumerate(dict.fromkeys(sum(wires, ())))}
     identity: list[Any] = [tuple(places[number] for number in numbers) for numbers in wires]
+    identity += [module.identity for module in stage.modules if isinstance(module, GraphSlice)]
     for name, module in stage.submodules():
         if isinstance(module, GraphSlice):
-            identity.append(module.identity)
             continue
         compiler, told = compiled.identity(module)
         attributes = frozenset(
