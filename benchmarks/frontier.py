@@ -69,7 +69,6 @@ METHODS = (
     "ours-compiled",
     "ours-whole",
 )
-KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34), "MALLOC_TOP_PAD_": str(2**26)}  # of glibc
 LEAST_ROUNDS = 8
 LOSS_BYTES = 8  # of the loss, outside of the module
 SHARES = (0.9, 0.7, 0.5, 0.4, 0.3, 0.2)
@@ -78,7 +77,7 @@ BETWEEN = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 
 def main() -> None:
     """Run what is asked for, one subprocess each, and write the results after each."""
-    from frontier_workloads import WORKLOADS
+    from frontier_workloads import KEEP_MEMORY, WORKLOADS
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workloads", nargs="*", choices=[*WORKLOADS, []], help="all by default")
