@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
+from dataclasses import replace
+from typing import cast
 
 import hypothesis.strategies as st
 import numpy as np
@@ -15,7 +17,9 @@ from torch import nn
 from lightning_rotor.errors import ExecutionError, ScheduleError
 from lightning_rotor.execution.executor import Executor
 from lightning_rotor.execution.recomputation import Stopwatch, is_checkpointing, is_recomputing, recomputed
-from lightning_rotor.profiling import Profile, profile_chain
+from lightning_rotor.planning import scheduled
+from lightning_rotor.profiling import Meter, Profile, profile_chain
+from lightning_rotor.profiling.settling import HostSeconds
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
 from lightning_rotor.stages.sequential import sequential_stages
@@ -380,6 +384,19 @@ def test_segments_are_timed_from_the_second_call_on(schedule: str, seconds: floa
         run(torch.randn(2, 4)).sum().backward()
         seen.append((watch.seconds, watch.is_done))
     assert seen == [(None, False), *[(seconds, False)] * 5, *[(seconds, True)] * 2]
+
+
+def test_what_a_stopwatch_does_not_see_of_segments_is_measured_once() -> None:
+    # Each look at this clock takes a tick: forward and backward of a segment take three, of which the stopwatch sees one.
+    host = HostSeconds.on(torch.device("cpu"), cast("Meter", Ticks()))
+    assert (host.segment, host.saved_tensor, host.unwatched) == (4.0, 0.0, (3.0, 0.0))
+    chain = profile_of(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(2, 4)).chain
+    told = replace(host, unwatched=(3.0, 0.5))
+    assert [told.unwatched_in(scheduled(chain, Schedule.parse(text))) for text in ("0-2", "(0-1) 2", "((0) 1) 2")] == [
+        0.0,
+        3.0 + 0.5 * sum(stage.keep.saved_tensors for stage in chain.stages[:2]),
+        6.0 + 0.5 * sum(stage.keep.saved_tensors for stage in chain.stages[:2]),
+    ]
 
 
 def test_an_exception_during_recomputation_leaves_a_clean_next_step(dense_case: Case) -> None:

@@ -78,7 +78,7 @@ _BLOCK = 16
 # Most threads: more wait for one another.
 _MOST_THREADS = 4
 # Least stages for compiled code: below, plain Python is faster than loading it.
-_COMPILED_STAGES = 80
+_COMPILED_STAGES = 60
 
 
 class Table:

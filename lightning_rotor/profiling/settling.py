@@ -11,12 +11,14 @@ import torch
 
 from lightning_rotor.chain import Option, StageCost
 from lightning_rotor.execution.inversion import Way
-from lightning_rotor.execution.recomputation import NO_STATE, recomputed
+from lightning_rotor.execution.recomputation import NO_STATE, Stopwatch, recomputed
 from lightning_rotor.execution.segment_state import FirstPass, SegmentState
+from lightning_rotor.planning import Plan
 from lightning_rotor.private.sharding import Unit, UnitSizes
 from lightning_rotor.profiling.gradients import Layouts
 from lightning_rotor.profiling.meters import CpuMeter, CudaMeter, Meter
 from lightning_rotor.profiling.stage import StageMeasurement, StageProfiler, typical
+from lightning_rotor.schedule import Segment, leaves, segments_in
 
 
 @dataclass(slots=True, eq=False)
@@ -144,11 +146,13 @@ class HostSeconds:
     Attributes:
         segment: Of one around next to nothing.
         saved_tensor: Of each tensor that autograd would save in it, which torch's checkpoint packs and unpacks.
+        unwatched: What a :class:`.Stopwatch` does not see of these two, for torch does it around what it calls.
         nothing: Of remembering nothing.
     """
 
     segment: float
     saved_tensor: float
+    unwatched: tuple[float, float]
     nothing: float
 
     @classmethod
@@ -170,10 +174,16 @@ class HostSeconds:
             run()
         # By turns, so that a disturbance of the machine meets all.
         times = [[seconds for run in runs for seconds in run()] for _ in range(_ROUNDS)]
-        few, few_plain, many, many_plain = map(typical, zip(*times, strict=True))
-        saved_tensor = max((many - many_plain) - (few - few_plain), 0.0) / (_MANY - _FEW)
+        few, few_watched, many, many_watched = map(typical, zip(*times, strict=True))
         nothing = typical([_remembering(NO_STATE, meter, interlude) for _ in range(_ROUNDS)])
-        return cls(max(few - few_plain - _FEW * saved_tensor, 0.0), saved_tensor, nothing)
+        return cls(*_shared_out(few, many), _shared_out(few - few_watched, many - many_watched), nothing)
+
+    def unwatched_in(self, plan: Plan) -> float:
+        """Seconds of a plan's segments that a stopwatch does not see in a step."""
+        segments, stages = list(segments_in(plan.schedule.items)), plan.chain.stages
+        inside = [leaf for item in plan.schedule.items if isinstance(item, Segment) for leaf in leaves(item)]
+        tensors = sum(stages[leaf.stage].options[leaf.option].saved_tensors for leaf in inside)
+        return len(segments) * self.unwatched[0] + tensors * self.unwatched[1]
 
     def of(self, found: StageMeasurement, state: SegmentState, meter: Meter, interlude: Interlude) -> StageMeasurement:
         """The costs of a stage with what it adds to the host's time in a segment, each time that it is discarded."""
@@ -188,10 +198,16 @@ class HostSeconds:
 _KNOWN: dict[tuple[type[Meter], torch.device], HostSeconds] = {}
 
 
+def _shared_out(few: float, many: float) -> tuple[float, float]:
+    """What a segment takes, and each tensor saved in it, from what segments with few and with many take."""
+    saved_tensor = max(many - few, 0.0) / (_MANY - _FEW)
+    return max(few - _FEW * saved_tensor, 0.0), saved_tensor
+
+
 def _small_segment(
     operations: int, device: torch.device, meter: Meter, interlude: Interlude
 ) -> Callable[[], tuple[float, float]]:
-    """A function that runs a segment of small operations, and the same without a segment, and returns the seconds."""
+    """A function that returns what a segment of small operations takes beyond them, and what a stopwatch sees of it."""
     tensor = torch.zeros(1, device=device, requires_grad=True)
 
     def inside(value: torch.Tensor) -> torch.Tensor:
@@ -199,28 +215,39 @@ def _small_segment(
             value = value.tanh()
         return value
 
-    def plain() -> torch.Tensor:
+    def plain(_: Stopwatch) -> torch.Tensor:
         with torch.no_grad():
             inside(tensor)
         return torch.tanh(inside(tensor))
 
-    def segmented() -> torch.Tensor:
-        return torch.tanh(recomputed(inside, tensor, draws_random=False))
+    def segmented(watch: Stopwatch) -> torch.Tensor:
+        return torch.tanh(recomputed(inside, tensor, draws_random=False, watch=watch))
 
-    def run(forward: Callable[[], torch.Tensor]) -> float:
-        seconds = 0.0
-        for _ in range(_RUNS):
-            interlude()
-            start = meter.now()
-            output = forward()
-            seconds += meter.seconds_between(start, meter.now())
-            interlude()
-            start = meter.now()
-            torch.autograd.grad(output, tensor)
-            seconds += meter.seconds_between(start, meter.now())
-        return seconds / _RUNS
+    def run(forward: Callable[[Stopwatch], torch.Tensor]) -> tuple[float, float, float]:
+        """Seconds of forward and backward, and what a stopwatch has seen."""
+        watch = Stopwatch(meter)
+        watch.calls = 2  # the first that it times
+        interlude()
+        times = [meter.now()]
+        output = forward(watch)
+        times.append(meter.now())
+        interlude()
+        times.append(meter.now())
+        torch.autograd.grad(output, tensor)
+        times.append(meter.now())
+        return (
+            meter.seconds_between(times[0], times[1]),
+            meter.seconds_between(times[2], times[3]),
+            watch.seconds or 0.0,
+        )
 
-    return lambda: (run(segmented), run(plain))
+    def compare() -> tuple[float, float]:
+        pairs = [(run(segmented), run(plain)) for _ in range(_RUNS)]
+        beyond = [sum(mine[:2]) - sum(bare[:2]) for mine, bare in pairs]
+        watched = [mine[2] - bare[0] for mine, bare in pairs]
+        return sum(beyond) / _RUNS, sum(watched) / _RUNS
+
+    return compare
 
 
 def _remembering(state: SegmentState, meter: Meter, interlude: Interlude) -> float:
