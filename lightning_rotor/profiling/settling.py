@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.autograd.graph import Node
 
 from lightning_rotor.chain import Option, StageCost
 from lightning_rotor.execution.inversion import Way
-from lightning_rotor.execution.recomputation import NO_STATE, Stopwatch, recomputed
+from lightning_rotor.execution.recomputation import NO_STATE, Stopwatch, recomputed, repeating
 from lightning_rotor.execution.segment_state import FirstPass, SegmentState
 from lightning_rotor.planning import Plan
 from lightning_rotor.private.sharding import Unit, UnitSizes
@@ -115,11 +116,12 @@ def _option(option: Option, sizes: UnitSizes, seconds: float) -> Option:
 
 
 _MIB = 1024**2
-_NEAR_BYTES, _ALL_BYTES = 4 * _MIB, 32 * _MIB
-"""More than the caches of one processor core hold, and as much as all of its caches do."""
+_NEAR_BYTES, _AMONG_BYTES, _ALL_BYTES = 4 * _MIB, 16 * _MIB, 32 * _MIB
+"""More than the caches of one processor core hold, what a few operations read and write, and as much as all of its
+caches hold."""
 _LINE_BYTES = 64
-_ROUNDS, _RUNS, _TURNS = 5, 2, 3
-_FEW, _MANY = 4, 20
+_ROUNDS, _TURNS = 5, 3
+_OPERATIONS = 6
 
 
 class Interlude:
@@ -167,16 +169,20 @@ class HostSeconds:
 
     @classmethod
     def _measured(cls, device: torch.device, meter: Meter) -> HostSeconds:
-        """What segments with few and with many small operations take, far from each other."""
-        interlude = Interlude(device, _ALL_BYTES)
-        runs = [_small_segment(operations, device, meter, interlude) for operations in (_FEW, _MANY)]
-        for run in runs:
-            run()
-        # By turns, so that a disturbance of the machine meets all.
-        times = [[seconds for run in runs for seconds in run()] for _ in range(_ROUNDS)]
-        few, few_watched, many, many_watched = map(typical, zip(*times, strict=True))
-        nothing = typical([_remembering(NO_STATE, meter, interlude) for _ in range(_ROUNDS)])
-        return cls(*_shared_out(few, many), _shared_out(few - few_watched, many - many_watched), nothing)
+        """What a segment of small operations takes, far from each other, and what they take by themselves."""
+        among, behind = Interlude(device, _AMONG_BYTES), Interlude(device, _ALL_BYTES)
+        runs = [_SmallRun(device, meter, among, behind, segmented=each) for each in (True, False)]
+        with repeating(False):  # as in a step
+            for run in runs:
+                run()
+            # By turns, so that a disturbance of the machine meets all.
+            times = [[seconds for run in runs for seconds in run()] for _ in range(_ROUNDS)]
+        segment, watched, passes, unpacking, _, _, plain_passes, plain_unpacking = map(
+            typical, zip(*times, strict=True)
+        )
+        nothing = typical([_remembering(NO_STATE, meter, behind) for _ in range(_ROUNDS)])
+        unwatched = max(segment - watched, 0.0), max(unpacking - plain_unpacking, 0.0)
+        return cls(segment, max(passes - plain_passes, 0.0) + unwatched[1], unwatched, nothing)
 
     def unwatched_in(self, plan: Plan) -> float:
         """Seconds of a plan's segments that a stopwatch does not see in a step."""
@@ -198,56 +204,79 @@ class HostSeconds:
 _KNOWN: dict[tuple[type[Meter], torch.device], HostSeconds] = {}
 
 
-def _shared_out(few: float, many: float) -> tuple[float, float]:
-    """What a segment takes, and each tensor saved in it, from what segments with few and with many take."""
-    saved_tensor = max(many - few, 0.0) / (_MANY - _FEW)
-    return max(few - _FEW * saved_tensor, 0.0), saved_tensor
+class _SmallRun:
+    """Forward and backward of a few small operations, each of which saves a tensor, in a segment or not.
 
+    Calls return seconds: of the segment without the operations, of it as far as a stopwatch sees it, of an operation in
+    both passes, and of its backward.
+    """
 
-def _small_segment(
-    operations: int, device: torch.device, meter: Meter, interlude: Interlude
-) -> Callable[[], tuple[float, float]]:
-    """A function that returns what a segment of small operations takes beyond them, and what a stopwatch sees of it."""
-    tensor = torch.zeros(1, device=device, requires_grad=True)
+    def __init__(
+        self,
+        device: torch.device,
+        meter: Meter,
+        among: Callable[[], None],
+        behind: Callable[[], None],
+        *,
+        segmented: bool,
+    ) -> None:
+        self._tensor, self._meter = torch.zeros(1, device=device, requires_grad=True), meter
+        self._among, self._behind, self._segmented = among, behind, segmented
 
-    def inside(value: torch.Tensor) -> torch.Tensor:
-        for _ in range(operations):
-            value = value.tanh()
+    def __call__(self) -> tuple[float, float, float, float]:
+        self._passes: list[tuple[float, list[float]]] = []
+        self._nodes: list[Node] = []
+        watch = Stopwatch(self._meter)
+        watch.calls = 2  # the first that it times
+        self._behind()
+        start = self._meter.now()
+        if self._segmented:
+            output = recomputed(self._operations, self._tensor, draws_random=False, watch=watch)
+        else:
+            with torch.no_grad():
+                self._operations(self._tensor)
+            output = self._operations(self._tensor)
+        forward = self._meter.seconds_between(start, self._meter.now())
+        backwards = self._backwards(output)
+        inside = sum(seconds for seconds, _ in self._passes)
+        first, again = (typical(spent) for _, spent in self._passes)
+        # The last operation's backward comes first, and asks for the recomputation.
+        around = forward + backwards[0] - typical(backwards[1:]) - inside
+        return around, (watch.seconds or inside) - inside, first + again, typical(backwards[1:])
+
+    def _operations(self, value: torch.Tensor) -> torch.Tensor:
+        """Run the operations, and note what each takes, and all of them."""
+        spent: list[float] = []
+        begin = self._meter.now()
+        try:
+            for _ in range(_OPERATIONS):
+                self._among()
+                start = self._meter.now()
+                value = value.tanh()
+                spent.append(self._meter.seconds_between(start, self._meter.now()))
+                if value.grad_fn is not None and len(self._nodes) < _OPERATIONS:
+                    self._nodes.append(value.grad_fn)
+        finally:  # a recomputation ends with the last saved tensor
+            self._passes.append((self._meter.seconds_between(begin, self._meter.now()), spent))
         return value
 
-    def plain(_: Stopwatch) -> torch.Tensor:
-        with torch.no_grad():
-            inside(tensor)
-        return torch.tanh(inside(tensor))
+    def _backwards(self, output: torch.Tensor) -> list[float]:
+        """Seconds of each operation's backward, the last one's first."""
+        spent: list[float] = []
+        starts: list[Any] = []
 
-    def segmented(watch: Stopwatch) -> torch.Tensor:
-        return torch.tanh(recomputed(inside, tensor, draws_random=False, watch=watch))
+        def before(*_: Any) -> None:
+            (self._among if starts else self._behind)()
+            starts.append(self._meter.now())
 
-    def run(forward: Callable[[Stopwatch], torch.Tensor]) -> tuple[float, float, float]:
-        """Seconds of forward and backward, and what a stopwatch has seen."""
-        watch = Stopwatch(meter)
-        watch.calls = 2  # the first that it times
-        interlude()
-        times = [meter.now()]
-        output = forward(watch)
-        times.append(meter.now())
-        interlude()
-        times.append(meter.now())
-        torch.autograd.grad(output, tensor)
-        times.append(meter.now())
-        return (
-            meter.seconds_between(times[0], times[1]),
-            meter.seconds_between(times[2], times[3]),
-            watch.seconds or 0.0,
-        )
+        def after(*_: Any) -> None:
+            spent.append(self._meter.seconds_between(starts[-1], self._meter.now()))
 
-    def compare() -> tuple[float, float]:
-        pairs = [(run(segmented), run(plain)) for _ in range(_RUNS)]
-        beyond = [sum(mine[:2]) - sum(bare[:2]) for mine, bare in pairs]
-        watched = [mine[2] - bare[0] for mine, bare in pairs]
-        return sum(beyond) / _RUNS, sum(watched) / _RUNS
-
-    return compare
+        for node in self._nodes:
+            node.register_prehook(before)
+            node.register_hook(after)
+        torch.autograd.grad(output, self._tensor)
+        return spent
 
 
 def _remembering(state: SegmentState, meter: Meter, interlude: Interlude) -> float:
