@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -173,16 +173,14 @@ class HostSeconds:
         among, behind = Interlude(device, _AMONG_BYTES), Interlude(device, _ALL_BYTES)
         runs = [_SmallRun(device, meter, among, behind, segmented=each) for each in (True, False)]
         with repeating(False):  # as in a step
-            for run in runs:
-                run()
-            # By turns, so that a disturbance of the machine meets all.
-            times = [[seconds for run in runs for seconds in run()] for _ in range(_ROUNDS)]
-        segment, watched, passes, unpacking, _, _, plain_passes, plain_unpacking = map(
-            typical, zip(*times, strict=True)
-        )
+            # By turns, so that a disturbance of the machine meets all; the first time warms up.
+            _, *times = [[run() for run in runs] for _ in range(1 + _ROUNDS)]
+        segmented, plain = (_Small(*map(typical, zip(*each, strict=True))) for each in zip(*times, strict=True))
         nothing = typical([_remembering(NO_STATE, meter, behind) for _ in range(_ROUNDS)])
-        unwatched = max(segment - watched, 0.0), max(unpacking - plain_unpacking, 0.0)
-        return cls(segment, max(passes - plain_passes, 0.0) + unwatched[1], unwatched, nothing)
+        unpacking = max(segmented.backward - plain.backward, 0.0)
+        packing = max(segmented.passes - plain.passes, 0.0)
+        unwatched = max(segmented.around - segmented.watched, 0.0), unpacking
+        return cls(segmented.around, packing + unpacking, unwatched, nothing)
 
     def unwatched_in(self, plan: Plan) -> float:
         """Seconds of a plan's segments that a stopwatch does not see in a step."""
@@ -204,12 +202,24 @@ class HostSeconds:
 _KNOWN: dict[tuple[type[Meter], torch.device], HostSeconds] = {}
 
 
-class _SmallRun:
-    """Forward and backward of a few small operations, each of which saves a tensor, in a segment or not.
+class _Small(NamedTuple):
+    """Seconds of a run of a few small operations.
 
-    Calls return seconds: of the segment without the operations, of it as far as a stopwatch sees it, of an operation in
-    both passes, and of its backward.
+    Attributes:
+        around: Beyond the operations.
+        watched: Of that, what a stopwatch has seen.
+        passes: Of one operation in both passes.
+        backward: Of its backward.
     """
+
+    around: float
+    watched: float
+    passes: float
+    backward: float
+
+
+class _SmallRun:
+    """Forward and backward of a few small operations, each of which saves a tensor, in a segment or not."""
 
     def __init__(
         self,
@@ -223,7 +233,7 @@ class _SmallRun:
         self._tensor, self._meter = torch.zeros(1, device=device, requires_grad=True), meter
         self._among, self._behind, self._segmented = among, behind, segmented
 
-    def __call__(self) -> tuple[float, float, float, float]:
+    def __call__(self) -> _Small:
         self._passes: list[tuple[float, list[float]]] = []
         self._nodes: list[Node] = []
         watch = Stopwatch(self._meter)
@@ -242,7 +252,7 @@ class _SmallRun:
         first, again = (typical(spent) for _, spent in self._passes)
         # The last operation's backward comes first, and asks for the recomputation.
         around = forward + backwards[0] - typical(backwards[1:]) - inside
-        return around, (watch.seconds or inside) - inside, first + again, typical(backwards[1:])
+        return _Small(around, (watch.seconds or inside) - inside, first + again, typical(backwards[1:]))
 
     def _operations(self, value: torch.Tensor) -> torch.Tensor:
         """Run the operations, and note what each takes, and all of them."""
