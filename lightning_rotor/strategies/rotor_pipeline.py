@@ -81,8 +81,17 @@ class RotorPipelineStrategy(DDPStrategy):
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        limit, fixed = parse_limit(mem_limit), (micro_batches, schedule, recompute, balance, 1, deferred_batch_norm)
-        self._settings = PipelineSettings(*fixed, module, limit, pipeline_stages, sample)
+        self._settings = PipelineSettings(
+            micro_batches=micro_batches,
+            schedule=schedule,
+            recompute=recompute,
+            balance=balance,
+            deferred_batch_norm=deferred_batch_norm,
+            module=module,
+            limit=parse_limit(mem_limit),
+            pipeline_stages=pipeline_stages,
+            sample=sample,
+        )
         self.partition: Partition | None = None
         self._target: Target | None = None
         self._steps: PipelineSteps | None = None  # of a model that is cut
@@ -122,8 +131,7 @@ class RotorPipelineStrategy(DDPStrategy):
         assert self.accelerator is not None
         assert self.model is not None
         self.accelerator.setup(trainer)
-        self._failed = False
-        self._optimizer_states = {}
+        self._failed, self._optimizer_states = False, {}
         # Else the group's threads outlive the interpreter, and the process aborts at exit.
         atexit.register(_end_group)
         model, stages = trainer.lightning_module, self._devices_per_pipeline
@@ -201,8 +209,7 @@ class RotorPipelineStrategy(DDPStrategy):
 
     def _clip_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: int | float) -> None:
         assert self._steps is not None
-        parameters = self.precision_plugin.main_params(optimizer)
-        self._steps.pipelined.placement.clip_by_norm(parameters, float(clip_val))
+        self._steps.pipelined.placement.clip_by_norm(self.precision_plugin.main_params(optimizer), float(clip_val))
 
     @property
     def _placement(self) -> Placement | None:
