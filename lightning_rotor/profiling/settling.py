@@ -172,10 +172,10 @@ class HostSeconds:
         """What a segment of small operations takes, far from each other, and what they take by themselves."""
         among, behind = Interlude(device, _AMONG_BYTES), Interlude(device, _ALL_BYTES)
         runs = [_SmallRun(device, meter, among, behind, segmented=each) for each in (True, False)]
-        with repeating(False):  # as in a step
+        with repeating(False), torch.enable_grad():  # as in a step
             # By turns, so that a disturbance of the machine meets all; the first time warms up.
             _, *times = [[run() for run in runs] for _ in range(1 + _ROUNDS)]
-        segmented, plain = (_Small(*map(typical, zip(*each, strict=True))) for each in zip(*times, strict=True))
+        segmented, plain = (_RunSeconds(*map(typical, zip(*each, strict=True))) for each in zip(*times, strict=True))
         nothing = typical([_remembering(NO_STATE, meter, behind) for _ in range(_ROUNDS)])
         unpacking = max(segmented.backward - plain.backward, 0.0)
         packing = max(segmented.passes - plain.passes, 0.0)
@@ -202,7 +202,7 @@ class HostSeconds:
 _KNOWN: dict[tuple[type[Meter], torch.device], HostSeconds] = {}
 
 
-class _Small(NamedTuple):
+class _RunSeconds(NamedTuple):
     """Seconds of a run of a few small operations.
 
     Attributes:
@@ -233,7 +233,7 @@ class _SmallRun:
         self._tensor, self._meter = torch.zeros(1, device=device, requires_grad=True), meter
         self._among, self._behind, self._segmented = among, behind, segmented
 
-    def __call__(self) -> _Small:
+    def __call__(self) -> _RunSeconds:
         self._passes: list[tuple[float, list[float]]] = []
         self._nodes: list[Node] = []
         watch = Stopwatch(self._meter)
@@ -252,7 +252,7 @@ class _SmallRun:
         first, again = (typical(spent) for _, spent in self._passes)
         # The last operation's backward comes first, and asks for the recomputation.
         around = forward + backwards[0] - typical(backwards[1:]) - inside
-        return _Small(around, (watch.seconds or inside) - inside, first + again, typical(backwards[1:]))
+        return _RunSeconds(around, (watch.seconds or inside) - inside, first + again, typical(backwards[1:]))
 
     def _operations(self, value: torch.Tensor) -> torch.Tensor:
         """Run the operations, and note what each takes, and all of them."""
