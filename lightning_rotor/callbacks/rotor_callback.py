@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from rich.console import Console
 
-from lightning_rotor.callbacks.shown import ProcessPlan, is_logging_step, log_hyperparameters, log_metrics, log_plan
+from lightning_rotor.callbacks.shown import ProcessPlan, log_hyperparameters, log_metrics, log_plan
 from lightning_rotor.callbacks.trainer_loop import TrainerLoop, hush, unhush
 from lightning_rotor.capture.compiled import Variants, check_variants
 from lightning_rotor.errors import UnitError
@@ -18,6 +18,7 @@ from lightning_rotor.planned.forward import is_shortage
 from lightning_rotor.planned.plans import PlanSettings
 from lightning_rotor.planned.step import SavedPlans, StepPlanner
 from lightning_rotor.planning import Plan
+from lightning_rotor.private.lightning_names import logs_this_step
 from lightning_rotor.units import MemoryLimit, parse_limit
 
 _log = logging.getLogger(__name__)
@@ -250,7 +251,7 @@ class RotorCallback(pl.Callback):
         return self._last if self._planner is None else ProcessPlan.of(self._planner)
 
     def _log_metrics(self, trainer: pl.Trainer) -> None:
-        is_logged = is_logging_step(trainer)
+        is_logged = bool(trainer.loggers) and logs_this_step(trainer)
         shown = self._shown() if is_logged or self._progress_bar else None
         if shown is None:
             return

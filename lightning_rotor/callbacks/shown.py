@@ -128,11 +128,6 @@ _log = logging.getLogger(__name__)
 _WITH_PICTURES = (TensorBoardLogger, WandbLogger, MLFlowLogger)
 
 
-def is_logging_step(trainer: pl.Trainer) -> bool:
-    """True if the Trainer logs after this step, and somebody listens."""
-    return bool(trainer.loggers) and private.logs_this_step(trainer)
-
-
 def log_metrics(trainer: pl.Trainer, prefix: str, metrics: Mapping[str, float]) -> None:
     """Give numbers to every logger."""
     for logger in trainer.loggers:

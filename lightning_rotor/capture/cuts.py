@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from lightning_rotor.capture.boundaries import stages_of
-from lightning_rotor.capture.external_state import Closures, Notes
+from lightning_rotor.capture.external_state import Closures, Notes, ambient
 from lightning_rotor.capture.graph_stage import OF
 from lightning_rotor.capture.guards import Watch, first_difference, line_of
 from lightning_rotor.capture.modules import (
@@ -27,7 +27,7 @@ from lightning_rotor.capture.modules import (
     is_invertible_as_a_whole,
     tensor_attributes,
 )
-from lightning_rotor.capture.recorder import Recorder, Recording, ambient
+from lightning_rotor.capture.recorder import Recorder, Recording
 from lightning_rotor.errors import InverseError, ModelError
 from lightning_rotor.execution.options import kept_parameters, lent_buffers, undisturbed
 from lightning_rotor.invertible.check import try_inverse

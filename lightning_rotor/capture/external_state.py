@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_rotor.capture.guards import Same, Unchanged, frozen
-from lightning_rotor.private.torch_names import without_modes
+from lightning_rotor.private.torch_names import hooks_for_saved_tensors, without_modes
 from lightning_rotor.stages import snapshot as kinds
 from lightning_rotor.stages.snapshot import Kind, Snapshot, globals_of, is_users, namespace_of
 
@@ -247,3 +247,18 @@ def _entries_of_class(holder: Any, names: tuple[str, ...]) -> Iterator[Place]:
     namespace = namespace_of(holder)
     if namespace is not None:
         yield from (Place(kinds.ENTRIES, namespace, name) for name in names if name in namespace)
+
+
+def ambient() -> tuple[Any, ...]:
+    """Settings that change what an operation computes or saves, and that code can switch for a few lines."""
+    hooks = hooks_for_saved_tensors()
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+        *((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")),
+        None if not hooks else tuple(map(id, hooks)),
+    )

@@ -28,7 +28,7 @@ from torch import fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from lightning_rotor.capture.external_state import Closures, Notes, Surroundings
+from lightning_rotor.capture.external_state import Closures, Notes, Surroundings, ambient
 from lightning_rotor.capture.graph_stage import (
     OF,
     UNSURE,
@@ -423,21 +423,6 @@ def require_unrecorded(what: str) -> None:
 
 
 _AUTOCAST = 6  # where autocast's settings begin
-
-
-def ambient() -> tuple[Any, ...]:
-    """Settings that change what an operation computes or saves, and that code can switch for a few lines."""
-    hooks = private.hooks_for_saved_tensors()
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.get_default_dtype(),
-        torch.backends.cuda.flash_sdp_enabled(),
-        torch.backends.cuda.mem_efficient_sdp_enabled(),
-        torch.backends.cuda.math_sdp_enabled(),
-        *((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")),
-        None if not hooks else tuple(map(id, hooks)),
-    )
 
 
 def _copies(values: Iterable[Any]) -> list[Any]:

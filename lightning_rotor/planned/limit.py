@@ -207,7 +207,7 @@ class StepLimit:
         self._agreed_bytes: int | None = None
         self._others: dict[str, int] = {}
         self._told = Budget(0)
-        self._refused: tuple[Budget, BudgetError] | None = None  # what to raise when the step has run
+        self.refused: tuple[Budget, BudgetError] | None = None  # what to raise when the step has run
         self._has_warned = False
 
     def agree(self, batch: Sequence[torch.Tensor]) -> None:
@@ -265,13 +265,12 @@ class StepLimit:
         if self.beyond or not is_simple or has_no_more:
             self._go_beyond(error)
         else:
-            self._refused = self._told, error
+            self.refused = self._told, error
 
     def end_backward(self, step: Step, watch: StepWatch) -> None:
         """End training if a call was refused. The weights are as they were, and the step has shown what it takes."""
-        if self._refused is None:
-            return
-        (budget, error), self._refused = self._refused, None
+        assert self.refused is not None
+        (budget, error), self.refused = self.refused, None
         phases = watch.phases if watch.stop() else []
         peak_bytes = max((phase.peak_bytes for phase in step.as_later(phases)), default=0)
         rest_bytes = max(int(peak_bytes * _UNEVEN) - error.minimum_bytes, 0)

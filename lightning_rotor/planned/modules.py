@@ -83,8 +83,6 @@ class PlannedModules:
 
     def choose(self, batch: Any, batch_idx: int) -> bool:
         """Decide by the compute of the first batch, as the first process does. True if others than a guess."""
-        if not self.is_guess:
-            return False
         assert self._search is not None
         before, self.is_guess = list(self), False
         self._search.count(lambda: self._loop.compute(batch, batch_idx))

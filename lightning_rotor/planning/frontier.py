@@ -24,7 +24,7 @@ from rich.table import Table
 
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import BudgetError, ScheduleError
-from lightning_rotor.schedule import Item, Leaf, Schedule, Segment
+from lightning_rotor.schedule import Item, Leaf, Segment
 from lightning_rotor.simulator import Simulation
 from lightning_rotor.units import format_bytes, format_seconds, parse_bytes, rendered
 
@@ -221,14 +221,8 @@ def pareto(points: Iterable[Simulation]) -> tuple[Simulation, ...]:
 # -------------------------------------------------------------------- schedules without a planner
 
 
-def keep_all_fastest(chain: Chain) -> Schedule:
-    """Schedule without any recomputation, not even of inputs from outputs; every stage runs its fastest option."""
-    costs = ([(option.inverts, option.seconds) for option in stage.options] for stage in chain)
-    return Schedule(tuple(Leaf(stage, each.index(min(each))) for stage, each in enumerate(costs)))
-
-
 def no_schedule_is_faster(chain: Chain) -> bool:
-    """True if no schedule can be faster than :func:`keep_all_fastest`: so on measured chains without inverses."""
+    """True if no schedule can be faster than :func:`.keep_all_fastest`: so on measured chains without inverses."""
     # Both forwards of a measured stage are timed as one, so dropping and recomputing it alone saves no time.
     for stage in chain:
         ways = [each.seconds for each in stage.options]

@@ -12,9 +12,10 @@ from lightning_rotor.chain import Chain, Option, StageCost
 from lightning_rotor.errors import BudgetError
 from lightning_rotor.planning.candidates import Candidates, Judge, by_peak, by_seconds
 from lightning_rotor.planning.dynamic_program import Table
-from lightning_rotor.planning.frontier import SAME, Frontier, keep_all_fastest, no_schedule_is_faster, pareto
+from lightning_rotor.planning.frontier import SAME, Frontier, no_schedule_is_faster, pareto
 from lightning_rotor.planning.plan import DEFAULT_SLOTS, Plan
 from lightning_rotor.planning.requirements import requirements_of, retains_from_birth
+from lightning_rotor.schedule import Leaf, Schedule
 from lightning_rotor.simulator import Conditions, Simulation
 from lightning_rotor.units import format_bytes, formatted_apart, is_positive_integer
 
@@ -203,6 +204,12 @@ class Solver:
         few_options = sum(len(stage.options) for stage in self.chain) <= _EDITED_OPTIONS
         thorough = few_options and len(self.chain) <= _REFINED_STAGES
         return Candidates(self.chain, table, unit, is_exact, self._judge, uncertain_bytes, thorough)
+
+
+def keep_all_fastest(chain: Chain) -> Schedule:
+    """Schedule without any recomputation, not even of inputs from outputs; every stage runs its fastest option."""
+    costs = ([(option.inverts, option.seconds) for option in stage.options] for stage in chain)
+    return Schedule(tuple(Leaf(stage, each.index(min(each))) for stage, each in enumerate(costs)))
 
 
 def solved_table(

@@ -202,7 +202,7 @@ class StageProfiler:
         """One recorded forward and its backward. Who holds the input of an inverted stage wants it rebuilt."""
         saves = _Saves(self.stage.name, gives_up=gives_up_saved)
 
-        def forward(recording: Recording, value: Any, source: Output) -> Any:
+        def forward(recording: Recording, value: Any, source: Output | None) -> Any:
             saves.recording = recording
             with saved_tensors_hooks(saves.pack, saves.unpack):
                 output = self.run(value, source)
@@ -216,7 +216,11 @@ class StageProfiler:
         return self._option(recording, saves, lasting_bytes, gradients), gradients
 
     def _recorded(
-        self, forward: Callable[[Recording, Any, Output], Any], *, hold_input: bool = False, hold_output: bool = False
+        self,
+        forward: Callable[[Recording, Any, Output | None], Any],
+        *,
+        hold_input: bool = False,
+        hold_output: bool = False,
     ) -> tuple[Recording, Gradients, int]:
         """The recording of a forward and its backward, the gradients, and the bytes of skips among the input."""
         self.rewind()
@@ -227,7 +231,7 @@ class StageProfiler:
             lasting = [
                 leaf for leaf, place in zip(tree_leaves(value), self.ends.inputs, strict=True) if place is not None
             ]
-            source = Output(self.stage.name)
+            source = None if self.way is None else Output(self.stage.name)
             recording.mark("forward")
             output = forward(recording, value, source)
             recording.mark("root")
@@ -312,7 +316,7 @@ class StageProfiler:
         """Peak of a segment's first pass, what it leaves pinned, and its backward's peak after the recomputation."""
         state = SegmentState(attributed=self.state.attributed)
 
-        def forward(recording: Recording, value: Any, _: Output) -> Any:
+        def forward(recording: Recording, value: Any, _: Output | None) -> Any:
             leaves, spec = tree_flatten(value)
             passes = count()
 
