@@ -462,7 +462,8 @@ def _by_seconds(prepared: Prepared, solve: Callable[[Profile], Plan]) -> tuple[P
         return prepared, plan
     run = partial(scheduled, schedule=schedule, budget_bytes=plan.budget_bytes, slots=plan.slots, **plan.conditions)
     chain = corrected(run(plan.chain), least)
-    prepared, best = replace(prepared, profile=replace(prepared.profile, chain=chain)), run(chain)
+    prepared = replace(prepared, profile=replace(prepared.profile, chain=chain))
+    best = replace(run(chain), solve_seconds=plan.solve_seconds)
     if len(prepared.timed) < MOST_TIMED:
         with suppress(BudgetError):
             solved = solve(prepared.profile)
