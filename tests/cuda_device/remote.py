@@ -20,9 +20,10 @@ class _Server:
     def __init__(self, session: pytest.Session) -> None:
         self._output = tempfile.TemporaryFile()  # noqa: SIM115
         here, there = socket.socketpair()
+        wide = ["--all"] * session.config.getoption("--all")  # the same tests as here
         files = dict.fromkeys(str(item.path) for item in session.items if item.get_closest_marker("gpu"))
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", "-n0", "-p", "tests.cuda_device.server", "-p", "no:cacheprovider", "-m", "gpu", *files],
+            [sys.executable, "-m", "pytest", "-n0", "-p", "tests.cuda_device.server", "-p", "no:cacheprovider", "-m", "gpu", *wide, *files],
             cwd=session.config.rootpath, env=environment(devices=2) | {"SIMULATED_CHANNEL": str(there.fileno())},
             stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.STDOUT, pass_fds=[there.fileno()],
         )  # fmt: skip
