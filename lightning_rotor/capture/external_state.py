@@ -249,6 +249,10 @@ def _entries_of_class(holder: Any, names: tuple[str, ...]) -> Iterator[Place]:
         yield from (Place(kinds.ENTRIES, namespace, name) for name in names if name in namespace)
 
 
+AUTOCAST = 6
+"""Where autocast's settings begin in :func:`ambient`."""
+
+
 def ambient() -> tuple[Any, ...]:
     """Settings that change what an operation computes or saves, and that code can switch for a few lines."""
     hooks = hooks_for_saved_tensors()

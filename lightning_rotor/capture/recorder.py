@@ -28,7 +28,7 @@ from torch import fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from lightning_rotor.capture.external_state import Closures, Notes, Surroundings, ambient
+from lightning_rotor.capture.external_state import AUTOCAST, Closures, Notes, Surroundings, ambient
 from lightning_rotor.capture.graph_stage import (
     OF,
     UNSURE,
@@ -324,13 +324,13 @@ class Recorder(TorchFunctionMode):
     def _follow_ambient(self) -> None:
         """Tell the graph under which settings the next operation runs."""
         now, then = ambient(), self._ambient
-        same = now[1:_AUTOCAST], now[-1]
-        if now[0] != self._gradients or same != (then[1:_AUTOCAST], then[-1]):
+        same = now[1:AUTOCAST], now[-1]
+        if now[0] != self._gradients or same != (then[1:AUTOCAST], then[-1]):
             raise UntraceableError(
                 "it computes inside of a context (inference_mode, torch's checkpoint, an autograd function, a choice "
                 "of kernels), which a recording would lose"
             )
-        changed = zip(("cpu", "cuda"), now[_AUTOCAST:-1], then[_AUTOCAST:-1], strict=True)
+        changed = zip(("cpu", "cuda"), now[AUTOCAST:-1], then[AUTOCAST:-1], strict=True)
         autocast = tuple((device, *setting) for device, setting, before in changed if setting != before)
         self._writer.region = None if now == then else Region(now[0], autocast)
 
@@ -420,9 +420,6 @@ def require_unrecorded(what: str) -> None:
 
 
 # -------------------------------------------------------------------- small things
-
-
-_AUTOCAST = 6  # where autocast's settings begin
 
 
 def _copies(values: Iterable[Any]) -> list[Any]:

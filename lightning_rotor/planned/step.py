@@ -112,7 +112,7 @@ class StepPlanner(BudgetSource):
         self.was_put_off = False
         self.limit = StepLimit(loop, limit, beyond=beyond)
         self._step: Step | None = None
-        self._has_met = self._has_stepped = False
+        self._has_met = False
         self._is_cautious = False  # the budget told last is not what there is
         self._is_joint = False  # calls of a step may be alive together
         self._most_bytes = 0  # that such a step has taken beyond the limit
@@ -130,8 +130,7 @@ class StepPlanner(BudgetSource):
     def begin_step(self, batch: Any, batch_idx: int) -> None:
         """A batch is about to be trained on: choose what to plan if it is the first, measure if a plan is new."""
         tensors = tensors_in(batch)
-        self._has_stepped = self._has_stepped or self.loop.has_stepped
-        self._step = Step(tensors, is_first=not self._has_stepped)
+        self._step = Step(tensors, is_first=not self.loop.has_stepped)
         if not self._has_met:
             self._has_met = True
             take_workspaces(self.loop.device)
