@@ -1,7 +1,7 @@
 """Train a LightningModule inside a byte limit."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -16,7 +16,7 @@ from lightning_rotor.errors import UnitError
 from lightning_rotor.planned.cache import MAX_PLANS
 from lightning_rotor.planned.forward import is_shortage
 from lightning_rotor.planned.plans import PlanSettings
-from lightning_rotor.planned.step import SavedPlans, StepPlanner
+from lightning_rotor.planned.step import StepPlanner
 from lightning_rotor.planning import Plan
 from lightning_rotor.private.lightning_names import logs_this_step
 from lightning_rotor.units import MemoryLimit, parse_limit
@@ -99,7 +99,7 @@ class RotorCallback(pl.Callback):
         self._show_table, self._progress_bar, self._log_plan = show_table, progress_bar, log_plan
         self._planner: StepPlanner | None = None  # while training
         self._last: ProcessPlan | None = None  # of the training before
-        self._saved: SavedPlans | None = None
+        self._saved: Mapping[str, Any] | None = None
 
     @property
     def mem_limit(self) -> MemoryLimit | None:
@@ -232,14 +232,13 @@ class RotorCallback(pl.Callback):
         if self._planner is not None:
             self._planner.save()
             self._saved = self._planner.saved
-        return {} if self._saved is None else self._saved.to_plain()
+        return dict(self._saved or {})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on without measuring again, if the model is the one that was measured."""
-        saved = SavedPlans.from_plain(state_dict)
         if self._planner is None:
-            self._saved = saved
-        elif not self._planner.load(saved):
+            self._saved = state_dict
+        elif not self._planner.load(state_dict):
             self._planner.loop.warn(
                 f"the checkpoint's plan is not for this {type(self._planner.loop.model).__name__}: expected one for "
                 "the same layers, made with this version of lightning-rotor. It is left aside, and the model is "

@@ -9,8 +9,8 @@ A training goes through these states, and back to the third whenever there is a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import ReferenceType
@@ -26,7 +26,7 @@ from lightning_rotor.planned.cache import Prepared, Turn, model_fingerprint
 from lightning_rotor.planned.calls import BACK, BEHIND, INTO, LOSS, Call, CallKey, Step, StepWatch
 from lightning_rotor.planned.cuts import Signature
 from lightning_rotor.planned.joint import PathPlans
-from lightning_rotor.planned.limit import Corrections, StepLimit
+from lightning_rotor.planned.limit import StepLimit
 from lightning_rotor.planned.loop import TrainingLoop
 from lightning_rotor.planned.modules import PlannedModule, PlannedModules
 from lightning_rotor.planned.plans import BudgetSource, Plans, PlanSettings
@@ -38,53 +38,6 @@ from lightning_rotor.profiling import Profile
 from lightning_rotor.units import MemoryLimit
 
 
-@dataclass(frozen=True, slots=True)
-class SavedPlans:
-    """What a fit leaves for the next one, in plain types alone, so that checkpoints load with ``weights_only=True``."""
-
-    modules: list[dict[str, Any]]
-    corrections: dict[str, list[int]]
-
-    @classmethod
-    def of(cls, modules: Iterable[PlannedModule], corrections: Corrections) -> SavedPlans:
-        """What is known of modules."""
-        return cls(list(map(_saved, modules)), corrections.to_plain())
-
-    @classmethod
-    def from_plain(cls, state: Mapping[str, Any]) -> SavedPlans | None:
-        """Plans from :meth:`to_plain`, or None if that was of another version of this package."""
-        try:
-            first = {name: state[name] for name in ("module", "model", "ceiling_bytes", "records")}
-            return cls([first, *state.get("others", [])], state["corrections"])
-        except KeyError:
-            return None
-
-    def to_plain(self) -> dict[str, Any]:
-        """In plain types: the first module and, as ``others``, further ones."""
-        first, *others = self.modules
-        return {**first, "corrections": self.corrections, "others": others}
-
-    def targets_in(self, model: nn.Module) -> list[Target]:
-        """The modules in a model, or none if they are not all in it as they were."""
-        found = []
-        for saved in self.modules:
-            module = dict(model.named_modules()).get(saved["module"])
-            if module is None or not may_be_planned(module) or model_fingerprint(module) != saved["model"]:
-                return []
-            found.append(Target(saved["module"], module, "as before"))
-        return found
-
-    def recall(self, modules: Iterable[PlannedModule], corrections: Corrections) -> None:
-        """Go on with what was known of modules, if these are the ones."""
-        present = {module.target.name: module.plans for module in modules}
-        if present.keys() != {saved["module"] for saved in self.modules}:
-            return
-        for saved in self.modules:
-            present[saved["module"]].recall(saved["records"])
-            present[saved["module"]].ceiling.size_bytes = saved["ceiling_bytes"]
-        corrections.recall(self.corrections)
-
-
 class StepPlanner(BudgetSource):
     """Keeps the steps of a training inside a limit; ``ModelError`` if a module of these names cannot be planned.
 
@@ -92,6 +45,8 @@ class StepPlanner(BudgetSource):
         limit: For the whole process, as the user gave it.
         names: Dotted names of the modules to plan, or None for all with much of the compute.
         beyond: Where no plan fits, train with the one that takes least, and say so.
+        saved: What an earlier training has left in ``saved``: plain types alone, so that checkpoints load with
+            ``weights_only=True``.
     """
 
     def __init__(
@@ -102,7 +57,7 @@ class StepPlanner(BudgetSource):
         *,
         beyond: bool,
         settings: PlanSettings,
-        saved: SavedPlans | None = None,
+        saved: Mapping[str, Any] | None = None,
     ) -> None:
         self.loop, self.saved = loop, saved
         self.ranks = Agreement()
@@ -311,18 +266,26 @@ class StepPlanner(BudgetSource):
     # ---------------------------------------------------------------- from one training to the next
 
     def save(self) -> None:
-        """Keep what was measured and planned so far."""
-        if self.plan is not None and list(self.modules):
-            self.saved = SavedPlans.of(self.modules, self.limit.corrections)
+        """Keep what was measured and planned so far: the first module and, as ``others``, further ones."""
+        modules = list(map(_saved, self.modules))
+        if self.plan is not None and modules:
+            corrections = self.limit.corrections.to_plain()
+            self.saved = {**modules[0], "corrections": corrections, "others": modules[1:]}
 
-    def load(self, saved: SavedPlans | None) -> bool:
-        """Go on without measuring again. False if it is for another model, and left aside."""
-        targets = [] if saved is None else saved.targets_in(self.loop.model)
-        if saved is None or not targets:
+    def load(self, saved: Mapping[str, Any] | None) -> bool:
+        """Go on without measuring again. False if it is for another model or version, and left aside."""
+        known = {each["module"]: each for each in _modules_in(saved or {})}
+        targets = [target for each in known.values() if (target := _target_in(self.loop.model, each)) is not None]
+        if saved is None or not targets or len(targets) < len(known):
             return False
         self.saved = saved
         self.modules.begin(targets)
-        saved.recall(self.modules, self.limit.corrections)
+        present = {module.target.name: module.plans for module in self.modules}
+        if present.keys() == known.keys():  # those that the user has named may be others
+            for name, plans in present.items():
+                plans.recall(known[name]["records"])
+                plans.ceiling.size_bytes = known[name]["ceiling_bytes"]
+            self.limit.corrections.recall(saved["corrections"])
         return True
 
 
@@ -334,6 +297,20 @@ def _saved(module: PlannedModule) -> dict[str, Any]:
         "ceiling_bytes": module.plans.ceiling.size_bytes,
         "records": module.plans.records(),
     }
+
+
+def _modules_in(saved: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """What is known of each module; empty if another version of this package has saved it."""
+    wanted = {"module", "model", "ceiling_bytes", "records", "corrections"}
+    return [saved, *saved.get("others", [])] if wanted <= saved.keys() else []
+
+
+def _target_in(model: nn.Module, saved: Mapping[str, Any]) -> Target | None:
+    """The module in a model that was saved, or None if it is not there as it was."""
+    name, module = saved["module"], dict(model.named_modules()).get(saved["module"])
+    if module is None or not may_be_planned(module) or model_fingerprint(module) != saved["model"]:
+        return None
+    return Target(name, module, "as before")
 
 
 def _lower(module: PlannedModule) -> bool:
