@@ -1,7 +1,6 @@
 """The best batch size under a memory limit, before training starts."""
 
 import logging
-from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,7 +14,6 @@ from torch import nn
 from lightning_rotor.callbacks.trainer_loop import TrainerLoop, first_call
 from lightning_rotor.errors import ModelError, RotorError
 from lightning_rotor.execution.options import kept_attributes, undisturbed
-from lightning_rotor.memory.budget import Budget
 from lightning_rotor.planned.batch_sizes import BatchSizeAdvice, advice_from, measured_costs
 from lightning_rotor.planned.target import TargetSearch, named_target
 from lightning_rotor.private.lightning_names import reset_loaders
@@ -114,12 +112,7 @@ class RotorBatchSizeAdvice(pl.Callback):
         tensors = tensors_in(batch)
         limit_bytes = loop.least(loop.limit_bytes(self._limit, tensors))
         resident = loop.resident(target, tensors, torch.device(costs.chains[0].device))
-        costs = replace(costs, batch_bytes=resident.batch_bytes)  # not of the module's input alone
-
-        def budget(batch_bytes: int) -> Budget:
-            return replace(resident, batch_bytes=batch_bytes).budget(limit_bytes)
-
-        return advice_from(costs, budget, limit_bytes=limit_bytes, batch_sizes=self._batch_sizes)
+        return advice_from(costs, resident, limit_bytes=limit_bytes, batch_sizes=self._batch_sizes)
 
     def _target(self, loop: TrainerLoop, batch: Any) -> nn.Module:
         """The module that :class:`RotorCallback` would plan."""

@@ -132,12 +132,12 @@ class ResidentMemory:
             Lightning's automatic optimization does. Otherwise they may be there throughout (accumulation).
     """
 
-    parameter_bytes: int
-    buffer_bytes: int
-    optimizer_bytes: int
-    outside_gradient_bytes: int
-    chain_gradient_bytes: int
-    batch_bytes: int
+    parameter_bytes: int = 0
+    buffer_bytes: int = 0
+    optimizer_bytes: int = 0
+    outside_gradient_bytes: int = 0
+    chain_gradient_bytes: int = 0
+    batch_bytes: int = 0
     communication_bytes: int = 0
     other_bytes: int = 0
     gradients_linger: bool = True

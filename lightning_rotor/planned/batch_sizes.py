@@ -12,7 +12,7 @@ pay for themselves with recomputation, so the best is often not the largest that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -24,7 +24,7 @@ from torch import nn
 from lightning_rotor.capture.cuts import sequentialize
 from lightning_rotor.chain import Chain, UnlikeChainsError, combined
 from lightning_rotor.errors import BudgetError, ModelError, SampleError
-from lightning_rotor.memory.budget import Budget, ResidentMemory
+from lightning_rotor.memory.budget import ResidentMemory
 from lightning_rotor.memory.devices import resolve_limit
 from lightning_rotor.planned.ranks import communicates
 from lightning_rotor.planning import Plan
@@ -95,14 +95,10 @@ class BatchSizeAdvice:
 
 @dataclass(frozen=True, slots=True)
 class AffineCosts:
-    """Measured chains of one model at two batch sizes, the smaller first, and so at all.
-
-    ``batch_bytes`` is what a batch of the larger size takes.
-    """
+    """Measured chains of one model at two batch sizes, the smaller first, and so at all."""
 
     sizes: tuple[int, int]
     chains: tuple[Chain, Chain]
-    batch_bytes: int = 0
 
     def at(self, batch_size: int) -> Chain:
         """The chain of a batch size: exact in bytes where they are affine, rounded up where they are not whole.
@@ -162,12 +158,9 @@ def advise_batch_size(
     costs = measured_costs(model, sample)
     device = torch.device(costs.chains[0].device)
     limit_bytes = resolve_limit(parse_limit(mem_limit), device)
-    resident = ResidentMemory.of(model, model, optimizers, (), device)
-
-    def budget(batch_bytes: int) -> Budget:
-        return replace(resident, batch_bytes=batch_bytes).budget(limit_bytes)
-
-    return advice_from(costs, budget, limit_bytes=limit_bytes, batch_sizes=batch_sizes, slots=slots)
+    batch_bytes = sum(tensor.nbytes for tensor in tensors_in(sample))
+    resident = replace(ResidentMemory.of(model, model, optimizers, (), device), batch_bytes=batch_bytes)
+    return advice_from(costs, resident, limit_bytes=limit_bytes, batch_sizes=batch_sizes, slots=slots)
 
 
 def measured_costs(model: nn.Module, sample: Any) -> AffineCosts:
@@ -190,23 +183,24 @@ def measured_costs(model: nn.Module, sample: Any) -> AffineCosts:
             f"{type(model).__name__} becomes {len(chains[0])} stages for {half} samples and {len(chains[1])} for "
             f"{size}: expected the same"
         )
-    return AffineCosts((half, size), chains, sum(tensor.nbytes for tensor in tensors_in(args)))
+    return AffineCosts((half, size), chains)
 
 
 def advice_from(
     costs: AffineCosts,
-    budget_beside: Callable[[int], Budget],
+    resident: ResidentMemory,
     *,
     limit_bytes: int,
     batch_sizes: Iterable[int] | None = None,
     slots: int = DEFAULT_SLOTS,
 ) -> BatchSizeAdvice:
-    """Plan each candidate, with the budget beside a batch of so many bytes; ``BudgetError`` if none fits."""
+    """Plan each candidate; ``BudgetError`` if none fits. ``resident`` is beside the larger of the measured sizes."""
     options: list[BatchSizeOption] = []
     failure: BudgetError | None = None
     for batch_size in _candidates() if batch_sizes is None else sorted(set(batch_sizes)):
         chain = costs.at(batch_size)
-        budget = budget_beside(-(-costs.batch_bytes * batch_size // costs.sizes[1]))
+        batch_bytes = -(-resident.batch_bytes * batch_size // costs.sizes[1])
+        budget = replace(resident, batch_bytes=batch_bytes).budget(limit_bytes)
         try:
             solved = budget.plan(chain, slots=slots)
         except BudgetError as error:

@@ -29,7 +29,7 @@ from torch import nn
 from lightning_rotor import __version__
 from lightning_rotor.capture.cuts import GraphCut, sequentialize
 from lightning_rotor.errors import ModelError, ProfilingError, RotorError, RotorWarning, SampleError
-from lightning_rotor.memory.budget import Budget, ResidentMemory
+from lightning_rotor.memory.budget import ResidentMemory
 from lightning_rotor.memory.devices import resolve_limit
 from lightning_rotor.planned.batch_sizes import AffineCosts, BatchSizeAdvice, advice_from
 from lightning_rotor.planning import Frontier, Plan
@@ -367,7 +367,7 @@ def find_plan(options: Namespace) -> Found:
     """Build the model, measure it and plan; ``RotorError`` if something is amiss or no plan fits."""
     case = _Case.of(options)
     profile = case.profile(options.inputs)
-    plan = case.budget(case.resident.batch_bytes).plan(profile.chain, slots=options.slots)
+    plan = case.resident.budget(case.budget_bytes).plan(profile.chain, slots=options.slots)
     return Found(case, profile, plan, plan.frontier() if options.curve or options.plot_curve is not None else None)
 
 
@@ -384,8 +384,8 @@ def find_batch_sizes(options: Namespace) -> BatchSizeAdvice:
     halves = tuple(replace(spec, shape=(size // 2, *spec.shape[1:])) if spec.shape else spec for spec in options.inputs)
     chains = case.profile(halves).chain, case.profile(options.inputs).chain
     return advice_from(
-        AffineCosts((size // 2, size), chains, case.resident.batch_bytes),
-        case.budget,
+        AffineCosts((size // 2, size), chains),
+        case.resident,
         limit_bytes=case.budget_bytes,
         batch_sizes=options.batch_sizes or None,
         slots=options.slots,
@@ -420,7 +420,9 @@ class _Case:
         floating, mixed = (half, None) if options.precision.endswith("-true") else (None, half)
         model = _built(options, device, floating)
         batch = [spec.make(device, floating=floating) for spec in options.inputs]
-        resident = ResidentMemory.of(model, model, optimizers_for(model, options.optimizer), batch, device)
+        resident = ResidentMemory()
+        if not options.activations_only:
+            resident = ResidentMemory.of(model, model, optimizers_for(model, options.optimizer), batch, device)
         if kind != "meta":
             return cls(options, model, None, resolve_limit(limit, device), resident, floating, mixed)
         accelerator = _accelerator(options)
@@ -441,12 +443,6 @@ class _Case:
             "gradients": held.outside_gradient_bytes + held.chain_gradient_bytes,
             "batch": held.batch_bytes,
         }
-
-    def budget(self, batch_bytes: int) -> Budget:
-        """What a plan may use beside a batch of that size."""
-        if self.options.activations_only:
-            return Budget(self.budget_bytes)
-        return replace(self.resident, batch_bytes=batch_bytes).budget(self.budget_bytes)
 
     def profile(self, inputs: Sequence[InputSpec]) -> Profile:
         """Costs for such inputs, measured or estimated."""
