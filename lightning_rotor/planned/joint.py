@@ -27,7 +27,7 @@ from lightning_rotor.planning import Plan, minimum_budget
 from lightning_rotor.planning.plan import scheduled
 from lightning_rotor.profiling.meters import MeteredPhase
 from lightning_rotor.schedule import Item, Leaf, Schedule, Segment
-from lightning_rotor.simulator import Simulation, simulate
+from lightning_rotor.simulator import Event, Simulation, simulate
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -141,54 +141,40 @@ def measured_outside(
     needed = (INTO, BACK) if is_whole else (INTO,)
     if any(f"{label} {number}" not in first for label in needed for number in numbers):
         return None
+    before = [lingering_bytes, *(event.after_bytes for event in bare.events)]
+    timed = list(zip(before, bare.events, strict=False))
     found = []
     for number, following, start, length in zip_longest(numbers, numbers[1:], _starts(lengths), lengths):
+        last = start + length
         into, behind, back = (first.get(f"{label} {number}", len(phases)) for label in (INTO, BEHIND, BACK))
         end = loss = back if following is None else first[f"{INTO} {following}"]
         if following is None:
             loss = max((place for place in range(behind, end) if phases[place].label == LOSS), default=end)
-        levels = _Levels.of(bare, start, start + length, lingering_bytes)
-        backward = phases[back] if back < len(phases) else None
+        forward = [(level, event) for level, event in timed if event.phase == "forward" and start <= event.stage < last]
+        backward = [  # with that of the user's code before
+            (level, event) for level, event in timed if event.phase != "forward" and start - 1 <= event.stage < last
+        ]
+        # A stage that is run to be discarded holds its input until the next one begins.
+        behind_bytes = next(each.peak_bytes for each in bare.events if each.phase == "forward" and each.stage == last)
         found.append(
             Outside(
-                forward_bytes=_most_beyond(levels.forward, phases[into]),
-                behind_bytes=max((phase.peak_bytes for phase in phases[behind:loss]), default=0) - levels.behind_bytes,
-                backward_bytes=0 if backward is None else _most_beyond(levels.backward, backward),
-                loss_bytes=max((phase.peak_bytes for phase in phases[loss:end]), default=0)
-                - (levels.behind_bytes - lingering_bytes),
+                forward_bytes=_most_beyond(forward, phases[into]),
+                behind_bytes=_peak_bytes(phases[behind:loss]) - behind_bytes,
+                backward_bytes=_most_beyond(backward, phases[back]) if back < len(phases) else 0,
+                loss_bytes=_peak_bytes(phases[loss:end]) - (behind_bytes - lingering_bytes),
             )
         )
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Levels:
-    """A call in a simulation: levels at the beginning and at the peak of its two passes, and behind its forward."""
-
-    forward: tuple[int, int]
-    backward: tuple[int, int]
-    behind_bytes: int
-
-    @classmethod
-    def of(cls, bare: Simulation, first: int, last: int, lingering_bytes: int) -> _Levels:
-        """Of the stages from ``first`` on, up to the user's code, which is ``last``; the code before it is a part."""
-        before = [lingering_bytes, *(event.after_bytes for event in bare.events)]
-        timed = list(zip(before, bare.events, strict=False))
-        forward = [(level, event) for level, event in timed if event.phase == "forward" and first <= event.stage < last]
-        backward = [
-            (level, event) for level, event in timed if event.phase != "forward" and first - 1 <= event.stage < last
-        ]
-        return cls(
-            (forward[0][0], max(event.peak_bytes for _, event in forward)),
-            (backward[0][0], max(event.peak_bytes for _, event in backward)),
-            # A stage that is run to be discarded holds its input until the next one begins.
-            next(event.peak_bytes for event in bare.events if event.phase == "forward" and event.stage == last),
-        )
+def _peak_bytes(phases: Sequence[MeteredPhase]) -> int:
+    return max((phase.peak_bytes for phase in phases), default=0)
 
 
-def _most_beyond(levels: tuple[int, int], phase: MeteredPhase) -> int:
+def _most_beyond(simulated: Sequence[tuple[int, Event]], phase: MeteredPhase) -> int:
     """By how much a measured phase exceeds its simulation. A GPU's meter may not have seen its peak."""
-    return max(phase.start_bytes - levels[0], phase.peak_bytes - levels[1])
+    start_bytes, peak_bytes = simulated[0][0], max(event.peak_bytes for _, event in simulated)
+    return max(phase.start_bytes - start_bytes, phase.peak_bytes - peak_bytes)
 
 
 def split(schedule: Schedule, lengths: Sequence[int]) -> list[Schedule]:
