@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 from typing import TypeAlias
@@ -39,14 +39,6 @@ _MOST_GROWTH = 1.5
 # Bounds from measurements this near are not much too high: at most 1.33 times the truth, 1.04 times between two.
 _NEAR_GROWTH = 1.1
 _NEAR_SPAN = 1.5
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """Costs at least as high as those that would be measured; ``is_close`` if they are not much higher."""
-
-    profile: Profile
-    is_close: bool
 
 
 class Measurements:
@@ -72,8 +64,8 @@ class Measurements:
         """Forget everything."""
         self._known.clear()
 
-    def estimate(self, signature: Signature) -> Estimate | None:
-        """Costs for a signature that was not measured, or None if it must be."""
+    def estimate(self, signature: Signature) -> tuple[Profile, bool] | None:
+        """Costs at least as high as would be measured, and True if they are not much higher; None if it must be."""
         family = [known for known in self._known if known.same_but_shapes(signature)]
         found = chain_at(signature.shapes, [(known.shapes, self._known[known].chain) for known in family])
         if found is None:
@@ -85,13 +77,11 @@ class Measurements:
             first = replace(chain.stages[0], takes=_taken_by_first(profile.stages, signature))
             chain = replace(chain, stages=(first, *chain.stages[1:]))
             if known.cut is signature.cut:
-                return Estimate(replace(profile, chain=chain), is_close)
-            moved = profile_over(
-                signature.cut.stages, chain, group_sizes=profile.group_sizes, remembered=profile.remembered
-            )
+                return replace(profile, chain=chain), is_close
+            sizes, remembered = profile.group_sizes, profile.remembered
+            return profile_over(signature.cut.stages, chain, group_sizes=sizes, remembered=remembered), is_close
         except (ValueError, IndexError):
             return None
-        return Estimate(moved, is_close)
 
 
 def chain_at(wanted: Shapes, known: Sequence[tuple[Shapes, Chain]]) -> tuple[Chain, int, bool] | None:

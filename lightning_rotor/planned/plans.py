@@ -247,7 +247,8 @@ class Plans:
         estimate = None if self.together else self._measurements.estimate(signature)
         if estimate is None:
             return None
-        chain, budget = estimate.profile.chain, self.budget(estimate.profile)
+        profile, is_close = estimate
+        chain, budget = profile.chain, self.budget(profile)
         alike = self.cache.alike(signature, chain.names)
         least = _least_overhead(alike, signature.size, chain, budget)
         known = _best_of(chain, [plan for _, plan, _ in alike], budget, least, slots=self._settings.slots)
@@ -255,11 +256,11 @@ class Plans:
         if self._searching.pays(lost_seconds):
             known, lost_seconds = None, 0.0
         try:
-            solved = known or self._solve(estimate.profile)
+            solved = known or self._solve(profile)
         except BudgetError:
             return None
-        rough_seconds = 0.0 if estimate.is_close else _lost(solved, least)
-        prepared = Prepared(estimate.profile, estimated=True, lost_seconds=lost_seconds, rough_seconds=rough_seconds)
+        rough_seconds = 0.0 if is_close else _lost(solved, least)
+        prepared = Prepared(profile, estimated=True, lost_seconds=lost_seconds, rough_seconds=rough_seconds)
         return self.use_plan(signature, prepared, solved)
 
     def _by_seconds(self, signature: Signature, prepared: Prepared) -> Prepared:
