@@ -11,7 +11,7 @@ The recursion of the schedule is the recursion of the calls, so there is nothing
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import ReferenceType, ref
@@ -27,7 +27,7 @@ from lightning_rotor.execution.recomputation import Stopwatch, recomputed
 from lightning_rotor.execution.segment_state import SegmentState
 from lightning_rotor.private.sharding import Unit, left_as_found, units_in
 from lightning_rotor.private.torch_names import backward_keeps_graph, backward_number
-from lightning_rotor.private.values import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from lightning_rotor.private.values import TreeSpec, tree_leaves, tree_unflatten
 from lightning_rotor.schedule import Item, Leaf, Schedule, Segment, make_room_for
 from lightning_rotor.simulator import check_schedule
 from lightning_rotor.stages.sequential import Stage, Wire, Wiring, unpacked
@@ -42,7 +42,8 @@ class Executor:
     Output, gradients, buffers and generators are those of running the stages one after the other, bit for bit.
     ``schedule`` is what it was given, ``states`` says for each stage what recomputation must leave alone, ``wanted``
     which values to return (by default those of the last stage), ``root`` and ``inputs`` are names for messages: of the
-    user's module, and of the chain's inputs. ``watch`` times its segments.
+    user's module, and of the chain's inputs. ``watch`` times its segments. ``wire`` are the values that it takes, and
+    those that it returns.
     """
 
     def __init__(
@@ -67,35 +68,30 @@ class Executor:
         self._names = dict(enumerate(inputs)) | {
             number: f"output of {stage.name!r}" for stage in self._stages for number in stage.writes
         }
-        self._row = self._row_of(schedule.items, self._stages[-1].writes if wanted is None else wanted)
-
-    @property
-    def wire(self) -> Wire:
-        """The values that it takes, and those that it returns."""
-        return self._row.wiring.wire
+        self.wire, self._run = self._compiled(schedule.items, self._stages[-1].writes if wanted is None else wanted)
 
     def __call__(self, value: Any) -> Any:
         """Run the forward on the first stage's input; autograd does the rest."""
         if self.watch is not None:
             self.watch.begin_call()
-        return self._row.run(value)
+        return self._run(value)
 
-    def _row_of(self, items: tuple[Item, ...], wanted: Collection[int]) -> _Row:
-        """Compile items, and segments in them, into a runner that returns the wanted values."""
+    def _compiled(self, items: tuple[Item, ...], wanted: Collection[int]) -> tuple[Wire, Callable[[Any], Any]]:
+        """What runs items, and segments in them, and returns the wanted values; and which values it takes."""
         needed = set(wanted)
         wires: list[Wire] = []
         steps: list[Callable[[Any], Any]] = []
         for item in reversed(items):
             if isinstance(item, Segment):
-                inside = self._row_of(item.items, tuple(needed))
-                wires.append(inside.wiring.wire)
-                names = [self._names.get(number, "module's input") for number in inside.wiring.wire.reads]
-                steps.append(partial(_run_segment, inside, names, self._how_to_run(item)))
+                wire, run = self._compiled(item.items, tuple(needed))
+                wires.append(wire)
+                steps.append(self._recomputing(item, run, wire.reads))
             else:
                 wires.append(self._stages[item.stage].wiring.wire)
                 steps.append(self._step(item))
             needed.update(wires[-1].reads)
-        return _Row(Wiring.of(reversed(wires), wanted), tuple(reversed(steps)))
+        wiring = Wiring.of(reversed(wires), wanted)
+        return wiring.wire, partial(wiring.run, functions=steps[::-1])
 
     def _step(self, leaf: Leaf) -> Callable[[Any], Any]:
         """What runs a stage."""
@@ -107,10 +103,15 @@ class Executor:
             partial(_run_units, units, stage, leaf.option) if units else partial(run_stage, stage, option=leaf.option)
         )
 
-    def _how_to_run(self, segment: Segment) -> Callable[..., Any]:
+    def _recomputing(self, segment: Segment, run: Callable[[Any], Any], reads: Sequence[int]) -> Callable[[Any], Any]:
+        """What runs a segment, which ``run`` does with the values that it reads."""
         numbers = range(segment.first, segment.last + 1)
+        names = [self._names.get(number, "module's input") for number in reads]
+        # Bound, never closed over: the recomputation runs long after a variable of a closure would have changed.
         return partial(
             recomputed,
+            run,
+            spell_input=partial(_name_of_leaf, names),
             name=f"the segment from {self._stages[segment.first].name!r} to {self._stages[segment.last].name!r}",
             draws_random=any(self._chain.stages[number].draws_random for number in numbers),
             state=sum((self._states[number] for number in numbers), SegmentState()),
@@ -118,38 +119,15 @@ class Executor:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Row:
-    """Items that run one after the other."""
-
-    wiring: Wiring
-    steps: tuple[Callable[[Any], Any], ...]
-
-    def run(self, value: Any) -> Any:
-        """The output of the items."""
-        return self.wiring.run(value, self.steps)
-
-    def run_flat(self, spec: TreeSpec, *flat: Any) -> Any:
-        """The output of the items for a nesting that was flattened."""
-        return self.run(tree_unflatten(flat, spec))
-
-
 def _run_units(units: Sequence[Unit], stage: Stage, option: int, value: Any) -> Any:
     with left_as_found(units):
         return run_stage(stage, value, option)
 
 
-def _run_segment(row: _Row, names: Sequence[str], run: Callable[..., Any], value: Any) -> Any:
-    # Arguments are bound, never closed over: the recomputation runs long after these variables have changed.
-    if isinstance(value, torch.Tensor):
-        return run(row.run, value, spell_input=names.__getitem__)
-    flat, spec = tree_flatten(value)
-    return run(partial(row.run_flat, spec), *flat, spell_input=partial(_name_of_leaf, names, spec))
-
-
-def _name_of_leaf(names: Sequence[str], spec: TreeSpec, leaf: int) -> str:
-    """The name of the value that a leaf belongs to."""
-    values = unpacked(tree_unflatten(range(spec.num_leaves), spec), len(names))
+def _name_of_leaf(names: Sequence[str], leaf: int, spec: TreeSpec) -> str:
+    """The name of the value that a leaf belongs to, of the one input of a segment."""
+    (given,) = tree_unflatten(range(spec.num_leaves), spec)
+    values = unpacked(given, len(names))
     return next(name for name, value in zip(names, values, strict=True) if leaf in tree_leaves(value))
 
 

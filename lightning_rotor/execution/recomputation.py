@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_rotor.errors import ExecutionError
 from lightning_rotor.execution.segment_state import FirstPass, SegmentState
 from lightning_rotor.private import torch_names as private
+from lightning_rotor.private.values import TreeSpec, tree_flatten, tree_unflatten
 from lightning_rotor.stages.state import changed_meanwhile, first_changed
 
 NO_STATE = SegmentState()
@@ -187,17 +188,22 @@ class _Inputs:
 
 
 def _unless_changed(
-    function: Callable[..., Any], before: list[int], or_copies: bool, spell_input: Callable[[int], str], *inputs: Any
+    function: Callable[..., Any],
+    spec: TreeSpec,
+    before: list[int],
+    or_copies: bool,
+    spell_input: Callable[[int, TreeSpec], str],
+    *leaves: Any,
 ) -> Any:
     """Run a function on inputs that must be what they were."""
-    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+    tensors = [value for value in leaves if isinstance(value, torch.Tensor)]
     number = first_changed(before, tensors, or_copies=or_copies)
     if number is not None:
-        place = next(place for place, value in enumerate(inputs) if value is tensors[number])
+        place = next(place for place, value in enumerate(leaves) if value is tensors[number])
         raise changed_meanwhile(
-            spell_input(place), "Overwrite it behind that, give the module a copy of its own (x.clone())"
+            spell_input(place, spec), "Overwrite it behind that, give the module a copy of its own (x.clone())"
         )
-    return function(*inputs)
+    return function(*tree_unflatten(leaves, spec))
 
 
 def recomputed(
@@ -206,20 +212,21 @@ def recomputed(
     name: str = "segment",
     draws_random: bool = True,
     state: SegmentState = NO_STATE,
-    spell_input: Callable[[int], str] = "input {}".format,
+    spell_input: Callable[[int, TreeSpec], str] = "input {}".format,
     watch: Stopwatch | None = None,
 ) -> Any:
     """Run a function without keeping what its backward needs; the backward runs it again.
 
-    The function must give the same bits every time. Tensors among its inputs are held until the backward has recomputed
+    The function must give the same bits every time. Tensors in its inputs are held until the backward has recomputed
     it, if that frees the graph. Setting the generators back takes 5 kB on the host. ``state`` is what else it reads and
-    changes, or might change some day; ``watch`` times the recomputation.
+    changes, or might change some day; ``watch`` times the recomputation; ``spell_input`` names a leaf of the inputs.
 
     Raises:
         ExecutionError: It changes an input, or unexpectedly a parameter or buffer, which would silently spoil the
             recomputation. In the backward: one of them has changed since.
     """
-    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+    leaves, spec = tree_flatten(inputs)
+    tensors = [value for value in leaves if isinstance(value, torch.Tensor)]
     before = expected = private.stamps(tensors)
     hooks: AbstractContextManager[Any] = nullcontext()
     or_copies = False
@@ -234,8 +241,8 @@ def recomputed(
     is_first = watch is not None and not (_flags.checkpointing or _flags.recomputing)
     with hooks, watch.timing(watch.calls) if watch is not None and is_first else nullcontext():
         output = checkpoint(
-            partial(_unless_changed, function, expected, or_copies, spell_input),
-            *inputs,
+            partial(_unless_changed, function, spec, expected, or_copies, spell_input),
+            *leaves,
             use_reentrant=False,
             preserve_rng_state=draws_random,
             context_fn=partial(_contexts, state, watch),

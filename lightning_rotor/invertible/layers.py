@@ -19,7 +19,6 @@ from lightning_rotor.execution.options import run_stage
 from lightning_rotor.execution.recomputation import recomputed
 from lightning_rotor.execution.reverse import Roots, accumulate, learning
 from lightning_rotor.private.torch_names import has_forward_hooks, no_dispatch, outside_of_graphs
-from lightning_rotor.private.values import TreeSpec, tree_flatten, tree_unflatten
 from lightning_rotor.stages.sequential import DRAWING, Invertible, Stage, has_own_call, require_invertible
 from lightning_rotor.stages.state import seeded
 
@@ -482,13 +481,7 @@ def _inverted(stage: Stage, x: Any) -> Any:
 def _checkpointed(stage: Stage, x: Any) -> Any:
     if not torch.is_grad_enabled():
         return run_stage(stage, x)
-    flat, spec = tree_flatten(x)
-    run = partial(_run_flat, stage, spec)
-    return recomputed(run, *flat, name=repr(stage.name), state=Way(stage, fused=False).state())
-
-
-def _run_flat(stage: Stage, spec: TreeSpec, *flat: Any) -> Any:
-    return run_stage(stage, tree_unflatten(flat, spec))
+    return recomputed(partial(run_stage, stage), x, name=repr(stage.name), state=Way(stage, fused=False).state())
 
 
 _RUN: dict[str, Callable[[Stage, Any], Any]] = {"invert": _inverted, "checkpoint": _checkpointed, "plain": run_stage}

@@ -22,7 +22,7 @@ from lightning_rotor.execution.options import lent_buffers, run_stage
 from lightning_rotor.execution.recomputation import recomputed
 from lightning_rotor.execution.segment_state import SegmentState, buffers_of
 from lightning_rotor.private.torch_names import is_compiled, sparse_parts, version_of
-from lightning_rotor.private.values import address_of, bytes_in_blocks, tree_flatten, tree_leaves, tree_unflatten
+from lightning_rotor.private.values import address_of, bytes_in_blocks, tree_leaves
 from lightning_rotor.profiling.gradients import (
     Gradients,
     Layout,
@@ -317,20 +317,19 @@ class StageProfiler:
         state = SegmentState(attributed=self.state.attributed)
 
         def forward(recording: Recording, value: Any, _: Output | None) -> Any:
-            leaves, spec = tree_flatten(value)
             passes = count()
 
-            def function(*inputs: Any) -> Any:
+            def function(value: Any) -> Any:
                 again = next(passes) > 0
                 if again and self.generators is not None:
                     self.generators.restore()
                 try:
-                    return self.run(tree_unflatten(inputs, spec))
+                    return self.run(value)
                 finally:
                     if again:
                         recording.mark("recomputed")
 
-            return recomputed(function, *leaves, draws_random=False, state=state)
+            return recomputed(function, value, draws_random=False, state=state)
 
         recording, _, _ = self._recorded(forward)
         start, level = recording.first("forward").start_bytes, recording.first("backward").start_bytes
