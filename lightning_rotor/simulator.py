@@ -97,17 +97,12 @@ class Skips:
             for stage in skip.uses:
                 self._read[stage].append(number)
 
-    def hold(self, skips: Iterable[int]) -> None:
-        """Add a holder to each."""
+    def hold(self, skips: Iterable[int], *, holders: int = 1) -> None:
+        """Add a holder to each, or more, or remove one."""
         for skip in skips:
-            self._holders[skip] += 1
-            self.live_bytes += self._all[skip].size_bytes if self._holders[skip] == 1 else 0
-
-    def release(self, skips: Iterable[int]) -> None:
-        """Remove a holder of each."""
-        for skip in skips:
-            self._holders[skip] -= 1
-            self.live_bytes -= self._all[skip].size_bytes if self._holders[skip] == 0 else 0
+            before = self.bytes(skip)
+            self._holders[skip] += holders
+            self.live_bytes += self.bytes(skip) - before
 
     def bytes(self, skip: int) -> int:
         """Bytes of it that are alive, without its gradient."""
@@ -244,9 +239,7 @@ def held_by_stage(chain: Chain, schedule: Schedule) -> list[int]:
 
     States that segments remember are left out.
     """
-    simulator = _Simulator(chain, schedule, {})
-    simulator.record()
-    return simulator.held_by_stage()
+    return _Simulator(chain, schedule, {}).held_by_stage()
 
 
 def check_schedule(chain: Chain, schedule: Schedule) -> None:
@@ -321,6 +314,7 @@ class _Simulator:
         self._other_bytes -= self._lingering_bytes
 
     def held_by_stage(self) -> list[int]:
+        self.record()
         held = [self._boundaries.bytes(number) + stage.pinned_bytes for number, stage in enumerate(self._chain)]
         held[-1] += self._boundaries.bytes(len(held))
         for leaf in self._schedule.items:
@@ -366,7 +360,7 @@ class _Simulator:
                         self._discard(item, phase)
             self._move_on(start, item)
         if phase == "recompute":
-            self._skips.release(self._running)
+            self._skips.hold(self._running, holders=-1)
 
     def _record_leaf(self, leaf: Leaf, phase: Phase, *, replay: bool) -> None:
         """Run a stage so that its backward can follow."""
@@ -469,7 +463,7 @@ class _Simulator:
         self._saved_state_bytes[stage] = 0
         self._boundaries.update(stage, consumer=0, dropped=False)
         self._boundaries.update(stage + 1, producer=0)
-        self._skips.release(option.saved_skips)
+        self._skips.hold(option.saved_skips, holders=-1)
         self._gradient_bytes = option.input_gradient_bytes
         self._other_bytes += self._gradient_bytes
         self._skips.leave_gradients(stage)
@@ -519,12 +513,12 @@ class _Simulator:
             ended = [skip for skip in self._running if self._skips.last_use[skip] <= item.last]
             read = [skip for skip in ended if self._chain.skips[skip].born >= start]  # others are the caller's
             self._running.difference_update(read)
-            self._skips.release(read)
+            self._skips.hold(read, holders=-1)
 
     def _give_up_inputs(self, segment: Segment) -> None:
         """A segment lets go of its input and the skips that it reads."""
         self._boundaries.update(segment.first, holders=-1)
-        self._skips.release(self._skips.read_by(segment))
+        self._skips.hold(self._skips.read_by(segment), holders=-1)
 
     def _touch(self, stage: int, extra_bytes: int) -> int:
         """Count ``extra_bytes`` that are allocated for a moment; returns the level that this makes."""

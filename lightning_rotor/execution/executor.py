@@ -73,7 +73,7 @@ class Executor:
     def __call__(self, value: Any) -> Any:
         """Run the forward on the first stage's input; autograd does the rest."""
         if self.watch is not None:
-            self.watch.begin_call()
+            self.watch.calls += 1
         return self._run(value)
 
     def _compiled(self, items: tuple[Item, ...], wanted: Collection[int]) -> tuple[Wire, Callable[[Any], Any]]:

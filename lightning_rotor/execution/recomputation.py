@@ -90,10 +90,6 @@ class Stopwatch:
         self._clock, self._seconds = clock, [list[float]() for _ in range(_TIMED_CALLS)]
         self._laps: list[tuple[int, Any, Any]] = []
 
-    def begin_call(self) -> None:
-        """A call is about to run."""
-        self.calls += 1
-
     @contextmanager
     def timing(self, call: int) -> Iterator[None]:
         """Context of what runs in a segment for the call with this number."""
@@ -129,21 +125,18 @@ _TIMED_CALLS = 5
 
 
 class _Again(AbstractContextManager[None]):
-    """Context of the recomputation. It is entered once for each backward, so no generator will do."""
+    """Context of the recomputation. It is entered once for each backward, and makes its contexts anew each time."""
 
-    def __init__(self, first_pass: FirstPass, watch: Stopwatch | None = None) -> None:
-        self._first_pass, self._watch = first_pass, watch
-        self._call = 0 if watch is None else watch.calls
+    def __init__(self, *contexts: Callable[[], AbstractContextManager[None]]) -> None:
+        self._contexts = contexts
 
     def __enter__(self) -> None:
-        self._context = ExitStack()
-        if self._watch is not None:
-            self._context.enter_context(self._watch.timing(self._call))
-        self._context.enter_context(self._first_pass.replayed())
-        self._context.enter_context(repeating())
+        self._entered = ExitStack()
+        for context in self._contexts:
+            self._entered.enter_context(context())
 
     def __exit__(self, *error: Any) -> None:
-        self._context.__exit__(*error)
+        self._entered.__exit__(*error)
 
 
 class _Inputs:
@@ -230,7 +223,8 @@ def recomputed(
     before = expected = private.stamps(tensors)
     hooks: AbstractContextManager[Any] = nullcontext()
     or_copies = False
-    if _flags.checkpointing or _flags.recomputing:
+    nested = _flags.checkpointing or _flags.recomputing
+    if nested:
         # Inside another segment, whose recomputation makes the inputs anew, in other memory, by the same operations.
         expected = before[: len(tensors)]
     elif private.hooks_for_saved_tensors() is not None:
@@ -238,8 +232,7 @@ def recomputed(
     else:
         held = _Inputs(name)
         hooks = torch.autograd.graph.saved_tensors_hooks(held.save, held.hand_out)
-    is_first = watch is not None and not (_flags.checkpointing or _flags.recomputing)
-    with hooks, watch.timing(watch.calls) if watch is not None and is_first else nullcontext():
+    with hooks, nullcontext() if watch is None or nested else watch.timing(watch.calls):
         output = checkpoint(
             partial(_unless_changed, function, spec, expected, or_copies, spell_input),
             *leaves,
@@ -259,7 +252,8 @@ def _contexts(
     state: SegmentState, watch: Stopwatch | None
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     first_pass = FirstPass(state)
-    return passing_first(first_pass), _Again(first_pass, watch)
+    timing = nullcontext if watch is None else partial(watch.timing, watch.calls)
+    return passing_first(first_pass), _Again(timing, first_pass.replayed, repeating)
 
 
 def without_saved_tensors(
@@ -271,5 +265,5 @@ def without_saved_tensors(
         value,
         use_reentrant=False,
         preserve_rng_state=draws_random,
-        context_fn=lambda: (nullcontext(), _Again(first_pass)),
+        context_fn=lambda: (nullcontext(), _Again(first_pass.replayed, repeating)),
     )

@@ -130,7 +130,7 @@ class AdditiveCoupling(_Coupling):
         old_second = second - made.detach()
         roots = Roots([made], [second_gradient])
         del made, second
-        first_gradient = _add(first_gradient, _backward_through(self.g, roots, leaf))
+        first_gradient = _backward_through(self.g, roots, leaf, first_gradient)
         del roots, leaf
 
         rebuilt = torch.empty_like(output)
@@ -144,7 +144,7 @@ class AdditiveCoupling(_Coupling):
         torch.sub(first, made.detach(), out=old_first)
         roots = Roots([made], [first_gradient])
         del made, first
-        second_gradient = _add(second_gradient, _backward_through(self.f, roots, leaf))
+        second_gradient = _backward_through(self.f, roots, leaf, second_gradient)
         return rebuilt, torch.cat([first_gradient, second_gradient], self.dim)
 
     def _seeds(self, tensor: torch.Tensor) -> PartSeeds:
@@ -216,7 +216,7 @@ class AffineCoupling(_Coupling):
         for_old_second = second_gradient * scale
         roots = Roots([log_scale, shift], [for_old_second * old_second, second_gradient])
         del output, first, second, log_scale, shift, old_second, scale
-        first_gradient = _add(first_gradient, _backward_through(self.net, roots, leaf))
+        first_gradient = _backward_through(self.net, roots, leaf, first_gradient)
         return rebuilt, torch.cat([first_gradient, for_old_second], self.dim)
 
     def _log_scale_and_shift(self, half: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -230,17 +230,14 @@ def _like(made: torch.Tensor, half: torch.Tensor) -> torch.Tensor:
     return made.to(half.dtype)
 
 
-def _add(gradient: torch.Tensor, more: torch.Tensor | None) -> torch.Tensor:
-    return gradient if more is None else gradient + more
-
-
-def _backward_through(network: nn.Module, roots: Roots, leaf: torch.Tensor) -> torch.Tensor | None:
-    """Run the backward of a network: parameters accumulate their gradients, that of the leaf is returned."""
+def _backward_through(network: nn.Module, roots: Roots, leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Run the backward of a network: parameters accumulate their gradients; returns the leaf's and ``gradient``."""
     parameters = list(network.parameters())
     with torch.autocast(leaf.device.type, enabled=False):  # as a backward outside of the forward's context
         for_leaf, *for_parameters = roots.gradients_for([leaf, *parameters], name=type(network).__name__)
     accumulate(parameters, for_parameters)
-    return for_leaf
+    del for_parameters
+    return gradient if for_leaf is None else gradient + for_leaf
 
 
 # ------------------------------------------------------ The invertible 1x1 convolution of Glow, by an LU decomposition.
