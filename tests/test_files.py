@@ -120,7 +120,13 @@ def test_timings_and_workspaces_of_another_machine_do_not_matter_unless_the_budg
         Plan.load(tmp_path / "plan.json", replace(chain, stages=tuple(hungry)))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1, "stages": 3}', '{"format": 1, "stages": [{}]}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[]", "{}", '{"format": 1, "stages": 3}', '{"format": 1, "stages": [{}]}'),
+        '{"format": 1, "stages": [], "fingerprint": "", "device": "cpu"}',
+    ],
+)
 def test_a_file_that_holds_no_plan_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "plan.json").write_text(text)
     with pytest.raises(PlanError, match=r"plan.json holds no plan .*: expected a file that Plan.save has written"):

@@ -149,7 +149,7 @@ class Plan:
             return _fitting(path, from_plain({**content, "solve_seconds": 0.0}, chain))
         except PlanError:
             raise
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             reason = error if isinstance(error, ScheduleError) else f"{type(error).__name__}: {error}"
             raise PlanError(f"{path} holds no plan ({reason}): expected a file that Plan.save has written") from error
 
