@@ -15,7 +15,7 @@ The text form is one line: stage numbers, ``a-b`` for a run of kept stages, ``3:
 ``3-7:1`` for a run of such stages, and parentheses around a segment. ``Schedule.parse(str(schedule)) == schedule``.
 
 Segments may be nested as deeply as the chain is long, so nothing here calls itself for what is inside: a segment knows
-its ends, depth and hash from when it was made, what must visit all of it keeps a stack, and pickles hold the text.
+its ends, depth and text from when it was made, what must visit all of it keeps a stack, and pickles hold the text.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Leaf:
         return f"{self.stage}:{self.option}" if self.option else str(self.stage)
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class Segment:
     """Run consecutive stages holding only their input; recompute them in the backward under ``items``.
 
@@ -68,27 +68,20 @@ class Segment:
         depth: How deeply segments are nested, this one included.
     """
 
-    items: tuple[Item, ...]
-    first: int = field(init=False)
-    last: int = field(init=False)
-    depth: int = field(init=False)
-    _hash: int = field(init=False)
+    items: tuple[Item, ...] = field(compare=False)
+    first: int = field(init=False, compare=False)
+    last: int = field(init=False, compare=False)
+    depth: int = field(init=False, compare=False)
+    _text: str = field(init=False)  # says everything
 
     def __post_init__(self) -> None:
         _check_items(self.items)
-        if isinstance(self.items[-1], Segment):
-            raise ScheduleError(f"segment {self} ends in another segment: the last item of a segment is a stage")
         object.__setattr__(self, "first", self.items[0].first)
         object.__setattr__(self, "last", self.items[-1].last)
         object.__setattr__(self, "depth", 1 + _depth(self.items))
-        object.__setattr__(self, "_hash", hash((Segment, self.items)))
-
-    def __eq__(self, other: object) -> bool:
-        # The text says everything.
-        return isinstance(other, Segment) and self._hash == other._hash and str(self) == str(other)
-
-    def __hash__(self) -> int:
-        return self._hash
+        object.__setattr__(self, "_text", f"({_text(self.items)})")
+        if isinstance(self.items[-1], Segment):
+            raise ScheduleError(f"segment {self} ends in another segment: the last item of a segment is a stage")
 
     def __reduce__(self) -> tuple[Callable[[str], Segment], tuple[str]]:
         return _parse_segment, (str(self),)
@@ -97,7 +90,7 @@ class Segment:
         return f"Segment{self}"
 
     def __str__(self) -> str:
-        return _format((self,))
+        return self._text
 
 
 Item: TypeAlias = Leaf | Segment
@@ -132,7 +125,7 @@ class Schedule:
         return f"Schedule.parse({str(self)!r})"
 
     def __str__(self) -> str:
-        return _format(self.items)
+        return _text(self.items)
 
     @classmethod
     def keep_all(cls, stages: int) -> Schedule:
@@ -221,32 +214,12 @@ def _check_items(items: tuple[Item, ...]) -> None:
             raise ScheduleError(f"stage {right.first} follows stage {left.last}: expected every stage once, in order")
 
 
-def _runs(items: tuple[Item, ...]) -> Iterator[Segment | str]:
-    """Segments, and the text of each run of leaves under one option: ``a-b``."""
-    for kind, group in groupby(items, lambda item: item if isinstance(item, Segment) else item.option):
-        if isinstance(kind, Segment):
-            yield kind
-        else:
-            first, *others = group
-            yield f"{first.first}-{others[-1]}" if others else str(first)
-
-
-def _format(items: tuple[Item, ...]) -> str:
-    """Text of items."""
+def _text(items: tuple[Item, ...]) -> str:
+    """Text of items; a run of leaves under one option is ``a-b``."""
     words: list[str] = []
-    opening = ""  # parentheses before the next word
-    pending = [_runs(items)]
-    while pending:
-        each = next(pending[-1], None)
-        if isinstance(each, Segment):
-            opening += "("
-            pending.append(_runs(each.items))
-        elif each is not None:
-            words.append(opening + each)
-            opening = ""
-        else:
-            pending.pop()
-            words[-1] += ")" if pending else ""
+    for _, group in groupby(items, lambda item: item if isinstance(item, Segment) else item.option):
+        first, *others = group
+        words.append(f"{first.first}-{others[-1]}" if others else str(first))
     return " ".join(words)
 
 
