@@ -239,8 +239,9 @@ def _parse(text: str) -> tuple[Item, ...]:
             if not open_items:
                 raise ScheduleError(f"schedule {text!r} has a closing parenthesis too many")
             open_items[-1].append(Segment(tuple(inside)))
-        elif match := re.fullmatch(r"(\d+)(?:-(\d+))?(?::(\d+))?", token):
-            stages = range(int(match[1]), int(match[2] or match[1]) + 1)
+        elif (match := re.fullmatch(r"(\d+)(?:-(\d+))?(?::(\d+))?", token)) and (
+            stages := range(int(match[1]), int(match[2] or match[1]) + 1)
+        ):
             open_items[-1].extend(Leaf(stage, int(match[3] or 0)) for stage in stages)
         else:
             raise ScheduleError(

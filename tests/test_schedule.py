@@ -81,6 +81,7 @@ def test_leaves_come_from_left_to_right() -> None:
         ("0 1-", "holds '1-': expected stage numbers"),
         ("0 -1", "holds '-1': expected stage numbers"),
         ("0 1.5", "holds '1.5': expected stage numbers"),
+        ("0 2-1 1", "holds '2-1': expected stage numbers"),
         ("0 () 1", "without items: expected at least one stage"),
         ("", "without items: expected at least one stage"),
         ("1 2", "starts at stage 1: expected stage 0"),
