@@ -37,13 +37,13 @@ from lightning_rotor.planning import Frontier, Plan, frontier, plan
 from lightning_rotor.profiling import profile_chain
 from lightning_rotor.schedule import Leaf, Schedule, Segment
 from lightning_rotor.simulator import Simulation, simulate
+from lightning_rotor.skip import skippable
 from lightning_rotor.stages.sequential import sequential_stages
 from lightning_rotor.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from lightning_rotor.callbacks import RotorBatchSizeAdvice, RotorCallback
     from lightning_rotor.pipeline.pipelined import Pipeline, balance_by_size, balance_by_time
-    from lightning_rotor.skip import skippable
     from lightning_rotor.strategies import RotorPipelineStrategy
 
 __version__ = "0.1.0"
@@ -101,7 +101,6 @@ _LATER = {
     "Pipeline": "lightning_rotor.pipeline.pipelined",
     "balance_by_size": "lightning_rotor.pipeline.pipelined",
     "balance_by_time": "lightning_rotor.pipeline.pipelined",
-    "skippable": "lightning_rotor.skip",
 }
 
 
