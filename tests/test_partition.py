@@ -13,6 +13,7 @@ import pytest
 from lightning_rotor.chain import Skip
 from lightning_rotor.errors import RotorError
 from lightning_rotor.pipeline.partition import Link, PartitionError, PipelineDevice, Problem, partition
+from lightning_rotor.pipeline.partition.balance import runs_of
 from lightning_rotor.pipeline.partition.in_flight import boundary_bytes, sub_chain
 from lightning_rotor.pipeline.partition.problem import Costs
 from lightning_rotor.pipeline.pipelined import balance_by_time
@@ -59,8 +60,7 @@ def best_of_all(problem):
     """Seconds of the fastest step over all cuts."""
     costs, n, best = Costs(problem), len(problem.chain), math.inf
     for middle in itertools.combinations(range(1, n), problem.stages - 1):
-        runs = zip((0, *middle), (*middle, n), strict=True)
-        choices = [costs.choice(stage, first, end - 1) for stage, (first, end) in enumerate(runs)]
+        choices = costs.together(runs_of((0, *middle), n))
         if all(choices):
             loads = [choice.load for choice in choices]
             best = min(best, slow_step_seconds(problem.order, loads, problem.micro_batches))

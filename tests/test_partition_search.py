@@ -73,7 +73,7 @@ def test_no_simple_balance_is_faster(schedule, seed, memory):
 
 
 def simulated(problem, costs, cuts):
-    choices = [costs.choice(stage, *run) for stage, run in enumerate(runs_of(cuts, len(problem.chain)))]
+    choices = costs.together(runs_of(cuts, len(problem.chain)))
     return problem.simulator.step_seconds([choice.load for choice in choices])
 
 

@@ -31,6 +31,7 @@ from lightning_rotor.pipeline.placement import (
     first,
     gathered,
     kept_bytes,
+    processes_with,
     share_generators,
     share_model,
     tensors_of,
@@ -140,9 +141,7 @@ def cut_for_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 def _agreed(chain: Chain, processes: PipelineProcesses) -> Chain:
     """The first process's measurements, if all have cut alike."""
     whose: Chain = first(chain, processes.group)
-    same = gathered(whose.names == chain.names, processes.group)
-    odd = [process for process, alike in enumerate(same) if not alike]
-    if odd:
+    if odd := processes_with(whose.names != chain.names, processes.group):
         raise PipelineError(
             f"processes cut the model into different stages (those that differ from the first: {odd}): expected the "
             "same model on every process"
@@ -158,7 +157,7 @@ def _partition(
     state_bytes: Sequence[int],
     processes: PipelineProcesses,
 ) -> Partition:
-    """The first process's partition, or its error on every process."""
+    """The partition of the very first process, or its error on every process."""
     mine = [stage.keep.seconds for stage in profile.chain]
     if processes.replicas is not None:  # the slowest and the smallest count, since all wait for them
         mine = [max(each) for each in zip(*gathered(mine, processes.replicas), strict=True)]
@@ -166,7 +165,7 @@ def _partition(
     speeds = speeds_beside_first(gathered(mine, processes.group))
     memory = [None if each is None else max(each, 0) for each in gathered(memory_bytes, processes.group)]
     answer: Partition | RotorError | None = None
-    if processes.rank == 0:
+    if dist.get_rank() == 0:
         try:
             answer = partition(
                 chain,
@@ -181,12 +180,8 @@ def _partition(
             )
         except RotorError as error:
             answer = error
-    made: Partition | RotorError = first(answer, processes.group)
-    if processes.replicas is not None:
-        # Each copy has measured for itself, but gradients are averaged layer by layer.
-        made = first(made, processes.replicas)
-    if isinstance(made, RotorError):
-        raise made
+    # Also for copies of the pipeline, which have measured for themselves: gradients are averaged layer by layer.
+    made: Partition = first(answer)
     return made
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parameter import is_lazy
 
+from lightning_rotor.errors import RotorError
 from lightning_rotor.memory.held import storage_bytes
 from lightning_rotor.pipeline.schedule import PipelineError
 from lightning_rotor.private.values import tensors_in, tree_map_only
@@ -51,10 +52,12 @@ def processes_of(device: torch.device, stages: int) -> PipelineProcesses:
 
 
 def first(value: Any, group: dist.ProcessGroup | None = None, *, source: int = 0) -> Any:
-    """The first process's value, or that of another one, on every process."""
+    """The first process's value, or that of another one, on every process; an error is raised on every one."""
     box = [value]
     if dist.get_world_size(group) > 1:
         dist.broadcast_object_list(box, group=group, group_src=source)
+    if isinstance(box[0], RotorError):
+        raise box[0]
     return box[0]
 
 
@@ -63,6 +66,11 @@ def gathered(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, value, group=group)
     return found
+
+
+def processes_with(found: bool, group: dist.ProcessGroup | None = None) -> list[int]:
+    """Numbers of the processes that have found something."""
+    return [process for process, each in enumerate(gathered(found, group)) if each]
 
 
 def share(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, *, source: int = 0) -> None:
@@ -90,8 +98,7 @@ def share_model(model: nn.Module) -> None:
         )
     mine = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
     whose = first(mine)
-    odd = [process for process, alike in enumerate(gathered(mine == whose)) if not alike]
-    if odd:
+    if odd := processes_with(mine != whose):
         differing = [(own, other) for own, other in zip(mine, whose, strict=False) if own != other][:1]
         here = "".join(f"; here {own[0]!r} first differs from {other[0]!r}" for own, other in differing)
         raise PipelineError(

@@ -23,6 +23,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from queue import SimpleQueue
 from typing import Any, TypeAlias
 
 import torch
@@ -139,83 +140,74 @@ class PausedCall:
         self._run, self._device, self._what = run, device, what
         with seeded(seed, host=False):
             self._generators = GeneratorStates(device, host=False)
-        self.context = RunContext()
-        self._settings = Settings()
-        self._mine, self._theirs = threading.Semaphore(0), threading.Semaphore(0)
-        self._arguments: Call | None = None
-        self._answer: Any = None
-        self._result: Any = None
-        self._error: BaseException | None = None
-        self._abandoned = False
+        self.context, self._settings = RunContext(), Settings()
+        # To the thread: that it may begin, then the pipeline's answer. From it: an error, or the call and the result.
+        self._heard: SimpleQueue[Any] = SimpleQueue()
+        self._said: SimpleQueue[tuple[BaseException | None, Any]] = SimpleQueue()
+        self._has_called = False
         self._thread = threading.Thread(target=self._work, name=f"lightning-rotor {what}", daemon=True)
 
     def start(self) -> Call:
         """Run up to the call of the pipeline, and return its arguments."""
         self._thread.start()
-        self._turn()
-        if self._arguments is None:
+        arguments: Call = self._turn(None)
+        if not self._has_called:
             raise never_called(self._what)
-        return self._arguments
+        return arguments
 
     def finish(self, answer: Any) -> Any:
         """Answer the call, run the rest of the code, and return its result."""
-        self._answer, self._arguments = answer, None
-        self._turn()
-        self._answer = None
-        result, self._result = self._result, None
-        return result
+        return self._turn(answer)
 
     def abandon(self) -> None:
         """Unwind the code; does nothing once it has ended."""
         if self._thread.is_alive():
-            self._abandoned = True
             with Settings().restored():
-                self._mine.release()
+                self._heard.put(_Abandoned)
                 self._thread.join()
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the pipeline from the code's thread: wait for the answer."""
         expected = None
-        if self._answer is not None or self._arguments is not None:
+        if self._has_called:
             expected = "twice: expected one call of it"
         elif not torch.is_grad_enabled():
             expected = "under no_grad: expected one call with gradients"
         if expected is not None:
             raise PipelineError(f"{self._what} called the module that is cut into pipeline stages {expected}")
-        self._arguments = args, kwargs
-        self.context = RunContext()
+        self._has_called, self.context = True, RunContext()
+        self._said.put((None, (args, kwargs)))
         del args, kwargs
-        self._theirs.release()
-        self._mine.acquire()
-        if self._abandoned:
+        answer = self._heard.get()
+        if answer is _Abandoned:
             raise _Abandoned
-        return self._answer
+        return answer
 
     def _work(self) -> None:
-        self._mine.acquire()
+        self._heard.get()
         current.call = self
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
             with self.context.restored():
-                self._result = self._run()
+                result = self._run()
         except _Abandoned:
             return
         except BaseException as error:  # the caller's thread raises it
-            self._error = error
-        finally:
-            self._theirs.release()
+            self._said.put((error, None))
+        else:
+            self._said.put((None, result))
 
-    def _turn(self) -> None:
-        """Let the other thread run until it waits or ends."""
+    def _turn(self, answer: Any) -> Any:
+        """Let the other thread run until it waits or ends; returns the arguments of the call, or the result."""
         before = GeneratorStates(self._device, host=False)
         self._generators.restore()
         with self._settings.restored():
-            self._mine.release()
-            self._theirs.acquire()
+            self._heard.put(answer)
+            error, value = self._said.get()
             self._settings = Settings()
         self._generators = GeneratorStates(self._device, host=False)
         before.restore()
-        if self._error is not None:
-            error, self._error = self._error, None
+        if error is not None:
             raise error
+        return value

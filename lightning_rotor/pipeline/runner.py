@@ -22,7 +22,7 @@ from lightning_rotor.execution.options import kept_attributes, lent_buffers, und
 from lightning_rotor.pipeline.partition import Partition
 from lightning_rotor.pipeline.placement import PipelineProcesses, first, share
 from lightning_rotor.pipeline.run_context import Call, RunContext
-from lightning_rotor.pipeline.schedule import PipelineError, PipelineScheduleName, check_numbers
+from lightning_rotor.pipeline.schedule import PipelineError, PipelineScheduleName
 from lightning_rotor.pipeline.stage_runner import Gradients, Layout, MicroBatchStage, Part, Step
 from lightning_rotor.stages.sequential import packed, unpacked, wiring_of
 
@@ -98,25 +98,15 @@ class PipelineRunner:
         step = self._step(inputs, seed)
         _, (stage,) = self._prepared(step, inputs)
         stage.clear_runtime_states()
-        sent: list[dist.Work] = []
-        for number in range(len(step.layouts)):
-            _wait(_launched(stage.get_fwd_recv_ops(number)))
-            stage.forward_one_chunk(number)
-            sent += _launched(stage.get_fwd_send_ops(number))
-        _wait(sent)
+        _run(len(inputs), stage.get_fwd_recv_ops, stage.forward_one_chunk, stage.get_fwd_send_ops)
         return self._shared_outputs(step), (step, stage)
 
     def run_backwards(self, opened: OpenStep, output_gradients: Sequence[Gradients]) -> tuple[Gradients, ...]:
         """The second half, from gradients of the outputs' tensors by micro-batch to those of the inputs."""
         step, stage = opened
-        sent: list[dist.Work] = []
-        for number, gradients in enumerate(output_gradients):
-            if stage.is_last:
-                stage.set_local_bwd_input(gradients, number)
-            _wait(_launched(stage.get_bwd_recv_ops(number)))
-            stage.backward_one_chunk(number)
-            sent += _launched(stage.get_bwd_send_ops(number))
-        _wait(sent)
+        for number, gradients in enumerate(output_gradients if stage.is_last else ()):
+            stage.set_local_bwd_input(gradients, number)
+        _run(len(output_gradients), stage.get_bwd_recv_ops, stage.backward_one_chunk, stage.get_bwd_send_ops)
         return self._shared_input_gradients(step, [stage])
 
     def forward(self, inputs: Inputs, *, seed: int) -> tuple[Any, ...]:
@@ -158,10 +148,7 @@ class PipelineRunner:
             answer, made, source = None, list[torch.Tensor](), number % self.processes.size
             if number in self._parts:
                 answer, made = self._looked_at(number, layout, tensors, context)
-            answer = first(answer, self._group, source=source)
-            if isinstance(answer, Exception):
-                raise answer
-            layout = answer
+            layout = first(answer, self._group, source=source)
             layouts.append(layout)
             tensors = made or layout.buffers(self._device)
             for tensor in tensors:
@@ -242,26 +229,35 @@ class PipelineRunner:
         return tuple(shared)
 
 
+def _run(
+    micro_batches: int,
+    receiving: Callable[[int], list[dist.P2POp]],
+    work: Callable[[int], object],
+    sending: Callable[[int], list[dist.P2POp]],
+) -> None:
+    """Do one work of a stage on all micro-batches in turn: each receives, computes and sends."""
+    sent: list[dist.Work] = []
+    for number in range(micro_batches):
+        for each in _launched(receiving(number)):
+            each.wait()
+        work(number)
+        sent += _launched(sending(number))
+    for each in sent:
+        each.wait()
+
+
 def _launched(operations: list[dist.P2POp]) -> list[dist.Work]:
     works: list[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
     return works
 
 
-def _wait(works: Sequence[dist.Work]) -> None:
-    for work in works:
-        work.wait()
-
-
 def _torch_schedule(name: PipelineScheduleName, stages: list[Any], micro_batches: int, loss: Any) -> Any:
     """A schedule of torch; GPipe's for a small last batch or a forward alone."""
     options = {"n_microbatches": micro_batches, "loss_fn": loss, "scale_grads": False}
-    devices = stages[0].group_size
+    devices, trains = stages[0].group_size, loss is not None
     if name == "interleaved":
-        try:
-            check_numbers(name, devices, micro_batches, len(stages))
-        except PipelineError:
-            return ScheduleLoopedBFS(stages, **options)
-        return ScheduleInterleaved1F1B(stages, **options) if loss is not None else ScheduleLoopedBFS(stages, **options)
-    if name == "1f1b" and loss is not None and micro_batches >= devices:
-        return Schedule1F1B(stages[0], **options)
-    return ScheduleGPipe(stages[0], **options)
+        rounds = max(1, micro_batches // devices)
+        looped = ScheduleInterleaved1F1B if trains and not micro_batches % rounds else ScheduleLoopedBFS
+        return looped(stages, **options)
+    plain = Schedule1F1B if name == "1f1b" and trains and micro_batches >= devices else ScheduleGPipe
+    return plain(stages[0], **options)

@@ -11,7 +11,7 @@ on never enters its schedule::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -116,6 +116,13 @@ class Step:
     seed: int = 0
     context: ForwardContext = nullcontext  # of forwards in training
     trains: bool = True
+
+
+def run_backward(tensors: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor | None]) -> None:
+    """Run the backward from some gradients. Frozen stages ask for none."""
+    pairs = [(t, g) for t, g in zip(tensors, gradients, strict=True) if t.requires_grad and g is not None]
+    if pairs:
+        torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
 
 
 def crossing(stages: Sequence[Stage], boundary: int) -> tuple[int, ...]:
@@ -267,7 +274,7 @@ class MicroBatchStage(PipelineStage):
         return self._operations(dist.irecv, self.output_gradients[bwd_chunk_id], self.stage_index + 1)
 
     def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, *_: Any, **__: Any) -> None:
-        """Run the backward of a micro-batch; in a frozen stage behind others nothing may ask for gradients."""
+        """Run the backward of a micro-batch."""
         if not self.has_backward:  # torch's loops ask all the same
             return
         self._let_go()
@@ -276,8 +283,7 @@ class MicroBatchStage(PipelineStage):
         if gradients is None:
             torch.autograd.backward(loss)
         else:
-            pairs = [(t, g) for t, g in zip(made, gradients, strict=True) if t.requires_grad and g is not None]
-            torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
+            run_backward(made, gradients)
         self._input_gradients[bwd_chunk_id] = tuple(tensor.grad for tensor in given)
         for tensor in given:
             tensor.grad = None

@@ -21,6 +21,7 @@ from lightning_rotor.pipeline.placement import Placement, first, outside
 from lightning_rotor.pipeline.run_context import OUTSIDE, PausedCall, current, mixed
 from lightning_rotor.pipeline.runner import Inputs, OpenStep, PipelineRunner
 from lightning_rotor.pipeline.schedule import PipelineError, PipelineScheduleName, check_numbers
+from lightning_rotor.pipeline.stage_runner import run_backward
 from lightning_rotor.planned.forward import PlannedForward, attach, detach, inactive
 from lightning_rotor.private.values import tensors_in, tree_map_only
 from lightning_rotor.stages.state import seeded
@@ -164,7 +165,7 @@ class PipelinedModule:
         finally:
             for call in calls:
                 call.abandon()
-        _backward_of_inputs(inputs, gradients)
+        run_backward(tensors_in(inputs), chain.from_iterable(gradients))
         made = [results[place] for place in range(len(calls))]
         losses = [loss_of(result).detach() * (size / rows) for result, size in zip(made, sizes, strict=True)]
         return made, torch.stack(losses).sum()
@@ -179,18 +180,6 @@ class PipelinedModule:
         finally:
             self.manual_step = None
             step.abandon()
-
-
-def _backward_of_inputs(inputs: Inputs, gradients: Sequence[Sequence[torch.Tensor | None]]) -> None:
-    """Run the backward before the pipeline, from the gradients of its input tensors."""
-    pairs = [
-        (tensor, gradient)
-        for values, found in zip(inputs, gradients, strict=True)
-        for tensor, gradient in zip(tensors_in(list(values)), found, strict=True)
-        if gradient is not None
-    ]
-    if pairs:
-        torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
 
 
 class ManualStep:
@@ -241,7 +230,7 @@ class ManualStep:
             leaf.grad = None
             self._spent.append(leaf)
         inputs, self._inputs = self._inputs, []
-        _backward_of_inputs(inputs, gradients)
+        run_backward(tensors_in(inputs), chain.from_iterable(gradients))
         return answer
 
     def abandon(self) -> None:

@@ -214,11 +214,6 @@ class Costs:
         state = self._state_before[last + 1] - self._state_before[first]
         return state + self.problem.micro_batches * (self._boundary_bytes[first] + self._boundary_bytes[last + 1])
 
-    def choice(self, stage: int, first: int, last: int) -> StageChoice | None:
-        """The fastest way to run ``first..last`` as pipeline stage ``stage``, or None if none fits."""
-        found = self._fitting(((stage, first, last),))
-        return None if found is None else found[0]
-
     def together(self, runs: Sequence[tuple[int, int]]) -> list[StageChoice | None]:
         """By pipeline stage, the fastest plans found that fit together; None for all stages of a device without any."""
         devices = len(self.problem.devices)
