@@ -6,7 +6,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.parsing import lightning_hasattr, lightning_setattr
 from rich.console import Console
 from torch import nn
@@ -15,7 +14,6 @@ from lightning_rotor.callbacks.trainer_loop import TrainerLoop, first_call
 from lightning_rotor.errors import ModelError, RotorError
 from lightning_rotor.execution.options import kept_attributes, undisturbed
 from lightning_rotor.planned.batch_sizes import BatchSizeAdvice, advice_from, measured_costs
-from lightning_rotor.planned.target import TargetSearch, named_target
 from lightning_rotor.private.lightning_names import reset_loaders
 from lightning_rotor.private.values import tensors_in
 from lightning_rotor.stages.sequential import Stage
@@ -104,8 +102,12 @@ class RotorBatchSizeAdvice(pl.Callback):
                 "itself: expected parameters in one piece. Ask for advice on one device, or under DDP"
             )
         loop = TrainerLoop(trainer, model)
-        target = self._target(loop, batch)
-        whole = Stage("", (model,))
+        chosen = loop.target(self._module_name, batch, may_be_whole=loop.may_be_whole)
+        if chosen is None:
+            raise ModelError(
+                f"{type(model).__name__} holds no submodule that can be planned: expected one with several layers"
+            )
+        target, whole = chosen.module, Stage("", (model,))
         with kept_attributes(whole, keep_parameters=False), trainer.precision_plugin.train_step_context():
             model.train()
             costs = measured_costs(target, _input_of(target, model, batch))
@@ -113,19 +115,6 @@ class RotorBatchSizeAdvice(pl.Callback):
         limit_bytes = loop.least(loop.limit_bytes(self._limit, tensors))
         resident = loop.resident(target, tensors, torch.device(costs.chains[0].device))
         return advice_from(costs, resident, limit_bytes=limit_bytes, batch_sizes=self._batch_sizes)
-
-    def _target(self, loop: TrainerLoop, batch: Any) -> nn.Module:
-        """The module that :class:`RotorCallback` would plan."""
-        if self._module_name is not None:
-            return named_target(loop.model, self._module_name).module
-        search = TargetSearch(loop.model, may_be_whole=is_overridden("forward", loop.model))
-        search.count(lambda: loop.compute(batch, 0))
-        found = search.best()
-        if found is None:
-            raise ModelError(
-                f"{type(loop.model).__name__} holds no submodule that can be planned: expected one with several layers"
-            )
-        return found.module
 
 
 def _least(trainer: pl.Trainer, outcome: BatchSizeAdvice | RotorError) -> BatchSizeAdvice:

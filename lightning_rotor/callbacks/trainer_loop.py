@@ -26,7 +26,7 @@ from lightning_rotor.execution.recomputation import is_recomputing
 from lightning_rotor.pipeline.run_context import Call, RunContext
 from lightning_rotor.planned.loop import TrainingLoop
 from lightning_rotor.planned.ranks import Agreement, JointPlans, PublishedPlans, communicates
-from lightning_rotor.planned.target import StepCompute, measure_compute
+from lightning_rotor.planned.target import StepCompute, Target, TargetSearch, measure_compute, named_target
 from lightning_rotor.private import lightning_names as private
 from lightning_rotor.private.lightning_names import is_compiled
 from lightning_rotor.private.torch_names import outside_of_graphs, store_of_processes
@@ -235,6 +235,17 @@ class TrainerLoop(TrainingLoop):
     def compute(self, batch: Any, batch_idx: int) -> StepCompute:
         """FLOPs of the next step, from a dry run of ``training_step``."""
         return compute_of_training_step(self.trainer, self.model, batch, batch_idx)
+
+    def target(self, name: str | None, batch: Any, *, may_be_whole: bool) -> Target | None:
+        """The submodule of this name; without one, that with most compute in a step, or most parameters (no batch)."""
+        if name is not None:
+            return named_target(self.model, name)
+        search = TargetSearch(self.model, may_be_whole=may_be_whole)
+        if batch is None:
+            search.unknown_because = "nothing is trained"
+        else:
+            search.count(lambda: self.compute(batch, 0))
+        return search.best()
 
     @override
     def warn(self, message: str) -> None:

@@ -150,9 +150,7 @@ class PipelineRunner:
                 answer, made = self._looked_at(number, layout, tensors, context)
             layout = first(answer, self._group, source=source)
             layouts.append(layout)
-            tensors = made or layout.buffers(self._device)
-            for tensor in tensors:
-                share(tensor, self._group, source=source)
+            tensors = self._shared(made or layout.buffers(self._device), source)
         return layouts
 
     def _looked_at(
@@ -210,11 +208,9 @@ class PipelineRunner:
         return self._loss(packed(layout.values(output)), number)
 
     def _shared_outputs(self, step: Step) -> tuple[Any, ...]:
-        shared = []
+        shared, last = [], (self._stages - 1) % self.processes.size
         for number, (*_, layout) in enumerate(step.layouts):
-            tensors = self._outputs.pop(number, None) or layout.buffers(self._device)
-            for tensor in tensors:
-                share(tensor, self._group, source=(self._stages - 1) % self.processes.size)
+            tensors = self._shared(self._outputs.pop(number, None) or layout.buffers(self._device), last)
             shared.append(packed(layout.values(tensors)))
         return tuple(shared)
 
@@ -222,11 +218,15 @@ class PipelineRunner:
         shared = []
         for number, (layout, *_) in enumerate(step.layouts):
             found = stages[0].get_local_bwd_output(number) if self._has_first else layout.gradient_buffers(self._device)
-            for gradient in found:
-                if gradient is not None:
-                    share(gradient, self._group)
-            shared.append(found)
+            shared.append(self._shared(found))
         return tuple(shared)
+
+    def _shared(self, tensors: Any, source: int = 0) -> Any:
+        """Tensors, or Nones, with the values of one process on all."""
+        for tensor in tensors:
+            if tensor is not None:
+                share(tensor, self._group, source=source)
+        return tensors
 
 
 def _run(

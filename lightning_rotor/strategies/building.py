@@ -18,7 +18,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 
-from lightning_rotor.callbacks.trainer_loop import compute_of_training_step, first_call
+from lightning_rotor.callbacks.trainer_loop import TrainerLoop, compute_of_training_step, first_call
 from lightning_rotor.errors import ProfilingError
 from lightning_rotor.execution.options import kept_attributes
 from lightning_rotor.memory.budget import process_limit_bytes
@@ -29,7 +29,7 @@ from lightning_rotor.pipeline.placement import PipelineProcesses, bytes_around, 
 from lightning_rotor.pipeline.run_context import Call, RunContext, call_with, never_called
 from lightning_rotor.pipeline.schedule import PipelineError, check_numbers
 from lightning_rotor.pipeline.step import PipelinedModule, PipelineOptions
-from lightning_rotor.planned.target import Target, TargetSearch, named_target
+from lightning_rotor.planned.target import Target
 from lightning_rotor.private.lightning_names import before_batch_transfer, optimizers_of, take_loader
 from lightning_rotor.stages.sequential import Stage
 from lightning_rotor.stages.state import GeneratorStates
@@ -134,10 +134,7 @@ class PipelineBuilder:
         batch = None if by_sample else self._first_batch()
         if batch is None and not by_sample and not fits:
             return None
-        if fits or last is None or settings.module is not None:
-            target = self._target(batch if fits else None)
-        else:
-            target = named_target(model, last.name)
+        target = self._target(batch, last)
         optimizers = self._trial_optimizers() if fits else []
         optimizer_bytes = sum(predict_optimizer_state_bytes(each, self._device) for each in optimizers)
         factor = optimizer_bytes / max(storage_bytes(each for each in model.parameters() if each.requires_grad), 1)
@@ -178,17 +175,12 @@ class PipelineBuilder:
             self._settings.check_rows(rows_in(batch), "the first batch")
         return batch
 
-    def _target(self, batch: Any) -> Target:
-        """The module that the user names, or the one with most compute in a step with the batch."""
-        model = self._model
-        if self._settings.module is not None:
-            return named_target(model, self._settings.module)
-        search = TargetSearch(model, may_be_whole=False)
-        if batch is None:
-            search.unknown_because = "nothing is trained"
-        else:
-            search.count(lambda: compute_of_training_step(self._trainer, model, batch, 0))
-        found = search.best()
+    def _target(self, batch: Any, last: Target | None) -> Target:
+        """The module that the user names, outside of a fit the last one, or that with most compute in a step."""
+        model, name = self._model, self._settings.module
+        if name is None and last is not None and not self._fits:
+            name = last.name
+        found = TrainerLoop(self._trainer, model).target(name, batch if self._fits else None, may_be_whole=False)
         if found is None:
             raise PipelineError(
                 f"{type(model).__name__} holds no submodule with several layers that its training_step calls: expected "
