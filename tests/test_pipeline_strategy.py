@@ -15,6 +15,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.utilities import CombinedLoader
 from pipeline_models import Tail, Up
 from pipelines import Failure, Processes, good, processes
 from torch import nn
@@ -263,6 +264,28 @@ def test_evaluation_outside_of_a_fit_runs_in_the_pipeline(
             assert torch.allclose(mine, theirs, atol=1e-5)
         # Each process has the weights of its stages, and of what is outside.
         assert found[3] == {f"net.{n}.{kind}" for n in ((4, 6) if rank == 0 else (0, 2)) for kind in ("weight", "bias")}
+
+
+class Paired(Model):
+    """Batches from two loaders at once."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(
+            [torch.cat(column) for column in zip(batch["one"], batch["other"], strict=True)], batch_idx
+        )
+
+
+def validating(rank: int, folder: str, world: int) -> float:
+    strategy = RotorPipelineStrategy("net", micro_batches=3) if world > 1 else None
+    loaders = CombinedLoader({name: loader(shuffle=False) for name in ("one", "other")}, "min_size")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return trainer(folder, strategy, world).validate(Paired(), loaders, verbose=False)[0]["val_loss"]
+
+
+def test_loaders_are_combined_as_the_user_says_outside_of_a_fit(group: Processes, tmp_path: Path) -> None:
+    expected = validating(0, str(tmp_path), 1)
+    assert good(group.run(2, validating, str(tmp_path), 2)) == pytest.approx([expected] * 2, abs=1e-5)
 
 
 class Plainly(Model):

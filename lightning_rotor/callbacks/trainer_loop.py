@@ -38,34 +38,6 @@ from lightning_rotor.stages.sequential import Stage
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.device, torch.dtype)
 
 
-def compute_of_training_step(
-    trainer: pl.Trainer,
-    model: pl.LightningModule,
-    batch: Any,
-    batch_idx: int,
-    *,
-    prepare: Callable[[pl.LightningModule], object] = lambda copy: None,
-) -> StepCompute:
-    """FLOPs of the next step, from a dry run on a copy that ``prepare`` sees first, or ``ProfilingError``."""
-    if is_param_in_hook_signature(model.training_step, "dataloader_iter", explicit=True):
-        raise ProfilingError("its training_step takes batches from dataloader_iter by itself")
-    arguments = (
-        (batch, batch_idx) if is_param_in_hook_signature(model.training_step, "batch_idx", min_args=2) else (batch,)
-    )
-    stand_in = _TrainerStandIn(trainer)
-
-    def step(copy: pl.LightningModule, inputs: tuple[Any, ...]) -> None:
-        for module in copy.modules():
-            if isinstance(module, pl.LightningModule):
-                _isolate(module, stand_in)
-        prepare(copy)
-        with trainer.precision_plugin.train_step_context():
-            copy.on_train_batch_start(inputs[0], batch_idx)
-            copy.training_step(*inputs)
-
-    return measure_compute(model, arguments, step, replacements={id(trainer): stand_in})
-
-
 def _isolate(module: pl.LightningModule, trainer: _TrainerStandIn) -> None:
     if is_compiled(module):  # Lightning has put compiled methods of the original in the place of the copy's
         for name in ("forward", "training_step", "validation_step", "test_step", "predict_step"):
@@ -232,9 +204,26 @@ class TrainerLoop(TrainingLoop):
         return int(self.trainer.num_devices) if device.type == "cpu" else 1
 
     @override
-    def compute(self, batch: Any, batch_idx: int) -> StepCompute:
-        """FLOPs of the next step, from a dry run of ``training_step``."""
-        return compute_of_training_step(self.trainer, self.model, batch, batch_idx)
+    def compute(
+        self, batch: Any, batch_idx: int, *, prepare: Callable[[pl.LightningModule], object] = lambda copy: None
+    ) -> StepCompute:
+        """FLOPs of the next step, from a dry run of ``training_step`` on a copy that ``prepare`` sees first."""
+        training_step, stand_in = self.model.training_step, _TrainerStandIn(self.trainer)
+        if is_param_in_hook_signature(training_step, "dataloader_iter", explicit=True):
+            raise ProfilingError("its training_step takes batches from dataloader_iter by itself")
+        numbered = is_param_in_hook_signature(training_step, "batch_idx", min_args=2)
+
+        def step(copy: pl.LightningModule, inputs: tuple[Any, ...]) -> None:
+            for module in copy.modules():
+                if isinstance(module, pl.LightningModule):
+                    _isolate(module, stand_in)
+            prepare(copy)
+            with self.trainer.precision_plugin.train_step_context():
+                copy.on_train_batch_start(inputs[0], batch_idx)
+                copy.training_step(*inputs)
+
+        arguments = (batch, batch_idx) if numbered else (batch,)
+        return measure_compute(self.model, arguments, step, replacements={id(self.trainer): stand_in})
 
     def target(self, name: str | None, batch: Any, *, may_be_whole: bool) -> Target | None:
         """The submodule of this name; without one, that with most compute in a step, or most parameters (no batch)."""

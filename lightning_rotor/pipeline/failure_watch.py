@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener, wait
+from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
 _log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class FailureWatch:
             )
             return
         _say(self._lines[0], str(rank).encode())
-        self._start(self._watch)
+        self._start(self._listen, self._lines[0], 0)
 
     @staticmethod
     def _start(work: Callable[..., None], *arguments: Any) -> None:
@@ -78,7 +78,7 @@ class FailureWatch:
                 _say(line, _GOODBYE)
 
     def _welcome(self, listener: Listener, others: int) -> None:
-        """On the first process: accept the others' lines, then watch them."""
+        """On the first process: accept the others' lines, and listen to each."""
         with listener:
             while len(self._lines) < others:
                 try:
@@ -92,23 +92,17 @@ class FailureWatch:
                         _say(line, self._cause.encode())
                     if self._ended.is_set():
                         _say(line, _GOODBYE)
-        self._watch()
+                self._start(self._listen, line, rank)
 
-    def _watch(self) -> None:
-        ranks: dict[Any, int] = {line: rank for rank, line in self._lines.items()}
-        while ranks:
-            for line in wait(list(ranks)):
-                rank = ranks[line]
-                try:
-                    words = line.recv_bytes()  # type: ignore[union-attr]
-                except (EOFError, OSError):
-                    del ranks[line]
-                    self._learn(f"process {rank} is gone without a word: it was killed, or ran out of memory", rank)
-                    continue
-                if words == _GOODBYE:
-                    del ranks[line]
-                else:
-                    self._learn(words.decode(), rank)
+    def _listen(self, line: Connection, rank: int) -> None:
+        """Wait for the one message of another process."""
+        try:
+            words = line.recv_bytes()
+        except (EOFError, OSError):
+            self._learn(f"process {rank} is gone without a word: it was killed, or ran out of memory", rank)
+        else:
+            if words != _GOODBYE:
+                self._learn(words.decode(), rank)
 
     def _learn(self, cause: str, told_by: int) -> None:
         with self._lock:

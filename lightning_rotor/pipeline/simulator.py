@@ -171,20 +171,16 @@ class StepSimulator:
 
     def step_seconds(self, loads: Sequence[PipelineStageLoad]) -> float:
         """Seconds of a step."""
-        return self.simulated(np.array([[seconds_of(load) for load in loads]]))[0]
+        return float(self.simulated(np.array([[seconds_of(load) for load in loads]]))[0])
 
     def times(self, loads: Sequence[PipelineStageLoad]) -> tuple[Reals, Reals]:
         """Starts and ends of actions, ``(devices, actions)`` each."""
         times = np.zeros((2, *self._shape))
-        self._simulated(np.array([[seconds_of(load) for load in loads]]), times)
+        self.simulated(np.array([[seconds_of(load) for load in loads]]), times)
         return times[0], times[1]
 
-    def simulated(self, seconds: Reals) -> list[float]:
-        """Seconds of a step for many partitions."""
-        found: list[float] = self._simulated(seconds).tolist()
-        return found
-
-    def _simulated(self, seconds: Reals, times: Reals | None = None) -> Reals:
+    def simulated(self, seconds: Reals, times: Reals | None = None) -> Reals:
+        """Seconds of a step for many partitions; starts and ends of the first one's actions go into ``times``."""
         stages, count = self._stages, len(seconds)
         # By work, forwards of all stages first; partitions are neighbours in memory.
         seconds = np.ascontiguousarray(seconds.reshape(count, stages, 2, 3).transpose(2, 1, 3, 0))

@@ -16,12 +16,10 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import CombinedLoader
 
-from lightning_rotor.callbacks.trainer_loop import TrainerLoop, compute_of_training_step, first_call
+from lightning_rotor.callbacks.trainer_loop import TrainerLoop, first_call
 from lightning_rotor.errors import ProfilingError
 from lightning_rotor.execution.options import kept_attributes
-from lightning_rotor.memory.budget import process_limit_bytes
 from lightning_rotor.memory.held import predict_optimizer_state_bytes, storage_bytes
 from lightning_rotor.pipeline.micro_batches import rows_in, sizes_of, split
 from lightning_rotor.pipeline.pipelined import pipelined
@@ -100,7 +98,7 @@ class PipelineSettings(PipelineOptions):
             )
 
 
-def check_calls(trainer: pl.Trainer, name: str, part: Any) -> None:
+def check_calls(loop: TrainerLoop, name: str, part: Any) -> None:
     """Refuse a ``training_step`` that calls the module more than once, or without gradients, in a dry run."""
     calls: list[bool] = []
 
@@ -108,7 +106,7 @@ def check_calls(trainer: pl.Trainer, name: str, part: Any) -> None:
         copy.get_submodule(name).register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
 
     try:
-        compute_of_training_step(trainer, trainer.lightning_module, part, 0, prepare=watch)
+        loop.compute(part, 0, prepare=watch)
     except ProfilingError:
         return  # a step that cannot run dry: training finds out
     if len(calls) > 1 or calls == [False]:
@@ -124,7 +122,7 @@ class PipelineBuilder:
 
     def __init__(self, settings: PipelineSettings, trainer: pl.Trainer, processes: PipelineProcesses) -> None:
         self._settings, self._trainer, self._model = settings, trainer, trainer.lightning_module
-        self._fits = trainer.state.fn == TrainerFn.FITTING
+        self._loop, self._fits = TrainerLoop(trainer, self._model), trainer.state.fn == TrainerFn.FITTING
         self._precision, self._processes, self._device = trainer.precision_plugin, processes, processes.device
 
     def build(self, last: Target | None) -> tuple[Target, PipelinedModule] | None:
@@ -143,7 +141,7 @@ class PipelineBuilder:
         limit_bytes = None
         if fits:
             given = settings.sample if batch is None else batch
-            limit_bytes = self._limit_bytes() - bytes_around(model, target.module, given, factor)
+            limit_bytes = self._loop.limit_bytes(settings.limit, ()) - bytes_around(model, target.module, given, factor)
         with context.restored():
             made = pipelined(
                 model,
@@ -163,8 +161,10 @@ class PipelineBuilder:
             loop.setup_data()
             # The loop asks for another loader itself, and draws the same random numbers then.
             loader = take_loader(loop)
-            mode: Any = "max_size_cycle" if self._fits else "sequential"
-            found = None if loader is None else next(iter(CombinedLoader(loader.iterables, mode)), None)
+            if loader is None:
+                return None
+            loader.limits = None
+            found = next(iter(loader), None)
             if found is None:
                 return None
             # What Lightning's loops do with a batch before a step sees it.
@@ -177,13 +177,13 @@ class PipelineBuilder:
 
     def _target(self, batch: Any, last: Target | None) -> Target:
         """The module that the user names, outside of a fit the last one, or that with most compute in a step."""
-        model, name = self._model, self._settings.module
+        name = self._settings.module
         if name is None and last is not None and not self._fits:
             name = last.name
-        found = TrainerLoop(self._trainer, model).target(name, batch if self._fits else None, may_be_whole=False)
+        found = self._loop.target(name, batch if self._fits else None, may_be_whole=False)
         if found is None:
             raise PipelineError(
-                f"{type(model).__name__} holds no submodule with several layers that its training_step calls: expected "
+                f"{type(self._model).__name__} holds no submodule with several layers that its training_step calls: expected "
                 "one to cut into pipeline stages"
             )
         return found
@@ -212,19 +212,12 @@ class PipelineBuilder:
             return found, RunContext()
         part = split(batch, sizes_of(rows_in(batch), micro_batches))[0]
         if self._fits and self._model.automatic_optimization:
-            check_calls(self._trainer, target.name, part)
+            check_calls(self._loop, target.name, part)
         step = _TASKS[self._trainer.state.fn][1]
         called = first_call(self._model, target.module, part, step=step, optimizers=optimizers)
         if called is None:
             raise never_called(step)
         return called
-
-    def _limit_bytes(self) -> int:
-        """Memory limit of this process's device."""
-        limit_bytes = process_limit_bytes(self._settings.limit, self._model, (), (), self._device)
-        shared = self._settings.limit is None and self._device.type == "cpu"
-        strategy: Any = self._trainer.strategy
-        return limit_bytes // strategy.num_processes if shared else limit_bytes
 
 
 _TASKS: dict[Any, tuple[str, str]] = {
