@@ -183,8 +183,8 @@ class PipelineBuilder:
         found = self._loop.target(name, batch if self._fits else None, may_be_whole=False)
         if found is None:
             raise PipelineError(
-                f"{type(self._model).__name__} holds no submodule with several layers that its training_step calls: expected "
-                "one to cut into pipeline stages"
+                f"{type(self._model).__name__} holds no submodule with several layers that its training_step calls: "
+                "expected one to cut into pipeline stages"
             )
         return found
 
