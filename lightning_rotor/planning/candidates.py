@@ -183,9 +183,6 @@ class Judge:
         self._chain, self._step = chain, step
         self._known: dict[Schedule, Simulation | float] = {}  # or what it takes at least
 
-    def __len__(self) -> int:
-        return len(self._known)
-
     def __call__(self, schedule: Schedule) -> Simulation:
         """What a schedule costs."""
         judged = self.within(math.inf, schedule)

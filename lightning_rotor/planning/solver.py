@@ -78,11 +78,6 @@ class Solver:
         self._judge = Judge(chain, step)
         self._tables: dict[tuple[int, bool], Candidates] = {}
 
-    @property
-    def simulations(self) -> int:
-        """Number of schedules that have been judged so far."""
-        return len(self._judge)
-
     def plan(self, budget_bytes: int) -> Plan:
         """The fastest plan that fits; a BudgetError if none does, or the budget is no positive integer."""
         start = time.perf_counter()
