@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -25,19 +25,17 @@ from lightning_rotor.stages.state import seeded
 # ---------------------------------------------- Random numbers that do not depend on which part of a module runs first.
 
 
-class PartSeeds:
-    """Generators for the parts of one call, by number. Draws once from torch's host generator if any part may draw."""
+_Seeds: TypeAlias = Callable[[int], AbstractContextManager[Any]]
+"""Makes a context in which a part, by number, draws its own numbers; the generators are as before afterwards."""
 
-    def __init__(self, parts: tuple[nn.Module, ...], device: torch.device) -> None:
-        self._device = device
-        self._seed: int | None = None
-        if any(_may_draw(module) for part in parts for module in part.modules()):
-            with no_dispatch():
-                self._seed = int(torch.randint(2**62, (), device="cpu"))
 
-    def part(self, number: int) -> AbstractContextManager[None]:
-        """Context in which a part draws its own numbers; the generators are as before afterwards."""
-        return nullcontext() if self._seed is None else seeded(self._seed + number, self._device)
+def _seeds_for(parts: tuple[nn.Module, ...], device: torch.device) -> _Seeds:
+    """The seeds of one call for its parts. Draws once from torch's host generator if any part may draw."""
+    if not any(_may_draw(module) for part in parts for module in part.modules()):
+        return nullcontext
+    with no_dispatch():
+        seed = int(torch.randint(2**62, (), device="cpu"))
+    return lambda number: seeded(seed + number, device)
 
 
 def _may_draw(module: nn.Module) -> bool:
@@ -56,7 +54,7 @@ class _Coupling(nn.Module):
     """Two halves along a dimension."""
 
     draws_by_parts = True
-    """Random numbers come from :class:`PartSeeds` alone."""
+    """Random numbers come from :func:`_seeds_for` alone."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -147,15 +145,15 @@ class AdditiveCoupling(_Coupling):
         second_gradient = _backward_through(self.f, roots, leaf, second_gradient)
         return rebuilt, torch.cat([first_gradient, second_gradient], self.dim)
 
-    def _seeds(self, tensor: torch.Tensor) -> PartSeeds:
-        return PartSeeds((self.f, self.g), tensor.device)
+    def _seeds(self, tensor: torch.Tensor) -> _Seeds:
+        return _seeds_for((self.f, self.g), tensor.device)
 
-    def _run_f(self, half: torch.Tensor, seeds: PartSeeds) -> torch.Tensor:
-        with seeds.part(0):
+    def _run_f(self, half: torch.Tensor, seeds: _Seeds) -> torch.Tensor:
+        with seeds(0):
             return _like(self.f(half), half)
 
-    def _run_g(self, half: torch.Tensor, seeds: PartSeeds) -> torch.Tensor:
-        with seeds.part(1):
+    def _run_g(self, half: torch.Tensor, seeds: _Seeds) -> torch.Tensor:
+        with seeds(1):
             return _like(self.g(half), half)
 
 
