@@ -63,14 +63,13 @@ def undisturbed(device: torch.device) -> Iterator[None]:
     devices = [device] if device.type == "cuda" else []
     host = HostGenerators()
     # Detached: a node that saves its own output would hold the tensor that holds it, and neither would be freed.
-    kept_plainly = saved_tensors_hooks(torch.Tensor.detach, _same)
+    kept_plainly = saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor)
     with torch.random.fork_rng(devices=devices, device_type="cuda"), torch.enable_grad(), repeating(), kept_plainly:
         try:
             yield
         finally:
             host.restore()
-            if autocast_enabled():
-                torch.clear_autocast_cache()
+            forget_casts()
 
 
 @contextmanager
@@ -170,7 +169,3 @@ def lent_buffers(stage: Stage) -> Iterator[list[tuple[torch.nn.Module, str, torc
         for module, name, buffer in originals
     ):
         yield originals
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
