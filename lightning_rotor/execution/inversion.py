@@ -106,10 +106,11 @@ class Output:
 
 def _holding(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     """A function that gives a tensor back, which went through whatever hooks are set."""
-    pack, unpack = _hooks() or (_same, _same)
-    # Detached: with its graph it would hold the node that holds it.
+    hooks, detached = _hooks(), tensor.detach()  # with its graph it would hold the node that holds it
+    if hooks is None:
+        return lambda: detached
     with torch.no_grad():
-        return partial(unpack, pack(tensor.detach()))
+        return partial(hooks[1], hooks[0](detached))
 
 
 def _hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
@@ -209,7 +210,7 @@ class Inversion:
         self.inputs = len(inputs)
         self._parameters = parameters
         # Weakly: nobody who could ask for it is left when it goes.
-        self._source: Callable[[], Output | None] = partial(_same, None) if source is None else weakref.ref(source)
+        self._source: Callable[[], Output | None] = (lambda: None) if source is None else weakref.ref(source)
         self._outputs: list[weakref.ref[torch.Tensor]] = []
         self._hooks = private.hooks_for_saved_tensors()
         self.moment = Moment(inputs[0].device, way.state, may_draw=way.draws_random)
@@ -343,7 +344,3 @@ def _drained(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     content = tensors[:]
     tensors.clear()
     return content
-
-
-def _same(tensor: Any) -> Any:
-    return tensor
