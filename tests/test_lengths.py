@@ -75,7 +75,13 @@ def without_gradients(x: torch.Tensor) -> torch.Tensor:
     return x * weights[:, None]
 
 
-@pytest.mark.parametrize("act", [torch.tanh, halves, masked, without_gradients])
+def turned_in_place(x: torch.Tensor) -> torch.Tensor:
+    turned, like = x * 1, x * 1
+    turned.transpose_(1, 2)
+    return like * torch.arange(turned.shape[2])[:, None] + torch.arange(like.shape[2])
+
+
+@pytest.mark.parametrize("act", [torch.tanh, halves, masked, without_gradients, turned_in_place])
 def test_two_recorded_lengths_are_enough_for_a_third(act: Callable[[torch.Tensor], torch.Tensor]) -> None:
     net = Net(act)
     assert holds_after(net, SIX, EIGHT) is not None

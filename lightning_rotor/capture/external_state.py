@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_rotor.capture.guards import Same, Unchanged, frozen
+from lightning_rotor.capture.guards import Copies, Same
 from lightning_rotor.private.torch_names import hooks_for_saved_tensors, without_modes
 from lightning_rotor.stages import snapshot as kinds
 from lightning_rotor.stages.snapshot import Kind, Snapshot, globals_of, is_users, namespace_of
@@ -29,14 +29,6 @@ class Place(NamedTuple):
         """The value, or a mark if there is none."""
         return self.kind.read(self.owner, self.name)
 
-    def reader(self) -> Callable[[], Any]:
-        """A quick :meth:`read`."""
-        if self.kind is kinds.ENTRIES:
-            return partial(dict.get, self.owner, self.name, kinds.ABSENT)
-        if self.kind is kinds.CLASS_ENTRIES:
-            return partial(vars(self.owner).get, self.name, kinds.ABSENT)
-        return self.read
-
 
 class _Noted:
     """The value at a place as it is now."""
@@ -45,12 +37,12 @@ class _Noted:
 
     def __init__(self, place: Place) -> None:
         self.place, self.value = place, place.read()
-        self._seen = frozen(self.value, objects=False)
+        self._seen = Copies(objects=False).of(self.value)
         self._before = Snapshot(() if _is_object(self.value) else (self.value,), hooks=False, objects=False)
 
-    def holds(self) -> bool:
-        """True if the value is still the same."""
-        return bool(frozen(self.place.read(), objects=False) == self._seen)
+    def holds(self, copies: Copies | None = None) -> bool:
+        """True if the value is still the same; ``copies`` takes what it looks like."""
+        return bool((copies or Copies(objects=False)).of(self.place.read()) == self._seen)
 
     @property
     def is_of_objects(self) -> bool:
@@ -65,7 +57,7 @@ class _Noted:
 
 def _is_object(value: Any) -> bool:
     """True if only the identity of a value counts."""
-    return bool(frozen(value, objects=False) == Same(value))
+    return bool(Copies(objects=False).of(value) == Same(value))
 
 
 class Notes:
@@ -73,13 +65,13 @@ class Notes:
 
     def __init__(self) -> None:
         self._noted: dict[tuple[int, str], tuple[_Noted, str]] = {}
-        self._unchanged: Unchanged | None = None
+        self._copies: Copies | None = None
 
     def take(self, place: Place, module_path: str) -> None:
         """Note what is at a place, unless it was noted before, and whose code is about to read it."""
         key = id(place.owner), place.name
         if key not in self._noted:
-            self._unchanged = None
+            self._copies = None
             self._noted[key] = _Noted(place), module_path
 
     def changed(self) -> tuple[str, str] | None:
@@ -91,19 +83,21 @@ class Notes:
 
     def settle(self) -> None:
         """Take the present values as the noted ones."""
-        self._unchanged = None
+        self._copies = None
         self._noted = {
             key: (noted if noted.holds() else _Noted(noted.place), path) for key, (noted, path) in self._noted.items()
         }
 
     def holds(self) -> bool:
         """True if everything is as it was. This runs at every training call."""
-        if self._unchanged is None or not self._unchanged.holds():
-            if not all(noted.holds() for noted, _ in self._noted.values()):
+        if self._copies is None or not self._copies.hold():
+            copies = Copies(objects=False)
+            if not all(noted.holds(copies) for noted, _ in self._noted.values()):
                 return False
-            reads = [noted.place.reader() for noted, _ in self._noted.values()]
-            values = [read() for read in reads]
-            self._unchanged = Unchanged(lambda: tuple([read() for read in reads]), values, objects=False)
+            places = [noted.place for noted, _ in self._noted.values()]
+            reads = [partial(place.kind.read, place.owner, place.name) for place in places]
+            copies.settle(lambda: [read() for read in reads])
+            self._copies = copies
         return True
 
     def restore(self) -> None:

@@ -13,7 +13,6 @@ import re
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import nullcontext
 from itertools import chain, repeat, zip_longest
 from operator import attrgetter, is_, itemgetter
 from struct import calcsize, pack
@@ -76,11 +75,10 @@ class Guards:
         self.totals: tuple[int, ...] = ()
         self.objection = ""
         self.asks_values = any(node.op in ("placeholder", "get_attr") and not is_constant(node) for node in needed)
-        asked = [*(node for node, _ in sizes), *read]
-        self._size_answers = [spell_value([value for _, value in sizes])]
-        behind = ancestors(asked)
-        self._sizes = GraphSlice(inputs, _operations(nodes, behind), asked)
         self._asked = [node for node, _ in sizes]
+        self._size_answers = [spell_value([value for _, value in sizes])]
+        behind = ancestors([*self._asked, *read])
+        self._sizes = GraphSlice(inputs, _operations(nodes, behind), [self._asked, read])
         self._own = next((node for node in nodes if node in behind and node.meta.get(OWN)), None)
         self._recorded = [signature]
         # For each signature for which it holds: the sizes that the questions about values read.
@@ -107,11 +105,11 @@ class Guards:
         if self._own is not None:
             self.objection = f"sizes depend on code that is not torch's, {line_of(self._own)}"
             return False
-        found = self._sizes_on_meta(inputs)
-        found = self._sizes_on_fakes(inputs) if found is None else found
+        found = self._sizes_on_meta(inputs, once=True)
+        found = self._sizes_on_meta(inputs, once=False) if found is None else found
         if found is None:  # no rule for an operation, or sizes that do not go together
             return False
-        answers, read = found[: len(found) - self._reads], found[len(found) - self._reads :]
+        answers, read = found
         if spell_value(answers) not in self._size_answers:
             others = zip(answers, self._size_answers[0][1], self._asked, strict=True)
             asked = next(node for answer, known, node in others if spell_value(answer) != known)
@@ -120,29 +118,13 @@ class Guards:
         self._read[signature] = tuple(read)
         return True
 
-    def _sizes_on_meta(self, inputs: Sequence[Any]) -> Any:
+    def _sizes_on_meta(self, inputs: Sequence[Any], *, once: bool) -> Any:
         """What was asked of sizes, in a few microseconds an operation; None if an operation needs its own device."""
         try:
-            with torch.no_grad(), _OncePerSize():
-                return self._sizes(packed(inputs))
+            with torch.no_grad(), _OnMeta(once=once):
+                return self._sizes(packed([_on_meta(value) for value in inputs]))
         except Exception:
             return None
-
-    def _sizes_on_fakes(self, inputs: Sequence[Any]) -> Any:
-        mode = private.FakeTensorMode(allow_non_fake_inputs=True)
-        try:
-            with torch.no_grad(), mode:
-                fakes = [
-                    mode.from_tensor(value.detach(), static_shapes=True) if isinstance(value, torch.Tensor) else value
-                    for value in inputs
-                ]
-                return self._sizes(packed(fakes))
-        except Exception:
-            return None
-
-    @property
-    def _reads(self) -> int:
-        return len(self._read[self._recorded[0]])
 
     def _may_be(self, signature: Signature) -> bool:
         """True if a signature differs from recorded ones only where these differ from each other."""
@@ -187,25 +169,31 @@ _MOVES = ("cpu", "cuda")
 _DEVICE = re.compile(r"(cpu|cuda)(:\d+)?")
 
 
-class _OncePerSize(TorchFunctionMode):
-    """Runs operations on the meta device, once for arguments that look the same, such as those of equal layers."""
+class _OnMeta(TorchFunctionMode):
+    """Runs operations on the meta device, if ``once``, only once for equal arguments, such as those of equal layers."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, once: bool) -> None:
         super().__init__()
+        self._once = once
         self._results: dict[Any, Any] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in _RESHAPES_IN_PLACE:
+        if not self._once:
+            return _run_on_meta(func, args, kwargs)
+        if getattr(func, "__name__", "") in _RESHAPES_IN_PLACE:
             raise NotImplementedError  # the tensor may stand for others
         key = func, _look(args), _look(kwargs or {})
         if key not in self._results:
-            args, kwargs = _on_meta(args), _on_meta(kwargs or {})
-            with nullcontext() if any(map(_has_tensors, (*args, *kwargs.values()))) else torch.device("meta"):
-                self._results[key] = args[0].clone() if name in _MOVES else func(*args, **kwargs)
+            self._results[key] = _run_on_meta(func, args, kwargs)
         return self._results[key]
+
+
+def _run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    args, kwargs = fx.node.map_aggregate((args, kwargs or {}), _on_meta)
+    with torch.device("meta"):
+        return args[0].clone() if getattr(func, "__name__", "") in _MOVES else func(*args, **kwargs)
 
 
 def _look(value: Any) -> Any:
@@ -219,20 +207,12 @@ def _look(value: Any) -> Any:
 
 
 def _on_meta(value: Any) -> Any:
-    """What stands for arguments among tensors of the meta device, which have sizes and no values."""
+    """What stands for an argument among tensors of the meta device, which have sizes and no values."""
     if isinstance(value, torch.Tensor):
         return value if value.is_meta else value.detach().to("meta")
-    if type(value) in (tuple, list):
-        return type(value)(map(_on_meta, value))
-    if type(value) is dict:
-        return {key: _on_meta(entry) for key, entry in value.items()}
     if isinstance(value, torch.device) or (isinstance(value, str) and _DEVICE.fullmatch(value)):
         return torch.device("meta")
     return value
-
-
-def _has_tensors(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) or (type(value) in (tuple, list) and any(map(_has_tensors, value)))
 
 
 def _operations(nodes: Iterable[fx.Node], wanted: set[fx.Node]) -> list[fx.Node]:
@@ -310,30 +290,68 @@ def version_of(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else private.version_of(tensor)
 
 
-def frozen(value: Any, depth: int = 4, *, objects: bool = True) -> Any:
-    """A copy that compares equal while the value stays the same; follows lists and dicts ``depth`` levels deep."""
-    kind = type(value)
-    if kind in PLAIN:
-        return kind, repr(value) if kind is float else value
-    if isinstance(value, torch.Tensor):
-        return Same(value), version_of(value)
-    if isinstance(value, (list, tuple, dict, set, deque)):
-        if len(value) > LONG or depth == 0:
-            return Same(value), len(value)
-        # Not the methods of a class of the user's, which may make its entries anew whenever they are asked for.
-        entries = (*dict.keys(value), *dict.values(value)) if isinstance(value, dict) else tuple(value)
-        kinds = tuple(map(type, entries))
-        if _FIXED.issuperset(kinds):
-            return kind, kinds, entries
-        return kind, tuple(frozen(entry, depth - 1, objects=objects) for entry in entries)
-    state = generator_state(value)
-    if state is not None:
-        return Same(value), state
-    namespace = namespace_of(value) if objects and depth and not isinstance(value, (nn.Module, type)) else None
-    if namespace is not None:
-        # A configuration object, most likely; what it refers to is followed no further.
+class Copies:
+    """Copies of values, equal while these stay the same, and a quick way to tell that nothing in them has changed.
+
+    Lists and dicts are followed four levels deep, and configuration objects one level if ``objects``.
+    """
+
+    def __init__(self, *, objects: bool = True) -> None:
+        self._follows_objects = objects
+        self._rows: dict[int, Any] = {}
+        self._tables: dict[int, dict[Any, Any]] = {}
+        self._others: dict[int, Any] = {}
+
+    def of(self, value: Any, depth: int = 4) -> Any:
+        """The copy of a value."""
+        kind = type(value)
+        if kind in PLAIN:
+            return kind, repr(value) if kind is float else value
+        if isinstance(value, _FILLED) and depth and len(value) <= LONG:
+            (self._tables if isinstance(value, dict) else self._rows)[id(value)] = value  # type: ignore[assignment]
+            # Not the methods of a class of the user's, which may make its entries anew whenever they are asked for.
+            entries = (*dict.keys(value), *dict.values(value)) if isinstance(value, dict) else tuple(value)
+            kinds = tuple(map(type, entries))
+            if _FIXED.issuperset(kinds):
+                return kind, kinds, entries
+            return kind, tuple(self.of(entry, depth - 1) for entry in entries)
+        state = _state_of(value)
+        if state is not None:
+            self._others[id(value)] = value
+            return Same(value), state
+        follows = self._follows_objects and depth and not isinstance(value, (nn.Module, type))
+        namespace = namespace_of(value) if follows else None
+        if namespace is None:
+            return Same(value)
+        if kind not in _FIXED:
+            self._tables[id(namespace)] = namespace
         return Same(value), tuple((key, entry) for key, entry in namespace.items() if type(entry) in PLAIN)
-    return Same(value)
+
+    def settle(self, read: Callable[[], Iterable[Any]], sized: Iterable[dict[str, Any]] = ()) -> None:
+        """Take the values for what they are from now on, with what ``read`` gives, and the lengths of ``sized``."""
+        self._read, self._sized = read, (*sized, *self._rows.values())
+        self._lengths, self._seen = list(map(len, self._sized)), Objects(self._now())
+        self._states = list(map(_state_of, self._others.values()))
+
+    def hold(self) -> bool:
+        """True if surely nothing has changed since; another object that is equal is a change."""
+        if list(map(len, self._sized)) != self._lengths or not self._seen.are(self._now()):
+            return False
+        return list(map(_state_of, self._others.values())) == self._states
+
+    def _now(self) -> tuple[Any, ...]:
+        rows, tables = self._rows.values(), self._tables.values()
+        return (*self._read(), *chain(*rows), *chain(*tables), *chain.from_iterable(map(dict.values, tables)))
+
+
+_FILLED = (list, tuple, dict, set, deque)
+
+
+def _state_of(value: Any) -> Any:
+    """Version of a tensor, length of a list or dict, state of a random generator; None for all else."""
+    if isinstance(value, torch.Tensor):
+        return version_of(value)
+    return len(value) if isinstance(value, _FILLED) else generator_state(value)
 
 
 _STRUCTURE = (set(nn.Module().__dict__) - {"training"}) | {"_lightning_rotor", "forward"}
@@ -361,15 +379,18 @@ class Watch:
         self._modules = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
         self._inputs = frozenset(inputs)
         self._tensors, self._outside = tensors, outside
-        self._seen = [self._look(module) for module in self._modules]
-        self._unchanged: Unchanged | None = None
+        self._seen = [self._look(module, Copies()) for module in self._modules]
+        self._copies: Copies | None = None
 
     def holds(self) -> bool:
         """True if everything still looks the same. This runs at every training call."""
-        if self._unchanged is None or not self._unchanged.holds():
-            if self.changed() is not None:
+        if self._copies is None or not self._copies.hold():
+            copies = Copies()
+            if self.changed(copies=copies) is not None:
                 return False
-            self._unchanged = _unchanged_modules(self._modules)
+            # As many attributes as before, and the known ones among them: none is new.
+            copies.settle(_parts_of(self._modules), map(vars, self._modules))
+            self._copies = copies
         return self._outside()
 
     def changed_numbers(self) -> list[tuple[nn.Module, str]]:
@@ -379,23 +400,27 @@ class Watch:
             for module, (_, _, _, attributes, *_) in zip(self._modules, self._seen, strict=True)
             for name, then in attributes.items()
             for now in [module.__dict__.get(name)]
-            if type(now) in (int, float) and isinstance(then, tuple) and then[0] is type(now) and frozen(now) != then
+            if type(now) in (int, float)
+            and isinstance(then, tuple)
+            and then[0] is type(now)
+            and Copies().of(now) != then
         ]
 
-    def changed(self, besides: Collection[nn.Module] = ()) -> nn.Module | None:
-        """The first module that looks different now, not counting some."""
+    def changed(self, besides: Collection[nn.Module] = (), copies: Copies | None = None) -> nn.Module | None:
+        """The first module that looks different now, not counting some; ``copies`` takes what it looks like."""
+        copies = copies or Copies()
         for module, seen in zip(self._modules, self._seen, strict=True):
-            if module not in besides and self._look(module) != seen:
+            if module not in besides and self._look(module, copies) != seen:
                 return module
         return None
 
-    def _look(self, module: nn.Module) -> Any:
+    def _look(self, module: nn.Module, copies: Copies) -> Any:
         return (
             type(module),
             Same(type(module).forward),
             module is self._root or has_own_call(module),
             {
-                name: (type if (module, name) in self._inputs else frozen)(module.__dict__[name])
+                name: (type if (module, name) in self._inputs else copies.of)(module.__dict__[name])
                 for name in _own_names(module)
             },
             {key: Same(child) for key, child in module._modules.items()},
@@ -436,67 +461,14 @@ _is_known = sys.implementation.name == "cpython" and _entries_of(_some) == pack(
 _addresses_of: Callable[[tuple[Any, ...]], Any] = _entries_of if _is_known else lambda objects: list(map(id, objects))
 
 
-class Unchanged:
-    """What ``read`` gives, and what is in ``values`` as far as :func:`frozen` looks, compared by object: that is quick.
-
-    The lengths of ``sized`` count, too. Another object that is equal is a change.
-    """
-
-    def __init__(
-        self,
-        read: Callable[[], tuple[Any, ...]],
-        values: Iterable[Any],
-        sized: Iterable[dict[str, Any]] = (),
-        *,
-        objects: bool = True,
-    ) -> None:
-        self._read, self._follows = read, objects
-        self._rows: list[Any] = []
-        self._tables: list[dict[Any, Any]] = []
-        self._others: list[Any] = []
-        self._add(values, 4, set())
-        self._sized = (*sized, *self._rows)
-        self._lengths, self._seen = list(map(len, self._sized)), Objects(self._now())
-        self._frozen = [frozen(other, objects=objects) for other in self._others]
-
-    def _add(self, values: Iterable[Any], depth: int, known: set[int]) -> None:
-        for value in values:
-            if type(value) in _FIXED or type(value) in PLAIN or id(value) in known:
-                continue
-            known.add(id(value))
-            is_filled = isinstance(value, (list, tuple, dict, set, deque))
-            namespace = None if is_filled else namespace_of(value)
-            if is_filled and depth and len(value) <= LONG:
-                if isinstance(value, dict):
-                    self._tables.append(value)
-                    self._add((*dict.keys(value), *dict.values(value)), depth - 1, known)
-                else:
-                    self._rows.append(value)
-                    self._add(tuple(value), depth - 1, known)
-            elif is_filled or isinstance(value, torch.Tensor) or generator_state(value) is not None:
-                self._others.append(value)
-            elif self._follows and depth and namespace and not isinstance(value, nn.Module):
-                self._tables.append(namespace)  # most likely a configuration that several modules share
-
-    def holds(self) -> bool:
-        """True if surely nothing has changed."""
-        if list(map(len, self._sized)) != self._lengths or not self._seen.are(self._now()):
-            return False
-        return [frozen(other, objects=self._follows) for other in self._others] == self._frozen
-
-    def _now(self) -> tuple[Any, ...]:
-        tables = self._tables
-        return (*self._read(), *chain(*self._rows), *chain(*tables), *chain.from_iterable(map(dict.values, tables)))
-
-
-def _unchanged_modules(modules: Sequence[nn.Module]) -> Unchanged:
-    """What modules are made of: attributes, children, hooks, and whether there are tensors."""
+def _parts_of(modules: Sequence[nn.Module]) -> Callable[[], tuple[Any, ...]]:
+    """A function that gives what modules are made of: attributes, children, hooks, and whether there are tensors."""
     attributes = list(map(vars, modules))
     children = [own["_modules"] for own in attributes]
     tensors = [own[name] for own in attributes for name in ("_parameters", "_buffers")]
     hooks = [own[name] for own in attributes for name in private.HOOKS]
-    names = list(map(_own_names, modules))
-    reads = [itemgetter(*each, "_modules", "_parameters", "_buffers", *private.HOOKS) for each in names]
+    more = ("_modules", "_parameters", "_buffers", *private.HOOKS)
+    reads = [itemgetter(*_own_names(module), *more) for module in modules]
 
     def read() -> tuple[Any, ...]:
         try:
@@ -511,7 +483,4 @@ def _unchanged_modules(modules: Sequence[nn.Module]) -> Unchanged:
             *map(is_, chain.from_iterable(map(dict.values, tensors)), repeat(None)),
         )
 
-    # What is in a list, a dict or an object may change though it stays the same object.
-    values = (own[name] for own, each in zip(attributes, names, strict=True) for name in each)
-    # As many attributes as before, and the known ones among them: none is new.
-    return Unchanged(read, values, attributes)
+    return read
