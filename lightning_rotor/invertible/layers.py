@@ -6,7 +6,7 @@ networks may be anything that keeps the shape of a half; they are never inverted
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal, TypeAlias, cast
 
@@ -25,17 +25,7 @@ from lightning_rotor.stages.state import seeded
 # ---------------------------------------------- Random numbers that do not depend on which part of a module runs first.
 
 
-_Seeds: TypeAlias = Callable[[int], AbstractContextManager[Any]]
-"""Makes a context in which a part, by number, draws its own numbers; the generators are as before afterwards."""
-
-
-def _seeds_for(parts: tuple[nn.Module, ...], device: torch.device) -> _Seeds:
-    """The seeds of one call for its parts. Draws once from torch's host generator if any part may draw."""
-    if not any(_may_draw(module) for part in parts for module in part.modules()):
-        return nullcontext
-    with no_dispatch():
-        seed = int(torch.randint(2**62, (), device="cpu"))
-    return lambda number: seeded(seed + number, device)
+_Part: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _may_draw(module: nn.Module) -> bool:
@@ -54,7 +44,7 @@ class _Coupling(nn.Module):
     """Two halves along a dimension."""
 
     draws_by_parts = True
-    """Random numbers come from :func:`_seeds_for` alone."""
+    """Random numbers are those of its parts alone."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -105,26 +95,26 @@ class AdditiveCoupling(_Coupling):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The output ``(y1, y2)``, of the shape and dtype of the input."""
         first, second = self._halves(x)
-        seeds = self._seeds(x)
-        first = first + self._run_f(second, seeds)
-        return torch.cat([first, second + self._run_g(first, seeds)], self.dim)
+        f, g = self._parts(x.device)
+        first = first + f(second)
+        return torch.cat([first, second + g(first)], self.dim)
 
     def inverse(self, output: torch.Tensor) -> torch.Tensor:
         """The input that made an output."""
         first, second = self._halves(output)
-        seeds = self._seeds(output)
-        second = second - self._run_g(first, seeds)
-        return torch.cat([first - self._run_f(second, seeds), second], self.dim)
+        f, g = self._parts(output.device)
+        second = second - g(first)
+        return torch.cat([first - f(second), second], self.dim)
 
     def reversible_backward(self, output: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The input that made an output, and the gradient for it; parameters accumulate theirs."""
         first, second = self._halves(output)
         first_gradient, second_gradient = self._halves(gradient)
-        seeds = self._seeds(output)
+        f, g = self._parts(output.device)
 
         leaf = learning(first)
         with torch.enable_grad():
-            made = self._run_g(leaf, seeds)
+            made = g(leaf)
         old_second = second - made.detach()
         roots = Roots([made], [second_gradient])
         del made, second
@@ -138,23 +128,25 @@ class AdditiveCoupling(_Coupling):
         del old_second
         leaf = learning(slot.data)  # counts its own versions: the other half of this memory is yet to be written
         with torch.enable_grad():
-            made = self._run_f(leaf, seeds)
+            made = f(leaf)
         torch.sub(first, made.detach(), out=old_first)
         roots = Roots([made], [first_gradient])
         del made, first
         second_gradient = _backward_through(self.f, roots, leaf, second_gradient)
         return rebuilt, torch.cat([first_gradient, second_gradient], self.dim)
 
-    def _seeds(self, tensor: torch.Tensor) -> _Seeds:
-        return _seeds_for((self.f, self.g), tensor.device)
+    def _parts(self, device: torch.device) -> tuple[_Part, _Part]:
+        """Both networks, as one call runs them. Draws once from torch's host generator if any of them may draw."""
+        seed: int | None = None
+        if any(_may_draw(module) for part in (self.f, self.g) for module in part.modules()):
+            with no_dispatch():
+                seed = int(torch.randint(2**62, (), device="cpu"))
 
-    def _run_f(self, half: torch.Tensor, seeds: _Seeds) -> torch.Tensor:
-        with seeds(0):
-            return _like(self.f(half), half)
+        def run(part: nn.Module, number: int, half: torch.Tensor) -> torch.Tensor:
+            with nullcontext() if seed is None else seeded(seed + number, device):
+                return _like(part(half), half)
 
-    def _run_g(self, half: torch.Tensor, seeds: _Seeds) -> torch.Tensor:
-        with seeds(1):
-            return _like(self.g(half), half)
+        return partial(run, self.f, 0), partial(run, self.g, 1)
 
 
 class AffineCoupling(_Coupling):
