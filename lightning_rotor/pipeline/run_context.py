@@ -22,6 +22,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any, TypeAlias
@@ -124,15 +125,6 @@ class _Abandoned(BaseException):
     """Unwinds code that will never go on. A user's ``except Exception`` does not stop it."""
 
 
-class _Current(threading.local):
-    """The paused call that runs in this thread, or None."""
-
-    call: PausedCall | None = None
-
-
-current = _Current()
-
-
 class PausedCall:
     """Code that calls the pipeline once and waits there, in a thread with random numbers and settings of its own."""
 
@@ -150,14 +142,24 @@ class PausedCall:
     def start(self) -> Call:
         """Run up to the call of the pipeline, and return its arguments."""
         self._thread.start()
-        arguments: Call = self._turn(None)
+        arguments: Call = self.resume()
         if not self._has_called:
             raise never_called(self._what)
         return arguments
 
-    def finish(self, answer: Any) -> Any:
-        """Answer the call, run the rest of the code, and return its result."""
-        return self._turn(answer)
+    def resume(self, answer: Any = None) -> Any:
+        """Answer the call and let the code run on, until it calls or ends: its call's arguments, or its result."""
+        before = GeneratorStates(self._device, host=False)
+        self._generators.restore()
+        with self._settings.restored():
+            self._heard.put(answer)
+            error, value = self._said.get()
+            self._settings = Settings()
+        self._generators = GeneratorStates(self._device, host=False)
+        before.restore()
+        if error is not None:
+            raise error
+        return value
 
     def abandon(self) -> None:
         """Unwind the code; does nothing once it has ended."""
@@ -185,7 +187,7 @@ class PausedCall:
 
     def _work(self) -> None:
         self._heard.get()
-        current.call = self
+        current.set(self)
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
@@ -198,16 +200,6 @@ class PausedCall:
         else:
             self._said.put((None, result))
 
-    def _turn(self, answer: Any) -> Any:
-        """Let the other thread run until it waits or ends; returns the arguments of the call, or the result."""
-        before = GeneratorStates(self._device, host=False)
-        self._generators.restore()
-        with self._settings.restored():
-            self._heard.put(answer)
-            error, value = self._said.get()
-            self._settings = Settings()
-        self._generators = GeneratorStates(self._device, host=False)
-        before.restore()
-        if error is not None:
-            raise error
-        return value
+
+current: ContextVar[PausedCall | None] = ContextVar("current", default=None)
+"""The paused call that runs in this thread, or None."""

@@ -86,8 +86,8 @@ class PipelinedModule:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """In a training step, wait for the pipeline; without gradients, run forward."""
-        if current.call is not None:
-            return current.call(module, args, kwargs)
+        if (paused := current.get()) is not None:
+            return paused(module, args, kwargs)
         if not torch.is_grad_enabled():
             return self.evaluate(args, kwargs)
         if self.manual_step is not None:
@@ -141,7 +141,7 @@ class PipelinedModule:
 
         def loss(output: Any, place: int) -> torch.Tensor:
             on_turn(place)
-            results[place] = calls[place].finish(output)
+            results[place] = calls[place].resume(output)
             return loss_of(results[place]) * (scale * sizes[place] / rows)
 
         try:

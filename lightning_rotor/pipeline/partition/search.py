@@ -24,7 +24,6 @@ import math
 from collections.abc import Iterable
 from functools import cached_property
 from itertools import combinations
-from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -45,8 +44,6 @@ _AT_ONCE = 32
 # Least number of runs with bounds.
 _MOST_RUNS = 1_000_000
 _SAME = 1e-9
-Judgement: TypeAlias = tuple[int, float]
-"""How many pipeline stages have too little memory, and the seconds of a step if none has."""
 
 
 def impossible(problem: Problem, stage: Integers, first: Integers, last: Integers) -> npt.NDArray[np.bool_]:
@@ -196,8 +193,9 @@ class Search:
     def __init__(self, costs: Costs) -> None:
         self._problem, self._costs = costs.problem, costs
         self._n, self._stages = len(costs.problem.chain), costs.problem.stages
-        self._judged: dict[Cuts, Judgement] = {}
-        self._best: tuple[Judgement, Cuts] = (self._stages + 1, math.inf), ()
+        self._judged: set[Cuts] = set()
+        # Pipeline stages with too little memory, seconds of a step if none has, and the cuts.
+        self._best: tuple[int, float, Cuts] = self._stages + 1, math.inf, ()
         self._actions = 2 * self._problem.micro_batches * self._stages  # of a step
         self._spent = 0  # work other than planning
 
@@ -215,7 +213,7 @@ class Search:
         bound = min(self._all() if few else self._candidates(), self._bounds.longer_seconds())
         if bound < self._seconds * (1 - _SAME):
             self._climb()
-        return self.only(self._best[1]), min(bound, self._seconds)
+        return self.only(self._best[2]), min(bound, self._seconds)
 
     def only(self, cuts: Cuts) -> list[StageChoice] | None:
         """These cuts, without a search."""
@@ -224,7 +222,7 @@ class Search:
 
     @property
     def _seconds(self) -> float:
-        return self._best[0][1]
+        return self._best[1]
 
     @property
     def _work(self) -> int:
@@ -241,8 +239,8 @@ class Search:
         misfits = len(choices) - len(loads)
         seconds = math.inf if misfits else self._problem.simulator.step_seconds(loads)
         self._spent += _JUDGED + _AT_ONCE * self._actions  # as much as so many at once, with what becomes of its runs
-        self._judged[cuts] = misfits, seconds
-        self._best = min(self._best, ((misfits, seconds), cuts))
+        self._judged.add(cuts)
+        self._best = min(self._best, (misfits, seconds, cuts))
         if self._problem.stages_per_device == 1:
             for stage, (run, choice) in enumerate(zip(runs, choices, strict=True)):
                 self._bounds.learn(stage, *run, choice)
@@ -308,7 +306,7 @@ class Search:
         """Take the first better cuts where so many move by a step, the least bounds first; at the end fewer move."""
         places = np.arange(1, self._stages)
         moving = (places[:, None] <= np.arange(self._stages)) & (np.arange(self._stages) < places[:, None] + count)
-        moved = np.array(self._best[1]) + step * np.concatenate((moving, -moving.astype(np.int64)))
+        moved = np.array(self._best[2]) + step * np.concatenate((moving, -moving.astype(np.int64)))
         lengths = np.diff(moved, axis=1, append=self._n)
         possible = ((lengths > 0) & (lengths <= self._bounds.longest)).all(axis=1)
         moved, lengths = moved[possible], lengths[possible]
