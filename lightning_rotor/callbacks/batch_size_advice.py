@@ -1,11 +1,11 @@
 """The best batch size under a memory limit, before training starts."""
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.utilities.parsing import lightning_hasattr, lightning_setattr
 from rich.console import Console
 from torch import nn
@@ -76,17 +76,17 @@ class RotorBatchSizeAdvice(pl.Callback):
                 "hparams or the LightningDataModule. Name another one with batch_arg_name, or leave out "
                 "set_batch_size"
             )
-        loop = trainer.fit_loop
-        loop.setup_data()
+        trainer.fit_loop.setup_data()
         loader: Any = trainer.train_dataloader
         with undisturbed(pl_module.device):  # an iterator of a dataloader draws its seed
             batch = trainer.strategy.batch_to_device(next(iter(loader)))
+        loop = TrainerLoop(trainer, pl_module)
         outcome: BatchSizeAdvice | RotorError
         try:
-            outcome = self._advise(trainer, pl_module, batch)
+            outcome = self._advise(loop, batch)
         except RotorError as error:  # whoever ends alone leaves others waiting
             outcome = error
-        self.advice = _least(trainer, outcome)
+        self.advice = _least(loop.told_by_all(outcome))
         if self._show_table and trainer.is_global_zero:
             Console().print(self.advice)
         best = self.advice.best
@@ -95,33 +95,30 @@ class RotorBatchSizeAdvice(pl.Callback):
             lightning_setattr(pl_module, self._batch_arg_name, best.batch_size)
             reset_loaders(trainer)
 
-    def _advise(self, trainer: pl.Trainer, model: pl.LightningModule, batch: Any) -> BatchSizeAdvice:
+    def _advise(self, loop: TrainerLoop, batch: Any) -> BatchSizeAdvice:
+        model = loop.model
         if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
             raise ModelError(
                 f"the parameters of {type(model).__name__} are spread over processes, so that no module runs by "
                 "itself: expected parameters in one piece. Ask for advice on one device, or under DDP"
             )
-        loop = TrainerLoop(trainer, model)
         chosen = loop.target(self._module_name, batch, may_be_whole=loop.may_be_whole)
         if chosen is None:
             raise ModelError(
                 f"{type(model).__name__} holds no submodule that can be planned: expected one with several layers"
             )
         target, whole = chosen.module, Stage("", (model,))
-        with kept_attributes(whole, keep_parameters=False), trainer.precision_plugin.train_step_context():
+        with kept_attributes(whole, keep_parameters=False), loop.trainer.precision_plugin.train_step_context():
             model.train()
             costs = measured_costs(target, _input_of(target, model, batch))
         tensors = tensors_in(batch)
-        limit_bytes = loop.least(loop.limit_bytes(self._limit, tensors))
+        limit_bytes = min(loop.told_by_all(loop.limit_bytes(self._limit, tensors)))
         resident = loop.resident(target, tensors, torch.device(costs.chains[0].device))
         return advice_from(costs, resident, limit_bytes=limit_bytes, batch_sizes=self._batch_sizes)
 
 
-def _least(trainer: pl.Trainer, outcome: BatchSizeAdvice | RotorError) -> BatchSizeAdvice:
+def _least(outcomes: Iterable[BatchSizeAdvice | RotorError]) -> BatchSizeAdvice:
     """The advice of the lowest rank that advises the smallest batch; a ``RotorError`` on all if a process has none."""
-    outcomes = [outcome] * trainer.world_size
-    if trainer.world_size > 1:
-        dist.all_gather_object(outcomes, outcome)
     advices = []
     for each in outcomes:
         if isinstance(each, RotorError):

@@ -24,7 +24,7 @@ from lightning_rotor.errors import ProfilingError, RotorWarning
 from lightning_rotor.execution.options import kept_attributes, lent_buffers, undisturbed
 from lightning_rotor.execution.recomputation import is_recomputing
 from lightning_rotor.pipeline.run_context import Call, RunContext
-from lightning_rotor.planned.loop import TrainingLoop
+from lightning_rotor.planned.loop import Told, TrainingLoop
 from lightning_rotor.planned.ranks import Agreement, JointPlans, PublishedPlans, communicates
 from lightning_rotor.planned.target import StepCompute, Target, TargetSearch, measure_compute, named_target
 from lightning_rotor.private import lightning_names as private
@@ -257,19 +257,16 @@ class TrainerLoop(TrainingLoop):
     # ---------------------------------------------------------------- other processes
 
     @override
-    def least(self, size_bytes: int) -> int:
-        strategy = self.trainer.strategy
-        return int(strategy.reduce(torch.tensor(size_bytes, device=strategy.root_device), reduce_op="min"))
-
-    @override
-    def same(self, names: list[str]) -> list[str]:
-        found: list[str] = self.trainer.strategy.broadcast(names)
+    def told_by_all(self, told: Told) -> list[Told]:
+        found = [told] * self.processes
+        if self.processes > 1:
+            dist.all_gather_object(found, told)
         return found
 
     @override
     def meet(self, *, beyond: bool) -> Agreement:
         # Plans of one training must not be taken for those of another: the store lives as long as the processes do.
-        token = str(self.trainer.strategy.broadcast(uuid.uuid4().hex))
+        token = self.told_by_all(uuid.uuid4().hex)[0]
         if communicates(self.model):
             return JointPlans(dist.new_group(backend="gloo"), beyond=beyond)
         distributed: Any = dist

@@ -212,7 +212,7 @@ class StepLimit:
 
     def agree(self, batch: Sequence[torch.Tensor]) -> None:
         """Take the least limit of all processes."""
-        self._agreed_bytes = self._loop.least(self._loop.limit_bytes(self._limit, batch))
+        self._agreed_bytes = min(self._loop.told_by_all(self._loop.limit_bytes(self._limit, batch)))
 
     def budget(
         self, chain: Chain, modules: nn.Module, step: Step | None, *, correction_bytes: int | None = None

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -20,6 +20,8 @@ from lightning_rotor.planned.target import StepCompute
 from lightning_rotor.private.sharding import messages_bytes
 from lightning_rotor.private.torch_names import has_rebuilt_buckets
 from lightning_rotor.units import MemoryLimit
+
+Told = TypeVar("Told")
 
 
 class TrainingLoop:
@@ -93,13 +95,9 @@ class TrainingLoop:
 
     # ---------------------------------------------------------------- other processes
 
-    def least(self, size_bytes: int) -> int:
-        """The least of all processes' numbers. Each waits for all others."""
-        return size_bytes
-
-    def same(self, names: list[str]) -> list[str]:
-        """What the first process says. Each waits for all others."""
-        return names
+    def told_by_all(self, told: Told) -> list[Told]:
+        """What each process says, in the order of ranks. Each waits for all others."""
+        return [told]
 
     def meet(self, *, beyond: bool) -> Agreement:
         """How processes will agree on plans. Each waits for all. ``beyond`` runs the least plan where none fits."""

@@ -87,7 +87,7 @@ class PlannedModules:
         before, self.is_guess = list(self), False
         self._search.count(lambda: self._loop.compute(batch, batch_idx))
         found = self._search.all()
-        names = self._loop.same([target.name for target in found])
+        names = self._loop.told_by_all([target.name for target in found])[0]
         known = {target.name: target for target in found}
         submodule = self._loop.model.get_submodule
         self._take([known.get(name) or Target(name, submodule(name), "as on rank 0") for name in names])
