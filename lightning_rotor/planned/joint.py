@@ -23,6 +23,7 @@ from lightning_rotor.errors import BudgetError
 from lightning_rotor.memory.budget import Budget
 from lightning_rotor.planned.cache import Prepared
 from lightning_rotor.planned.calls import BACK, BEHIND, INTO, LOSS, Call, CallKey, Step
+from lightning_rotor.planned.plans import BudgetSource
 from lightning_rotor.planning import Plan, minimum_budget
 from lightning_rotor.planning.plan import scheduled
 from lightning_rotor.profiling.meters import MeteredPhase
@@ -326,14 +327,12 @@ class PathPlans:
 
     Until a step has shown what lies around its calls, they take as little as they can.
 
-    ``budget`` says what a chain may use that copies so many bytes in its forward, ``settle`` takes a plan for a chain
-    of this fingerprint, and gives the one that all processes agree on.
+    ``budget`` says what a chain may use that copies so many bytes in its forward; ``source`` knows the processes that
+    agree on plans.
     """
 
-    def __init__(
-        self, budget: Callable[[Chain, int], Budget], settle: Callable[[str, Plan], Plan], *, slots: int
-    ) -> None:
-        self._budget, self._settle, self._slots = budget, settle, slots
+    def __init__(self, source: BudgetSource, budget: Callable[[Chain, int], Budget], *, slots: int) -> None:
+        self._source, self._budget, self._slots = source, budget, slots
         self._known: OrderedDict[Path, StepPlan] = OrderedDict()
         self._measured: dict[Path, list[Outside]] = {}
         self._kept: set[CallKey] = set()
@@ -537,7 +536,7 @@ class PathPlans:
             if must_fit:
                 raise
             plan = budget.least_plan(chain, error, slots=self._slots)
-        return self._settle(chain.fingerprint, plan)
+        return self._source.ranks.settle(chain.fingerprint, plan)
 
 
 def _path(calls: Sequence[Call]) -> Path:

@@ -71,11 +71,7 @@ class StepPlanner(BudgetSource):
         self._is_cautious = False  # the budget told last is not what there is
         self._is_joint = False  # calls of a step may be alive together
         self._most_bytes = 0  # that such a step has taken beyond the limit
-        self._paths = PathPlans(
-            self._joint_budget,
-            lambda name, plan: self.ranks.settle(name, plan),  # noqa: PLW0108 -- who agrees changes when processes meet
-            slots=settings.slots,
-        )
+        self._paths = PathPlans(self, self._joint_budget, slots=settings.slots)
         self.modules = PlannedModules(loop, self, settings, names)
         if not self.load(saved):
             self.modules.begin()
