@@ -146,8 +146,7 @@ class TrainerLoop(TrainingLoop):
     model: pl.LightningModule
 
     def __init__(self, trainer: pl.Trainer, model: pl.LightningModule, callback: pl.Callback | None = None) -> None:
-        super().__init__(model)
-        self.trainer = trainer
+        self.model, self.trainer = model, trainer
         self._callback = callback
         self.is_compiled = is_compiled(model)
         # Compiled as a whole, it leaves its forward to torch.compile.

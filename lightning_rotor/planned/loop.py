@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_rotor.errors import ProfilingError, RotorWarning
+from lightning_rotor.errors import ProfilingError
 from lightning_rotor.memory.budget import ResidentMemory, allocated_bytes, named_bytes, process_limit_bytes
 from lightning_rotor.memory.held import existing_gradient_bytes, gradient_bytes, storage_bytes
 from lightning_rotor.planned.ranks import Agreement
@@ -24,61 +23,49 @@ from lightning_rotor.units import MemoryLimit
 Told = TypeVar("Told")
 
 
-class TrainingLoop:
-    """Trains a model: a plain loop in one process. Adapters of frameworks override what is different."""
+class TrainingLoop(Protocol):
+    """Trains a model. Adapters of frameworks say how."""
 
-    may_be_whole = True
-    is_compiled = False
-    is_lead = True
-    profiler_is_taken = False
-
-    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
-        self.model = model
-        self._optimizers = optimizers
+    model: nn.Module
+    may_be_whole: bool
+    is_compiled: bool
+    is_lead: bool
+    profiler_is_taken: bool
 
     @property
     def is_trial(self) -> bool:
         """True while a tuner tries a batch size, and wants to hear of a lack of memory."""
-        return False
 
     @property
     def processes(self) -> int:
         """Number of processes that train together."""
-        return 1
 
     @property
     def device(self) -> torch.device:
         """Where the model trains."""
-        return next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
 
     @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         """All optimizers."""
-        return self._optimizers
 
     @property
     def wrapped(self) -> nn.Module | None:
         """The model as the strategy has wrapped it."""
-        return self.model
 
     @property
     def gradients_linger(self) -> bool:
         """True if gradients of one step are there until after the next forward, and no longer."""
-        return True
 
     @property
     def has_stepped(self) -> bool:
         """True once an optimizer has taken a step."""
-        return any(optimizer.state for optimizer in self.optimizers)
 
     @property
     def batches_done(self) -> int:
         """Batches since training began."""
-        return 0
 
     def sharing(self, device: torch.device) -> int:
         """Number of processes of this training that take memory from this device."""
-        return 1
 
     def compute(self, batch: Any, batch_idx: int) -> StepCompute:
         """FLOPs of the next step; ``ProfilingError`` if that cannot be told before it."""
@@ -86,22 +73,17 @@ class TrainingLoop:
 
     def warn(self, message: str) -> None:
         """Tell the user, once for all processes."""
-        warnings.warn(message, RotorWarning, stacklevel=3)
 
-    @contextmanager
-    def untoggled(self) -> Iterator[None]:
+    def untoggled(self) -> AbstractContextManager[None]:
         """Context in which parameters require gradients as over a whole step, whichever optimizer's turn it is."""
-        yield
 
     # ---------------------------------------------------------------- other processes
 
     def told_by_all(self, told: Told) -> list[Told]:
         """What each process says, in the order of ranks. Each waits for all others."""
-        return [told]
 
     def meet(self, *, beyond: bool) -> Agreement:
         """How processes will agree on plans. Each waits for all. ``beyond`` runs the least plan where none fits."""
-        return Agreement()
 
     # ---------------------------------------------------------------- memory
 
