@@ -79,6 +79,16 @@ class Net(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
+class Twice(Net):
+    """Two calls wait for their backward together; beside them, the second process alone takes more than was left."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        both = self(batch) + self(batch.flip(0))
+        if self.global_rank == 1 and batch_idx:
+            both = both + torch.ones(60 * 1024, requires_grad=True).exp().sum() * 0
+        return both.square().mean()
+
+
 class Sharded(Net):
     """Under FSDP2, in units of these submodules; the last unit is the rest of the model."""
 
@@ -276,6 +286,7 @@ CASES = {
     "ragged": Case(Net, ddp(), ragged=True),
     "synchronized": Case(lambda: Net(MeanOfAll), ddp()),
     "synchronized_ragged": Case(lambda: Net(MeanOfAll), ddp(), ragged=True, steps=FEW),
+    "twice_synchronized": Case(lambda: Twice(MeanOfAll), ddp(), limit=800 * 1024),
     "inside": Case(Sharded, fsdp2),
     "unit": Case(lambda: Sharded("body"), fsdp2),
     "units": Case(Blocks, fsdp2, limit=BLOCKS_LIMIT, batch=256, measured=True, saved=True),

@@ -49,7 +49,8 @@ def test_a_process_without_a_plan_says_so_and_publishes_nothing() -> None:
     with pytest.raises(BudgetError, match="too little"):
         plans.settle("call", BudgetError("too little", budget_bytes=1, minimum_bytes=2, stage="0"))
     assert plans.settle("call", LEAST) == LEAST
-    assert not plans.must_start_afresh(ready=False)
+    assert not plans.together  # nobody starts afresh for another
+    assert not plans.any(False)
 
 
 @pytest.mark.parametrize(

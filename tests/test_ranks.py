@@ -77,6 +77,7 @@ def runs(launched: tuple[Path, subprocess.CompletedProcess[str]]) -> Seen:
             marks=pytest.mark.feature("Strategies", "the same with other shapes on each rank and step"),
             id="synchronized_ragged",
         ),
+        "twice_synchronized",
         pytest.param(
             "inside",
             marks=pytest.mark.feature("Strategies", "FSDP2 (ModelParallelStrategy), planned module inside a unit"),
@@ -114,12 +115,23 @@ def test_two_processes_train_as_without_the_callback(runs: Seen, case: str) -> N
 
 
 @pytest.mark.parametrize(
-    "case", ["ddp", "unused", "static", "views", "synchronized", "synchronized_ragged", "inside", "units"]
+    "case",
+    [
+        "ddp",
+        "unused",
+        "static",
+        "views",
+        "synchronized",
+        "synchronized_ragged",
+        "twice_synchronized",
+        "inside",
+        "units",
+    ],
 )
 def test_ranks_run_one_plan(runs: Seen, case: str) -> None:
     first, second = (seen[case]["schedules"] for seen in runs)
     assert first[-1] == second[-1] != ""
-    if case in ("synchronized", "synchronized_ragged", "units"):
+    if case in ("synchronized", "synchronized_ragged", "twice_synchronized", "units"):
         assert first == second  # at every step, or the recomputation would not communicate in step
 
 

@@ -357,7 +357,7 @@ class PathPlans:
                 continue
             is_new = self.running(calls) is None
             is_first_measurement = self._learn(path, calls, step, phases, exceeds=exceeds)
-            if is_new or is_first_measurement or exceeds:
+            if self._source.ranks.any(is_new or is_first_measurement or exceeds):  # whoever planned alone would wait
                 stale.append(path)
         for path in stale:
             self.plan(path)
@@ -530,13 +530,12 @@ class PathPlans:
 
     def _solved(self, chain: Chain, budget: Budget, *, must_fit: bool) -> Plan:
         """Plan calls, as all processes agree. Where nothing fits, a step under the least plan shows what it is."""
+        outcome: Plan | BudgetError
         try:
-            plan = budget.plan(chain, slots=self._slots)
+            outcome = budget.plan(chain, slots=self._slots)
         except BudgetError as error:
-            if must_fit:
-                raise
-            plan = budget.least_plan(chain, error, slots=self._slots)
-        return self._source.ranks.settle(chain.fingerprint, plan)
+            outcome = error if must_fit else budget.least_plan(chain, error, slots=self._slots)
+        return self._source.ranks.settle(chain.fingerprint, outcome)  # an error, too, since others may wait for it
 
 
 def _path(calls: Sequence[Call]) -> Path:

@@ -192,7 +192,7 @@ class Plans:
 
     def follow_others(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Start afresh if another process must, and cannot do so alone."""
-        if self.together and self._source.ranks.must_start_afresh(ready=self.is_prepared(args, kwargs)):
+        if self.together and self._source.ranks.any(not self.is_prepared(args, kwargs)):
             self._records.clear()
             self.forget()
 

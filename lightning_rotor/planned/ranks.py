@@ -34,9 +34,9 @@ class Agreement:
 
     alone, together = True, False
 
-    def must_start_afresh(self, *, ready: bool) -> bool:
-        """True if what is known must be dropped for others; ``ready`` says that this process has a plan to run."""
-        return False
+    def any(self, is_so: bool) -> bool:
+        """True if it is so in this process or in one that measures and plans together with it."""
+        return is_so
 
     def settle(self, call: str, outcome: Plan | BudgetError) -> Plan:
         """The plan to run instead of one's own ``outcome``, or ``BudgetError``; ``call`` is the call's fingerprint."""
@@ -77,11 +77,11 @@ class JointPlans(Agreement):
         self._group = group
         self._beyond = beyond
 
-    def must_start_afresh(self, *, ready: bool) -> bool:
-        """True if any process has no plan for its call: one number goes round."""
-        all_ready = torch.tensor(int(ready))
-        dist.all_reduce(all_ready, dist.ReduceOp.MIN, group=self._group)
-        return not all_ready
+    def any(self, is_so: bool) -> bool:
+        """True if it is so in any process: one number goes round."""
+        found = torch.tensor(int(is_so))
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
+        return bool(found)
 
     def settle(self, call: str, outcome: Plan | BudgetError) -> Plan:
         """The plan of the process whose batch leaves the least room, if it fits all; else the next one that does."""

@@ -124,7 +124,7 @@ class StepPlanner(BudgetSource):
 
     def _follow(self, step: Step, *, is_measured: bool) -> None:
         """Plan calls that were alive together as one, by what the step has shown."""
-        if not is_measured and all(map(self._paths.running, step.paths)):
+        if not self.ranks.any(is_measured) and all(map(self._paths.running, step.paths)):
             return
         phases = self.watch.phases if is_measured else []
         exceeds = is_measured and self.watch.backward_peak_bytes > self.limit.size_bytes
