@@ -85,7 +85,7 @@ class Twice(Net):
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         both = self(batch) + self(batch.flip(0))
         if self.global_rank == 1 and batch_idx:
-            both = both + torch.ones(60 * 1024, requires_grad=True).exp().sum() * 0
+            both = both + torch.ones(8 * 1024, requires_grad=True).exp().sum() * 0
         return both.square().mean()
 
 

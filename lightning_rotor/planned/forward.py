@@ -25,7 +25,7 @@ from torch import nn
 from lightning_rotor.errors import ModelError, ProfilerBusyError, ProfilingError, SampleError, ShortageError
 from lightning_rotor.execution.executor import await_backward
 from lightning_rotor.execution.recomputation import is_recomputing
-from lightning_rotor.execution.segment_state import SegmentState
+from lightning_rotor.execution.segment_state import SegmentState, buffers_of
 from lightning_rotor.planned.cache import Prepared
 from lightning_rotor.planned.cuts import Signature
 from lightning_rotor.planned.plans import BudgetSource, Plans, PlanSettings
@@ -88,9 +88,10 @@ class BeforeForward:
         )
         self._before = Snapshot(state.attributed, small_bytes=SMALL_BYTES)
         self._owner, self._statistics = statistics, statistics.take(state)
-        self._copies = [(buffer, uncounted_copy(buffer)) for buffer in _buffers(state.remembered)]
+        self._copies = [(buffer, uncounted_copy(buffer)) for _, _, buffer in buffers_of(state.remembered)]
         self._written = state.written
-        self._versions = [(tensor, version_of(tensor)) for tensor in (*tensors, *_buffers(state.watched))]
+        fixed = [*tensors, *(buffer for _, _, buffer in buffers_of(state.watched))]
+        self._versions = [(tensor, version_of(tensor)) for tensor in fixed]
 
     def restore(self) -> bool:
         """Set everything back; False if a parameter, an input or a large buffer changed, which nobody copied."""
@@ -107,10 +108,6 @@ class BeforeForward:
     def forget(self) -> None:
         """Drop the copies when the forward has come to its end."""
         self._owner.give_back(self._statistics)
-
-
-def _buffers(modules: tuple[nn.Module, ...]) -> list[torch.Tensor]:
-    return [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
 
 
 def shortage_message(failure: BaseException, reason: str, *, limit_bytes: int, predicted_bytes: int) -> str:

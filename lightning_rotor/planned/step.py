@@ -168,7 +168,9 @@ class StepPlanner(BudgetSource):
         """A step ran out of memory. It cannot run again: some gradients are added already, and its graph is gone."""
         if self._step is None or self.plan is None:
             return
-        self.limit.note_shortage(failure, self.plan, lowered=any(list(map(_lower, self.modules))))
+        plans = [module.plans for module in self.modules]
+        lowered = [each.ceiling.lower(each.plan) for each in plans if each.plan is not None]
+        self.limit.note_shortage(failure, self.plan, lowered=any(lowered))
 
     # ---------------------------------------------------------------- what the planned forward asks and tells
 
@@ -307,9 +309,3 @@ def _target_in(model: nn.Module, saved: Mapping[str, Any]) -> Target | None:
     if module is None or not may_be_planned(module) or model_fingerprint(module) != saved["model"]:
         return None
     return Target(name, module, "as before")
-
-
-def _lower(module: PlannedModule) -> bool:
-    """Let the module's plans take less than the latest does. True if they can."""
-    plan = module.plans.plan
-    return plan is not None and module.plans.ceiling.lower(plan)

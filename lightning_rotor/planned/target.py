@@ -272,9 +272,10 @@ class TargetSearch:
         )
 
     def _weight(self, name: str) -> int:
-        if self._compute is None:
-            return _trainable_parameters(self._model.get_submodule(name))
-        return self._compute.plannable.get(name, 0)
+        if self._compute is not None:
+            return self._compute.plannable.get(name, 0)
+        parameters = self._model.get_submodule(name).parameters()
+        return sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
 
     def _share(self, name: str) -> float:
         return 0.0 if self._compute is None else self._compute.share(name)
@@ -312,7 +313,3 @@ def may_be_planned(module: nn.Module) -> bool:
     except ModelError:
         return False
     return True
-
-
-def _trainable_parameters(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
