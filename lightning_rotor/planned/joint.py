@@ -93,6 +93,8 @@ def joined(names: Sequence[str], parts: Sequence[Chain | Plan], outside: Sequenc
     found = tuple(outside) or (Outside(),) * len(parts)
     # What is there before a call stays until the end of the step.
     before = list(accumulate((each.forward_bytes for each in found), max, initial=0))[1:]
+    # The same for all backwards: the peak of the one where it is most is hardly ever that of another.
+    more_bytes = max(0, *(each.backward_bytes - there for each, there in zip(found, before, strict=True)))
     for number, (name, part, chain) in enumerate(zip(names, parts, chains, strict=True)):
         if isinstance(part, Plan):
             stages.append(_as_stage(name, part))
@@ -102,13 +104,13 @@ def joined(names: Sequence[str], parts: Sequence[Chain | Plan], outside: Sequenc
             stages += [_moved_stage(stage, name, len(skips), gradients_exist=again) for stage in part]
             start = len(stages) - len(part)
             skips += [replace(skip, born=skip.born + start, uses=_moved(skip.uses, start)) for skip in part.skips]
-        held_bytes = before[number + 1] - before[number] if number + 1 < len(parts) else 0
+        is_last = number + 1 == len(parts)
+        held_bytes = 0 if is_last else before[number + 1] - before[number]
         peak_bytes = max(found[number].behind_bytes - before[number], held_bytes)
-        stages.append(_users_code(name, chain.stages[-1].output_bytes, held_bytes, peak_bytes))
+        loss_bytes = found[number].loss_bytes - before[number] - more_bytes if is_last else 0
+        stages.append(_users_code(name, chain.stages[-1].output_bytes, held_bytes, peak_bytes, loss_bytes))
     stages[0] = replace(stages[0], pinned_bytes=stages[0].pinned_bytes + before[0])
-    # The same for all backwards: the peak of the one where it is most is hardly ever that of another.
-    more_bytes = max(0, *(each.backward_bytes - there for each, there in zip(found, before, strict=True)))
-    stages[-1] = _with_loss(stages[-1], more_bytes, found[-1].loss_bytes - before[-1] - more_bytes)
+    stages[-1] = replace(stages[-1], pinned_bytes=more_bytes)
     return Chain(
         tuple(stages),
         input_bytes=chains[0].input_bytes,
@@ -234,24 +236,12 @@ def _kept_option(
     )
 
 
-def _users_code(behind: str, output_bytes: int, held_bytes: int, peak_bytes: int) -> StageCost:
-    """The code behind a call: it holds the call's output, and leaves its gradient."""
-    option = _kept_option(peak_bytes, output_bytes, saved=(held_bytes, output_bytes, 1), left=(output_bytes, 0))
+def _users_code(behind: str, output_bytes: int, held_bytes: int, peak_bytes: int, loss_bytes: int) -> StageCost:
+    """The code behind a call: it holds the output and leaves its gradient; backward it takes that or ``loss_bytes``."""
+    peaks = peak_bytes, max(loss_bytes, output_bytes)
+    option = _kept_option(*peaks, saved=(held_bytes, output_bytes, 1), left=(output_bytes, 0))
     # Whoever calls has the next call's input, which no peak counts.
     return StageCost(f"behind {behind}", 0, peak_bytes, 0.0, (option,), recomputable=False)
-
-
-def _with_loss(users_code: StageCost, more_bytes: int, peak_bytes: int) -> StageCost:
-    """The code behind the last call, whose backward begins that of the step; ``more_bytes`` stay from there on."""
-    output_bytes = users_code.keep.input_gradient_bytes
-    peak_bytes = max(peak_bytes, output_bytes)
-    option = replace(
-        users_code.keep,
-        backward_peak_bytes=peak_bytes,
-        backward_segment_peak_bytes=peak_bytes,
-        backward_held_peak_bytes=peak_bytes,
-    )
-    return replace(users_code, options=(option,), pinned_bytes=more_bytes)
 
 
 def _as_stage(name: str, plan: Plan) -> StageCost:
