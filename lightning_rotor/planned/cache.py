@@ -182,10 +182,11 @@ class PlanCache:
 
     def alike(self, signature: Signature, names: Sequence[str]) -> list[tuple[int, Plan, bool]]:
         """Size, plan, and whether it is the best that is known, of other sizes' calls, the nearest first."""
+        wanted = signature.family
         found = (
             (known.size, prepared.plan, not (prepared.lost_seconds or prepared.rough_seconds))
             for known, prepared in self
-            if prepared.plan is not None and known.same_but_shapes(signature) and prepared.plan.chain.names == names
+            if prepared.plan is not None and known.family == wanted and prepared.plan.chain.names == names
         )
         return sorted(found, key=lambda entry: abs(entry[0] - signature.size))
 

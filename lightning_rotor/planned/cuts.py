@@ -103,16 +103,12 @@ class Signature:
     def family(self) -> Any:
         """Equal for signatures that differ in the sizes of tensors alone."""
         names = tuple(stage.name for stage in self.cut.stages)
-        return self.cut.way, names, tuple(map(len, self.shapes)), self.kinds, self.autocast, self.modes
+        return self.modes, self.kinds, self.autocast, self.cut.way, tuple(map(len, self.shapes)), names
 
     @property
     def size(self) -> int:
         """Elements of all tensors together."""
         return sum(map(math.prod, self.shapes))
-
-    def same_but_shapes(self, other: Signature) -> bool:
-        """True if both are of one family."""
-        return self.modes == other.modes and self.kinds == other.kinds and self.family == other.family
 
 
 class KnownCuts:

@@ -66,7 +66,8 @@ class Measurements:
 
     def estimate(self, signature: Signature) -> tuple[Profile, bool] | None:
         """Costs at least as high as would be measured, and True if they are not much higher; None if it must be."""
-        family = [known for known in self._known if known.same_but_shapes(signature)]
+        wanted = signature.family
+        family = [known for known in self._known if known.family == wanted]
         found = chain_at(signature.shapes, [(known.shapes, self._known[known].chain) for known in family])
         if found is None:
             return None
