@@ -67,7 +67,16 @@ class Forgetful(Switching):
         return loss
 
 
-@pytest.mark.parametrize("kind", [Switching, Forgetful])
+class Cropping(Switching):
+    """Calls one tower with the same size always, the other with another one every second time."""
+
+    def loss(self, images: Tensor) -> Tensor:
+        self.steps += 1
+        other = self.right(images[:, :, 4 * (self.steps % 2) :])
+        return self.left(images).square().mean() + other.abs().mean()
+
+
+@pytest.mark.parametrize("kind", [Switching, Forgetful, Cropping])
 @pytest.mark.filterwarnings("ignore:.*training_step.*returned.*")
 def test_steps_that_are_not_like_the_first_keep_the_limit(kind: Any) -> None:
     workload, peaks = Workload(kind), Peaks()
@@ -81,6 +90,8 @@ def test_steps_that_are_not_like_the_first_keep_the_limit(kind: Any) -> None:
     measured = [peak for peak in followed.peaks[1:] if peak is not None]
     assert max(measured) <= 1.01 * limit  # and planned again if it was more
     assert measured[-1] <= limit
+    assert rotor.plan is not None
+    assert rotor.plan.solve_seconds > 0
 
 
 class Pairs(SmallSimClr):

@@ -473,7 +473,6 @@ class PathPlans:
         }
         settled = {**kept, **settled}
         parts = [settled.get(key, chain) for key, chain in zip(path, chains, strict=True)]
-        is_partly_settled = any(key in settled for key in path)
         chain = joined(names, parts, measured or ())
         budget = self._budget(chain, _copied_bytes(known))
         if measured is not None:
@@ -484,20 +483,19 @@ class PathPlans:
             outside = self._guessed(names, parts, budget)
             chain = joined(names, parts, outside)
             budget = budget.reduced_to(0, "what is not measured yet")
+        must_fit = strict and measured is not None and not settled.keys().isdisjoint(path)
         try:
-            solved = self._solved(chain, budget, must_fit=strict and is_partly_settled and measured is not None)
+            solved = self._solved(chain, budget, must_fit=must_fit)
         except BudgetError:
             raise _NoRoomError(path) from None
-        if not is_partly_settled:
-            return StepPlan.of(solved, names, chains)
         lengths = [1 if isinstance(part, Plan) else len(part) for part in parts]
         schedules = [
             part.schedule if isinstance(part, Plan) else schedule
             for part, schedule in zip(parts, split(solved.schedule, lengths), strict=True)
         ]
-        chain = joined(names, chains, outside)
-        whole = scheduled(chain, concatenated(schedules), solved.budget_bytes, **solved.conditions)
-        plan = StepPlan.of(whole, names, chains)
+        chain, schedule = joined(names, chains, outside), concatenated(schedules)
+        simulation = simulate(chain, schedule, **solved.conditions)
+        plan = StepPlan.of(replace(solved, chain=chain, schedule=schedule, simulation=simulation), names, chains)
         calls = tuple(settled.get(key, part) for key, part in zip(path, plan.calls, strict=True))
         return replace(plan, calls=calls)
 
