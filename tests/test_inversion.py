@@ -352,7 +352,7 @@ def test_invertible_modules_stay_whole_and_a_tight_limit_inverts_them(make: Call
     torch.manual_seed(0)
     net, batch = make(), torch.randn(256, WIDTH)
     stages = sequentialize(net, (batch,)).stages
-    assert sum(stage.inverse is not None for stage in stages) == 10
+    assert sum(stage.invertible is not None for stage in stages) == 10
     probe = Checkpointable(net)
     chain = probe.measure(batch)
     assert sum(map(can_be_inverted, chain)) == 10, [stage.not_inverted for stage in chain]

@@ -311,7 +311,7 @@ def _way(
 ) -> tuple[Way | None, str]:
     """How a stage is inverted, if it can be; and why it must not be, or not by its own backward."""
     module = stage.invertible
-    if module is None or stage.inverse is None:
+    if module is None:
         return None, ""
     if units_in(stage.modules):
         return None, "its parameters are gathered for its forward alone"

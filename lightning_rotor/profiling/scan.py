@@ -218,7 +218,7 @@ def scan(stages: Sequence[Stage], inputs: dict[int, Boundary], device: torch.dev
             # A view may join either neighbour, but nothing comes before one of the chain's input, and whatever joins
             # an invertible stage takes its inverse away.
             of_input = all(storage.born < 0 for storage in results)
-            to_next = index < len(stages) - 1 and (of_input or stages[index - 1].inverse is not None)
+            to_next = index < len(stages) - 1 and (of_input or stages[index - 1].invertible is not None)
             cuts.discard(index + 1 if to_next else index)
         for each in changed:
             cuts -= set(range(each.born + 1, index + 1))

@@ -233,7 +233,7 @@ def _sizes(cost: StageCost) -> tuple[int, ...]:
 def lost_inverse(stage: Stage) -> str:
     """Why an inverse inside of a stage is of no use; empty if there is none, or if the stage itself has one."""
     kinds = dict.fromkeys(type(module).__name__ for _, module in stage.submodules() if is_invertible(module))
-    if not kinds or stage.inverse is not None:
+    if not kinds or stage.invertible is not None:
         return ""
     merged = ", since something in it changes its input in place or returns a view of it"
     return f"{', '.join(kinds)} is but a part of it{merged * (len(stage.modules) > 1)}"

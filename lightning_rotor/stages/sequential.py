@@ -162,18 +162,10 @@ class Stage:
         return self.wiring.run(value, self.modules)
 
     @property
-    def inverse(self) -> Callable[[Any], Any] | None:
-        """The function that rebuilds the stage's input from its output; None if it has no inverse."""
-        inverse = getattr(self.invertible, "inverse", None)
-        return inverse if callable(inverse) and not isinstance(inverse, nn.Module) else None
-
-    @property
     def invertible(self) -> nn.Module | None:
-        """The module that may have an inverse: the only one that the stage runs."""
-        if len(self.modules) != 1:
-            return None
+        """The only module that the stage runs if it has an inverse, else None."""
         module: nn.Module | None = getattr(self.modules[0], "only_module", self.modules[0])
-        return module
+        return module if len(self.modules) == 1 and is_invertible(module) else None
 
     @property
     def reads(self) -> tuple[int, ...]:
