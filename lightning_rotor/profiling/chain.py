@@ -32,6 +32,7 @@ from torch import nn
 from lightning_rotor.capture.compiled import CompiledModules
 from lightning_rotor.capture.cuts import NO_CHECKPOINTS
 from lightning_rotor.capture.graph_stage import GraphSlice
+from lightning_rotor.capture.guards import Copies
 from lightning_rotor.chain import Chain, StageCost
 from lightning_rotor.errors import RotorWarning
 from lightning_rotor.execution.inversion import Way, can_be_fused
@@ -332,24 +333,17 @@ def _identity(stage: Stage, compiled: CompiledModules, *, with_numbers: bool = T
     Attributes that are no plain values count by identity, so that unlike stages never look alike.
     ``with_numbers=False`` leaves out integers, for layers often know their own number.
     """
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, (bool, int, float, str, type(None), torch.dtype, torch.device)):
-            return value
-        if isinstance(value, (tuple, list)):
-            return tuple(plain(entry) for entry in value)
-        return "empty" if isinstance(value, (dict, set)) and not value else id(value)
-
     wires = [numbers for wire in (*stage.wiring.steps, stage.wiring.wire) for numbers in (wire.reads, wire.writes)]
     places = {number: place for place, number in enumerate(dict.fromkeys(sum(wires, ())))}
     identity: list[Any] = [tuple(places[number] for number in numbers) for numbers in wires]
     identity += [module.identity for module in stage.modules if isinstance(module, GraphSlice)]
+    copies = Copies()
     for name, module in stage.submodules():
         if isinstance(module, GraphSlice):
             continue
         compiler, told = compiled.identity(module)
         attributes = frozenset(
-            (key, plain(value))
+            (key, copies.of(value))
             for key, value in module.__dict__.items()
             if key not in STRUCTURE and key not in told and (with_numbers or type(value) is not int)
         )
