@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_rotor.execution.recomputation import recomputed
 from lightning_rotor.invertible import AdditiveCoupling, invertible_checkpoint
-from lightning_rotor.stages.state import Settings, settings
+from lightning_rotor.stages.state import GeneratorStates, Settings, generator_state, rewinding, settings
 
 MATMULS: tuple[tuple[str, Any], ...] = (("cuda", cuda.matmul), ("mkldnn", mkldnn.matmul))
 
@@ -236,3 +237,21 @@ def test_an_inverse_runs_under_the_settings_of_the_forward() -> None:
     loss.backward()
     assert len(seen) > 2
     assert all(each == seen[0] for each in seen)
+
+
+@pytest.mark.parametrize("kind", [np.random.MT19937, np.random.PCG64])
+def test_generators_of_numpy_are_set_back_whatever_makes_their_bits(kind: Callable[[int], Any]) -> None:
+    own, numbers = np.random.RandomState(kind(1)), np.random.get_bit_generator()
+    np.random.set_bit_generator(kind(1))
+    try:
+        states, state, rewind = GeneratorStates(), generator_state(own), rewinding(own)
+        assert states.equals(GeneratorStates())
+        drawn = [*np.random.rand(2), *own.rand(2)]  # noqa: NPY002
+        assert not states.equals(GeneratorStates())
+        assert generator_state(own) != state
+        states.restore()
+        assert rewind is not None
+        rewind()
+        assert [*np.random.rand(2), *own.rand(2)] == drawn  # noqa: NPY002
+    finally:
+        np.random.set_bit_generator(numbers)

@@ -15,7 +15,7 @@ from lightning_rotor.private.sharding import units_in
 from lightning_rotor.private.values import is_fake, tensors_in
 from lightning_rotor.stages.sequential import Stage
 from lightning_rotor.stages.snapshot import Snapshot
-from lightning_rotor.stages.state import HostGenerators
+from lightning_rotor.stages.state import GeneratorStates
 
 
 def run_stage(stage: Stage, value: Any, option: int = 0) -> Any:
@@ -60,15 +60,14 @@ def undisturbed(device: torch.device) -> Iterator[None]:
 
     Saved tensors are kept plainly, whatever hooks are set around the call (a checkpoint of the user's, say).
     """
-    devices = [device] if device.type == "cuda" else []
-    host = HostGenerators()
+    generators = GeneratorStates(device)
     # Detached: a node that saves its own output would hold the tensor that holds it, and neither would be freed.
     kept_plainly = saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor)
-    with torch.random.fork_rng(devices=devices, device_type="cuda"), torch.enable_grad(), repeating(), kept_plainly:
+    with torch.enable_grad(), repeating(), kept_plainly:
         try:
             yield
         finally:
-            host.restore()
+            generators.restore()
             forget_casts()
 
 

@@ -34,7 +34,7 @@ from lightning_rotor.private.sharding import units_in
 from lightning_rotor.private.values import tensors_in
 from lightning_rotor.stages.sequential import NORMALIZATIONS, Stage, has_own_code, is_plain_stock
 from lightning_rotor.stages.snapshot import SMALL_BYTES, Snapshot
-from lightning_rotor.stages.state import HostGenerators, LayerSettings, Settings, Slot, TensorsRead
+from lightning_rotor.stages.state import GeneratorStates, LayerSettings, Settings, Slot, TensorsRead
 from lightning_rotor.units import in_blocks
 
 # ----------------------------------------------------------------------------------------------------
@@ -284,7 +284,7 @@ class FirstPass:
     def __init__(self, state: SegmentState) -> None:
         self.state = state
         self.values: list[tuple[nn.Module, str, torch.Tensor]] = []
-        self.generators: HostGenerators | None = None
+        self.generators: GeneratorStates | None = None
         self.read = TensorsRead((), state.spell)
         self._before: Snapshot | None = None
         self._observers = Observers(state.attributed)
@@ -302,7 +302,7 @@ class FirstPass:
         if self.state.attributed or private.any_hooks_of_all():
             self._before = Snapshot(self.state.attributed, small_bytes=SMALL_BYTES)
             self._observers.watch()
-        self.generators = HostGenerators() if self.state.attributed else None
+        self.generators = GeneratorStates(torchs=False) if self.state.attributed else None
         self._layers = LayerSettings(self.state.layers)
         self.read = self.state.tensors_read()
         try:
@@ -322,7 +322,7 @@ class FirstPass:
             for settings in (self._settings, self._layers, self.read):
                 stack.enter_context(settings.restored())
             if self.generators is not None:
-                stack.callback(HostGenerators().restore)
+                stack.callback(GeneratorStates(torchs=False).restore)
                 self.generators.restore()
             if self._before is not None:
                 stack.callback(self._before.again().restore)

@@ -22,56 +22,43 @@ from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.values import uncounted_copy
 
 
-class HostGenerators:
-    """Python's and NumPy's random number generators at one moment. torch's own are remembered by its checkpoint."""
-
-    def __init__(self) -> None:
-        self._python = random.getstate()
-        self._numpy: Any = np.random.get_state()  # noqa: NPY002  (the one that users' code shares)
-
-    def restore(self) -> None:
-        """Set both back."""
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)  # noqa: NPY002
-
-    def equals(self, other: HostGenerators) -> bool:
-        """True if neither generator was used in between."""
-        name, keys, *rest = self._numpy
-        other_name, other_keys, *other_rest = other._numpy
-        same_rest = self._python == other._python and (name, rest) == (other_name, other_rest)
-        return same_rest and bool((keys == other_keys).all())
-
-
 class GeneratorStates:
     """The state of all global generators at one moment: Python's, NumPy's, torch's on the host and on the CUDA device.
 
     With ``counted``, torch's allocator counts the remembered bytes, as plans do. torch's own layers never use Python's
-    and NumPy's generators (``host``).
+    and NumPy's generators (``host``); torch's checkpoint remembers torch's own (``torchs``).
     """
 
     __slots__ = ("_host", "_torch", "device")
 
-    def __init__(self, device: torch.device | None = None, *, counted: bool = True, host: bool = True) -> None:
-        if device is None and torch.cuda.is_available() and torch.cuda.is_initialized():
+    def __init__(
+        self, device: torch.device | None = None, *, counted: bool = True, host: bool = True, torchs: bool = True
+    ) -> None:
+        if torchs and device is None and torch.cuda.is_available() and torch.cuda.is_initialized():
             device = torch.device("cuda", torch.cuda.current_device())
         self.device = device if device is not None and device.type == "cuda" else None
-        self._host = HostGenerators() if host else None
-        with private.no_dispatch():  # a state is a tensor, and real even among fake ones
-            self._torch = [torch.get_rng_state() if counted else uncounted_copy(torch.get_rng_state())]
-            if self.device is not None:
-                self._torch.append(torch.cuda.get_rng_state(self.device))
+        # NumPy's is the one that users' code shares, of whatever kind.
+        self._host: Any = (random.getstate(), np.random.get_state(legacy=False)) if host else None  # noqa: NPY002
+        self._torch: list[torch.Tensor] = []
+        if torchs:
+            with private.no_dispatch():  # a state is a tensor, and real even among fake ones
+                self._torch.append(torch.get_rng_state() if counted else uncounted_copy(torch.get_rng_state()))
+                if self.device is not None:
+                    self._torch.append(torch.cuda.get_rng_state(self.device))
 
     def restore(self) -> None:
         """Set the generators back to this state."""
         if self._host is not None:
-            self._host.restore()
-        torch.set_rng_state(self._torch[0])
+            random.setstate(self._host[0])
+            np.random.set_state(self._host[1])  # noqa: NPY002
+        if self._torch:
+            torch.set_rng_state(self._torch[0])
         if self.device is not None:
             torch.cuda.set_rng_state(self._torch[1], self.device)
 
     def equals(self, other: GeneratorStates) -> bool:
         """True if no generator was used in between."""
-        if self._host is not None and other._host is not None and not self._host.equals(other._host):
+        if self._host is not None and other._host is not None and pickle.dumps(self._host) != pickle.dumps(other._host):
             return False
         with private.no_dispatch():
             return len(self._torch) == len(other._torch) and all(map(torch.equal, self._torch, other._torch))
@@ -116,7 +103,7 @@ def _access_to(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | N
         case np.random.Generator():
             return partial(getattr, value.bit_generator, "state"), partial(setattr, value.bit_generator, "state")
         case np.random.RandomState():
-            return value.get_state, value.set_state
+            return partial(value.get_state, legacy=False), value.set_state
         case torch.Generator():
             return lambda: value.get_state().numpy(), lambda state: value.set_state(torch.from_numpy(state))
     return None
