@@ -263,7 +263,7 @@ def _inverted(profiler: StageProfiler, way: Way, cost: StageCost) -> Option | st
     """The costs as an option, or why there is none."""
     keep = cost.keep
     try:
-        alone = _run(profiler)
+        alone, peaks = _run_inverted(profiler)
     except ExecutionError as error:  # it uses a tensor whose gradient would be lost
         return str(error)
     if alone.saved_input_bytes or alone.saved_output_bytes != profiler.ends.link_bytes:
@@ -272,10 +272,9 @@ def _inverted(profiler: StageProfiler, way: Way, cost: StageCost) -> Option | st
     fewer_bytes = alone.input_gradient_bytes <= keep.input_gradient_bytes
     if not fewer_bytes or alone.parameter_gradient_bytes != keep.parameter_gradient_bytes:
         return f"its {'fused ' * way.fused}backward leaves other gradients"
-    peaks, accumulating = _peaks(profiler, alone), None
+    accumulating = None
     if keep.accumulating is not None:
-        again = replace(profiler, gradients_exist=True)
-        accumulating = _peaks(again, _run(again))
+        _, accumulating = _run_inverted(replace(profiler, gradients_exist=True))
     return replace(
         alone,
         name="invert, fused" if way.fused else "invert",
@@ -297,12 +296,8 @@ def _inverted(profiler: StageProfiler, way: Way, cost: StageCost) -> Option | st
     )
 
 
-def _run(profiler: StageProfiler, *, hold_input: bool = False) -> Option:
-    """Bytes of one run, in which the rebuilt input is for this stage alone, or for others, too."""
-    return profiler.recorded_run(hold_input=hold_input, hold_output=profiler.last)[0]
-
-
-def _peaks(profiler: StageProfiler, alone: Option) -> BackwardPeaks:
-    """Peaks of the backward, one of which is known from a run of the stage alone."""
-    plain, held = alone.backward_peak_bytes, _run(profiler, hold_input=True).backward_peak_bytes
-    return BackwardPeaks(plain, held, held, plain)
+def _run_inverted(profiler: StageProfiler) -> tuple[Option, BackwardPeaks]:
+    """Bytes of a run, and peaks of the backward, in which the rebuilt input is for the stage alone, or for others."""
+    alone, held = (profiler.recorded_run(hold_input=each, hold_output=profiler.last)[0] for each in (False, True))
+    plain_bytes, held_bytes = alone.backward_peak_bytes, held.backward_peak_bytes
+    return alone, BackwardPeaks(plain_bytes, held_bytes, held_bytes, plain_bytes)
