@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -171,7 +171,8 @@ class HostSeconds:
     def _measured(cls, device: torch.device, meter: Meter) -> HostSeconds:
         """What a segment of small operations takes, far from each other, and what they take by themselves."""
         among, behind = Interlude(device, _AMONG_BYTES), Interlude(device, _ALL_BYTES)
-        runs = [_SmallRun(device, meter, among, behind, segmented=each) for each in (True, False)]
+        tensor = torch.zeros(1, device=device, requires_grad=True)
+        runs = [_SmallRun(tensor, meter, among, behind, segmented=each) for each in (True, False)]
         with repeating(False), torch.enable_grad():  # as in a step
             # By turns, so that a disturbance of the machine meets all; the first time warms up.
             _, *times = [[run() for run in runs] for _ in range(1 + _ROUNDS)]
@@ -218,35 +219,30 @@ class _RunSeconds(NamedTuple):
     backward: float
 
 
+@dataclass(eq=False)
 class _SmallRun:
     """Forward and backward of a few small operations, each of which saves a tensor, in a segment or not."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        meter: Meter,
-        among: Callable[[], None],
-        behind: Callable[[], None],
-        *,
-        segmented: bool,
-    ) -> None:
-        self._tensor, self._meter = torch.zeros(1, device=device, requires_grad=True), meter
-        self._among, self._behind, self._segmented = among, behind, segmented
+    tensor: torch.Tensor
+    meter: Meter
+    among: Interlude
+    behind: Interlude
+    segmented: bool
 
     def __call__(self) -> _RunSeconds:
         self._passes: list[tuple[float, list[float]]] = []
         self._nodes: list[Node] = []
-        watch = Stopwatch(self._meter)
+        watch = Stopwatch(self.meter)
         watch.calls = 2  # the first that it times
-        self._behind()
-        start = self._meter.now()
-        if self._segmented:
-            output = recomputed(self._operations, self._tensor, draws_random=False, watch=watch)
+        self.behind()
+        start = self.meter.now()
+        if self.segmented:
+            output = recomputed(self._operations, self.tensor, draws_random=False, watch=watch)
         else:
             with torch.no_grad():
-                self._operations(self._tensor)
-            output = self._operations(self._tensor)
-        forward = self._meter.seconds_between(start, self._meter.now())
+                self._operations(self.tensor)
+            output = self._operations(self.tensor)
+        forward = self.meter.seconds_between(start, self.meter.now())
         backwards = self._backwards(output)
         inside = sum(seconds for seconds, _ in self._passes)
         first, again = (typical(spent) for _, spent in self._passes)
@@ -257,17 +253,17 @@ class _SmallRun:
     def _operations(self, value: torch.Tensor) -> torch.Tensor:
         """Run the operations, and note what each takes, and all of them."""
         spent: list[float] = []
-        begin = self._meter.now()
+        begin = self.meter.now()
         try:
             for _ in range(_OPERATIONS):
-                self._among()
-                start = self._meter.now()
+                self.among()
+                start = self.meter.now()
                 value = value.tanh()
-                spent.append(self._meter.seconds_between(start, self._meter.now()))
+                spent.append(self.meter.seconds_between(start, self.meter.now()))
                 if value.grad_fn is not None and len(self._nodes) < _OPERATIONS:
                     self._nodes.append(value.grad_fn)
         finally:  # a recomputation ends with the last saved tensor
-            self._passes.append((self._meter.seconds_between(begin, self._meter.now()), spent))
+            self._passes.append((self.meter.seconds_between(begin, self.meter.now()), spent))
         return value
 
     def _backwards(self, output: torch.Tensor) -> list[float]:
@@ -276,16 +272,16 @@ class _SmallRun:
         starts: list[Any] = []
 
         def before(*_: Any) -> None:
-            (self._among if starts else self._behind)()
-            starts.append(self._meter.now())
+            (self.among if starts else self.behind)()
+            starts.append(self.meter.now())
 
         def after(*_: Any) -> None:
-            spent.append(self._meter.seconds_between(starts[-1], self._meter.now()))
+            spent.append(self.meter.seconds_between(starts[-1], self.meter.now()))
 
         for node in self._nodes:
             node.register_prehook(before)
             node.register_hook(after)
-        torch.autograd.grad(output, self._tensor)
+        torch.autograd.grad(output, self.tensor)
         return spent
 
 
