@@ -53,7 +53,7 @@ from lightning_rotor.profiling.meters import Meter, meter_for
 from lightning_rotor.profiling.scan import Behaviour, Boundary, merged, scan, walk
 from lightning_rotor.profiling.settling import HostSeconds, Interlude, MeasuredStage, with_units
 from lightning_rotor.profiling.stage import WORTH_MENTIONING_BYTES, StageMeasurement, StageProfiler
-from lightning_rotor.profiling.variants import KnownSeconds, measure
+from lightning_rotor.profiling.variants import KnownSeconds, lost_inverse, measure
 from lightning_rotor.stages.sequential import Stage, unpacked, wiring_of
 from lightning_rotor.stages.state import GeneratorStates
 from lightning_rotor.units import BLOCK_BYTES, in_blocks
@@ -313,7 +313,7 @@ def _way(
     """How a stage is inverted, if it can be; and why it must not be, or not by its own backward."""
     module = stage.invertible
     if module is None:
-        return None, ""
+        return None, lost_inverse(stage)
     if units_in(stage.modules):
         return None, "its parameters are gathered for its forward alone"
     if not number:

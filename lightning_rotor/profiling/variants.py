@@ -62,9 +62,8 @@ def measure(
     """Measure a stage under all its options; ``seconds`` are known for equal ``kin``."""
     found = _with_variants(profiler, compiled, kin, seconds)
     if way is None:
-        option: Option | str = lost_inverse(profiler.stage)
-    else:
-        option = objection(profiler, found.cost) or _inverted(replace(profiler, way=way), way, found.cost)
+        return found
+    option = objection(profiler, found.cost) or _inverted(replace(profiler, way=way), way, found.cost)
     if isinstance(option, str):
         return replace(found, cost=replace(found.cost, not_inverted=option))
     return replace(found, cost=_joined(found.cost, [option]))
@@ -231,9 +230,9 @@ def _sizes(cost: StageCost) -> tuple[int, ...]:
 
 
 def lost_inverse(stage: Stage) -> str:
-    """Why an inverse inside of a stage is of no use; empty if there is none, or if the stage itself has one."""
+    """Why inverses inside of a stage that has none itself are of no use; empty if there are none."""
     kinds = dict.fromkeys(type(module).__name__ for _, module in stage.submodules() if is_invertible(module))
-    if not kinds or stage.invertible is not None:
+    if not kinds:
         return ""
     merged = ", since something in it changes its input in place or returns a view of it"
     return f"{', '.join(kinds)} is but a part of it{merged * (len(stage.modules) > 1)}"
