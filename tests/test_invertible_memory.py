@@ -49,7 +49,9 @@ def test_depth_costs_nothing(depth: int):
 
 def test_without_a_fused_backward():
     held, peak = measured(InvertibleSequential(*(Unfused(coupling()) for _ in range(64))))
-    assert 1 <= held < 1.05
+    # Samples for the guard, 32 bytes a block; and as it is none of ours, it might read the statistics of its two normalizations.
+    statistics = 2 * (2 * 4 * CHANNELS // 2 + 8)
+    assert held == pytest.approx(1 + 64 * (32 + statistics) / (4 * ROWS * CHANNELS), abs=0.006)
     assert peak < 8
 
 

@@ -21,7 +21,7 @@ from lightning_rotor.errors import ExecutionError, InverseError, RotorWarning
 from lightning_rotor.execution.options import forget_casts
 from lightning_rotor.execution.recomputation import passing_first, repeating
 from lightning_rotor.execution.segment_state import FirstPass, SegmentState, buffers_of
-from lightning_rotor.private.torch_names import version_of
+from lightning_rotor.private.values import same_bits
 from lightning_rotor.stages.sequential import DRAWS
 from lightning_rotor.stages.state import GeneratorStates
 
@@ -245,20 +245,17 @@ class Moment:
     def first(self) -> Iterator[None]:
         """Context of the first call; raises ExecutionError if it changes parameters or large buffers it reads later."""
         first_pass = self.first_pass
-        buffers = [
-            (module, name, buffer, version_of(buffer))
-            for module, name, buffer in buffers_of(first_pass.state.remembered)
-        ]
+        buffers = list(buffers_of(first_pass.state.remembered))
         with passing_first(first_pass):
             first_pass.generators = None  # they are among ours
             before = GeneratorStates(self._device) if self._may_draw else None
             yield
             if before is not None and not before.equals(GeneratorStates(self._device)):
                 self._generators = before
-        unchanged = {
+        unchanged = {  # by value: the kernels of normalization write without a new version
             (id(module), name): (module._buffers, name, buffer)
-            for module, name, buffer, version in buffers
-            if module._buffers.get(name) is buffer and version_of(buffer) == version
+            for (module, name, buffer), (_, _, value) in zip(buffers, first_pass.values, strict=True)
+            if module._buffers.get(name) is buffer and same_bits(buffer, value)
         }
         first_pass.read = first_pass.state.tensors_read(unchanged.values())
         first_pass.values = [each for each in first_pass.values if (id(each[0]), each[1]) not in unchanged]

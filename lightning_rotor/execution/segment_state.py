@@ -3,7 +3,8 @@
 A second forward would count a batch twice in running statistics and start from other values than the first pass did:
 
 ==================================  ===================================================================================
-torch's normalization, training     never reads its running statistics: a replay writes to scratch buffers
+torch's normalization, training     never reads its running statistics: a replay writes to scratch buffers, unless code
+                                    around it may read them
 other modules seen to update their  the first pass remembers the earlier values, and a replay works on a copy of them
 buffers; small ones of user code
 large buffers of user code          are watched: the first update in a segment is refused, for the earlier value is gone
@@ -32,7 +33,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.sharding import units_in
 from lightning_rotor.private.values import tensors_in
-from lightning_rotor.stages.sequential import NORMALIZATIONS, Stage, has_own_code, is_plain_stock
+from lightning_rotor.stages.sequential import (
+    NORMALIZATIONS,
+    Stage,
+    has_own_code,
+    is_plain_stock,
+    runs_members_in_a_row,
+)
 from lightning_rotor.stages.snapshot import SMALL_BYTES, Snapshot
 from lightning_rotor.stages.state import GeneratorStates, LayerSettings, Settings, Slot, TensorsRead
 from lightning_rotor.units import in_blocks
@@ -243,11 +250,17 @@ def state_of(
     remembered: list[nn.Module] = []
     watched: list[nn.Module] = []
     seen_updating = set(updating)
+    # Torch's own code never reads running statistics in training. The user's may, as torch's own quantization does.
+    read = {below for _, module in stage.submodules() if _has_other_code(module) for below in module.modules()}
+    read.update(owner for owner, name in stage.direct_reads() if name in owner._buffers)
     for _, module in stage.submodules():
         buffers = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
         if not buffers:
             continue
         if isinstance(module, NORMALIZATIONS) and is_plain_stock(module):
+            if module in read:
+                remembered.append(module)
+                continue
             for name, buffer in buffers.items():
                 if (module, name) not in scratch:
                     scratch[module, name] = Statistic(module, name, torch.empty_like(buffer))
@@ -276,6 +289,12 @@ def state_of(
         tuple(buffered),
         tuple(dict.fromkeys(direct_reads)),
     )
+
+
+def _has_other_code(module: nn.Module) -> bool:
+    """True if code runs in a module that is neither torch's nor ours, more than a row of its members."""
+    is_row = isinstance(module, nn.Sequential) and runs_members_in_a_row(module) and "forward" not in module.__dict__
+    return private.has_forward_hooks(module) or (has_own_code(module) and not is_row)
 
 
 class FirstPass:

@@ -9,6 +9,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 from weakref import ref
 
+import numpy as np
 import torch
 from torch.utils._pytree import (
     GetAttrKey,
@@ -144,12 +145,20 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def require_tensors(value: Any) -> None:
-    """Raise ``SampleError`` if an input holds no tensor."""
-    if not tensors_in(value):
+    """Raise ``SampleError`` if an input holds no tensor, or one that is not dense."""
+    tensors = tensors_in(value)
+    if not tensors:
         raise SampleError(
             f"the input is {type(value).__name__} and holds no tensor: expected a tensor, or tensors in "
             "tuples, lists, dicts or dataclasses"
         )
+    for tensor in tensors:
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            kind = "torch.nested" if tensor.is_nested else tensor.layout
+            raise SampleError(
+                f"the input holds a tensor of layout {kind}: expected dense ones, as the memory of others cannot be "
+                "followed. Name a submodule that takes dense tensors, or give it their parts (indices, values, offsets)"
+            )
 
 
 def check_sample(sample: Any) -> None:
@@ -170,7 +179,9 @@ def check_sample(sample: Any) -> None:
 
 def uncounted_copy(tensor: torch.Tensor) -> torch.Tensor:
     """A copy, on the CPU in NumPy's memory, so that it does not show in the peak of torch's allocator."""
-    if tensor.device.type != "cpu":
-        return tensor.detach().clone()
-    plain = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().copy()
-    return torch.from_numpy(plain).view(tensor.dtype).view(tensor.shape)
+    tensor = tensor.detach()
+    if tensor.device.type != "cpu" or not tensor.numel():
+        return tensor.clone()
+    # Not by tensor.numpy(), after which nobody can resize the tensor.
+    memory = torch.from_numpy(np.empty(tensor.nbytes, np.uint8))
+    return memory.view(tensor.dtype).view(tensor.shape).copy_(tensor)

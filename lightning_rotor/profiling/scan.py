@@ -274,7 +274,8 @@ def _look(
             for leaf, storage, version in zip(leaves, taken, versions, strict=True)
             if storage is not None and version_of(leaf) != version
         ]
-        updating, leaves_traces, repeatable = _updating(originals), bool(before.changed()), not before.gone()
+        updating, leaves_traces = _updating(originals), bool(before.changed())
+        repeatable = not (before.gone() or _saves_noise_early(tensors_in(output)))
     del value, leaves, output
     if True in noticed:
         raise ModelError(f"stage {stage.name!r} cannot be measured. {NO_CHECKPOINTS}")
@@ -288,6 +289,20 @@ def _look(
     draws_random = drew or _may_draw(stage)
     behaviour = Behaviour(draws_random, repeatable, leaves_traces, bool(noticed), updating, tuple(written))
     return outputs, made, changed, behaviour
+
+
+def _saves_noise_early(outputs: Iterable[torch.Tensor]) -> bool:
+    """True if an RReLU made these outputs: it saves its noise before it draws it.
+
+    torch's checkpoint ends a recomputation when the last tensor is saved. If that is the noise, it is never drawn.
+    """
+    seen = {output.grad_fn for output in outputs}
+    nodes = [node for node in seen if node is not None]
+    for node in nodes:
+        following = {next_node for next_node, _ in node.next_functions if next_node is not None} - seen
+        seen |= following
+        nodes += following
+    return any(node.name().startswith("Rrelu") for node in nodes)
 
 
 def outputs_of(stage: Stage, boundary: Boundary) -> tuple[Boundary, ...]:
