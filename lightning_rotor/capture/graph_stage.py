@@ -179,7 +179,7 @@ class GraphSlice(nn.Module):
         lines, region, indent = ["del value"], None, ""
         if inputs:
             lines.insert(0, f"{', '.join(map(source.name, inputs))} = value")
-        last = {used: node for node in nodes for used in node.all_input_nodes}
+        last = {used: node for node in nodes for used in (node, *node.all_input_nodes)}
         kept = dict.fromkeys(_nodes_in(outputs))
         for node in _with_reads(nodes, kept):
             if is_constant(node):
@@ -196,9 +196,7 @@ class GraphSlice(nn.Module):
                 indent = "    " if region else ""
                 lines += [f"with {source.bind(region)}():"] if region else []
             lines.append(f"{indent}{source.name(node)} = {called}")
-            dying = [used for used in node.all_input_nodes if last[used] is node and used not in kept]
-            if node not in last and node not in kept:
-                dying.append(node)
+            dying = [used for used in (*node.all_input_nodes, node) if last.get(used) is node and used not in kept]
             if dying:
                 lines.append(f"{indent}del {', '.join(map(source.name, dying))}")
         lines.append(f"return {source.spell(outputs)}")

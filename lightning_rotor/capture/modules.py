@@ -33,13 +33,11 @@ class ModuleCalls:
     """Follows the calls of submodules while a module is recorded.
 
     Attributes:
-        is_opaque: True for modules that are one operation; takes the arguments of a call that is about to come, too.
-        leaves: Those that were one.
+        leaves: Those that were one operation.
         culprit: The innermost module that could not be recorded.
     """
 
-    def __init__(self, root: nn.Module, is_opaque: Callable[..., bool]) -> None:
-        self.is_opaque = is_opaque
+    def __init__(self, root: nn.Module) -> None:
         self.leaves: set[nn.Module] = set()
         self.culprit: nn.Module | None = None
         self._paths: dict[nn.Module, str] = {module: path for path, module in root.named_modules()}

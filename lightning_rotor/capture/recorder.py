@@ -101,13 +101,16 @@ _DRAWS = (
 
 
 class Recorder(TorchFunctionMode):
-    """Records one call of a module, and knows what torch has computed and what the code read outside of modules."""
+    """Records one call of a module, and knows what torch has computed and what the code read outside of modules.
+
+    ``is_opaque`` says which modules are one operation; it takes the arguments of the call that is about to come, too.
+    """
 
     def __init__(self, root: nn.Module, call: Call, is_opaque: Callable[..., bool], closures: Closures) -> None:
         super().__init__()
-        self.calls = ModuleCalls(root, is_opaque)
+        self.calls = ModuleCalls(root)
         self.check = DispatchCheck()
-        self._root, self._call = root, call
+        self._root, self._call, self._is_opaque = root, call, is_opaque
         self._writer = GraphWriter(self.calls, self.check)
         self._leaves: list[tuple[fx.Node, fx.Node, Any]] = []
         self.surroundings = Surroundings(lambda: None if self.check.inside else self.calls.path, closures)
@@ -124,7 +127,15 @@ class Recorder(TorchFunctionMode):
         changed = watch_containers((args, kwargs))
         del copies
         try:
-            with saved_tensors_hooks(self._note_saved, _gone), self._listening():
+            with (
+                saved_tensors_hooks(self._note_saved, _gone),
+                _shown_modules(self),
+                private.uncompiled(),
+                self.check,
+                self,
+                self.surroundings.listening(),
+                repeating(False),  # what the code does in a real run must be seen
+            ):
                 self._ambient, self._states = ambient(), GeneratorStates()
                 self._gradients = self._ambient[0]
                 with _in_place(attributes):
@@ -149,25 +160,13 @@ class Recorder(TorchFunctionMode):
         guards = Guards(self._call.signature, inputs, asked, values, totals)
         erase(writer.graph, [*totals, *(node for node, _ in (*values, *writer.lengths, *asked))])
         notes = self.surroundings.notes
-        return Recording(writer.graph, writer.memory(), self._root, writer.constants, self.calls.leaves, guards, notes)
-
-    @contextmanager
-    def _listening(self) -> Iterator[None]:
-        # Not repeating: what the code does in a real run must be seen.
-        with (
-            _shown_modules(self),
-            private.uncompiled(),
-            self.check,
-            self,
-            self.surroundings.listening(),
-            repeating(False),
-        ):
-            yield
+        memory = {node: writer.values.memory_of(node) for node in writer.graph.nodes}
+        return Recording(writer.graph, memory, self._root, writer.constants, self.calls.leaves, guards, notes)
 
     def _note_saved(self, tensor: torch.Tensor) -> None:
         """Note a tensor that autograd saves, also outside of an operation that is seen (the user's own checkpoint)."""
         with self._aside():
-            self._writer.note_saved(tensor)
+            self._writer.values.note_saved(tensor)
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
@@ -197,7 +196,7 @@ class Recorder(TorchFunctionMode):
 
     def _is_leaf(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         with self._aside():
-            if self.calls.is_opaque(module, (args, kwargs)):
+            if self._is_opaque(module, (args, kwargs)):
                 return True
         return is_torchs_module(module) and type(module) not in _CONTAINERS and not is_attention(module)
 
@@ -271,7 +270,7 @@ class Recorder(TorchFunctionMode):
             self.check.random = self.check.accumulates = self.check.reads_values = False
             self.check.in_module = kind == "call_module"
             self.check.in_unit = self.check.in_module and bool(units_in((self._root.get_submodule(target),)))
-            self._writer.saved.clear()
+            self._writer.values.saving.clear()
             result = run(*plain(args), **plain(kwargs))
             if not read and kind != "call_module":
                 if not tensors_in(result):
@@ -298,7 +297,7 @@ class Recorder(TorchFunctionMode):
                     check = self._writer.node("call_function", require_as_recorded, (node, seen, False), {})
                     self._leaves.append((node, check, appearance_of(result, sizes=True)))
                 result = self._writer.unpack(result, node, read, fresh_objects=not known)
-            self._writer.settle_saved(node, [*read, *tensors_in(result)])
+            self._writer.values.settle_saved(node, [*read, *tensors_in(result)])
             return result
 
     def _result_of(self, result: Any, node: fx.Node, read: Sequence[torch.Tensor]) -> Any:

@@ -40,7 +40,7 @@ class _Traced:
 
     def pin(self) -> None:
         """Hold for this very number alone, as its further use is not recorded."""
-        if self.notebook.listens:
+        if self.notebook.check.listens:
             self.notebook.ask(operator.eq, self, plain(self), True)
 
     def __bool__(self) -> bool:
@@ -61,7 +61,7 @@ def _asked(function: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(other, (int, float)):
             return NotImplemented
         answer = function(plain(self), plain(other))
-        if self.notebook.listens:
+        if self.notebook.check.listens:
             self.notebook.ask(function, self, other, answer)
         return answer
 
@@ -165,7 +165,12 @@ class OpMemory:
 
 
 class _Values:
-    """Tensors and their nodes. It keeps no tensor alive: the forward decides how long they live."""
+    """Tensors and their nodes. It keeps no tensor alive: the forward decides how long they live.
+
+    Attributes:
+        saving: Bytes of the storages that autograd saves in the running operation.
+        lasting: Storages of parameters and buffers.
+    """
 
     def __init__(self) -> None:
         self._nodes: dict[int, tuple[weakref.ref[torch.Tensor], fx.Node]] = {}
@@ -174,6 +179,8 @@ class _Values:
         self._bytes: dict[fx.Node, tuple[int, int]] = {}  # of the tensor's memory, and of the tensor
         self._changes: defaultdict[fx.Node, set[fx.Node]] = defaultdict(set)  # in place, by the first that shares
         self._saved: dict[fx.Node, tuple[int, frozenset[fx.Node]]] = {}
+        self.saving: dict[int | None, int] = {}
+        self.lasting: Set[int | None] = frozenset()
 
     def node_of(self, tensor: torch.Tensor) -> fx.Node | None:
         """The newest node that the tensor is the value of."""
@@ -209,18 +216,21 @@ class _Values:
         changed = [first for first in firsts if first in self._changes]
         return all(first.op not in _LASTING and self._changes[first] <= nodes for first in changed)
 
-    def note_saved(
-        self, node: fx.Node, saved: Mapping[int | None, int], tensors: Sequence[torch.Tensor], lasting: Set[int | None]
-    ) -> None:
-        """Note the storages that autograd saved in an operation, which took and gave these tensors."""
+    def note_saved(self, tensor: torch.Tensor) -> None:
+        """Note a tensor that autograd saves, which is dropped."""
+        self.saving[_storage(tensor)] = tensor.untyped_storage().nbytes()
+
+    def settle_saved(self, node: fx.Node, tensors: Sequence[torch.Tensor]) -> None:
+        """Take what was saved for that of an operation, which took and gave these tensors."""
         owners = {_storage(tensor): self._firsts[of] for tensor in tensors if (of := self.node_of(tensor)) is not None}
         counted = {
             storage: size
-            for storage, size in saved.items()
-            if storage not in lasting and (storage not in owners or owners[storage].op not in _LASTING)
+            for storage, size in self.saving.items()
+            if storage not in self.lasting and (storage not in owners or owners[storage].op not in _LASTING)
         }
         known = frozenset(owners[storage] for storage in counted if storage in owners)
         self._saved[node] = sum(counted.values()), known
+        self.saving.clear()
 
     def memory_of(self, node: fx.Node) -> OpMemory:
         """Memory of an operation."""
@@ -271,6 +281,7 @@ class GraphWriter:
     """Writes a graph. See also :class:`.Recording`.
 
     Attributes:
+        values: Tensors with their nodes, and what operations save.
         asked: What code has asked of sizes, with the answers.
         valued: Values that code has seen, and what it has asked of numbers that depend on values.
         lengths: Of sequences that were packed, as a list.
@@ -287,11 +298,10 @@ class GraphWriter:
         self._packed: dict[fx.Node, fx.Node] = {}
         self.region: Region | None = None
         self._calls = calls
-        self._check = check
+        self.check = check
         self._named: dict[int, tuple[torch.Tensor, str, Any]] = {}
         self._reads: dict[str, fx.Node] = {}
-        self._values = _Values()
-        self.saved: dict[int | None, int] = {}
+        self.values = _Values()
         self.impure: dict[fx.Node, str] = {}
 
     def begin(self, root: nn.Module, inputs: list[Any]) -> list[fx.Node]:
@@ -301,11 +311,11 @@ class GraphWriter:
         """
         self._root = root
         self._named = tensor_slots(root)
-        self._lasting = {_storage(tensor) for tensor, *_ in self._named.values()}
+        self.values.lasting = {_storage(tensor) for tensor, *_ in self._named.values()}
         nodes = [self.node("placeholder", f"input_{index}", (), {}) for index in range(len(inputs))]
         for number, (value, node) in reversed(list(enumerate(zip(inputs, nodes, strict=True)))):
             if isinstance(value, torch.Tensor):
-                self._values.put(value, node)
+                self.values.put(value, node)
             else:
                 node.meta[VALUED] = True
                 inputs[number] = Number(value, node, self)
@@ -329,10 +339,10 @@ class GraphWriter:
         """The node of a tensor that an operation reads; ``UntraceableError`` if nobody has seen it being made."""
         owned, name, of = self._named.get(id(tensor), (None, "", None))
         if owned is not tensor:
-            node = self._values.node_of(tensor)
+            node = self.values.node_of(tensor)
             if node is not None:
                 return node
-            if not self._check.is_older(tensor):
+            if not self.check.is_older(tensor):
                 raise UntraceableError(
                     "it reads a tensor that was made where no recording sees it (kept by a module from its "
                     "forward, shared with NumPy, or made by code in C++)"
@@ -347,22 +357,17 @@ class GraphWriter:
             self._reads[name].meta[OF] = of
             if tensor.requires_grad:
                 self.impure[self._reads[name]] = f"the parameter {name!r}, which learns"
-            self._values.put(tensor, self._reads[name])
+            self.values.put(tensor, self._reads[name])
         return self._reads[name]
 
     # ---------------------------------------------------------------- sizes
 
-    @property
-    def listens(self) -> bool:
-        """True while the recorded code runs, and no operation of it."""
-        return self._check.listens
-
     def sizes_of(self, tensor: torch.Tensor, value: Any, dim: int | None) -> Any:
         """What code sees as a tensor's shape, its size in a dimension, or its number of elements."""
-        owner = self._values.node_of(tensor)
+        owner = self.values.node_of(tensor)
         if owner is None or owner.op == "get_attr":
             return value
-        lengths = self._packed.get(self._values.first_of(owner))
+        lengths = self._packed.get(self.values.first_of(owner))
         if lengths is not None:
             steps = self._size(tensor.shape[0], "call_function", longest, lengths)
             return torch.Size([steps]) if isinstance(value, torch.Size) else steps
@@ -377,7 +382,7 @@ class GraphWriter:
     def compute(self, function: Callable[..., Any], *operands: Any) -> Any:
         """Record arithmetic with sizes."""
         value = function(*map(plain, operands))
-        if not self.listens:
+        if not self.check.listens:
             return value
         if any(type(operand) is Number for operand in operands) and type(value) in (int, float):
             node = self._size_node("call_function", function, tuple(map(self.encode, operands)), value)
@@ -458,7 +463,7 @@ class GraphWriter:
                 value = value.view_as(value)
             elif is_named:
                 return value  # a buffer that was changed in place: every stage reads it where it is
-            self._values.put(value, node, read)
+            self.values.put(value, node, read)
             return value
         if not tensors_in(value):
             return value
@@ -474,19 +479,6 @@ class GraphWriter:
                 seen[number] = self.unpack(entries[number], piece, read, fresh_objects=fresh_objects)
         return value if all(map(operator.is_, seen, entries)) else tree_unflatten(seen, spec)
 
-    def note_saved(self, tensor: torch.Tensor) -> None:
-        """Note a tensor that autograd saves, which is dropped."""
-        self.saved[_storage(tensor)] = tensor.untyped_storage().nbytes()
-
-    def settle_saved(self, node: fx.Node, tensors: Sequence[torch.Tensor]) -> None:
-        """Take what was saved for that of an operation, which took and gave these tensors."""
-        self._values.note_saved(node, self.saved, tensors, self._lasting)
-        self.saved.clear()
-
-    def memory(self) -> dict[fx.Node, OpMemory]:
-        """Memory of each operation."""
-        return {node: self._values.memory_of(node) for node in self.graph.nodes}
-
     # ---------------------------------------------------------------- what depends on more than the call's inputs
 
     def note_change(self, tensor: torch.Tensor, by: fx.Node) -> None:
@@ -494,7 +486,7 @@ class GraphWriter:
         node = self.node_of(tensor)
         if is_constant(node):
             raise UntraceableError(CHANGES)
-        self._values.mark_changed(tensor, by)
+        self.values.mark_changed(tensor, by)
 
     def note_packed(self, batch_sizes: torch.Tensor, lengths: torch.Tensor) -> None:
         """Note that sequences of these lengths were packed."""
@@ -512,7 +504,7 @@ class GraphWriter:
         """Raise ``UntraceableError`` if a node cannot be computed from a call's inputs alone."""
         if node in self.impure:
             raise UntraceableError(f"its course depends on {what}, which depends on {self.impure[node]}")
-        if not self._values.is_repeatable(ancestors([node], sizes=False)):
+        if not self.values.is_repeatable(ancestors([node], sizes=False)):
             raise UntraceableError(f"its course depends on {what}, which was changed in place before")
 
 
