@@ -6,8 +6,7 @@ An ``nn.Sequential`` of blocks is cut along its graph as well, so that a plan ca
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from traceback import extract_tb
 from typing import Any, ClassVar
@@ -238,7 +237,7 @@ class _Attempts:
         culprit, leaves = attempt.culprit, attempt.recorder.calls.leaves
         while culprit is not self._module and (culprit in self._opaque or culprit in leaves):
             culprit = self._module.get_submodule(self._paths[culprit].rpartition(".")[0])
-        if culprit is self._module or not self._paths[culprit]:
+        if culprit is self._module:
             return True
         self._opaque[culprit] = attempt.reason
         self._failures[type(culprit)] += 1
@@ -285,7 +284,9 @@ class _Attempts:
         """Record once, and set back whatever the forward has changed."""
         recorder = Recorder(self._module, self._call, self._is_opaque, self._closures)
         module, modules = self._module, tuple(self._module.modules())
-        with _lent(module, self._call):
+        device = self._call.tensors[0].device if self._call.tensors else torch.device("cpu")
+        whole = Stage("", (module,))
+        with undisturbed(device), lent_buffers(whole), kept_parameters(whole):
             watch, before = Watch(module, modules, tensors=True), Snapshot(modules)
             hide_trainers(module, self._is_opaque)
             recorder.check.allow(before.copied)
@@ -293,9 +294,7 @@ class _Attempts:
                 recorder.check.allow(module.parameters())  # which are put back as well
             try:
                 recording = recorder.record()
-            except torch.OutOfMemoryError:
-                raise
-            except InverseError:  # the forward fails in plain training, too
+            except (torch.OutOfMemoryError, InverseError):  # the forward fails in plain training, too
                 before.restore()
                 raise
             except Exception as error:
@@ -321,15 +320,6 @@ class _Attempts:
             return _Attempt(recorder, None, module.get_submodule(path), reason, may_settle=True)
         recording.notes.settle()
         return _Attempt(recorder, recording, module)
-
-
-@contextmanager
-def _lent(module: nn.Module, call: Call) -> Iterator[None]:
-    """Context in which a real forward leaves parameters, buffers and generators alone."""
-    device = call.tensors[0].device if call.tensors else torch.device("cpu")
-    whole = Stage("", (module,))
-    with undisturbed(device), lent_buffers(whole), kept_parameters(whole):
-        yield
 
 
 def _reason(error: Exception) -> str:

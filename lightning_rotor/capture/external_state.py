@@ -38,26 +38,22 @@ class _Noted:
     def __init__(self, place: Place) -> None:
         self.place, self.value = place, place.read()
         self._seen = Copies(objects=False).of(self.value)
-        self._before = Snapshot(() if _is_object(self.value) else (self.value,), hooks=False, objects=False)
+        followed = () if isinstance(self._seen, Same) else (self.value,)
+        self._before = Snapshot(followed, hooks=False, objects=False)
 
     def holds(self, copies: Copies | None = None) -> bool:
         """True if the value is still the same; ``copies`` takes what it looks like."""
         return bool((copies or Copies(objects=False)).of(self.place.read()) == self._seen)
 
-    @property
-    def is_of_objects(self) -> bool:
-        """True if only the value's identity counted, and still does."""
-        return _is_object(self.value) and _is_object(self.place.read())
+    def is_changed(self) -> bool:
+        """True if the value is another now, and not an object before and now, of which only the identity counts."""
+        now = Copies(objects=False).of(self.place.read())
+        return now != self._seen and not (isinstance(now, Same) and isinstance(self._seen, Same))
 
     def restore(self) -> None:
         """Put the value back, and what was in it."""
         self.place.kind.put(self.place.owner, {self.place.name: self.value})
         self._before.restore()
-
-
-def _is_object(value: Any) -> bool:
-    """True if only the identity of a value counts."""
-    return bool(Copies(objects=False).of(value) == Same(value))
 
 
 class Notes:
@@ -77,7 +73,7 @@ class Notes:
     def changed(self) -> tuple[str, str] | None:
         """Path of a module and a variable that has changed since it was read, but for loggers and caches; or None."""
         for noted, path in self._noted.values():
-            if not noted.holds() and not noted.is_of_objects:
+            if noted.is_changed():
                 return path, noted.place.name
         return None
 
