@@ -366,7 +366,7 @@ def _complaints(costs: Iterable[StageCost], behaviours: Sequence[Behaviour]) -> 
             yield (
                 f"stage {cost.name!r} gives other bits when it runs again, so it is kept and never recomputed. "
                 "Typical reasons are state outside of buffers, spectral_norm, parameters that the forward itself "
-                "changes (an embedding's max_norm), RReLU, scripted modules, and operations in place on the chain's input"
+                "changes (an embedding's max_norm), RReLU, scripted modules, operations in place on the chain's input"
             )
         if cost.pinned_bytes >= WORTH_MENTIONING_BYTES and behaviour.leaves_traces:
             _log.info(
