@@ -26,7 +26,7 @@ from torch.nn.functional import gelu
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_rotor import BudgetError, RotorBatchSizeAdvice, RotorCallback, is_recomputing
-from lightning_rotor.errors import ProfilerBusyError
+from lightning_rotor.errors import ProfilerBusyError, SampleError
 from lightning_rotor.profiling import StepMeter
 from tests import grids
 
@@ -413,8 +413,13 @@ def advised(folder: Path) -> dict[str, Any]:
         fit(Case(Sized, ddp()), [hopeless], folder)
     except BudgetError as error:
         refusal = str(error)
+    single = RotorBatchSizeAdvice(2**30, "body", show_table=False)
+    with pytest.raises(SampleError) as lonely:
+        fit(Case(Sized, ddp(), ragged=True, batch=9), [single], folder)  # one sample on the second process alone
     assert advice.advice is not None
-    return {"best": advice.advice.best.batch_size, "limit": advice.advice.limit_bytes, "refusal": refusal}
+    return {
+        "best": advice.advice.best.batch_size, "limit": advice.advice.limit_bytes, "refusal": refusal, "lonely": str(lonely.value),
+    }  # fmt: skip
 
 
 def main(folder: Path, names: list[str]) -> None:

@@ -185,6 +185,7 @@ def test_ranks_get_one_advice_or_none(runs: Seen) -> None:
     assert first["limit"] == 800 * 1024
     assert first["best"] >= 1
     assert "mem_limit 1 B is below the minimum" in first["refusal"]
+    assert "expected one number of samples, at least 2" in first["lonely"]
 
 
 @pytest.mark.feature("Strategies", "a rank whose limit fits no plan ends the others too")

@@ -81,9 +81,10 @@ class RotorBatchSizeAdvice(pl.Callback):
         with undisturbed(pl_module.device):  # an iterator of a dataloader draws its seed
             batch = trainer.strategy.batch_to_device(next(iter(loader)))
         loop = TrainerLoop(trainer, pl_module)
+        limit_bytes = min(loop.told_by_all(loop.limit_bytes(self._limit, tensors_in(batch))))
         outcome: BatchSizeAdvice | RotorError
         try:
-            outcome = self._advise(loop, batch)
+            outcome = self._advise(loop, batch, limit_bytes)
         except RotorError as error:  # whoever ends alone leaves others waiting
             outcome = error
         self.advice = _least(loop.told_by_all(outcome))
@@ -95,7 +96,7 @@ class RotorBatchSizeAdvice(pl.Callback):
             lightning_setattr(pl_module, self._batch_arg_name, best.batch_size)
             reset_loaders(trainer)
 
-    def _advise(self, loop: TrainerLoop, batch: Any) -> BatchSizeAdvice:
+    def _advise(self, loop: TrainerLoop, batch: Any, limit_bytes: int) -> BatchSizeAdvice:
         model = loop.model
         if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
             raise ModelError(
@@ -111,9 +112,7 @@ class RotorBatchSizeAdvice(pl.Callback):
         with kept_attributes(whole, keep_parameters=False), loop.trainer.precision_plugin.train_step_context():
             model.train()
             costs = measured_costs(target, _input_of(target, model, batch))
-        tensors = tensors_in(batch)
-        limit_bytes = min(loop.told_by_all(loop.limit_bytes(self._limit, tensors)))
-        resident = loop.resident(target, tensors, torch.device(costs.chains[0].device))
+        resident = loop.resident(target, tensors_in(batch), torch.device(costs.chains[0].device))
         return advice_from(costs, resident, limit_bytes=limit_bytes, batch_sizes=self._batch_sizes)
 
 
