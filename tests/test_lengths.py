@@ -157,6 +157,22 @@ def test_nothing_runs_for_a_third_length(monkeypatch: pytest.MonkeyPatch) -> Non
         known.bind((NINE.double(),), {})  # which is not a matter of size
 
 
+@pytest.mark.parametrize(
+    "other",
+    [lambda x: x.clone().requires_grad_(), lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)],
+    ids=["needs a gradient", "another layout"],
+)
+def test_calls_of_two_kinds_in_turns_are_recorded_once_each(
+    other: Callable[[torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in adversarial training, whose first calls ask for the gradient of the input."""
+    known = KnownCuts(Net(), most=4)
+    cuts = [known.bind((x,), {})[0] for x in (SIX, other(SIX))]
+    monkeypatch.setattr(Recorder, "record", None)
+    cuts += [known.bind((x,), {})[0] for x in (SIX, other(SIX), SIX)]
+    assert len(set(map(id, cuts))) == 1
+
+
 def test_modules_that_had_to_be_one_operation_are_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     class Hidden(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

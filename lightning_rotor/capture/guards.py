@@ -127,19 +127,16 @@ class Guards:
             return None
 
     def _may_be(self, signature: Signature) -> bool:
-        """True if a signature differs from recorded ones only where these differ from each other."""
-        first = self._recorded[0]
-        if [(len(shape), rest) for shape, rest in signature] != [(len(shape), rest) for shape, rest in first]:
-            return False
-        varied = [len(set(sizes)) > 1 for sizes in zip(*map(_sizes_in, self._recorded), strict=True)]
-        sizes = zip(_sizes_in(signature), _sizes_in(first), strict=True)
-        return all(varies or size == known for varies, (size, known) in zip(varied, sizes, strict=True))
+        """True if a signature differs from recorded ones of its kind only where these differ from each other."""
+        recorded = [known for known in self._recorded if _kind(known) == _kind(signature)]
+        known = [set(sizes) for sizes in zip(*map(_sizes_in, recorded), strict=True)]
+        return bool(recorded) and all(
+            len(sizes) > 1 or size in sizes for sizes, size in zip(known, _sizes_in(signature), strict=True)
+        )
 
     def include(self, newer: Guards) -> None:
         """Hold also where the guards of a newer recording do, which has the same operations."""
-        if not self._ask_the_same(newer) or [rest for _, rest in newer._recorded[0]] != [
-            rest for _, rest in self._recorded[0]
-        ]:
+        if not self._ask_the_same(newer):
             vars(self).update(vars(newer))
             return
         self._value_answers += [answer for answer in newer._value_answers if answer not in self._value_answers]
@@ -152,6 +149,11 @@ class Guards:
             mine.operations == theirs.operations and mine.reads == theirs.reads
             for mine, theirs in ((self._values, other._values), (self._sizes, other._sizes))
         )
+
+
+def _kind(signature: Signature) -> list[Any]:
+    """All of a signature but the sizes."""
+    return [(len(shape), rest) for shape, rest in signature]
 
 
 def _sizes_in(signature: Signature) -> list[int]:
