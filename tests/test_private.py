@@ -316,6 +316,14 @@ def test_hooks_of_optimizers() -> None:
     assert {name for name in vars(optimizer) if name.endswith("_hooks")} == set(private.OPTIMIZER_HOOKS)
 
 
+def test_weights_that_calls_share() -> None:
+    net = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+    assert not private.shares_weights(net)
+    with nn.utils.parametrize.cached():
+        assert private.shares_weights(nn.Sequential(net))
+        assert not private.shares_weights(nn.Linear(2, 2))
+
+
 # -------------------------------------------------------------------- torch.compile
 
 

@@ -77,7 +77,24 @@ class Cropping(Switching):
         return self.left(images).square().mean() + other.abs().mean()
 
 
-@pytest.mark.parametrize("kind", [Switching, Forgetful, Cropping])
+class Adversarial(Task):
+    """Asks for the gradient of its input first, in backwards of its own, as adversarial training does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = convolutions(3, 16, 16, 16, 16)
+
+    def loss(self, images: Tensor) -> Tensor:
+        change = torch.zeros_like(images).requires_grad_()
+        for _ in range(2):
+            (gradient,) = torch.autograd.grad(self.tower(images + change).square().mean(), change)
+            change = (change + 0.01 * gradient.sign()).detach().requires_grad_()
+        return self.tower(images + change.detach()).square().mean()
+
+    batch = SmallVae.batch
+
+
+@pytest.mark.parametrize("kind", [Switching, Forgetful, Cropping, Adversarial])
 @pytest.mark.filterwarnings("ignore:.*training_step.*returned.*")
 def test_steps_that_are_not_like_the_first_keep_the_limit(kind: Any) -> None:
     workload, peaks = Workload(kind), Peaks()

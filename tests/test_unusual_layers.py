@@ -12,7 +12,7 @@ from torch import nn
 from torch.ao import quantization
 from torch.nn.utils import prune
 
-from lightning_rotor import Checkpointable, RotorWarning, SampleError
+from lightning_rotor import Checkpointable, ModelError, RotorWarning, SampleError
 from lightning_rotor.planning import minimum_budget
 
 
@@ -244,3 +244,13 @@ def test_tensors_that_are_not_dense_are_refused(make: Callable[[torch.Tensor], t
         net(tensor)
     with pytest.raises(SampleError, match=rf"a tensor of layout torch\.{layout}: expected dense ones"):
         net.measure(tensor)
+
+
+def test_weights_that_calls_share_are_refused() -> None:
+    net = Body()
+    for block in net.blocks:
+        nn.utils.parametrizations.weight_norm(block[0])
+    planned = Checkpointable(net, mem_limit="1GiB")
+    with nn.utils.parametrize.cached(), pytest.raises(ModelError, match="expected each call to compute its own"):
+        planned(torch.randn(FLAT))
+    planned(torch.randn(FLAT)).sum().backward()

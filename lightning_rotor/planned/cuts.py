@@ -19,7 +19,7 @@ from lightning_rotor.capture.cuts import WAYS, GraphCut, SequentialCut, sequenti
 from lightning_rotor.capture.guards import Objects
 from lightning_rotor.errors import ModelError, RotorWarning
 from lightning_rotor.private.sharding import unrecorded
-from lightning_rotor.private.torch_names import HOOKS
+from lightning_rotor.private.torch_names import HOOKS, shares_weights
 from lightning_rotor.private.values import require_tensors, tensors_in
 from lightning_rotor.profiling.dry_run import require_same
 from lightning_rotor.stages.sequential import is_plain_stock
@@ -157,6 +157,12 @@ class KnownCuts:
 
         Raises ``ModelError`` if it can be no chain, ``SampleError`` if the call holds no tensor.
         """
+        if shares_weights(self._module):
+            raise ModelError(
+                f"{type(self._module).__name__} is called inside of torch.nn.utils.parametrize.cached(), which "
+                "computes a parametrized weight once for several calls: expected each call to compute its own, as its "
+                "recomputation does. Call it outside of that context"
+            )
         for cut, value in self.known(args, kwargs):
             self._cuts.remove(cut)
             self._cuts.append(cut)

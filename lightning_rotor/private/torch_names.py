@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.autograd.graph import Node
 from torch.nn.modules import module as nn_module
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
@@ -261,6 +262,11 @@ def gradient_hooks(tensor: torch.Tensor) -> list[Any]:
 def any_hooks_of_all() -> bool:
     """True if there are hooks for every module."""
     return any(_HOOKS_OF_ALL)
+
+
+def shares_weights(module: nn.Module) -> bool:
+    """True inside of ``parametrize.cached()``, where a parametrized weight is computed once for all calls."""
+    return bool(parametrize._cache_enabled) and any(map(parametrize.is_parametrized, module.modules()))
 
 
 # -------------------------------------------------------------------- torch.compile
