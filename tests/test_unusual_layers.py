@@ -246,6 +246,19 @@ def test_tensors_that_are_not_dense_are_refused(make: Callable[[torch.Tensor], t
         net.measure(tensor)
 
 
+class Sparse(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.relu().to_sparse()
+
+
+def test_a_tensor_between_stages_that_is_not_dense_is_refused() -> None:
+    net = nn.Sequential(nn.Linear(8, 8), Sparse(), nn.Linear(8, 8))
+    with pytest.raises(
+        ModelError, match=r"stage '1' returns a tensor of layout torch\.sparse_coo: expected dense ones"
+    ):
+        Checkpointable(net).measure(torch.randn(4, 8))
+
+
 def test_weights_that_calls_share_are_refused() -> None:
     net = Body()
     for block in net.blocks:

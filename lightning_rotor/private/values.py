@@ -152,13 +152,18 @@ def require_tensors(value: Any) -> None:
             f"the input is {type(value).__name__} and holds no tensor: expected a tensor, or tensors in "
             "tuples, lists, dicts or dataclasses"
         )
-    for tensor in tensors:
-        if tensor.layout is not torch.strided or tensor.is_nested:
-            kind = "torch.nested" if tensor.is_nested else tensor.layout
-            raise SampleError(
-                f"the input holds a tensor of layout {kind}: expected dense ones, as the memory of others cannot be "
-                "followed. Name a submodule that takes dense tensors, or give it their parts (indices, values, offsets)"
-            )
+    layout = other_layout(tensors)
+    if layout:
+        raise SampleError(
+            f"the input holds a tensor of layout {layout}: expected dense ones, as the memory of others cannot be "
+            "followed. Name a submodule that takes dense tensors, or give it their parts (indices, values, offsets)"
+        )
+
+
+def other_layout(tensors: Iterable[torch.Tensor]) -> str:
+    """The layout of the first tensor that is not dense; empty if all are."""
+    layouts = ("torch.nested" if tensor.is_nested else str(tensor.layout) for tensor in tensors)
+    return next((layout for layout in layouts if layout != "torch.strided"), "")
 
 
 def check_sample(sample: Any) -> None:

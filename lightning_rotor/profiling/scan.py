@@ -26,6 +26,7 @@ from lightning_rotor.private.values import (
     TreeSpec,
     address_of,
     is_fake,
+    other_layout,
     same_bits,
     spelled,
     tensors_in,
@@ -312,6 +313,12 @@ def outputs_of(stage: Stage, boundary: Boundary) -> tuple[Boundary, ...]:
 
 
 def _boundaries(stage: Stage, output: Any) -> tuple[Boundary, ...]:
+    layout = other_layout(tensors_in(output))
+    if layout:
+        raise ModelError(
+            f"stage {stage.name!r} returns a tensor of layout {layout}: expected dense ones between stages, as the "
+            "memory of others cannot be followed. Make it and use it within one module"
+        )
     return tuple(Boundary.of(part, whole_storages=True) for part in unpacked(output, len(stage.writes)))
 
 
