@@ -166,7 +166,7 @@ class Way:
         """What the forward changes besides."""
         if self.known_state is not None:
             return self.known_state
-        return replace(state_of(self.stage, (), {}), root=(self.module, self.name.partition(" (")[0]))
+        return replace(state_of(self.stage, (), {}), root=(self.stage.modules[0], self.name.partition(" (")[0]))
 
 
 def can_be_fused(module: nn.Module) -> bool:
