@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 
+import lightning.pytorch as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,8 +14,9 @@ from torch import nn
 from torch.ao import quantization
 from torch.nn.utils import prune
 
-from lightning_rotor import Checkpointable, ModelError, RotorWarning, SampleError
+from lightning_rotor import Checkpointable, ModelError, RotorCallback, RotorWarning, SampleError
 from lightning_rotor.planning import minimum_budget
+from tests.training import train
 
 
 class Body(nn.Module):
@@ -267,3 +270,25 @@ def test_weights_that_calls_share_are_refused() -> None:
     with nn.utils.parametrize.cached(), pytest.raises(ModelError, match="expected each call to compute its own"):
         planned(torch.randn(FLAT))
     planned(torch.randn(FLAT)).sum().backward()
+
+
+class Sharing(L.LightningModule):
+    """Calls a net twice with the same weights, whose only other module with compute is one stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Body()
+        for block in self.net.blocks:
+            nn.utils.parametrizations.weight_norm(block[0])
+
+    def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        with nn.utils.parametrize.cached():
+            return (self.net(batch[0]) + self.net(batch[0].flip(0))).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def test_the_error_names_the_module_with_most_compute_when_none_can_be_planned(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="Body is called inside of"):
+        train(Sharing, [torch.randn(16, 8, 32)], tmp_path, callback=RotorCallback("1GiB", show_table=False))

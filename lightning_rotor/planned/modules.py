@@ -45,6 +45,7 @@ class PlannedModules:
         self._modules: list[PlannedModule] = []
         self._warnings: list[str] = []
         self.is_guess = self._is_news = False
+        self._first_refusal: RotorError | None = None
 
     def __iter__(self) -> Iterator[PlannedModule]:
         return iter(self._modules)
@@ -100,8 +101,9 @@ class PlannedModules:
         module = next(module for module in self if module.plans is plans)
         self._search.refuse(module.target)
         found = self._search.all()
+        self._first_refusal = self._first_refusal or error
         if not found:
-            raise error
+            raise self._first_refusal  # of those with most compute
         _log.info("RotorCallback cannot plan %s: %s", module.target.place, error)
         self._take(found)
 
