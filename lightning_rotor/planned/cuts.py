@@ -119,7 +119,7 @@ class KnownCuts:
         self._on_cut = on_cut
         self._most = most
         self._cuts: list[SequentialCut | GraphCut] = []
-        self.made = 0  # times that the module was cut
+        self.made = self._recorded = 0  # times that the module was cut, and that it was recorded for that
         self._submodules: tuple[nn.Module, ...] | None = None
         self._stock: tuple[bool, ...] = ()
         self._facts: ModuleFacts | None = None
@@ -181,6 +181,9 @@ class KnownCuts:
                 "".join(f"; not {WAYS[way]}: {reason}" for way, reason in getattr(cut, "reasons", {}).items()),
             )
             self._take(cut)
+        self._recorded += 1
+        if self._recorded == _MANY_CUTS:
+            self._warn_of_many(cut.anew)
         if anew := cut.anew:
             _log.info("%s was recorded anew: %s", type(self._module).__name__, anew)
         value = cut.bind(args, kwargs)
@@ -238,8 +241,6 @@ class KnownCuts:
         kept = [known for known in self._cuts if isinstance(known, GraphCut) and known.lives_in(present)]
         self._cuts = [*kept[max(len(kept) + 1 - self._most, 0) :], cut]
         self.made += 1
-        if self.made == _MANY_CUTS:
-            self._warn_of_many(cut.anew)
 
     def _warn_of_many(self, anew: str) -> None:
         message = (
