@@ -11,7 +11,6 @@ TITLES = {
     "gpt24": "GPT, 24 blocks",
     "resnet101": "ResNet-101",
     "densenet121": "DenseNet-121",
-    "densenet121-eager": "DenseNet-121, eager",
     "vgg19": "VGG-19",
     "uneven": "uneven convolutions",
     "unet": "U-Net",
