@@ -43,8 +43,6 @@ def measure(name: str) -> dict[str, Any]:
     torch.manual_seed(0)
     warnings.simplefilter("ignore")
     module, inputs, loss = WORKLOADS[name]()
-    # Every training has one before its first batch, and torch imports its compiler for the first: 0.8 s that are not ours.
-    torch.optim.SGD(module.parameters(), lr=0.1)
 
     def step(run: Any) -> float:
         module.zero_grad()

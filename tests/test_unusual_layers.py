@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.ao import quantization
 from torch.nn.utils import prune
+from torchmetrics import MeanMetric
 
 from lightning_rotor import Checkpointable, ModelError, RotorCallback, RotorWarning, SampleError
 from lightning_rotor.planning import minimum_budget
@@ -124,6 +125,18 @@ class Experts(nn.Module):
         return x + found.view_as(x)
 
 
+class Averaged(nn.Module):
+    """Reads a metric, whose hash is another whenever its values change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric = MeanMetric()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.metric.update(x.detach().mean())
+        return x + 0.01 * self.metric.compute()
+
+
 class Randomized(nn.Module):
     """RReLU as a function."""
 
@@ -172,6 +185,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "codebook": (lambda: Body(between=Codebook()), FLAT),
     "experts": (lambda: Body(between=Experts()), FLAT),
     "pruned": (pruned, FLAT),
+    "metric": (lambda: Body(between=Averaged()), FLAT),
 }
 
 

@@ -357,15 +357,16 @@ def _require_readable(node: fx.Node, values: Sequence[Any], *, with_tensors: boo
 @contextmanager
 def _in_place(attributes: Mapping[tuple[nn.Module, str], Any]) -> Iterator[None]:
     """Context in which modules have other values as attributes."""
-    before = {(owner, name): owner.__dict__[name] for owner, name in attributes}
-    for (owner, name), value in attributes.items():
-        owner.__dict__[name] = value
+    # In a row: a metric of torchmetrics has another hash whenever its values change.
+    places = [(owner.__dict__, name, owner.__dict__[name], value) for (owner, name), value in attributes.items()]
+    for namespace, name, _, value in places:
+        namespace[name] = value
     try:
         yield
     finally:
-        for (owner, name), value in attributes.items():
-            if owner.__dict__.get(name) is value:  # else the forward has set another
-                owner.__dict__[name] = before[owner, name]
+        for namespace, name, before, value in places:
+            if namespace.get(name) is value:  # else the forward has set another
+                namespace[name] = before
 
 
 _showing = threading.RLock()
