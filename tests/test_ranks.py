@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -152,7 +153,16 @@ def test_units_are_inside_the_limit_with_all_messages(runs: Seen) -> None:
         assert max(peaks) <= most
         assert peaks[1] > 0.7 * BLOCKS_LIMIT
         assert peaks[9] > 0.8 * BLOCKS_LIMIT
-        assert 0.8 * BLOCKS_LIMIT < seen["units"]["peak"] <= most
+        assert 0.8 * BLOCKS_LIMIT < median(seen["units"]["late"]) <= most
+
+
+def test_another_plan_for_all_takes_no_other_measurement(runs: Seen) -> None:
+    for seen in runs:
+        assert len(set(seen["units"]["schedules"])) > 1
+        assert len(set(seen["units"]["measuring_seconds"])) == 1  # those of the first step
+        seconds = seen["synchronized_ragged"]["measuring_seconds"]
+        assert len(set(seconds)) == 3  # one for each of three sizes, whichever meet
+        assert len(set(seconds[2:])) == 1
 
 
 def test_a_checkpoint_of_units_goes_on_without_the_callback(runs: Seen) -> None:

@@ -160,7 +160,7 @@ class PlanCache:
     def __len__(self) -> int:
         return len(self._prepared)
 
-    def __contains__(self, signature: Signature) -> bool:
+    def __contains__(self, signature: Signature | None) -> bool:
         return signature in self._prepared
 
     def __iter__(self) -> Iterator[tuple[Signature, Prepared]]:

@@ -132,6 +132,10 @@ class KnownCuts:
         """Cut anew at the next call."""
         self._cuts.clear()
 
+    def forget_those_for(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Cut anew at the next call like this one."""
+        self._cuts = [cut for cut in self._cuts if cut.bind(args, kwargs) is None]
+
     def follow_changes(self) -> bool:
         """Start afresh if a module was replaced at any depth, or one got hooks. True if so."""
         if self._facts is not None and self._facts.holds():
@@ -151,6 +155,10 @@ class KnownCuts:
             value = cut.bind(args, kwargs)
             if value is not None:
                 yield cut, value
+
+    def known_signature(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Signature | None:
+        """Signature of a call, or None if the module must be cut for it."""
+        return next((self.signature(cut, value) for cut, value in self.known(args, kwargs)), None)
 
     def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[SequentialCut | GraphCut, Any]:
         """The stages for a call and their input; the module is cut now if it must be.

@@ -232,7 +232,8 @@ class PlannedForward:
 
     def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Signature, Any, Prepared] | None:
         """The entry that a call runs with, or None if it runs plainly."""
-        self.plans.follow_others(args, kwargs)
+        if self.plans.together:
+            self.plans.follow_others(args, kwargs)
         try:
             signature, value = self.plans.bind(args, kwargs)
         except (ModelError, SampleError) as error:  # no chain, or a call without tensors
@@ -281,7 +282,7 @@ class PlannedForward:
             if signature.device.type == "cuda":
                 torch.cuda.empty_cache()
             ceiling_bytes = plans.ceiling.size_bytes or 0
-            plans.unplan(lambda plan: plan.peak_bytes <= ceiling_bytes)
+            plans.cache.unplan(lambda plan: plan.peak_bytes <= ceiling_bytes)
             smaller = plans.plan_again(signature, prepared)
             _log.warning(
                 "out of memory under a plan of %s: the forward runs again, and all that follow, with plans of at "

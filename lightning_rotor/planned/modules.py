@@ -126,7 +126,7 @@ class PlannedModules:
     def unplan(self, keep: Callable[[Plan], bool]) -> None:
         """Drop all plans but those to keep."""
         for module in self:
-            module.plans.unplan(keep)
+            module.plans.cache.unplan(keep)
 
     def is_capped(self, plan: Plan) -> bool:
         """True if a plan has all that plans may take since the device ran out of memory."""

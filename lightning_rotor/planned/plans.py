@@ -191,10 +191,19 @@ class Plans:
             self.forget()
 
     def follow_others(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Start afresh if another process must, and cannot do so alone."""
-        if self.together and self._source.ranks.any(not self.is_prepared(args, kwargs)):
+        """Cut, measure or plan a call anew if another process must, or has another plan for it. All must ask."""
+        self._follow_changes()
+        ranks, signature = self._source.ranks, self._cuts.known_signature(args, kwargs)
+        known = None if signature is None else self.cache.use(signature, self._source.turn)
+        if ranks.all_run(None if known is None else known.schedule):
+            return
+        if signature is not None and known is not None:
+            self.cache.put(signature, known.without_plan())
+        if ranks.any(known is None):
             self._records.clear()
-            self.forget()
+            self.cache.drop(lambda each: each != signature)
+            if ranks.any(signature is None):
+                self._cuts.forget_those_for(args, kwargs)
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Signature, Any]:
         """What a plan for a call depends on, and the chain's input. The module is cut if it must be."""
@@ -210,7 +219,7 @@ class Plans:
     def is_prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """True if a call has a plan, or costs for one."""
         self._follow_changes()
-        return any(self._cuts.signature(cut, value) in self.cache for cut, value in self._cuts.known(args, kwargs))
+        return self._cuts.known_signature(args, kwargs) in self.cache
 
     def prepare(self, signature: Signature, value: Any) -> Prepared:
         """The prepared entry of a call, made now if there is none."""
@@ -352,11 +361,11 @@ class Plans:
         if self.together:
             # The others learn of it at the next forward, and plan with this process.
             solved = self._solve(prepared.profile)
-            self.forget()
+            self.cache.put(signature, prepared.without_plan())
             return solved
         solved = _plan_of(self.plan_again(signature, prepared))
         if stale is None:
-            self.unplan(lambda plan: plan is solved)
+            self.cache.unplan(lambda plan: plan is solved)
         return solved
 
     def use(self, plan: Plan | Schedule) -> Plan:
@@ -371,10 +380,6 @@ class Plans:
             used = plan_for(plan, chain)
         self.use_plan(signature, replace(prepared, is_chosen=True), used)
         return used
-
-    def unplan(self, keep: Callable[[Plan], bool]) -> None:
-        """Drop the plans of all signatures but those to keep; they are made again when their signatures return."""
-        self.forget() if self.together else self.cache.unplan(keep)
 
     def records(self) -> list[Record]:
         """Everything measured and planned so far in plain types, for :meth:`recall`."""

@@ -6,12 +6,14 @@ Which way is safe depends on what happens inside the planned module:
   plan; who meets the same call with the same budget takes it. A process whose batch has another shape plans for itself,
   and one that skips the module keeps nobody waiting.
 - It communicates (SyncBatchNorm, DTensors, all_reduce): :class:`JointPlans`. The processes run it in lockstep anyway,
-  and a recomputation communicates again. So at each forward they ask each other whether anyone has no plan for its
-  shapes yet. If so, all measure and plan together, and run the plan of the one with least room, or one that fits all.
+  and a recomputation communicates again. So at each forward they ask each other whether all have the same schedule for
+  it. If not, all plan together, measure first if anyone must, and run the plan of the one with least room, or one that
+  fits all.
 """
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +39,10 @@ class Agreement:
     def any(self, is_so: bool) -> bool:
         """True if it is so in this process or in one that measures and plans together with it."""
         return is_so
+
+    def all_run(self, schedule: Schedule | None) -> bool:
+        """True if this process has a schedule for a call, and each that plans together with it has the same."""
+        return schedule is not None
 
     def settle(self, call: str, outcome: Plan | BudgetError) -> Plan:
         """The plan to run instead of one's own ``outcome``, or ``BudgetError``; ``call`` is the call's fingerprint."""
@@ -82,6 +88,13 @@ class JointPlans(Agreement):
         found = torch.tensor(int(is_so))
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
         return bool(found)
+
+    def all_run(self, schedule: Schedule | None) -> bool:
+        """True if all processes have the same schedule: a number that names it goes round, and its negative."""
+        number = 0 if schedule is None else int.from_bytes(hashlib.sha256(str(schedule).encode()).digest()[:7], "big")
+        found = torch.tensor((number, -number))
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
+        return number > 0 and found.tolist() == [number, -number]
 
     def settle(self, call: str, outcome: Plan | BudgetError) -> Plan:
         """The plan of the process whose batch leaves the least room, if it fits all; else the next one that does."""
