@@ -31,7 +31,7 @@ from lightning_rotor.errors import (
     ShortageError,
     UnitError,
 )
-from lightning_rotor.execution.recomputation import is_checkpointing, is_recomputing
+from lightning_rotor.execution.passes import is_checkpointing, is_recomputing
 from lightning_rotor.planned.batch_sizes import BatchSizeAdvice, advise_batch_size
 from lightning_rotor.planning import Frontier, Plan, frontier, plan
 from lightning_rotor.profiling import profile_chain

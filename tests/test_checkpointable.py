@@ -28,7 +28,7 @@ from lightning_rotor import (
     UnitError,
     simulate,
 )
-from lightning_rotor.execution.recomputation import Stopwatch
+from lightning_rotor.execution.executor import Stopwatch
 from lightning_rotor.planned.cache import Prepared
 from lightning_rotor.planned.cuts import Signature
 from lightning_rotor.planned.plans import Plans

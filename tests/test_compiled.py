@@ -28,7 +28,7 @@ from lightning_rotor import (
 from lightning_rotor.capture.compiled import CompiledModules, Variants
 from lightning_rotor.chain import Chain
 from lightning_rotor.execution.executor import Executor
-from lightning_rotor.execution.options import run_stage
+from lightning_rotor.execution.passes import run_stage
 from lightning_rotor.profiling import Profile, profile_chain
 from lightning_rotor.profiling import stage as stage_profiler
 from lightning_rotor.profiling.stage import StageProfiler, StageSeconds

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_rotor import ProfilingError, is_recomputing
 from lightning_rotor.planned.target import measure_compute
-from lightning_rotor.stages.state import GeneratorStates
+from lightning_rotor.stages.generators import GeneratorStates
 
 
 def test_small_numbers_by_hand():

@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from torch import nn
 
 from lightning_rotor.errors import ExecutionError, ScheduleError
-from lightning_rotor.execution.executor import Executor
-from lightning_rotor.execution.recomputation import Stopwatch, is_checkpointing, is_recomputing, recomputed
+from lightning_rotor.execution.executor import Executor, Stopwatch, recomputed
+from lightning_rotor.execution.passes import is_checkpointing, is_recomputing
 from lightning_rotor.planning import scheduled
 from lightning_rotor.profiling import Meter, Profile, profile_chain
 from lightning_rotor.profiling.settling import HostSeconds

@@ -28,7 +28,7 @@ from lightning_rotor import (
 )
 from lightning_rotor.capture.compiled import CompiledModules
 from lightning_rotor.capture.cuts import GraphCut, cut_graph
-from lightning_rotor.execution.recomputation import is_recomputing
+from lightning_rotor.execution.passes import is_recomputing
 from lightning_rotor.planning import minimum_budget
 from lightning_rotor.profiling import StepMeter
 from lightning_rotor.profiling.chain import _identity

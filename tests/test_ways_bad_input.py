@@ -26,7 +26,7 @@ from torch.nn.modules import module as every_module
 from torch.utils._pytree import tree_leaves
 
 from lightning_rotor import Checkpointable, ModelError, RotorCallback, sequentialize
-from lightning_rotor.execution.recomputation import is_recomputing
+from lightning_rotor.execution.passes import is_recomputing
 from lightning_rotor.planning import minimum_budget
 from tests.training import appearance, assert_same_bits, assert_same_training, train
 

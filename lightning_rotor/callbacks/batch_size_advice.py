@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_rotor.callbacks.trainer_loop import TrainerLoop, first_call
 from lightning_rotor.errors import ModelError, RotorError
-from lightning_rotor.execution.options import kept_attributes, undisturbed
+from lightning_rotor.execution.isolated import kept_attributes, undisturbed
 from lightning_rotor.planned.batch_sizes import BatchSizeAdvice, advice_from, measured_costs
 from lightning_rotor.private.lightning_names import reset_loaders
 from lightning_rotor.private.values import tensors_in

@@ -28,7 +28,7 @@ from lightning_rotor.capture.modules import (
 )
 from lightning_rotor.capture.recorder import Recorder, Recording
 from lightning_rotor.errors import InverseError, ModelError
-from lightning_rotor.execution.options import kept_parameters, lent_buffers, undisturbed
+from lightning_rotor.execution.isolated import kept_parameters, lent_buffers, undisturbed
 from lightning_rotor.invertible.check import try_inverse
 from lightning_rotor.private.sharding import Unit, units_below, units_in, wrapped_by_fsdp1
 from lightning_rotor.private.torch_names import is_compiled, is_compiler_wrapper, module_inside, noticed_checkpoints

@@ -36,9 +36,9 @@ from lightning_rotor.capture.graph_stage import (
 )
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.values import same_bits
+from lightning_rotor.stages.generators import generator_state
 from lightning_rotor.stages.sequential import has_own_call, packed
 from lightning_rotor.stages.snapshot import PLAIN, namespace_of
-from lightning_rotor.stages.state import generator_state
 
 OWN = "own"
 """Where a node keeps whether it runs code that is not torch's, of which nobody knows what it does for other sizes."""

@@ -54,11 +54,11 @@ from lightning_rotor.capture.operations import (
     spell,
 )
 from lightning_rotor.capture.writer import GraphWriter, OpMemory, erase, plain
-from lightning_rotor.execution.recomputation import repeating
+from lightning_rotor.execution.passes import repeating
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.sharding import units_in
 from lightning_rotor.private.values import tensors_in, tree_leaves, watch_containers
-from lightning_rotor.stages.state import GeneratorStates
+from lightning_rotor.stages.generators import GeneratorStates
 
 _CONTAINERS = (
     *(nn.Sequential, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder),

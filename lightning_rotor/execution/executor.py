@@ -6,32 +6,47 @@ The recursion of the schedule is the recursion of the calls, so there is nothing
                                       stage 0, recorded              stage 3
                                       checkpoint( stage 1, 2 )       first saved tensor of 2 → run 1, 2 again;
                                       stage 3, recorded              stages 2, 1, 0
+
+torch's non-reentrant checkpoint builds the original graph, drops every tensor that it saves, and runs the function
+again when the backward first asks for one. What the second run must not repeat is in ``passes``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 from weakref import ReferenceType, ref
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import ExecutionError
 from lightning_rotor.execution.inversion import Way, run_inverted
-from lightning_rotor.execution.options import run_stage
-from lightning_rotor.execution.recomputation import Stopwatch, recomputed
+from lightning_rotor.execution.passes import (
+    Again,
+    FirstPass,
+    changed_meanwhile,
+    first_changed,
+    is_checkpointing,
+    is_recomputing,
+    passing_first,
+    repeating,
+    run_stage,
+)
 from lightning_rotor.execution.segment_state import SegmentState
+from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.sharding import Unit, left_as_found, units_in
-from lightning_rotor.private.torch_names import backward_keeps_graph, backward_number
-from lightning_rotor.private.values import TreeSpec, tree_leaves, tree_unflatten
+from lightning_rotor.private.values import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from lightning_rotor.schedule import Item, Leaf, Schedule, Segment, make_room_for
 from lightning_rotor.simulator import check_schedule
 from lightning_rotor.stages.sequential import Stage, Wire, Wiring, unpacked
 
+NO_STATE = SegmentState()
 # Calls that one more level of segments takes, most of them torch's.
 _CALLS = 60
 
@@ -132,6 +147,182 @@ def _name_of_leaf(names: Sequence[str], leaf: int, spec: TreeSpec) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------
+# One recomputed segment.
+
+
+class Clock(Protocol):
+    """The time on a device."""
+
+    def now(self) -> Any:
+        """A point in time."""
+
+    def seconds_between(self, start: Any, end: Any) -> float:
+        """Seconds between two of them."""
+
+
+class Stopwatch:
+    """Times what calls of an executor run in segments, first and again, the second to the sixth: the first warms up.
+
+    ``calls`` counts them. Each is to have one backward.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.calls = 0
+        self._clock, self._seconds = clock, [list[float]() for _ in range(_TIMED_CALLS)]
+        self._laps: list[tuple[int, Any, Any]] = []
+
+    @contextmanager
+    def timing(self, call: int) -> Iterator[None]:
+        """Context of what runs in a segment for the call with this number."""
+        if not 1 < call <= 1 + _TIMED_CALLS:
+            yield
+            return
+        start = self._clock.now()
+        try:
+            yield
+        finally:
+            self._laps.append((call - 2, start, self._clock.now()))
+
+    @property
+    def is_done(self) -> bool:
+        """True if all calls that are timed have run, and had their backward if another call came."""
+        return self.calls > 1 + _TIMED_CALLS
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds that a call spends in segments; None before the second one runs.
+
+        Of each lap the faster ones count, as of the profile's stages: a disturbance makes none faster.
+        """
+        for call, *lap in self._laps:
+            self._seconds[call].append(self._clock.seconds_between(*lap))
+        self._laps.clear()
+        most = max(map(len, self._seconds))
+        whole = zip(*(each for each in self._seconds if len(each) == most), strict=True)
+        return sum(sorted(each)[len(each) // 4] for each in whole) if self.calls > 1 else None
+
+
+_TIMED_CALLS = 5
+
+
+class _Inputs:
+    """Inputs of one segment, until the last backward that runs through it has them.
+
+    Its backwards, the most expensive moments, go without them, unless the graph is kept. Inner segments get their
+    inputs from the recomputation around them, which does the same.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._tensors: list[torch.Tensor | None] = []
+        self._last_backward: int | None = None  # the one that gives them up
+
+    def save(self, tensor: torch.Tensor) -> int:
+        self._tensors.append(tensor)
+        return len(self._tensors) - 1
+
+    def hand_out(self, number: int) -> torch.Tensor:
+        tensor = self._tensors[number]
+        if tensor is None:
+            raise ExecutionError(
+                f"{self._name} is recomputed again after a backward that did not keep the graph: "
+                "pass retain_graph=True to all but the last backward"
+            )
+        if self._are_needed_no_more():
+            self._tensors[number] = None
+        return tensor
+
+    def _are_needed_no_more(self) -> bool:
+        """True if the running backward goes on to all that made the inputs, and frees that graph.
+
+        Any later backward then meets freed nodes, as in plain training, unless they saved nothing. If it leaves out one
+        node, another backward may still come from there: two heads that read one input each, or untrained inputs.
+        """
+        backward = private.backward_number()
+        if backward is not None and backward != self._last_backward:
+            nodes = [tensor.grad_fn for tensor in self._tensors if tensor is not None and tensor.grad_fn is not None]
+            if nodes and not private.backward_keeps_graph() and all(map(private.backward_reaches, nodes)):
+                self._last_backward = backward
+        return backward is not None and backward == self._last_backward
+
+
+def _unless_changed(
+    function: Callable[..., Any],
+    spec: TreeSpec,
+    before: list[int],
+    or_copies: bool,
+    spell_input: Callable[[int, TreeSpec], str],
+    *leaves: Any,
+) -> Any:
+    """Run a function on inputs that must be what they were."""
+    tensors = [value for value in leaves if isinstance(value, torch.Tensor)]
+    number = first_changed(before, tensors, or_copies=or_copies)
+    if number is not None:
+        place = next(place for place, value in enumerate(leaves) if value is tensors[number])
+        raise changed_meanwhile(
+            spell_input(place, spec), "Overwrite it behind that, give the module a copy of its own (x.clone())"
+        )
+    return function(*tree_unflatten(leaves, spec))
+
+
+def recomputed(
+    function: Callable[..., Any],
+    *inputs: Any,
+    name: str = "segment",
+    draws_random: bool = True,
+    state: SegmentState = NO_STATE,
+    spell_input: Callable[[int, TreeSpec], str] = "input {}".format,
+    watch: Stopwatch | None = None,
+) -> Any:
+    """Run a function without keeping what its backward needs; the backward runs it again.
+
+    The function must give the same bits every time. Tensors in its inputs are held until the backward has recomputed
+    it, if that frees the graph. Setting the generators back takes 5 kB on the host. ``state`` is what else it reads and
+    changes, or might change some day; ``watch`` times the recomputation; ``spell_input`` names a leaf of the inputs.
+
+    Raises:
+        ExecutionError: It changes an input, or unexpectedly a parameter or buffer, which would silently spoil the
+            recomputation. In the backward: one of them has changed since.
+    """
+    leaves, spec = tree_flatten(inputs)
+    tensors = [value for value in leaves if isinstance(value, torch.Tensor)]
+    before = expected = private.stamps(tensors)
+    hooks: AbstractContextManager[Any] = nullcontext()
+    or_copies = False
+    nested = is_checkpointing() or is_recomputing()
+    if nested:
+        # Inside another segment, whose recomputation makes the inputs anew, in other memory, by the same operations.
+        expected = before[: len(tensors)]
+    elif private.hooks_for_saved_tensors() is not None:
+        or_copies = True  # somebody's hooks bring back what they like
+    else:
+        held = _Inputs(name)
+        hooks = torch.autograd.graph.saved_tensors_hooks(held.save, held.hand_out)
+    with hooks, nullcontext() if watch is None or nested else watch.timing(watch.calls):
+        output = checkpoint(
+            partial(_unless_changed, function, spec, expected, or_copies, spell_input),
+            *leaves,
+            use_reentrant=False,
+            preserve_rng_state=draws_random,
+            context_fn=partial(_contexts, state, watch),
+        )
+    if first_changed(before, tensors) is not None:
+        raise ExecutionError(
+            f"{name} changes its input in place, so it cannot be recomputed from it: expected an untouched input. "
+            "Use an operation that is not in place there, or measure again if the model has changed since"
+        )
+    return output
+
+
+def _contexts(
+    state: SegmentState, watch: Stopwatch | None
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    first_pass = FirstPass(state)
+    timing = nullcontext if watch is None else partial(watch.timing, watch.calls)
+    return passing_first(first_pass), Again(timing, first_pass.replayed, repeating)
+
+
+# ----------------------------------------------------------------------------------------------------
 # The backward of a call: whether it is still to come, and a second one through freed tensors told in words that help.
 
 
@@ -156,7 +347,7 @@ class Pending:
 
     def __call__(self, _: Any) -> None:
         """A backward has reached the call."""
-        backward = backward_number()
+        backward = private.backward_number()
         if self._once and self._backward not in (None, backward):
             raise ExecutionError(
                 "backward ran a second time through a graph whose saved tensors are freed: expected one backward per "
@@ -164,7 +355,7 @@ class Pending:
             )
         if self.on_backward is not None and self._backward != backward:
             self.on_backward()
-        if not backward_keeps_graph():
+        if not private.backward_keeps_graph():
             self._backward = backward
 
 

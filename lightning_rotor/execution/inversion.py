@@ -20,16 +20,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_rotor.errors import ExecutionError
-from lightning_rotor.execution.options import run_stage
-from lightning_rotor.execution.recomputation import without_saved_tensors
+from lightning_rotor.execution.passes import Again, FirstPass, repeating, run_stage
 from lightning_rotor.execution.reverse import Guard, Moment, Roots, learning, stand_ins
 from lightning_rotor.execution.segment_state import SegmentState, state_of
 from lightning_rotor.private import torch_names as private
@@ -231,7 +232,7 @@ class Inversion:
         versions = [private.version_of(tensor) for tensor in inputs]
         # With gradients: kernels may give other last bits where none is wanted.
         with self.moment.first():
-            output = without_saved_tensors(
+            output = _without_saved_tensors(
                 partial(run_stage, self.way.stage), value, self.moment.first_pass, draws_random=self.way.draws_random
             )
         made = require_own_output(inputs, versions, output, name=self.way.name)
@@ -344,3 +345,16 @@ def _drained(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     content = tensors[:]
     tensors.clear()
     return content
+
+
+def _without_saved_tensors(
+    function: Callable[[Any], Any], value: Any, first_pass: FirstPass, *, draws_random: bool
+) -> Any:
+    """The output of a function whose graph will be dropped; a backward inside of the function runs it again."""
+    return checkpoint(
+        function,
+        value,
+        use_reentrant=False,
+        preserve_rng_state=draws_random,
+        context_fn=lambda: (nullcontext(), Again(first_pass.replayed, repeating)),
+    )

@@ -18,12 +18,11 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_rotor.errors import ExecutionError, InverseError, RotorWarning
-from lightning_rotor.execution.options import forget_casts
-from lightning_rotor.execution.recomputation import passing_first, repeating
-from lightning_rotor.execution.segment_state import FirstPass, SegmentState, buffers_of
+from lightning_rotor.execution.passes import FirstPass, buffers_of, forget_casts, passing_first, repeating, tensors_read
+from lightning_rotor.execution.segment_state import SegmentState
 from lightning_rotor.private.values import same_bits
+from lightning_rotor.stages.generators import GeneratorStates
 from lightning_rotor.stages.sequential import DRAWS
-from lightning_rotor.stages.state import GeneratorStates
 
 
 def stand_ins(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -257,7 +256,7 @@ class Moment:
             for (module, name, buffer), (_, _, value) in zip(buffers, first_pass.values, strict=True)
             if module._buffers.get(name) is buffer and same_bits(buffer, value)
         }
-        first_pass.read = first_pass.state.tensors_read(unchanged.values())
+        first_pass.read = tensors_read(first_pass.state, unchanged.values())
         first_pass.values = [each for each in first_pass.values if (id(each[0]), each[1]) not in unchanged]
 
     def require_unchanged(self) -> None:

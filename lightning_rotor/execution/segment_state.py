@@ -1,28 +1,9 @@
-"""What a forward changes besides making its output, and how a recomputation neither sees nor repeats it.
-
-A second forward would count a batch twice in running statistics and start from other values than the first pass did:
-
-==================================  ===================================================================================
-torch's normalization, training     never reads its running statistics: a replay writes to scratch buffers, unless code
-                                    around it may read them
-other modules seen to update their  the first pass remembers the earlier values, and a replay works on a copy of them
-buffers; small ones of user code
-large buffers of user code          are watched: the first update in a segment is refused, for the earlier value is gone
-attributes of user code, and what   are set to what the first pass saw, and back afterwards, with all that lists, dicts
-its hooks can reach                 and objects hold (``stages.snapshot``); so are Python's and NumPy's generators
-hooks that only look                are not called again (:class:`Observers`)
-torch's settings, and those of its  are those of the first pass: default dtype, allowed kernels, modes, probabilities;
-layers                              hooks that came later are not called
-parameters, and buffers that the    are the first pass's own tensors, even under functional_call, unchanged and with
-first pass does not update          their ``requires_grad``; those of FSDP units come and go with the units' hooks
-==================================  ===================================================================================
-"""
+"""What the stages of a segment read and change besides making their output, and hooks that only look."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -33,15 +14,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.sharding import units_in
 from lightning_rotor.private.values import tensors_in
-from lightning_rotor.stages.sequential import (
-    NORMALIZATIONS,
-    Stage,
-    has_own_code,
-    is_plain_stock,
-    runs_members_in_a_row,
-)
+from lightning_rotor.stages.sequential import NORMALIZATIONS, Stage, has_own_code, is_plain_stock, runs_members_in_a_row
 from lightning_rotor.stages.snapshot import SMALL_BYTES, Snapshot
-from lightning_rotor.stages.state import GeneratorStates, LayerSettings, Settings, Slot, TensorsRead
 from lightning_rotor.units import in_blocks
 
 # ----------------------------------------------------------------------------------------------------
@@ -212,10 +186,6 @@ class SegmentState:
         )
         return SegmentState(**both, root=other.root if self.root is None else self.root)
 
-    def tensors_read(self, more: Iterable[Slot] = ()) -> TensorsRead:
-        """Parameters and buffers that a replay reads as they are now, and others."""
-        return TensorsRead((*self._slots(), *more), self.spell)
-
     def spell(self, table: dict[str, Any], name: str) -> str:
         """The name of a tensor in messages."""
         modules = (*self.parametrized, *self.buffered, *self.remembered, *(owner for owner, _ in self.direct_reads))
@@ -226,20 +196,6 @@ class SegmentState:
             if module is owner:
                 return f"{kind} {'.'.join(filter(None, (prefix, path, name)))!r}"
         return f"{kind} {name!r} of {type(owner).__name__}"
-
-    def _slots(self) -> Iterator[Slot]:
-        for module in self.parametrized:
-            for name, parameter in module._parameters.items():
-                yield module._parameters, name, parameter
-        for module in self.buffered:
-            # In training, normalization does not read its statistics.
-            if not (module.training and isinstance(module, NORMALIZATIONS)):
-                for name, buffer in module._buffers.items():
-                    yield module._buffers, name, buffer
-        for module, name in self.direct_reads:
-            for table in (module._parameters, module._buffers):  # attributes are not followed
-                if name in table:
-                    yield table, name, table[name]
 
 
 def state_of(
@@ -295,88 +251,6 @@ def _has_other_code(module: nn.Module) -> bool:
     """True if code runs in a module that is neither torch's nor ours, more than a row of its members."""
     is_row = isinstance(module, nn.Sequential) and runs_members_in_a_row(module) and "forward" not in module.__dict__
     return private.has_forward_hooks(module) or (has_own_code(module) and not is_row)
-
-
-class FirstPass:
-    """A forward that will be repeated: what it must remember for that, and what it could not undo, which it refuses."""
-
-    def __init__(self, state: SegmentState) -> None:
-        self.state = state
-        self.values: list[tuple[nn.Module, str, torch.Tensor]] = []
-        self.generators: GeneratorStates | None = None
-        self.read = TensorsRead((), state.spell)
-        self._before: Snapshot | None = None
-        self._observers = Observers(state.attributed)
-        self._settings = Settings()
-        self._layers = LayerSettings(())
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Context of the forward."""
-        copies: dict[int, torch.Tensor] = {}
-        self.values = [
-            (module, name, copies.setdefault(id(buffer), buffer.detach().clone()))
-            for module, name, buffer in buffers_of(self.state.remembered)
-        ]
-        if self.state.attributed or private.any_hooks_of_all():
-            self._before = Snapshot(self.state.attributed, small_bytes=SMALL_BYTES)
-            self._observers.watch()
-        self.generators = GeneratorStates(torchs=False) if self.state.attributed else None
-        self._layers = LayerSettings(self.state.layers)
-        self.read = self.state.tensors_read()
-        try:
-            yield
-        finally:
-            if self._before is not None:
-                self._observers.settle(self._before)
-        if self._before is not None:
-            self._before.require_undoable()
-        self.read.require_untouched()
-
-    @contextmanager
-    def replayed(self) -> Iterator[None]:
-        """Context of a forward that repeats this one: it sees the state that this one saw, and changes none."""
-        self.read.require_unchanged()
-        with ExitStack() as stack:
-            for settings in (self._settings, self._layers, self.read):
-                stack.enter_context(settings.restored())
-            if self.generators is not None:
-                stack.callback(GeneratorStates(torchs=False).restore)
-                self.generators.restore()
-            if self._before is not None:
-                stack.callback(self._before.again().restore)
-                self._before.lend()
-                self._observers.leave_out()
-            stack.enter_context(standing_in(self._loans()))
-            yield
-
-    def _loans(self) -> Iterator[Slot]:
-        """What stands in tables of parameters and buffers during a replay."""
-        # FSDP1 has moved its own out of the way, and into plain attributes.
-        yield from (slot for slot in self.read.slots if slot[1] in slot[0])
-        for statistic in self.state.statistics:
-            if statistic.module.training:
-                yield statistic.module._buffers, statistic.name, statistic.scratch
-        copies: dict[int, torch.Tensor] = {}
-        for module, name, value in self.values:
-            # A copy of the copy: with retain_graph there is another replay after this one.
-            yield module._buffers, name, copies.setdefault(id(value), value.clone())
-
-
-@contextmanager
-def standing_in(loans: Iterable[Slot]) -> Iterator[None]:
-    """Context in which other tensors stand in tables of parameters and buffers."""
-    owners: list[Slot] = []
-    try:
-        for table, name, loan in loans:
-            if table[name] is not loan:
-                owners.append((table, name, table[name]))
-                table[name] = loan
-        yield
-    finally:
-        # Last in, first out: what was lent twice gets its first owner back.
-        for table, name, owner in reversed(owners):
-            table[name] = owner
 
 
 def buffers_of(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from lightning_rotor.errors import InverseError
-from lightning_rotor.execution.options import kept_attributes, lent_buffers, run_stage, undisturbed
+from lightning_rotor.execution.isolated import kept_attributes, lent_buffers, undisturbed
+from lightning_rotor.execution.passes import run_stage
 from lightning_rotor.execution.reverse import Moment, Roots, learning, precision_of, stand_ins, tolerance_of
 from lightning_rotor.execution.segment_state import state_of
 from lightning_rotor.private.torch_names import version_of

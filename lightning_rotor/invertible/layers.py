@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from lightning_rotor.errors import InverseError, ModelError
+from lightning_rotor.execution.executor import recomputed
 from lightning_rotor.execution.inversion import Way, can_be_fused, run_inverted
-from lightning_rotor.execution.options import run_stage
-from lightning_rotor.execution.recomputation import recomputed
+from lightning_rotor.execution.passes import run_stage
 from lightning_rotor.execution.reverse import Roots, accumulate, learning
 from lightning_rotor.private.torch_names import has_forward_hooks, no_dispatch, outside_of_graphs
+from lightning_rotor.stages.generators import seeded
 from lightning_rotor.stages.sequential import DRAWING, Invertible, Stage, has_own_call, require_invertible
-from lightning_rotor.stages.state import seeded
 
 # ---------------------------------------------- Random numbers that do not depend on which part of a module runs first.
 

@@ -19,7 +19,7 @@ from torch import nn
 from lightning_rotor.capture.cuts import GraphCut, SequentialCut, cut_graph, sequentialize
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import ModelError, RotorError, SampleError
-from lightning_rotor.execution.options import kept_attributes
+from lightning_rotor.execution.isolated import kept_attributes
 from lightning_rotor.memory.devices import resolve_limit
 from lightning_rotor.pipeline.micro_batches import join, rows_in, sizes_of, split
 from lightning_rotor.pipeline.partition import Partition, PipelineDevice, partition

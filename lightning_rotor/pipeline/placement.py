@@ -19,8 +19,8 @@ from lightning_rotor.errors import RotorError
 from lightning_rotor.memory.held import storage_bytes
 from lightning_rotor.pipeline.schedule import PipelineError
 from lightning_rotor.private.values import tensors_in, tree_map_only
+from lightning_rotor.stages.generators import GeneratorStates
 from lightning_rotor.stages.sequential import Stage
-from lightning_rotor.stages.state import GeneratorStates
 
 
 @dataclass(frozen=True, slots=True)

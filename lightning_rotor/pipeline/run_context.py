@@ -30,9 +30,10 @@ from typing import Any, TypeAlias
 import torch
 
 from lightning_rotor.chain import Chain
+from lightning_rotor.execution.passes import Settings
 from lightning_rotor.pipeline.schedule import PipelineError
+from lightning_rotor.stages.generators import GeneratorStates, seeded
 from lightning_rotor.stages.sequential import Stage, Wiring
-from lightning_rotor.stages.state import GeneratorStates, Settings, seeded
 
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of a call."""

@@ -18,7 +18,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 
 from lightning_rotor.capture.cuts import GraphCut, SequentialCut
 from lightning_rotor.capture.graph_stage import GraphSlice
-from lightning_rotor.execution.options import kept_attributes, lent_buffers, undisturbed
+from lightning_rotor.execution.isolated import kept_attributes, lent_buffers, undisturbed
 from lightning_rotor.pipeline.partition import Partition
 from lightning_rotor.pipeline.placement import PipelineProcesses, first, share
 from lightning_rotor.pipeline.run_context import Call, RunContext

@@ -24,7 +24,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from lightning_rotor.chain import Chain
 from lightning_rotor.execution.executor import Executor
-from lightning_rotor.execution.options import run_stage
+from lightning_rotor.execution.passes import run_stage
 from lightning_rotor.execution.segment_state import SegmentState
 from lightning_rotor.pipeline.micro_batches import BatchStatistics
 from lightning_rotor.pipeline.partition.in_flight import END, StagePlan
@@ -32,8 +32,8 @@ from lightning_rotor.pipeline.placement import PipelineProcesses
 from lightning_rotor.pipeline.run_context import mixed, with_seeds
 from lightning_rotor.pipeline.schedule import PipelineError
 from lightning_rotor.private.values import TreeSpec, tree_flatten, tree_unflatten
+from lightning_rotor.stages.generators import seeded
 from lightning_rotor.stages.sequential import Stage, Wire, Wiring, packed, unpacked, wiring_of
-from lightning_rotor.stages.state import seeded
 
 ForwardContext: TypeAlias = Callable[[], AbstractContextManager[Any]]
 """Makes the context in which a forward runs."""

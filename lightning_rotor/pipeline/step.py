@@ -24,7 +24,7 @@ from lightning_rotor.pipeline.schedule import PipelineError, PipelineScheduleNam
 from lightning_rotor.pipeline.stage_runner import run_backward
 from lightning_rotor.planned.forward import PlannedForward, attach, detach, inactive
 from lightning_rotor.private.values import tensors_in, tree_map_only
-from lightning_rotor.stages.state import seeded
+from lightning_rotor.stages.generators import seeded
 
 
 @dataclass(frozen=True, slots=True)

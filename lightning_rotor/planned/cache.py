@@ -13,8 +13,7 @@ from torch import nn
 
 from lightning_rotor.chain import BackwardPeaks, Chain, Option, Skip, StageCost
 from lightning_rotor.errors import RotorError
-from lightning_rotor.execution.executor import Executor
-from lightning_rotor.execution.recomputation import Stopwatch
+from lightning_rotor.execution.executor import Executor, Stopwatch
 from lightning_rotor.planned.cuts import Signature
 from lightning_rotor.planning import Plan
 from lightning_rotor.planning.plan import from_plain

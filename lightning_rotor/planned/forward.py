@@ -24,16 +24,16 @@ from torch import nn
 
 from lightning_rotor.errors import ModelError, ProfilerBusyError, ProfilingError, SampleError, ShortageError
 from lightning_rotor.execution.executor import await_backward
-from lightning_rotor.execution.recomputation import is_recomputing
-from lightning_rotor.execution.segment_state import SegmentState, buffers_of
+from lightning_rotor.execution.passes import buffers_of, is_recomputing
+from lightning_rotor.execution.segment_state import SegmentState
 from lightning_rotor.planned.cache import Prepared
 from lightning_rotor.planned.cuts import Signature
 from lightning_rotor.planned.plans import BudgetSource, Plans, PlanSettings
 from lightning_rotor.private.torch_names import copy_each, is_captured, is_transformed, outside_of_graphs, version_of
 from lightning_rotor.private.values import check_sample, tensors_in, uncounted_copy
 from lightning_rotor.profiling import Profile
+from lightning_rotor.stages.generators import GeneratorStates
 from lightning_rotor.stages.snapshot import SMALL_BYTES, Snapshot
-from lightning_rotor.stages.state import GeneratorStates
 from lightning_rotor.units import format_bytes
 
 # ------------------------------ Out of memory inside a planned forward: what to say, and how it can run a second time.

@@ -36,13 +36,8 @@ from lightning_rotor.capture.guards import Copies
 from lightning_rotor.chain import Chain, StageCost
 from lightning_rotor.errors import RotorWarning
 from lightning_rotor.execution.inversion import Way, can_be_fused
-from lightning_rotor.execution.options import (
-    autocast_enabled,
-    kept_attributes,
-    kept_parameters,
-    lent_buffers,
-    undisturbed,
-)
+from lightning_rotor.execution.isolated import kept_attributes, kept_parameters, lent_buffers, undisturbed
+from lightning_rotor.execution.passes import autocast_enabled
 from lightning_rotor.execution.segment_state import SegmentState, Statistic, state_of
 from lightning_rotor.invertible.check import try_inverse
 from lightning_rotor.private.sharding import gathered, units_in
@@ -54,8 +49,8 @@ from lightning_rotor.profiling.scan import Behaviour, Boundary, merged, scan, wa
 from lightning_rotor.profiling.settling import HostSeconds, Interlude, MeasuredStage, with_units
 from lightning_rotor.profiling.stage import WORTH_MENTIONING_BYTES, StageMeasurement, StageProfiler
 from lightning_rotor.profiling.variants import KnownSeconds, lost_inverse, measure
+from lightning_rotor.stages.generators import GeneratorStates
 from lightning_rotor.stages.sequential import Stage, unpacked, wiring_of
-from lightning_rotor.stages.state import GeneratorStates
 from lightning_rotor.units import BLOCK_BYTES, in_blocks
 
 # ----------------------- Parameters that several stages share: the engine sums their gradients before it hands them on.

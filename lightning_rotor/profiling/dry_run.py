@@ -22,8 +22,9 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_rotor.capture.cuts import GraphCut
 from lightning_rotor.capture.modules import firsts_of
 from lightning_rotor.errors import InverseError, ModelError
-from lightning_rotor.execution.options import kept_attributes, lent_buffers, run_stage, undisturbed
-from lightning_rotor.execution.recomputation import recomputed, repeating
+from lightning_rotor.execution.executor import recomputed
+from lightning_rotor.execution.isolated import kept_attributes, lent_buffers, undisturbed
+from lightning_rotor.execution.passes import repeating, run_stage
 from lightning_rotor.private.torch_names import (
     HOOKS,
     DataDependentOutputException,
@@ -37,9 +38,9 @@ from lightning_rotor.private.torch_names import (
 )
 from lightning_rotor.private.values import same_bits, tensors_in, tree_flatten, tree_leaves, tree_unflatten
 from lightning_rotor.profiling.scan import Boundary
+from lightning_rotor.stages.generators import GeneratorStates
 from lightning_rotor.stages.sequential import Stage, wiring_of
 from lightning_rotor.stages.snapshot import Snapshot, code_of
-from lightning_rotor.stages.state import GeneratorStates
 
 _aten = torch.ops.aten
 

@@ -19,7 +19,8 @@ from torch import nn
 from lightning_rotor.capture.cuts import NO_CHECKPOINTS
 from lightning_rotor.chain import Skip
 from lightning_rotor.errors import ModelError
-from lightning_rotor.execution.options import kept_attributes, kept_parameters, lent_buffers, run_stage
+from lightning_rotor.execution.isolated import kept_attributes, kept_parameters, lent_buffers
+from lightning_rotor.execution.passes import run_stage
 from lightning_rotor.private.sharding import gathered, units_in
 from lightning_rotor.private.torch_names import noticed_checkpoints, version_of
 from lightning_rotor.private.values import (
@@ -36,8 +37,8 @@ from lightning_rotor.private.values import (
     tree_unflatten,
     watch_containers,
 )
+from lightning_rotor.stages.generators import GeneratorStates
 from lightning_rotor.stages.sequential import DRAWING, Stage, is_plain_stock, merge, unpacked, wiring_of
-from lightning_rotor.stages.state import GeneratorStates
 from lightning_rotor.units import in_blocks
 
 # --------------------- What a stage takes while a chain is measured: tensors in any nesting of tuples, lists and dicts.

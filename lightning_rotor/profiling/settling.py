@@ -11,9 +11,10 @@ import torch
 from torch.autograd.graph import Node
 
 from lightning_rotor.chain import Option, StageCost
+from lightning_rotor.execution.executor import NO_STATE, Stopwatch, recomputed
 from lightning_rotor.execution.inversion import Way
-from lightning_rotor.execution.recomputation import NO_STATE, Stopwatch, recomputed, repeating
-from lightning_rotor.execution.segment_state import FirstPass, SegmentState
+from lightning_rotor.execution.passes import FirstPass, repeating
+from lightning_rotor.execution.segment_state import SegmentState
 from lightning_rotor.planning import Plan
 from lightning_rotor.private.sharding import Unit, UnitSizes
 from lightning_rotor.profiling.gradients import Layouts

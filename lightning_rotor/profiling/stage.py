@@ -17,10 +17,11 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from lightning_rotor.chain import Option, StageCost
 from lightning_rotor.errors import ModelError
+from lightning_rotor.execution.executor import recomputed
 from lightning_rotor.execution.inversion import Output, Way, run_inverted
-from lightning_rotor.execution.options import lent_buffers, run_stage
-from lightning_rotor.execution.recomputation import recomputed
-from lightning_rotor.execution.segment_state import SegmentState, buffers_of
+from lightning_rotor.execution.isolated import lent_buffers
+from lightning_rotor.execution.passes import buffers_of, run_stage
+from lightning_rotor.execution.segment_state import SegmentState
 from lightning_rotor.private.torch_names import is_compiled, sparse_parts, version_of
 from lightning_rotor.private.values import address_of, bytes_in_blocks, tree_leaves
 from lightning_rotor.profiling.gradients import (
@@ -38,9 +39,9 @@ from lightning_rotor.profiling.gradients import (
 )
 from lightning_rotor.profiling.meters import Meter, Recording
 from lightning_rotor.profiling.scan import NOTHING, Boundary
+from lightning_rotor.stages.generators import GeneratorStates
 from lightning_rotor.stages.sequential import Stage
 from lightning_rotor.stages.snapshot import Snapshot
-from lightning_rotor.stages.state import GeneratorStates
 from lightning_rotor.units import in_blocks
 
 # ---------------------------------------------------------- How often to time a run, and what to take for its duration.

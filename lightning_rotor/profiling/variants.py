@@ -19,7 +19,8 @@ from lightning_rotor.capture.compiled import CannotRepeatError, CompiledModules
 from lightning_rotor.chain import BackwardPeaks, Option, StageCost
 from lightning_rotor.errors import ExecutionError
 from lightning_rotor.execution.inversion import Way, is_whole
-from lightning_rotor.execution.options import kept_attributes, lent_buffers, run_stage
+from lightning_rotor.execution.isolated import kept_attributes, lent_buffers
+from lightning_rotor.execution.passes import run_stage
 from lightning_rotor.private.values import address_of, is_fake, same_bits, tensors_in
 from lightning_rotor.profiling.stage import (
     WORTH_MENTIONING_BYTES,
@@ -28,8 +29,8 @@ from lightning_rotor.profiling.stage import (
     StageSeconds,
     seconds_by_turns,
 )
+from lightning_rotor.stages.generators import GeneratorStates
 from lightning_rotor.stages.sequential import Stage, is_invertible
-from lightning_rotor.stages.state import GeneratorStates
 
 _log = logging.getLogger(__name__)
 

@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_rotor.errors import ExecutionError
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.values import is_fake, uncounted_copy
-from lightning_rotor.stages.state import rewinding
+from lightning_rotor.stages.generators import rewinding
 
 SMALL_BYTES = 64 * 1024
 """Below this, remembering costs less than thinking about it."""

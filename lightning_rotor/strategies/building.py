@@ -19,7 +19,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_rotor.callbacks.trainer_loop import TrainerLoop, first_call
 from lightning_rotor.errors import ProfilingError
-from lightning_rotor.execution.options import kept_attributes
+from lightning_rotor.execution.isolated import kept_attributes
 from lightning_rotor.memory.held import predict_optimizer_state_bytes, storage_bytes
 from lightning_rotor.pipeline.micro_batches import rows_in, sizes_of, split
 from lightning_rotor.pipeline.pipelined import pipelined
@@ -29,8 +29,8 @@ from lightning_rotor.pipeline.schedule import PipelineError, check_numbers
 from lightning_rotor.pipeline.step import PipelinedModule, PipelineOptions
 from lightning_rotor.planned.target import Target
 from lightning_rotor.private.lightning_names import before_batch_transfer, optimizers_of, take_loader
+from lightning_rotor.stages.generators import GeneratorStates
 from lightning_rotor.stages.sequential import Stage
-from lightning_rotor.stages.state import GeneratorStates
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torchmetrics import Metric
 
-from lightning_rotor.execution.recomputation import is_recomputing
+from lightning_rotor.execution.passes import is_recomputing
 from lightning_rotor.pipeline.micro_batches import join, rows_in
 from lightning_rotor.pipeline.schedule import PipelineError
 from lightning_rotor.pipeline.stage_runner import ForwardContext

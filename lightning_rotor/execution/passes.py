@@ -1,112 +1,123 @@
-"""What a recomputation must find as its forward did: random generators, settings of torch and its layers, tensors."""
+"""How a stage runs: in a first pass, and again in a recomputation, which neither sees nor repeats what the first changed.
+
+A second forward would count a batch twice in running statistics and start from other values than the first pass did:
+
+==================================  ===================================================================================
+torch's normalization, training     never reads its running statistics: a replay writes to scratch buffers, unless code
+                                    around it may read them
+other modules seen to update their  the first pass remembers the earlier values, and a replay works on a copy of them
+buffers; small ones of user code
+large buffers of user code          are watched: the first update in a segment is refused, for the earlier value is gone
+attributes of user code, and what   are set to what the first pass saw, and back afterwards, with all that lists, dicts
+its hooks can reach                 and objects hold (``stages.snapshot``); so are Python's and NumPy's generators
+hooks that only look                are not called again (:class:`Observers`)
+torch's settings, and those of its  are those of the first pass: default dtype, allowed kernels, modes, probabilities;
+layers                              hooks that came later are not called
+parameters, and buffers that the    are the first pass's own tensors, even under functional_call, unchanged and with
+first pass does not update          their ``requires_grad``; those of FSDP units come and go with the units' hooks
+==================================  ===================================================================================
+"""
 
 from __future__ import annotations
 
-import pickle
-import random
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
 from functools import partial
 from itertools import product
 from operator import attrgetter, is_
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 from torch import nn
 from torch.backends import cuda, cudnn, mkldnn
 
-from lightning_rotor.errors import ExecutionError
+from lightning_rotor.errors import ExecutionError, InverseError
+from lightning_rotor.execution.segment_state import Observers, SegmentState
 from lightning_rotor.private import torch_names as private
-from lightning_rotor.private.values import uncounted_copy
+from lightning_rotor.stages.generators import GeneratorStates
+from lightning_rotor.stages.sequential import NORMALIZATIONS, Stage
+from lightning_rotor.stages.snapshot import SMALL_BYTES, Snapshot
 
 
-class GeneratorStates:
-    """The state of all global generators at one moment: Python's, NumPy's, torch's on the host and on the CUDA device.
+class _Flags(threading.local):
+    """Flags of this thread: backward passes of CUDA graphs run in other threads than the forward."""
 
-    With ``counted``, torch's allocator counts the remembered bytes, as plans do. torch's own layers never use Python's
-    and NumPy's generators (``host``); torch's checkpoint remembers torch's own (``torchs``).
+    recomputing = 0
+    checkpointing = 0
+
+
+_flags = _Flags()
+
+
+def is_recomputing() -> bool:
+    """True if the current forward repeats one that has already run, so that nothing should come of it.
+
+    That is while a segment is recomputed in the backward, and while costs are measured. What modules and their hooks
+    can reach in Python is put back by itself. Ask here before writing to a file or a server, which cannot be undone.
     """
+    return _flags.recomputing > 0
 
-    __slots__ = ("_host", "_torch", "device")
 
-    def __init__(
-        self, device: torch.device | None = None, *, counted: bool = True, host: bool = True, torchs: bool = True
-    ) -> None:
-        if torchs and device is None and torch.cuda.is_available() and torch.cuda.is_initialized():
-            device = torch.device("cuda", torch.cuda.current_device())
-        self.device = device if device is not None and device.type == "cuda" else None
-        # NumPy's is the one that users' code shares, of whatever kind.
-        self._host: Any = (random.getstate(), np.random.get_state(legacy=False)) if host else None  # noqa: NPY002
-        self._torch: list[torch.Tensor] = []
-        if torchs:
-            with private.no_dispatch():  # a state is a tensor, and real even among fake ones
-                self._torch.append(torch.get_rng_state() if counted else uncounted_copy(torch.get_rng_state()))
-                if self.device is not None:
-                    self._torch.append(torch.cuda.get_rng_state(self.device))
-
-    def restore(self) -> None:
-        """Set the generators back to this state."""
-        if self._host is not None:
-            random.setstate(self._host[0])
-            np.random.set_state(self._host[1])  # noqa: NPY002
-        if self._torch:
-            torch.set_rng_state(self._torch[0])
-        if self.device is not None:
-            torch.cuda.set_rng_state(self._torch[1], self.device)
-
-    def equals(self, other: GeneratorStates) -> bool:
-        """True if no generator was used in between."""
-        if self._host is not None and other._host is not None and pickle.dumps(self._host) != pickle.dumps(other._host):
-            return False
-        with private.no_dispatch():
-            return len(self._torch) == len(other._torch) and all(map(torch.equal, self._torch, other._torch))
+def is_checkpointing() -> bool:
+    """True if the current forward drops its saved tensors because it will be recomputed."""
+    return _flags.checkpointing > 0
 
 
 @contextmanager
-def seeded(seed: int, device: torch.device | None = None, *, host: bool = True) -> Iterator[None]:
-    """Context with all global generators under a seed; their states are restored behind it."""
-    before = GeneratorStates(device, host=host)
-    if host:
-        random.seed(seed)
-        np.random.seed(seed % 2**32)  # noqa: NPY002  (the one that users' code shares)
-    torch.default_generator.manual_seed(seed)
-    if before.device is not None:
-        with torch.cuda.device(before.device):
-            torch.cuda.manual_seed(seed)
+def repeating(repeats: bool = True) -> Iterator[None]:
+    """Context in which :func:`is_recomputing` gives ``repeats``."""
+    before = _flags.recomputing
+    _flags.recomputing = before + 1 if repeats else 0
     try:
         yield
     finally:
-        before.restore()
+        _flags.recomputing = before
 
 
-def generator_state(value: Any) -> Any:
-    """The state of a random generator, comparable; None for anything else."""
-    access = _access_to(value)
-    return None if access is None else pickle.dumps(access[0]())
+@contextmanager
+def passing_first(first_pass: FirstPass) -> Iterator[None]:
+    """Context of a forward that drops its saved tensors."""
+    _flags.checkpointing += 1
+    try:
+        with first_pass.watching():
+            yield
+    finally:
+        _flags.checkpointing -= 1
 
 
-def rewinding(generator: Any) -> Callable[[], object] | None:
-    """A function that sets a random generator back to its present state; None if it has none."""
-    access = _access_to(generator)
-    return None if access is None else partial(access[1], access[0]())
+def run_stage(stage: Stage, value: Any, option: int = 0) -> Any:
+    """Run a stage under an option: plainly under the first one, ``keep``, and else its variant.
+
+    Autocast caches every weight that it casts until its context ends. That would pin a second copy of all weights, and
+    let a recomputation save other tensors than the first pass, so the cache lives for one stage. Within a stage a
+    weight is still cast once. Raises InverseError if a coupling cannot split its input.
+    """
+    try:
+        return stage.variants[option - 1](value) if option else stage(value)
+    except InverseError as error:  # modules know their type, not where they are
+        raise error.located(stage.name) from error
+    except (TypeError, AttributeError, KeyError) as error:
+        if is_recomputing():
+            error.args = (
+                f"{error}. Stage {stage.name!r} ran again, or alone: if a layer before hands it something by a global "
+                "variable or an attribute, declare that with @lightning_rotor.skippable",
+            )
+        raise
+    finally:
+        forget_casts()
 
 
-def _access_to(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
-    """What reads and what sets the state of a random generator; None for anything else."""
-    match value:
-        case random.SystemRandom():
-            return None
-        case random.Random():
-            return value.getstate, value.setstate
-        case np.random.Generator():
-            return partial(getattr, value.bit_generator, "state"), partial(setattr, value.bit_generator, "state")
-        case np.random.RandomState():
-            return partial(value.get_state, legacy=False), value.set_state
-        case torch.Generator():
-            return lambda: value.get_state().numpy(), lambda state: value.set_state(torch.from_numpy(state))
-    return None
+def forget_casts() -> None:
+    """Empty autocast's cache if it is in use."""
+    if autocast_enabled() and torch.is_autocast_cache_enabled():
+        torch.clear_autocast_cache()
+
+
+def autocast_enabled() -> bool:
+    """True if any autocast context is active."""
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
 
 # ------------------------------------------ Settings of torch and its layers that decide over the numbers of a forward.
@@ -347,3 +358,132 @@ def changed_meanwhile(what: str, remedy: str) -> ExecutionError:
         f"the {what} has changed since the forward read it, and the backward would recompute with another "
         f"value: expected it unchanged until the backward is over. {remedy}, or run the forward again"
     )
+
+
+# ----------------------------------------------------------------------------------------------------
+# A first pass and its repetitions.
+
+
+class Again(AbstractContextManager[None]):
+    """Context of the recomputation. It is entered once for each backward, and makes its contexts anew each time."""
+
+    def __init__(self, *contexts: Callable[[], AbstractContextManager[None]]) -> None:
+        self._contexts = contexts
+
+    def __enter__(self) -> None:
+        self._entered = ExitStack()
+        for context in self._contexts:
+            self._entered.enter_context(context())
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.__exit__(*error)
+
+
+class FirstPass:
+    """A forward that will be repeated: what it must remember for that, and what it could not undo, which it refuses."""
+
+    def __init__(self, state: SegmentState) -> None:
+        self.state = state
+        self.values: list[tuple[nn.Module, str, torch.Tensor]] = []
+        self.generators: GeneratorStates | None = None
+        self.read = TensorsRead((), state.spell)
+        self._before: Snapshot | None = None
+        self._observers = Observers(state.attributed)
+        self._settings = Settings()
+        self._layers = LayerSettings(())
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Context of the forward."""
+        copies: dict[int, torch.Tensor] = {}
+        self.values = [
+            (module, name, copies.setdefault(id(buffer), buffer.detach().clone()))
+            for module, name, buffer in buffers_of(self.state.remembered)
+        ]
+        if self.state.attributed or private.any_hooks_of_all():
+            self._before = Snapshot(self.state.attributed, small_bytes=SMALL_BYTES)
+            self._observers.watch()
+        self.generators = GeneratorStates(torchs=False) if self.state.attributed else None
+        self._layers = LayerSettings(self.state.layers)
+        self.read = tensors_read(self.state)
+        try:
+            yield
+        finally:
+            if self._before is not None:
+                self._observers.settle(self._before)
+        if self._before is not None:
+            self._before.require_undoable()
+        self.read.require_untouched()
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Context of a forward that repeats this one: it sees the state that this one saw, and changes none."""
+        self.read.require_unchanged()
+        with ExitStack() as stack:
+            for settings in (self._settings, self._layers, self.read):
+                stack.enter_context(settings.restored())
+            if self.generators is not None:
+                stack.callback(GeneratorStates(torchs=False).restore)
+                self.generators.restore()
+            if self._before is not None:
+                stack.callback(self._before.again().restore)
+                self._before.lend()
+                self._observers.leave_out()
+            stack.enter_context(standing_in(self._loans()))
+            yield
+
+    def _loans(self) -> Iterator[Slot]:
+        """What stands in tables of parameters and buffers during a replay."""
+        # FSDP1 has moved its own out of the way, and into plain attributes.
+        yield from (slot for slot in self.read.slots if slot[1] in slot[0])
+        for statistic in self.state.statistics:
+            if statistic.module.training:
+                yield statistic.module._buffers, statistic.name, statistic.scratch
+        copies: dict[int, torch.Tensor] = {}
+        for module, name, value in self.values:
+            # A copy of the copy: with retain_graph there is another replay after this one.
+            yield module._buffers, name, copies.setdefault(id(value), value.clone())
+
+
+@contextmanager
+def standing_in(loans: Iterable[Slot]) -> Iterator[None]:
+    """Context in which other tensors stand in tables of parameters and buffers."""
+    owners: list[Slot] = []
+    try:
+        for table, name, loan in loans:
+            if table[name] is not loan:
+                owners.append((table, name, table[name]))
+                table[name] = loan
+        yield
+    finally:
+        # Last in, first out: what was lent twice gets its first owner back.
+        for table, name, owner in reversed(owners):
+            table[name] = owner
+
+
+def buffers_of(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    """The modules' own buffers, with who has them and the names."""
+    for module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                yield module, name, buffer
+
+
+def tensors_read(state: SegmentState, more: Iterable[Slot] = ()) -> TensorsRead:
+    """Parameters and buffers that a repetition reads as they are now, and others."""
+    return TensorsRead((*_slots(state), *more), state.spell)
+
+
+def _slots(state: SegmentState) -> Iterator[Slot]:
+    for module in state.parametrized:
+        for name, parameter in module._parameters.items():
+            yield module._parameters, name, parameter
+    for module in state.buffered:
+        # In training, normalization does not read its statistics.
+        if not (module.training and isinstance(module, NORMALIZATIONS)):
+            for name, buffer in module._buffers.items():
+                yield module._buffers, name, buffer
+    for module, name in state.direct_reads:
+        for table in (module._parameters, module._buffers):  # attributes are not followed
+            if name in table:
+                yield table, name, table[name]

@@ -1,4 +1,4 @@
-"""How one stage runs. The profiler and the executor both call this, so that what was measured is what runs."""
+"""Running a user's module for real and leaving everything as it was."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -7,51 +7,13 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_rotor.errors import InverseError
-from lightning_rotor.execution.recomputation import is_recomputing, repeating
-from lightning_rotor.execution.segment_state import buffers_of, standing_in
+from lightning_rotor.execution.passes import buffers_of, forget_casts, repeating, standing_in
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.sharding import units_in
 from lightning_rotor.private.values import is_fake, tensors_in
+from lightning_rotor.stages.generators import GeneratorStates
 from lightning_rotor.stages.sequential import Stage
 from lightning_rotor.stages.snapshot import Snapshot
-from lightning_rotor.stages.state import GeneratorStates
-
-
-def run_stage(stage: Stage, value: Any, option: int = 0) -> Any:
-    """Run a stage under an option: plainly under the first one, ``keep``, and else its variant.
-
-    Autocast caches every weight that it casts until its context ends. That would pin a second copy of all weights, and
-    let a recomputation save other tensors than the first pass, so the cache lives for one stage. Within a stage a
-    weight is still cast once. Raises InverseError if a coupling cannot split its input.
-    """
-    try:
-        return stage.variants[option - 1](value) if option else stage(value)
-    except InverseError as error:  # modules know their type, not where they are
-        raise error.located(stage.name) from error
-    except (TypeError, AttributeError, KeyError) as error:
-        if is_recomputing():
-            error.args = (
-                f"{error}. Stage {stage.name!r} ran again, or alone: if a layer before hands it something by a global "
-                "variable or an attribute, declare that with @lightning_rotor.skippable",
-            )
-        raise
-    finally:
-        forget_casts()
-
-
-def forget_casts() -> None:
-    """Empty autocast's cache if it is in use."""
-    if autocast_enabled() and torch.is_autocast_cache_enabled():
-        torch.clear_autocast_cache()
-
-
-def autocast_enabled() -> bool:
-    """True if any autocast context is active."""
-    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-
-
-# --------------------------------------------------- Running a user's module for real and leaving everything as it was.
 
 
 @contextmanager
