@@ -15,18 +15,12 @@ import torch
 from torch import nn
 
 from lightning_rotor.capture.boundaries import stages_of
-from lightning_rotor.capture.external_state import Closures, Notes, ambient
+from lightning_rotor.capture.external_state import Closures
 from lightning_rotor.capture.graph_stage import OF
-from lightning_rotor.capture.guards import Watch, first_difference, line_of
-from lightning_rotor.capture.modules import (
-    Call,
-    firsts_of,
-    hide_trainers,
-    hides_code,
-    is_invertible_as_a_whole,
-    tensor_attributes,
-)
+from lightning_rotor.capture.guards import Call, Notes, Watch, ambient, firsts_of
+from lightning_rotor.capture.modules import hide_trainers, hides_code, is_invertible_as_a_whole, tensor_attributes
 from lightning_rotor.capture.recorder import Recorder, Recording
+from lightning_rotor.capture.size_guards import first_difference, line_of
 from lightning_rotor.errors import InverseError, ModelError
 from lightning_rotor.execution.isolated import kept_parameters, lent_buffers, undisturbed
 from lightning_rotor.invertible.check import try_inverse
@@ -71,10 +65,11 @@ class GraphCut:
         It does not if another plain argument differs, the module has noticeably changed, or the forward would read
         other values out of tensors. Sizes may differ in dimensions recorded with two sizes.
         """
-        call = self.call(args, kwargs)
-        if not self.is_like(call) or not self.recording.guards.hold(call.signature, call.inputs):
+        call, guards = self.call(args, kwargs), self.recording.guards
+        if not self.is_like(call):
             return None
-        return self.take(call)
+        signature = call.signature
+        return self.take(call) if signature in guards.settled or guards.hold(signature, call.inputs) else None
 
     def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         """A call of the module, with the attributes that are inputs."""

@@ -1,4 +1,4 @@
-"""Places outside of modules where code finds values, and what these values look like at one moment."""
+"""What recorded code reads outside of modules: globals, variables of enclosing functions, attributes of classes."""
 
 import gc
 import sys
@@ -6,101 +6,15 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from types import CodeType, FrameType, FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from lightning_rotor.capture.guards import Copies, Same
-from lightning_rotor.private.torch_names import hooks_for_saved_tensors, without_modes
+from lightning_rotor.capture.guards import Notes, Place
+from lightning_rotor.private.torch_names import without_modes
 from lightning_rotor.stages import snapshot as kinds
-from lightning_rotor.stages.snapshot import Kind, Snapshot, globals_of, is_users, namespace_of
-
-
-class Place(NamedTuple):
-    """A variable: an entry of a namespace or of a class, or the cell of a closure."""
-
-    kind: Kind
-    owner: Any
-    name: str
-
-    def read(self) -> Any:
-        """The value, or a mark if there is none."""
-        return self.kind.read(self.owner, self.name)
-
-
-class _Noted:
-    """The value at a place as it is now."""
-
-    __slots__ = ("_before", "_seen", "place", "value")
-
-    def __init__(self, place: Place) -> None:
-        self.place, self.value = place, place.read()
-        self._seen = Copies(objects=False).of(self.value)
-        followed = () if isinstance(self._seen, Same) else (self.value,)
-        self._before = Snapshot(followed, hooks=False, objects=False)
-
-    def holds(self, copies: Copies | None = None) -> bool:
-        """True if the value is still the same; ``copies`` takes what it looks like."""
-        return bool((copies or Copies(objects=False)).of(self.place.read()) == self._seen)
-
-    def is_changed(self) -> bool:
-        """True if the value is another now, and not an object before and now, of which only the identity counts."""
-        now = Copies(objects=False).of(self.place.read())
-        return now != self._seen and not (isinstance(now, Same) and isinstance(self._seen, Same))
-
-    def restore(self) -> None:
-        """Put the value back, and what was in it."""
-        self.place.kind.put(self.place.owner, {self.place.name: self.value})
-        self._before.restore()
-
-
-class Notes:
-    """Values at places as they were. Refers to nothing of the recording for which they were taken."""
-
-    def __init__(self) -> None:
-        self._noted: dict[tuple[int, str], tuple[_Noted, str]] = {}
-        self._copies: Copies | None = None
-
-    def take(self, place: Place, module_path: str) -> None:
-        """Note what is at a place, unless it was noted before, and whose code is about to read it."""
-        key = id(place.owner), place.name
-        if key not in self._noted:
-            self._copies = None
-            self._noted[key] = _Noted(place), module_path
-
-    def changed(self) -> tuple[str, str] | None:
-        """Path of a module and a variable that has changed since it was read, but for loggers and caches; or None."""
-        for noted, path in self._noted.values():
-            if noted.is_changed():
-                return path, noted.place.name
-        return None
-
-    def settle(self) -> None:
-        """Take the present values as the noted ones."""
-        self._copies = None
-        self._noted = {
-            key: (noted if noted.holds() else _Noted(noted.place), path) for key, (noted, path) in self._noted.items()
-        }
-
-    def holds(self) -> bool:
-        """True if everything is as it was. This runs at every training call."""
-        if self._copies is None or not self._copies.hold():
-            copies = Copies(objects=False)
-            if not all(noted.holds(copies) for noted, _ in self._noted.values()):
-                return False
-            places = [noted.place for noted, _ in self._noted.values()]
-            reads = [partial(place.kind.read, place.owner, place.name) for place in places]
-            copies.settle(lambda: [read() for read in reads])
-            self._copies = copies
-        return True
-
-    def restore(self) -> None:
-        """Put back what the code has changed: variables, what is in lists and dicts, random generators."""
-        for noted, _ in self._noted.values():
-            if not noted.holds():
-                noted.restore()
+from lightning_rotor.stages.snapshot import globals_of, is_users, namespace_of
 
 
 class Closures:
@@ -118,10 +32,6 @@ class Closures:
                     cells = zip(function.__closure__, function.__code__.co_freevars, strict=True)
                     self._found[function.__code__].append(tuple(Place(kinds.CELL, cell, name) for cell, name in cells))
         return self._found.get(code, ())
-
-
-# ----------------------------------------------------------------------------------------------------
-# What recorded code reads outside of modules: globals, variables of enclosing functions, attributes of classes.
 
 
 _COSTLY_TO_PAUSE = sys.version_info >= (3, 12)  # code that is profiled is rewritten when profiling starts or stops
@@ -237,22 +147,3 @@ def _entries_of_class(holder: Any, names: tuple[str, ...]) -> Iterator[Place]:
     namespace = namespace_of(holder)
     if namespace is not None:
         yield from (Place(kinds.ENTRIES, namespace, name) for name in names if name in namespace)
-
-
-AUTOCAST = 6
-"""Where autocast's settings begin in :func:`ambient`."""
-
-
-def ambient() -> tuple[Any, ...]:
-    """Settings that change what an operation computes or saves, and that code can switch for a few lines."""
-    hooks = hooks_for_saved_tensors()
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.get_default_dtype(),
-        torch.backends.cuda.flash_sdp_enabled(),
-        torch.backends.cuda.mem_efficient_sdp_enabled(),
-        torch.backends.cuda.math_sdp_enabled(),
-        *((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")),
-        None if not hooks else tuple(map(id, hooks)),
-    )

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Size, fx, nn
 
-from lightning_rotor.capture.modules import PLAIN
+from lightning_rotor.capture.guards import CONSTANTS
 from lightning_rotor.errors import ExecutionError
 from lightning_rotor.private.values import flatten
 
@@ -99,7 +99,7 @@ def appearance_of(output: Any, *, sizes: bool) -> Any:
         ("tensor", tuple(leaf.shape) if sizes else leaf.dim(), str(leaf.dtype), str(leaf.device))
         if isinstance(leaf, torch.Tensor)
         else spell_value(leaf)
-        if isinstance(leaf, PLAIN)
+        if isinstance(leaf, CONSTANTS)
         else type(leaf).__name__
         for leaf in leaves
     )

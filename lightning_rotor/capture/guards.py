@@ -1,264 +1,169 @@
-"""The conditions under which a recording holds for a call.
+"""The conditions under which a recording holds for a call, but for what it asked of sizes and values.
 
-Sizes that the code asked for are nodes of the graph, so a recording may hold for other sizes in dimensions in which two
-recordings of the same operations differ. That is found out once per new set of sizes: the questions about sizes are
-computed again, on tensors without values. Questions about values are computed at each call. The recorded code itself
-does not run any more, so whatever could have sent it another way must be noticed when it changes.
+The recorded code does not run any more, so whatever could have sent it another way must be noticed when it changes: the
+call's plain arguments, attributes of modules, and what their code reads outside of them. All of this is asked at every
+training call, in a few microseconds.
 """
 
 from __future__ import annotations
 
 import ctypes
-import re
+import enum
+import inspect
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import chain, repeat, zip_longest
-from operator import attrgetter, is_, itemgetter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, repeat
+from operator import attrgetter, contains, is_, itemgetter
 from struct import calcsize, pack
 from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
-from torch import fx, nn
-from torch.overrides import TorchFunctionMode
+from torch import nn
 
-from lightning_rotor.capture.graph_stage import (
-    LINE,
-    OF,
-    REGION,
-    SIZE,
-    GraphSlice,
-    Source,
-    is_constant,
-    look_of,
-    spell_value,
-)
+from lightning_rotor.errors import ModelError
 from lightning_rotor.private import torch_names as private
-from lightning_rotor.private.values import same_bits
+from lightning_rotor.private.values import TreeSpec, flatten, keystr, tree_flatten_with_path, tree_unflatten
 from lightning_rotor.stages.generators import generator_state
-from lightning_rotor.stages.sequential import has_own_call, packed
-from lightning_rotor.stages.snapshot import PLAIN, namespace_of
+from lightning_rotor.stages.sequential import has_own_call
+from lightning_rotor.stages.snapshot import PLAIN, Kind, Snapshot, namespace_of
 
-OWN = "own"
-"""Where a node keeps whether it runs code that is not torch's, of which nobody knows what it does for other sizes."""
-Question: TypeAlias = tuple[fx.Node, Any]
-"""A node, and the value of it that the code saw."""
-Signature: TypeAlias = tuple[tuple[tuple[int, ...], Any], ...]
-"""For each tensor its shape, and all else about it that code can tell without looking at values."""
+# ----------------------------------------------------------------------------------------------------
+# One call of a module: which of its arguments are tensors, and which a recording takes for granted.
 
 
-class Guards:
-    """What one recording saw of sizes and of values.
+CONSTANTS = (
+    *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), enum.Enum, slice),
+    *(torch.dtype, torch.device, torch.memory_format, torch.Size, FunctionType, BuiltinFunctionType, type),
+)
 
-    Attributes:
-        asks_values: Values of inputs or buffers count.
-        totals: Entries of the packed sequences in the call for which it was last found to hold.
-        objection: Where the user's code decides otherwise for the sizes of the last call; empty if it does not.
+
+_SIMPLE = frozenset((torch.Tensor, nn.Parameter, bool, int, float, str, type(None)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """The arguments of a call as they were given, flattened. Leaves that are no tensors are baked into a recording.
+
+    ``key`` is equal for calls that one recording could serve: the structure, and leaves without tensors. ``inputs`` are
+    the tensors, and behind them ``attributes`` of modules that may be others at each call: tensors and numbers.
     """
 
-    def __init__(
-        self,
-        signature: Signature,
-        inputs: Sequence[fx.Node],
-        sizes: Sequence[Question],
-        values: Sequence[Question],
-        totals: Sequence[fx.Node] = (),
-    ) -> None:
-        nodes = list(inputs[0].graph.nodes) if inputs else []
-        needed = ancestors([*totals, *(node for node, _ in values)], sizes=False)
-        read = [node for node in nodes if SIZE in node.meta and node in needed]
-        self._value_answers = [spell_value([value for _, value in values])]
-        self._values = GraphSlice(
-            [*inputs, *read], _operations(nodes, needed - set(read)), [[node for node, _ in values], list(totals)]
-        )
-        self.totals: tuple[int, ...] = ()
-        self.objection = ""
-        self.asks_values = any(node.op in ("placeholder", "get_attr") and not is_constant(node) for node in needed)
-        self._asked = [node for node, _ in sizes]
-        self._size_answers = [spell_value([value for _, value in sizes])]
-        behind = ancestors([*self._asked, *read])
-        self._sizes = GraphSlice(inputs, _operations(nodes, behind), [self._asked, read])
-        self._own = next((node for node in nodes if node in behind and node.meta.get(OWN)), None)
-        self._recorded = [signature]
-        # For each signature for which it holds: the sizes that the questions about values read.
-        self._read = {signature: tuple(node.meta[SIZE] for node in read)}
+    module: nn.Module
+    inputs: tuple[Any, ...]
+    key: Any
+    leaves: tuple[Any, ...]
+    attributes: tuple[tuple[nn.Module, str], ...]
+    _spec: TreeSpec | None
+    _keywords: tuple[str, ...]
 
-    def hold(self, signature: Signature, inputs: Sequence[Any]) -> bool:
-        """True if a call with these inputs would see the same."""
-        self.objection = ""
-        if signature not in self._read and not self._holds_for_sizes(signature, inputs):
-            return False
-        if not self.asks_values:
-            return True
-        try:
-            with torch.no_grad():
-                found, totals = self._values(packed((*inputs, *self._read[signature])))
-        except (RuntimeError, IndexError, ValueError):  # the forward itself will say it better
-            return False
-        self.totals = tuple(totals)
-        return spell_value(found) in self._value_answers
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        attributes: tuple[tuple[nn.Module, str], ...] = (),
+    ) -> Call:
+        """Flatten arguments; ``ModelError`` if one may hide tensors. This runs at every training call."""
+        flat, spec, structure = [*args, *kwargs.values()], None, ""
+        if not _SIMPLE.issuperset(map(type, flat)):
+            flat, spec = flatten((tuple(args), dict(kwargs)))
+            structure = str(spec)
+        more = [owner.__dict__.get(name) for owner, name in attributes]
+        inputs = (*[leaf for leaf in flat if isinstance(leaf, torch.Tensor)], *more)
+        key = (len(args), *kwargs), structure, tuple(map(_spelled, flat))
+        leaves = tuple([None if isinstance(leaf, torch.Tensor) else leaf for leaf in flat])
+        call = cls(module, inputs, key, leaves, attributes, spec, tuple(kwargs))
+        for number, leaf in enumerate(leaves if spec is not None else ()):
+            if not isinstance(leaf, CONSTANTS):
+                raise ModelError(
+                    f"the forward of {type(module).__name__} takes {type(leaf).__name__} as "
+                    f"{call._paths()[number]}: expected tensors and plain values, or tuples, lists, "
+                    "dicts, dataclasses and attrs objects of them (register others with torch.utils._pytree)"
+                )
+        return call
 
-    def _holds_for_sizes(self, signature: Signature, inputs: Sequence[Any]) -> bool:
-        if not self._may_be(signature):
-            return False
-        if self._own is not None:
-            self.objection = f"sizes depend on code that is not torch's, {line_of(self._own)}"
-            return False
-        found = self._sizes_on_meta(inputs, once=True)
-        found = self._sizes_on_meta(inputs, once=False) if found is None else found
-        if found is None:  # no rule for an operation, or sizes that do not go together
-            return False
-        answers, read = found
-        if spell_value(answers) not in self._size_answers:
-            others = zip(answers, self._size_answers[0][1], self._asked, strict=True)
-            asked = next(node for answer, known, node in others if spell_value(answer) != known)
-            self.objection = f"a size decides over what it does, {line_of(asked)}"
-            return False
-        self._read[signature] = tuple(read)
-        return True
+    def _paths(self) -> list[str]:
+        """The argument that each leaf is in, and the place in it; ``TypeError`` if the forward takes no such call."""
+        args, kwargs = self._unflatten(list(range(len(self.leaves))))
+        arguments = inspect.signature(type(self.module).forward).bind(self.module, *args, **kwargs).arguments
+        found, _ = tree_flatten_with_path(dict(list(arguments.items())[1:]))
+        named = {number: f"{getattr(path[0], 'key', None)!r}{keystr(path[1:])}" for path, number in found}
+        return [named[number] for number in range(len(self.leaves))]
 
-    def _sizes_on_meta(self, inputs: Sequence[Any], *, once: bool) -> Any:
-        """What was asked of sizes, in a few microseconds an operation; None if an operation needs its own device."""
-        try:
-            with torch.no_grad(), _OnMeta(once=once):
-                return self._sizes(packed([_on_meta(value) for value in inputs]))
-        except Exception:
-            return None
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the tensors in messages; ``TypeError`` if the forward takes no such call."""
+        kinds = zip(self._paths(), self.key[-1], strict=True)
+        named = [f"input {path}" for path, kind in kinds if kind is torch.Tensor]
+        paths = {module: path for path, module in self.module.named_modules()}
+        found = (f"{paths[owner]}.{name}" if paths[owner] else name for owner, name in self.attributes)
+        return (*named, *(f"attribute {path!r}" for path in found))
 
-    def _may_be(self, signature: Signature) -> bool:
-        """True if a signature differs from recorded ones of its kind only where these differ from each other."""
-        recorded = [known for known in self._recorded if _kind(known) == _kind(signature)]
-        known = [set(sizes) for sizes in zip(*map(_sizes_in, recorded), strict=True)]
-        return bool(recorded) and all(
-            len(sizes) > 1 or size in sizes for sizes, size in zip(known, _sizes_in(signature), strict=True)
-        )
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors among the inputs."""
+        return [value for value in self.inputs if isinstance(value, torch.Tensor)]
 
-    def include(self, newer: Guards) -> None:
-        """Hold also where the guards of a newer recording do, which has the same operations."""
-        if not self._ask_the_same(newer):
-            vars(self).update(vars(newer))
-            return
-        self._value_answers += [answer for answer in newer._value_answers if answer not in self._value_answers]
-        self._size_answers += [answer for answer in newer._size_answers if answer not in self._size_answers]
-        self._read.update(newer._read)
-        self._recorded += newer._recorded
+    @property
+    def signature(self) -> Any:
+        """Shapes, and what else code can tell of tensors without values, besides dimensions, types and devices."""
+        return tuple([(tuple(tensor.shape), (_layout(tensor), tensor.requires_grad)) for tensor in self.tensors])
 
-    def _ask_the_same(self, other: Guards) -> bool:
-        return all(
-            mine.operations == theirs.operations and mine.reads == theirs.reads
-            for mine, theirs in ((self._values, other._values), (self._sizes, other._sizes))
-        )
+    def with_tensors(self, replacements: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments, as they were given, with other values in the place of the tensors."""
+        pending = iter(replacements)
+        kinds = zip(self.key[-1], self.leaves, strict=True)
+        return self._unflatten([next(pending) if kind is torch.Tensor else leaf for kind, leaf in kinds])
+
+    def _unflatten(self, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._spec is not None:
+            args, kwargs = tree_unflatten(leaves, self._spec)
+            return args, kwargs
+        positional = len(leaves) - len(self._keywords)
+        return tuple(leaves[:positional]), dict(zip(self._keywords, leaves[positional:], strict=True))
 
 
-def _kind(signature: Signature) -> list[Any]:
-    """All of a signature but the sizes."""
-    return [(len(shape), rest) for shape, rest in signature]
+def firsts_of(values: Sequence[Any]) -> tuple[int, ...]:
+    """For each value, the number of the first one that is the same object."""
+    addresses = [id(value) for value in values]
+    return tuple(map(addresses.index, addresses))
 
 
-def _sizes_in(signature: Signature) -> list[int]:
-    return [size for shape, _ in signature for size in shape]
+def _spelled(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return torch.Tensor
+    return type(leaf), repr(leaf) if isinstance(leaf, (slice, float)) else leaf
 
 
-_RESHAPES_IN_PLACE = frozenset(
-    f"{name}_" for name in ("as_strided", "resize", "resize_as", "set", "squeeze", "swapaxes", "swapdims", "t",
-    "transpose", "unsqueeze")
-)  # fmt: skip
+def _layout(tensor: torch.Tensor) -> Any:
+    """A value that is equal for tensors of other sizes with the same memory layout."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return tensor.layout
+    return True if tensor.is_contiguous() else tensor.stride()
 
 
-_MOVES = ("cpu", "cuda")
-"""Methods that put a tensor on a device."""
-_DEVICE = re.compile(r"(cpu|cuda)(:\d+)?")
+AUTOCAST = 6
+"""Where autocast's settings begin in :func:`ambient`."""
 
 
-class _OnMeta(TorchFunctionMode):
-    """Runs operations on the meta device, if ``once``, only once for equal arguments, such as those of equal layers."""
-
-    def __init__(self, *, once: bool) -> None:
-        super().__init__()
-        self._once = once
-        self._results: dict[Any, Any] = {}
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if not self._once:
-            return _run_on_meta(func, args, kwargs)
-        if getattr(func, "__name__", "") in _RESHAPES_IN_PLACE:
-            raise NotImplementedError  # the tensor may stand for others
-        key = func, _look(args), _look(kwargs or {})
-        if key not in self._results:
-            self._results[key] = _run_on_meta(func, args, kwargs)
-        return self._results[key]
-
-
-def _run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    args, kwargs = fx.node.map_aggregate((args, kwargs or {}), _on_meta)
-    with torch.device("meta"):
-        return args[0].clone() if getattr(func, "__name__", "") in _MOVES else func(*args, **kwargs)
-
-
-def _look(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return tuple(value.shape), value.stride(), value.dtype
-    if isinstance(value, (tuple, list)):
-        return type(value), tuple(map(_look, value))
-    if isinstance(value, dict):
-        return tuple((key, _look(entry)) for key, entry in value.items())
-    return repr(value) if isinstance(value, slice) else (type(value), value)
-
-
-def _on_meta(value: Any) -> Any:
-    """What stands for an argument among tensors of the meta device, which have sizes and no values."""
-    if isinstance(value, torch.Tensor):
-        return value if value.is_meta else value.detach().to("meta")
-    if isinstance(value, torch.device) or (isinstance(value, str) and _DEVICE.fullmatch(value)):
-        return torch.device("meta")
-    return value
-
-
-def _operations(nodes: Iterable[fx.Node], wanted: set[fx.Node]) -> list[fx.Node]:
-    return [node for node in nodes if node in wanted and node.op not in ("placeholder", "get_attr")]
-
-
-def ancestors(nodes: Iterable[fx.Node], *, sizes: bool = True) -> set[fx.Node]:
-    """The nodes and everything that they are computed from, also by way of sizes if ``sizes``."""
-    found: set[fx.Node] = set()
-    pending = list(nodes)
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending.extend(node.all_input_nodes if sizes or SIZE not in node.meta else ())
-    return found
-
-
-# -------------------------------------------------------------------- Whether two recordings agree.
-
-
-def line_of(node: fx.Node) -> str:
-    """The user's line that did an operation."""
-    return "at {}:{}".format(*node.meta[LINE])
-
-
-def first_difference(left: fx.Graph, right: fx.Graph) -> tuple[fx.Node, ...]:
-    """The first operation that two recordings do not share, in both, or in the one that has it; empty if they agree."""
-    sources = Source(), Source()
-    for mine, theirs in zip_longest(left.nodes, right.nodes):
-        if mine is None or theirs is None or _said(mine, sources[0]) != _said(theirs, sources[1]):
-            return tuple(node for node in (mine, theirs) if node is not None)
-        if is_constant(mine) and not same_bits(mine.meta[OF], theirs.meta[OF]):
-            return (mine,)
-    return ()
-
-
-def _said(node: fx.Node, source: Source) -> Any:
-    """What an operation does, comparable between two recordings."""
-    source.bound.clear()
-    what = node.op, str(node.meta["module"]), node.target, node.args, node.kwargs, node.meta.get(REGION)
-    text = source.spell(what)
-    source.name(node)
-    return text, list(map(look_of, source.bound.values()))
+def ambient() -> tuple[Any, ...]:
+    """Settings that change what an operation computes or saves, and that code can switch for a few lines."""
+    hooks = private.hooks_for_saved_tensors()
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+        *((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")),
+        None if not hooks else tuple(map(id, hooks)),
+    )
 
 
 # -------------------------------------------------------------------- What values look like at one moment, comparable.
@@ -486,3 +391,127 @@ def _parts_of(modules: Sequence[nn.Module]) -> Callable[[], tuple[Any, ...]]:
         )
 
     return read
+
+
+# --------------------------------------------- Whether a module is still what it was at the last step, in microseconds.
+
+
+_TABLES = ("_modules", *private.HOOKS[:2], "_parameters")
+_tables_in, _training = itemgetter(*_TABLES), itemgetter("training")
+_learns, _dtype = attrgetter("requires_grad"), attrgetter("dtype")
+
+
+class ModuleFacts:
+    """Children, modes, hooks and parameters of a module at any depth; no values of tensors, no other attributes."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._modules = tuple(root.modules())
+        self._parameters = tuple(root.parameters())
+        self._attributes = list(map(vars, self._modules))
+        self._objects = Objects(self._now())
+
+    def holds(self) -> bool:
+        """True if all of it is as it was. False if that cannot be told so quickly."""
+        now = self._now()
+        return bool(now) and self._objects.are(now)
+
+    def _now(self) -> tuple[Any, ...]:
+        """All of it in one flat row, to compare object by object."""
+        try:
+            tables = list(filter(None, chain.from_iterable(map(_tables_in, self._attributes))))
+            return (
+                *(*map(type, self._modules), *map(contains, self._attributes, repeat("forward"))),
+                *(*map(_training, self._attributes), *map(_learns, self._parameters), *map(_dtype, self._parameters)),
+                *(*tables, *chain.from_iterable(tables), *chain.from_iterable(map(dict.values, tables))),
+            )
+        except (KeyError, TypeError):  # a scripted module keeps its children and parameters elsewhere
+            return ()
+
+
+# ----------------------------------------------------------------------------------------------------
+# Values that code finds outside of modules.
+
+
+class Place(NamedTuple):
+    """A variable: an entry of a namespace or of a class, or the cell of a closure."""
+
+    kind: Kind
+    owner: Any
+    name: str
+
+    def read(self) -> Any:
+        """The value, or a mark if there is none."""
+        return self.kind.read(self.owner, self.name)
+
+
+class _Noted:
+    """The value at a place as it is now."""
+
+    __slots__ = ("_before", "_seen", "place", "value")
+
+    def __init__(self, place: Place) -> None:
+        self.place, self.value = place, place.read()
+        self._seen = Copies(objects=False).of(self.value)
+        followed = () if isinstance(self._seen, Same) else (self.value,)
+        self._before = Snapshot(followed, hooks=False, objects=False)
+
+    def holds(self, copies: Copies | None = None) -> bool:
+        """True if the value is still the same; ``copies`` takes what it looks like."""
+        return bool((copies or Copies(objects=False)).of(self.place.read()) == self._seen)
+
+    def is_changed(self) -> bool:
+        """True if the value is another now, and not an object before and now, of which only the identity counts."""
+        now = Copies(objects=False).of(self.place.read())
+        return now != self._seen and not (isinstance(now, Same) and isinstance(self._seen, Same))
+
+    def restore(self) -> None:
+        """Put the value back, and what was in it."""
+        self.place.kind.put(self.place.owner, {self.place.name: self.value})
+        self._before.restore()
+
+
+class Notes:
+    """Values at places as they were. Refers to nothing of the recording for which they were taken."""
+
+    def __init__(self) -> None:
+        self._noted: dict[tuple[int, str], tuple[_Noted, str]] = {}
+        self._copies: Copies | None = None
+
+    def take(self, place: Place, module_path: str) -> None:
+        """Note what is at a place, unless it was noted before, and whose code is about to read it."""
+        key = id(place.owner), place.name
+        if key not in self._noted:
+            self._copies = None
+            self._noted[key] = _Noted(place), module_path
+
+    def changed(self) -> tuple[str, str] | None:
+        """Path of a module and a variable that has changed since it was read, but for loggers and caches; or None."""
+        for noted, path in self._noted.values():
+            if noted.is_changed():
+                return path, noted.place.name
+        return None
+
+    def settle(self) -> None:
+        """Take the present values as the noted ones."""
+        self._copies = None
+        self._noted = {
+            key: (noted if noted.holds() else _Noted(noted.place), path) for key, (noted, path) in self._noted.items()
+        }
+
+    def holds(self) -> bool:
+        """True if everything is as it was. This runs at every training call."""
+        if self._copies is None or not self._copies.hold():
+            copies = Copies(objects=False)
+            if not all(noted.holds(copies) for noted, _ in self._noted.values()):
+                return False
+            places = [noted.place for noted, _ in self._noted.values()]
+            reads = [partial(place.kind.read, place.owner, place.name) for place in places]
+            copies.settle(lambda: [read() for read in reads])
+            self._copies = copies
+        return True
+
+    def restore(self) -> None:
+        """Put back what the code has changed: variables, what is in lists and dicts, random generators."""
+        for noted, _ in self._noted.values():
+            if not noted.holds():
+                noted.restore()

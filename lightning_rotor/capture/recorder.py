@@ -28,7 +28,7 @@ from torch import fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from lightning_rotor.capture.external_state import AUTOCAST, Closures, Notes, Surroundings, ambient
+from lightning_rotor.capture.external_state import Closures, Surroundings
 from lightning_rotor.capture.graph_stage import (
     OF,
     UNSURE,
@@ -39,8 +39,8 @@ from lightning_rotor.capture.graph_stage import (
     require_as_recorded,
     total,
 )
-from lightning_rotor.capture.guards import OWN, Guards, ancestors, first_difference, version_of
-from lightning_rotor.capture.modules import Call, ModuleCalls, UntraceableError, hides_code, is_torchs_module
+from lightning_rotor.capture.guards import AUTOCAST, Call, Notes, ambient, version_of
+from lightning_rotor.capture.modules import ModuleCalls, UntraceableError, hides_code, is_torchs_module
 from lightning_rotor.capture.operations import (
     FUNCTIONS,
     METADATA,
@@ -53,6 +53,7 @@ from lightning_rotor.capture.operations import (
     require_recordable,
     spell,
 )
+from lightning_rotor.capture.size_guards import OWN, SizeGuards, ancestors, first_difference
 from lightning_rotor.capture.writer import GraphWriter, OpMemory, erase, plain
 from lightning_rotor.execution.passes import repeating
 from lightning_rotor.private import torch_names as private
@@ -84,7 +85,7 @@ class Recording:
     root: nn.Module
     constants: Sequence[torch.Tensor]
     leaves: Set[nn.Module]
-    guards: Guards
+    guards: SizeGuards
     notes: Notes
 
     def runs_the_same(self, other: Recording) -> bool:
@@ -157,7 +158,7 @@ class Recorder(TorchFunctionMode):
         packs = any(node.target is private.pack_sequences for node in behind)
         values = [*writer.valued, *(writer.lengths if packs else ())]
         totals = [writer.node("call_function", total, node.args, {}) for node, _ in writer.lengths]
-        guards = Guards(self._call.signature, inputs, asked, values, totals)
+        guards = SizeGuards(self._call.signature, inputs, asked, values, totals)
         erase(writer.graph, [*totals, *(node for node, _ in (*values, *writer.lengths, *asked))])
         notes = self.surroundings.notes
         memory = {node: writer.values.memory_of(node) for node in writer.graph.nodes}

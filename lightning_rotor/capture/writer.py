@@ -16,9 +16,10 @@ import torch
 from torch import fx, nn
 
 from lightning_rotor.capture.graph_stage import LINE, OF, REGION, SIZE, VALUED, Region, is_constant, longest
-from lightning_rotor.capture.guards import ancestors
-from lightning_rotor.capture.modules import PLAIN, ModuleCalls, UntraceableError, tensor_slots
+from lightning_rotor.capture.guards import CONSTANTS
+from lightning_rotor.capture.modules import ModuleCalls, UntraceableError, tensor_slots
 from lightning_rotor.capture.operations import CHANGES, DispatchCheck
+from lightning_rotor.capture.size_guards import ancestors
 from lightning_rotor.private.torch_names import identity_of
 from lightning_rotor.private.values import flatten, tensors_in, tree_flatten, tree_leaves, tree_unflatten
 from lightning_rotor.stages.snapshot import is_users
@@ -534,4 +535,4 @@ def _is_plain(value: Any) -> bool:
     """True if an argument is the same whenever the code runs, and holds no tensor."""
     if isinstance(value, FunctionType):
         return not value.__closure__
-    return isinstance(value, (*PLAIN, np.generic, np.ndarray))
+    return isinstance(value, (*CONSTANTS, np.generic, np.ndarray))

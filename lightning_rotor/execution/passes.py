@@ -1,4 +1,4 @@
-"""How a stage runs: in a first pass, and again in a recomputation, which neither sees nor repeats what the first changed.
+"""How a stage runs first, and again in a recomputation, which neither sees nor repeats what the first pass changed.
 
 A second forward would count a batch twice in running statistics and start from other values than the first pass did:
 

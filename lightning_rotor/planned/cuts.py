@@ -7,8 +7,6 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, repeat
-from operator import attrgetter, contains, itemgetter
 from typing import Any
 
 import torch
@@ -16,50 +14,16 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from lightning_rotor.capture.cuts import WAYS, GraphCut, SequentialCut, sequentialize
-from lightning_rotor.capture.guards import Objects
+from lightning_rotor.capture.guards import ModuleFacts
 from lightning_rotor.errors import ModelError, RotorWarning
 from lightning_rotor.private.sharding import unrecorded
-from lightning_rotor.private.torch_names import HOOKS, shares_weights
+from lightning_rotor.private.torch_names import shares_weights
 from lightning_rotor.private.values import require_tensors, tensors_in
 from lightning_rotor.profiling.dry_run import require_same
 from lightning_rotor.stages.sequential import is_plain_stock
 
 _log = logging.getLogger(__name__)
 _MANY_CUTS = 12
-
-# --------------------------------------------- Whether a module is still what it was at the last step, in microseconds.
-
-
-_TABLES = ("_modules", *HOOKS[:2], "_parameters")
-_tables_in, _training = itemgetter(*_TABLES), itemgetter("training")
-_learns, _dtype = attrgetter("requires_grad"), attrgetter("dtype")
-
-
-class ModuleFacts:
-    """Children, modes, hooks and parameters of a module at any depth; no values of tensors, no other attributes."""
-
-    def __init__(self, root: nn.Module) -> None:
-        self._modules = tuple(root.modules())
-        self._parameters = tuple(root.parameters())
-        self._attributes = list(map(vars, self._modules))
-        self._objects = Objects(self._now())
-
-    def holds(self) -> bool:
-        """True if all of it is as it was. False if that cannot be told so quickly."""
-        now = self._now()
-        return bool(now) and self._objects.are(now)
-
-    def _now(self) -> tuple[Any, ...]:
-        """All of it in one flat row, to compare object by object."""
-        try:
-            tables = list(filter(None, chain.from_iterable(map(_tables_in, self._attributes))))
-            return (
-                *(*map(type, self._modules), *map(contains, self._attributes, repeat("forward"))),
-                *(*map(_training, self._attributes), *map(_learns, self._parameters), *map(_dtype, self._parameters)),
-                *(*tables, *chain.from_iterable(tables), *chain.from_iterable(map(dict.values, tables))),
-            )
-        except (KeyError, TypeError):  # a scripted module keeps its children and parameters elsewhere
-            return ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_rotor.capture.cuts import GraphCut
-from lightning_rotor.capture.modules import firsts_of
+from lightning_rotor.capture.guards import firsts_of
 from lightning_rotor.errors import InverseError, ModelError
 from lightning_rotor.execution.executor import recomputed
 from lightning_rotor.execution.isolated import kept_attributes, lent_buffers, undisturbed
