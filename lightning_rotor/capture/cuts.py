@@ -6,7 +6,7 @@ An ``nn.Sequential`` of blocks is cut along its graph as well, so that a plan ca
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from traceback import extract_tb
 from typing import Any, ClassVar
@@ -17,7 +17,7 @@ from torch import nn
 from lightning_rotor.capture.boundaries import stages_of
 from lightning_rotor.capture.external_state import Closures
 from lightning_rotor.capture.graph_stage import OF
-from lightning_rotor.capture.guards import Call, Notes, Watch, ambient, firsts_of
+from lightning_rotor.capture.guards import Call, CallGuards, Notes, Watch
 from lightning_rotor.capture.modules import hide_trainers, hides_code, is_invertible_as_a_whole, tensor_attributes
 from lightning_rotor.capture.recorder import Recorder, Recording
 from lightning_rotor.capture.size_guards import first_difference, line_of
@@ -27,7 +27,7 @@ from lightning_rotor.invertible.check import try_inverse
 from lightning_rotor.private.sharding import Unit, units_below, units_in, wrapped_by_fsdp1
 from lightning_rotor.private.torch_names import is_compiled, is_compiler_wrapper, module_inside, noticed_checkpoints
 from lightning_rotor.private.values import is_fake, require_tensors, tensors_in
-from lightning_rotor.stages.sequential import Stage, packed, sequential_members, sequential_stages, wiring_of
+from lightning_rotor.stages.sequential import Stage, sequential_members, sequential_stages, wiring_of
 from lightning_rotor.stages.snapshot import Snapshot, is_users
 
 _log = logging.getLogger(__name__)
@@ -39,68 +39,45 @@ class GraphCut:
     """A module as stages, for calls like the recorded one. The last stage returns what the module returns.
 
     ``opaque`` says which modules became one operation, ``fixed`` which numbers of modules can be no inputs, ``reasons``
-    why other ways were not taken, and ``anew`` why no earlier recording held for the sizes of the last one.
+    why other ways were not taken, and ``anew`` why no earlier recording held for the sizes of the last one. ``bind``
+    gives the chain's input for a call, or None if the recording does not hold for it.
     """
 
     stages: tuple[Stage, ...]
     opaque: Mapping[str, str]
-    module: nn.Module
     inputs: tuple[str, ...]
-    _key: Any
-    _watch: Watch
-    _attributes: tuple[tuple[nn.Module, str], ...]
     recording: Recording
+    guards: CallGuards
     fixed: set[tuple[nn.Module, str]] = field(default_factory=set)
     reasons: Mapping[str, str] = field(default_factory=dict)
     anew: str = ""
     way: ClassVar[str] = "graph"
-    _reads: tuple[int, ...] = field(init=False)
+    bind: Callable[[Sequence[Any], Mapping[str, Any]], Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._reads = wiring_of(self.stages).wire.reads
+        self.bind = self.guards.bind
 
-    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The chain's input for a call, or None if the recording does not hold for it.
-
-        It does not if another plain argument differs, the module has noticeably changed, or the forward would read
-        other values out of tensors. Sizes may differ in dimensions recorded with two sizes.
-        """
-        call, guards = self.call(args, kwargs), self.recording.guards
-        if not self.is_like(call):
-            return None
-        signature = call.signature
-        return self.take(call) if signature in guards.settled or guards.hold(signature, call.inputs) else None
-
-    def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-        """A call of the module, with the attributes that are inputs."""
-        return Call.of(self.module, args, kwargs, self._attributes)
+    @property
+    def module(self) -> nn.Module:
+        """The recorded module."""
+        return self.guards.module
 
     def changing_numbers(self) -> tuple[tuple[nn.Module, str], ...]:
         """Attributes with another number than in this recording, and those that were others before."""
-        places = dict.fromkeys((*self.numbers, *self._watch.changed_numbers()))
+        places = dict.fromkeys((*self.numbers, *self.guards.watch.changed_numbers()))
         return tuple(place for place in places if place not in self.fixed)
 
     @property
     def numbers(self) -> list[tuple[nn.Module, str]]:
         """Numbers of modules that are inputs."""
-        return [place for place in self._attributes if type(vars(place[0]).get(place[1])) in (int, float)]
-
-    def is_like(self, call: Call) -> bool:
-        """True if a call differs at most in sizes and values, and the module is what it was."""
-        return bool(_key(call) == self._key) and self._watch.holds()
-
-    def take(self, call: Call) -> Any:
-        """The chain's input for a call for which the recording is known to hold: the tensors that it reads."""
-        return packed([call.inputs[number] for number in self._reads])
+        return [place for place in self.guards.attributes if type(vars(place[0]).get(place[1])) in (int, float)]
 
     def renewed_by(self, recording: Recording, call: Call, watch: Watch) -> bool:
         """Hold also for the call of a newer recording if that runs the same operations on the same objects."""
-        if (self._key, self._attributes) != (_key(call), call.attributes) or not self.recording.runs_the_same(
-            recording
-        ):
+        if not self.guards.fit(call) or not self.recording.runs_the_same(recording):
             return False
         self.recording.guards.include(recording.guards)
-        self._watch = watch
+        self.guards.watch = watch
         return True
 
     def lives_in(self, modules: set[nn.Module]) -> bool:
@@ -126,7 +103,7 @@ def cut_graph(
     tensors, numbers = tensor_attributes(module), known[-1].changing_numbers() if known else ()
     call = Call.of(module, args, kwargs or {}, (*tensors, *numbers))
     names = call.names
-    like = [cut for cut in reversed(known) if cut.is_like(call)][:1]
+    like = [cut for cut in reversed(known) if cut.guards.are_like(call)][:1]
     try:
         recording, opaque = _Attempts(module, call, like).record()
         is_known = not numbers or opaque.keys() <= known[-1].opaque.keys()
@@ -144,7 +121,8 @@ def cut_graph(
             return cut
     fixed = known[-1].fixed if known else set()
     stages = tuple(stages_of(recording))
-    return GraphCut(stages, opaque, module, names, _key(call), watch, call.attributes, recording, fixed, anew=anew)
+    guards = CallGuards(call, watch, recording.guards, reads=wiring_of(stages).wire.reads)
+    return GraphCut(stages, opaque, names, recording, guards, fixed, anew=anew)
 
 
 def _why_anew(like: Sequence[GraphCut], recording: Recording) -> str:
@@ -154,17 +132,6 @@ def _why_anew(like: Sequence[GraphCut], recording: Recording) -> str:
     differing = first_difference(like[0].recording.graph, recording.graph)
     objection = like[0].recording.guards.objection
     return objection or (f"it goes another way {line_of(differing[-1])}" if differing else "")
-
-
-def _key(call: Call) -> Any:
-    # Code may ask whether two tensors are one, and whether autocast is on. Hooks on saved tensors are autograd's.
-    kinds = tuple(
-        [
-            (each.dim(), each.dtype, each.device) if isinstance(each, torch.Tensor) else type(each)
-            for each in call.inputs
-        ]
-    )
-    return call.key, firsts_of(call.tensors), ambient()[:-1], kinds
 
 
 def _watch(recording: Recording, inputs: Collection[tuple[nn.Module, str]]) -> Watch:

@@ -8,7 +8,6 @@ training call, in a few microseconds.
 from __future__ import annotations
 
 import ctypes
-import enum
 import inspect
 import sys
 from collections import deque
@@ -24,21 +23,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from lightning_rotor.capture.modules import CONSTANTS
+from lightning_rotor.capture.size_guards import SizeGuards
 from lightning_rotor.errors import ModelError
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.values import TreeSpec, flatten, keystr, tree_flatten_with_path, tree_unflatten
 from lightning_rotor.stages.generators import generator_state
-from lightning_rotor.stages.sequential import has_own_call
-from lightning_rotor.stages.snapshot import PLAIN, Kind, Snapshot, namespace_of
+from lightning_rotor.stages.sequential import has_own_call, packed
+from lightning_rotor.stages.snapshot import ABSENT, CELL, ENTRIES, PLAIN, Kind, Snapshot, namespace_of
 
 # ----------------------------------------------------------------------------------------------------
 # One call of a module: which of its arguments are tensors, and which a recording takes for granted.
-
-
-CONSTANTS = (
-    *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), enum.Enum, slice),
-    *(torch.dtype, torch.device, torch.memory_format, torch.Size, FunctionType, BuiltinFunctionType, type),
-)
 
 
 _SIMPLE = frozenset((torch.Tensor, nn.Parameter, bool, int, float, str, type(None)))
@@ -443,6 +438,13 @@ class Place(NamedTuple):
         """The value, or a mark if there is none."""
         return self.kind.read(self.owner, self.name)
 
+    def reader(self) -> Callable[[], Any]:
+        """:meth:`read`, as quick as it gets."""
+        if self.kind is CELL:
+            return self.read
+        namespace = self.owner if self.kind is ENTRIES else vars(self.owner)
+        return partial(namespace.get, self.name, ABSENT)
+
 
 class _Noted:
     """The value at a place as it is now."""
@@ -505,7 +507,7 @@ class Notes:
             if not all(noted.holds(copies) for noted, _ in self._noted.values()):
                 return False
             places = [noted.place for noted, _ in self._noted.values()]
-            reads = [partial(place.kind.read, place.owner, place.name) for place in places]
+            reads = [place.reader() for place in places]
             copies.settle(lambda: [read() for read in reads])
             self._copies = copies
         return True
@@ -515,3 +517,61 @@ class Notes:
         for noted, _ in self._noted.values():
             if not noted.holds():
                 noted.restore()
+
+
+# ----------------------------------------------------------------------------------------------------
+# All of it for one recording.
+
+
+class CallGuards:
+    """Say whether a recording holds for a call, and what its chain takes then.
+
+    It does not hold if another plain argument differs, the module has noticeably changed, or the forward would read
+    other values out of tensors. Sizes may differ in dimensions recorded with two sizes.
+
+    Args:
+        call: The recorded one.
+        watch: What modules looked like.
+        sizes: What was asked of sizes and values.
+        reads: Numbers of the inputs that the chain takes.
+    """
+
+    def __init__(self, call: Call, watch: Watch, sizes: SizeGuards, *, reads: Sequence[int]) -> None:
+        self.module, self.attributes, self.watch = call.module, call.attributes, watch
+        self._key, self._sizes, self._reads = _key(call), sizes, reads
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The chain's input for a call, or None if the recording does not hold for it."""
+        call = self.call(args, kwargs)
+        if not self.are_like(call):
+            return None
+        signature = call.signature
+        holds = signature in self._sizes.settled or self._sizes.hold(signature, call.inputs)
+        return self.take(call) if holds else None
+
+    def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+        """A call of the module, with the attributes that are inputs."""
+        return Call.of(self.module, args, kwargs, self.attributes)
+
+    def are_like(self, call: Call) -> bool:
+        """True if a call differs at most in sizes and values, and the module is what it was."""
+        return bool(_key(call) == self._key) and self.watch.holds()
+
+    def fit(self, call: Call) -> bool:
+        """True if a call differs at most in sizes and values, whatever the module is now."""
+        return bool((self._key, self.attributes) == (_key(call), call.attributes))
+
+    def take(self, call: Call) -> Any:
+        """The chain's input for a call for which the recording is known to hold: the tensors that it reads."""
+        return packed([call.inputs[number] for number in self._reads])
+
+
+def _key(call: Call) -> Any:
+    # Code may ask whether two tensors are one, and whether autocast is on. Hooks on saved tensors are autograd's.
+    kinds = tuple(
+        [
+            (each.dim(), each.dtype, each.device) if isinstance(each, torch.Tensor) else type(each)
+            for each in call.inputs
+        ]
+    )
+    return call.key, firsts_of(call.tensors), ambient()[:-1], kinds

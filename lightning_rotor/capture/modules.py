@@ -1,9 +1,11 @@
-"""The modules and the call that a recording is made of: whose forward runs, and which become one operation."""
+"""The modules that a recording is made of: whose forward runs, and which become one operation."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, NoReturn
 
 import torch
@@ -13,6 +15,12 @@ from lightning_rotor.errors import InverseError
 from lightning_rotor.private.lightning_names import TRAINERS
 from lightning_rotor.private.torch_names import is_compiler_wrapper
 from lightning_rotor.stages.sequential import has_own_call, is_invertible, runs_members_in_a_row
+
+CONSTANTS = (
+    *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), enum.Enum, slice),
+    *(torch.dtype, torch.device, torch.memory_format, torch.Size, FunctionType, BuiltinFunctionType, type),
+)
+"""Types of arguments and values that a recording takes for granted."""
 
 
 class UntraceableError(Exception):

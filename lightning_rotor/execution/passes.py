@@ -387,8 +387,7 @@ class FirstPass:
         self.values: list[tuple[nn.Module, str, torch.Tensor]] = []
         self.generators: GeneratorStates | None = None
         self.read = TensorsRead((), state.spell)
-        self._before: Snapshot | None = None
-        self._observers = Observers(state.attributed)
+        self._watched: tuple[Snapshot, Observers] | None = None  # where there are attributes of users, or hooks
         self._settings = Settings()
         self._layers = LayerSettings(())
 
@@ -401,18 +400,20 @@ class FirstPass:
             for module, name, buffer in buffers_of(self.state.remembered)
         ]
         if self.state.attributed or private.any_hooks_of_all():
-            self._before = Snapshot(self.state.attributed, small_bytes=SMALL_BYTES)
-            self._observers.watch()
+            observers = Observers(self.state.attributed)
+            self._watched = Snapshot(self.state.attributed, small_bytes=SMALL_BYTES), observers
+            observers.watch()
         self.generators = GeneratorStates(torchs=False) if self.state.attributed else None
         self._layers = LayerSettings(self.state.layers)
         self.read = tensors_read(self.state)
         try:
             yield
         finally:
-            if self._before is not None:
-                self._observers.settle(self._before)
-        if self._before is not None:
-            self._before.require_undoable()
+            if self._watched is not None:
+                before, observers = self._watched
+                observers.settle(before)
+        if self._watched is not None:
+            self._watched[0].require_undoable()
         self.read.require_untouched()
 
     @contextmanager
@@ -425,10 +426,11 @@ class FirstPass:
             if self.generators is not None:
                 stack.callback(GeneratorStates(torchs=False).restore)
                 self.generators.restore()
-            if self._before is not None:
-                stack.callback(self._before.again().restore)
-                self._before.lend()
-                self._observers.leave_out()
+            if self._watched is not None:
+                before, observers = self._watched
+                stack.callback(before.again().restore)
+                before.lend()
+                observers.leave_out()
             stack.enter_context(standing_in(self._loans()))
             yield
 

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from lightning_rotor.capture.guards import ModuleFacts
 from lightning_rotor.chain import BackwardPeaks, Chain, Option, Skip, StageCost
 from lightning_rotor.errors import RotorError
 from lightning_rotor.execution.executor import Executor, Stopwatch
@@ -149,11 +150,24 @@ def _may_run_plainly(signature: Signature, chain: Chain, plan: Plan) -> bool:
     return plan.peak_bytes + passing_bytes <= plan.budget_bytes
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Settled:
+    """The call that came last, if its plan stays. Nothing else is asked of a call that is like it."""
+
+    facts: ModuleFacts
+    signature: Signature
+    prepared: Prepared
+
+
 class PlanCache:
-    """What is ready for which signature, turn by turn. The ``most`` signatures used last are kept."""
+    """What is ready for which signature, turn by turn. The ``most`` signatures used last are kept.
+
+    ``settled`` is None after every change.
+    """
 
     def __init__(self, most: int) -> None:
         self._most = most
+        self.settled: Settled | None = None
         self._prepared: OrderedDict[Signature, dict[Turn, Prepared]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -191,6 +205,7 @@ class PlanCache:
 
     def put(self, signature: Signature, prepared: Prepared) -> None:
         """Add or replace an entry; its signature is now used last."""
+        self.settled = None
         self._prepared.setdefault(signature, {})[prepared.turn] = prepared
         self._prepared.move_to_end(signature)
         while len(self._prepared) > self._most:
@@ -198,11 +213,13 @@ class PlanCache:
 
     def drop(self, keep: Callable[[Signature], bool]) -> None:
         """Forget signatures that no call can have any more."""
+        self.settled = None
         for signature in [signature for signature in self._prepared if not keep(signature)]:
             del self._prepared[signature]
 
     def unplan(self, keep: Callable[[Plan], bool]) -> None:
         """Drop all plans but those to keep; they are made again when their signatures return."""
+        self.settled = None
         for turns in self._prepared.values():
             for turn, prepared in turns.items():
                 if prepared.plan is not None and not keep(prepared.plan):
@@ -210,6 +227,7 @@ class PlanCache:
 
     def clear(self) -> None:
         """Forget everything."""
+        self.settled = None
         self._prepared.clear()
 
 

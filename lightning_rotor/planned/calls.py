@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
@@ -74,9 +75,10 @@ class CallKey:
 
 @dataclass(slots=True)
 class Step:
-    """The running step; ``is_over`` once its optimizer has stepped.
+    """The running step, with the batch as it was given; ``is_over`` once its optimizer has stepped.
 
     Attributes:
+        batch: The tensors of the batch, and ``is_first`` if no optimizer has stepped before; None until somebody asks.
         paths: Calls that wait for their backward together, in the order of their forwards; the running one is last.
         numbers: Of its calls, from 0 on.
         is_shared: A call was planned with a part of what is left, because others were to come.
@@ -84,8 +86,9 @@ class Step:
         missing: What later steps will hold besides, in forwards and in backwards.
     """
 
-    batch: list[torch.Tensor]
-    is_first: bool
+    given: Any
+    batch: list[torch.Tensor] = field(default_factory=list)
+    is_first: bool | None = None
     paths: list[tuple[Call, ...]] = field(default_factory=list)
     numbers: dict[Call, int] = field(default_factory=dict)
     is_shared: bool = False

@@ -59,6 +59,11 @@ class Signature:
     modes: Modes
 
     @property
+    def has_totals(self) -> bool:
+        """True if it counts the entries of packed sequences, which are values."""
+        return len(self.shapes) > len(self.kinds)
+
+    @property
     def device(self) -> torch.device:
         """Where the chain runs."""
         return self.kinds[0][1]
@@ -76,7 +81,10 @@ class Signature:
 
 
 class KnownCuts:
-    """Cuts of one module, those used last at the end, at most ``most``. ``on_cut`` is called before a cut runs it."""
+    """Cuts of one module, those used last at the end, at most ``most``. ``on_cut`` is called before a cut runs it.
+
+    ``facts`` are what the module was at the last call.
+    """
 
     def __init__(self, module: nn.Module, *, most: int, on_cut: Callable[[], None] = lambda: None) -> None:
         self._module = module
@@ -86,7 +94,7 @@ class KnownCuts:
         self.made = self._recorded = 0  # times that the module was cut, and that it was recorded for that
         self._submodules: tuple[nn.Module, ...] | None = None
         self._stock: tuple[bool, ...] = ()
-        self._facts: ModuleFacts | None = None
+        self.facts: ModuleFacts | None = None
         self._modes: Modes | None = None
 
     def __contains__(self, cut: SequentialCut | GraphCut) -> bool:
@@ -102,9 +110,9 @@ class KnownCuts:
 
     def follow_changes(self) -> bool:
         """Start afresh if a module was replaced at any depth, or one got hooks. True if so."""
-        if self._facts is not None and self._facts.holds():
+        if self.facts is not None and self.facts.holds():
             return False
-        self._facts, self._modes = ModuleFacts(self._module), None
+        self.facts, self._modes = ModuleFacts(self._module), None
         submodules = tuple(self._module.modules())[1:]  # without the module itself, whose forward may be ours
         stock = tuple(map(is_plain_stock, submodules))
         if submodules == self._submodules and stock == self._stock:

@@ -29,8 +29,16 @@ from lightning_rotor.execution.segment_state import SegmentState
 from lightning_rotor.planned.cache import Prepared
 from lightning_rotor.planned.cuts import Signature
 from lightning_rotor.planned.plans import BudgetSource, Plans, PlanSettings
-from lightning_rotor.private.torch_names import copy_each, is_captured, is_transformed, outside_of_graphs, version_of
-from lightning_rotor.private.values import check_sample, tensors_in, uncounted_copy
+from lightning_rotor.private.torch_names import (
+    any_hooks_of_all,
+    copy_each,
+    is_captured,
+    is_transformed,
+    outside_of_graphs,
+    shares_weights,
+    version_of,
+)
+from lightning_rotor.private.values import check_sample, tree_leaves, uncounted_copy
 from lightning_rotor.profiling import Profile
 from lightning_rotor.stages.generators import GeneratorStates
 from lightning_rotor.stages.snapshot import SMALL_BYTES, Snapshot
@@ -80,13 +88,16 @@ class BeforeForward:
     __slots__ = ("_before", "_copies", "_generators", "_owner", "_statistics", "_versions", "_written")
 
     def __init__(self, profile: Profile, value: Any, statistics: CopiedStatistics) -> None:
-        state, tensors = profile.state, tensors_in(value)
+        state = profile.state
+        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
         self._generators = (
             GeneratorStates(tensors[0].device, counted=False, host=bool(state.attributed))
             if profile.draws_random
             else None
         )
-        self._before = Snapshot(state.attributed, small_bytes=SMALL_BYTES)
+        # Torch's own layers have nothing that a forward could change, but for hooks on all modules.
+        looks = state.attributed or any_hooks_of_all()
+        self._before = Snapshot(state.attributed, small_bytes=SMALL_BYTES) if looks else None
         self._owner, self._statistics = statistics, statistics.take(state)
         self._copies = [(buffer, uncounted_copy(buffer)) for _, _, buffer in buffers_of(state.remembered)]
         self._written = state.written
@@ -97,7 +108,8 @@ class BeforeForward:
         """Set everything back; False if a parameter, an input or a large buffer changed, which nobody copied."""
         if self._written or any(version_of(tensor) != version for tensor, version in self._versions):
             return False
-        self._before.restore()
+        if self._before is not None:
+            self._before.restore()
         with torch.no_grad():
             for buffer, copy in (*self._statistics, *self._copies):
                 buffer.copy_(copy)
@@ -211,7 +223,7 @@ class PlannedForward:
         if not self._plans_for(module, args, kwargs):
             return plainly()
         with self._caches.off():
-            call = self._prepared(args, kwargs)
+            call = self._settled(args, kwargs) or self._prepared(args, kwargs)
             if call is None:
                 return plainly()
             signature, value, prepared = call
@@ -229,6 +241,17 @@ class PlannedForward:
             return False
         # Inside a stage that is being measured there is no plan of its own.
         return not is_recomputing() or self.plans.is_prepared(args, kwargs)
+
+    def _settled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Signature, Any, Prepared] | None:
+        """The entry of the call that came last, if this one is like it and nothing has changed; else None."""
+        settled = self.plans.cache.settled
+        if settled is None or settled.prepared.turn != self._source.turn:
+            return None
+        if shares_weights(self._module) or not settled.facts.holds():
+            return None
+        value = settled.signature.cut.bind(args, kwargs)
+        is_like = value is not None and _is_like(value, settled.signature)
+        return (settled.signature, value, settled.prepared) if is_like else None
 
     def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Signature, Any, Prepared] | None:
         """The entry that a call runs with, or None if it runs plainly."""
@@ -313,6 +336,17 @@ class PlannedForward:
             args, kwargs = (), sample
         with _training_mode(self._module):
             return self.plans.measure(*self.plans.bind(args, kwargs)).profile
+
+
+def _is_like(value: Any, signature: Signature) -> bool:
+    """True if a call with this input has the signature, as far as the module's facts do not say."""
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return (
+        tuple([tuple(tensor.shape) for tensor in tensors]) == signature.shapes
+        and tuple([(tensor.dtype, tensor.device, tensor.requires_grad) for tensor in tensors]) == signature.kinds
+        and tuple([(torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in ("cpu", "cuda")])
+        == signature.autocast
+    )
 
 
 @contextmanager

@@ -80,20 +80,28 @@ class StepPlanner(BudgetSource):
 
     def begin_step(self, batch: Any, batch_idx: int) -> None:
         """A batch is about to be trained on: choose what to plan if it is the first, measure if a plan is new."""
-        tensors = tensors_in(batch)
-        self._step = Step(tensors, is_first=not self.loop.has_stepped)
+        self._step = Step(batch)
         if not self._has_met:
             self._has_met = True
             take_workspaces(self.loop.device)
             if self.loop.processes > 1:
-                self.limit.agree(tensors)
+                self.limit.agree(tensors_in(batch))
                 self.ranks = self.loop.meet(beyond=self.limit.beyond)
         if self.modules.is_guess and self.modules.choose(batch, batch_idx):  # others than a guess, in a tuner's trial
             self.plan = None
-        if self._step.is_first:
-            self._step.missing = self.limit.missing()
+        if self.is_settled and not self._is_joint:
+            return
+        self._look_at(self._step)
         if self.watch.due:
-            self.watch.start(self.loop, tensors)
+            self.watch.start(self.loop, self._step.batch)
+
+    def _look_at(self, step: Step | None) -> None:
+        """Note what planning and measuring ask of a step, before its optimizer steps."""
+        if step is None or step.is_first is not None:
+            return
+        step.batch, step.is_first = tensors_in(step.given), not self.loop.has_stepped
+        if step.is_first:
+            step.missing = self.limit.missing()
 
     def begin_backward(self) -> None:
         """The loss is known."""
@@ -181,6 +189,7 @@ class StepPlanner(BudgetSource):
 
     def budget(self, plans: Plans, profile: Profile) -> Budget:
         """What a plan for one call may use now: as little as it can, until the step is over, if there are others."""
+        self._look_at(self._step)
         budget = self.limit.budget(profile.chain, self.modules.all, self._step)
         waiting = () if self._step is None else self._step.waiting
         self._is_cautious = bool(waiting) or not self.modules.is_alone(plans)
@@ -196,6 +205,7 @@ class StepPlanner(BudgetSource):
 
     def _joint_budget(self, chain: Chain, copied_bytes: int) -> Budget:
         """What calls that are alive together may use."""
+        self._look_at(self._step)
         budget = self.limit.budget(chain, self.modules.all, self._step, correction_bytes=0)
         return replace(budget, lingering_bytes=budget.lingering_bytes + copied_bytes)
 

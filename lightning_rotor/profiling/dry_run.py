@@ -186,7 +186,7 @@ def require_same(module: nn.Module, cut: GraphCut, args: Sequence[Any], kwargs: 
 
     def staged() -> Any:
         return wiring_of(cut.stages).run(
-            cut.take(cut.call(*fresh())), [partial(run_stage, stage) for stage in cut.stages]
+            cut.guards.take(cut.guards.call(*fresh())), [partial(run_stage, stage) for stage in cut.stages]
         )
 
     device = tensors_in((args, kwargs))[0].device
