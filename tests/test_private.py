@@ -502,7 +502,7 @@ def trainer(tmp_path: Path) -> pl.Trainer:
 def test_what_lightning_keeps(trainer: pl.Trainer) -> None:
     model = _Model()
     assert lightning_names.trainer_of(model) is None
-    assert not lightning_names.is_compiled(model)
+    assert not lightning_names.compiled_whole(model)
     assert not lightning_names.logs_hyperparameters(model)
     trainer.fit(model, DataLoader(torch.ones(8, 2), batch_size=2))
     assert lightning_names.trainer_of(model) is trainer
@@ -563,7 +563,7 @@ def test_a_compiled_lightning_module() -> None:
     from lightning.pytorch.utilities.compile import from_compiled
 
     model = from_compiled(torch.compile(_Model(), backend="eager"))
-    assert lightning_names.is_compiled(model)
+    assert lightning_names.compiled_whole(model)
 
 
 def test_the_last_value_of_a_metric() -> None:

@@ -28,7 +28,7 @@ from lightning_rotor.planned.loop import Told, TrainingLoop
 from lightning_rotor.planned.ranks import Agreement, JointPlans, PublishedPlans, communicates
 from lightning_rotor.planned.target import StepCompute, Target, TargetSearch, measure_compute, named_target
 from lightning_rotor.private import lightning_names as private
-from lightning_rotor.private.lightning_names import is_compiled
+from lightning_rotor.private.lightning_names import compiled_whole
 from lightning_rotor.private.torch_names import outside_of_graphs, store_of_processes
 from lightning_rotor.stages.sequential import Stage
 
@@ -39,7 +39,9 @@ _PLAIN = (bool, int, float, str, bytes, type(None), torch.device, torch.dtype)
 
 
 def _isolate(module: pl.LightningModule, trainer: _TrainerStandIn) -> None:
-    if is_compiled(module):  # Lightning has put compiled methods of the original in the place of the copy's
+    if (
+        compiled_whole(module) is not None
+    ):  # Lightning has put compiled methods of the original in the place of the copy's
         for name in ("forward", "training_step", "validation_step", "test_step", "predict_step"):
             module.__dict__.pop(name, None)
     module.__dict__.update(
@@ -148,7 +150,7 @@ class TrainerLoop(TrainingLoop):
     def __init__(self, trainer: pl.Trainer, model: pl.LightningModule, callback: pl.Callback | None = None) -> None:
         self.model, self.trainer = model, trainer
         self._callback = callback
-        self.is_compiled = is_compiled(model)
+        self.is_compiled = compiled_whole(model) is not None
         # Compiled as a whole, it leaves its forward to torch.compile.
         self.may_be_whole = is_overridden("forward", model) and not self.is_compiled
         self.is_lead = not trainer.global_rank

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from lightning_rotor.capture.graph_stage import IN_PLACE, OF, SIZE, VALUED, GraphSlice, name_of, require_as_recorded
-from lightning_rotor.capture.modules import is_invertible_as_a_whole, words
+from lightning_rotor.capture.operations import is_invertible_as_a_whole, words
 from lightning_rotor.capture.recorder import Recording
 from lightning_rotor.capture.writer import OpMemory
 from lightning_rotor.errors import ModelError

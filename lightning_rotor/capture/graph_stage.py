@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Size, fx, nn
 
-from lightning_rotor.capture.modules import CONSTANTS
+from lightning_rotor.capture.operations import CONSTANTS
 from lightning_rotor.errors import ExecutionError
 from lightning_rotor.private.values import flatten
 

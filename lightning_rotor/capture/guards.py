@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lightning_rotor.capture.modules import CONSTANTS
+from lightning_rotor.capture.operations import CONSTANTS
 from lightning_rotor.capture.size_guards import SizeGuards
 from lightning_rotor.errors import ModelError
 from lightning_rotor.private import torch_names as private

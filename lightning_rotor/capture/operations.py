@@ -1,28 +1,162 @@
-"""The operations that a recording meets: how to spell them as nodes, and which of them it cannot hold."""
+"""What a recording meets: submodules, of which some become one operation, and operations; which it cannot hold."""
 
+from __future__ import annotations
+
+import enum
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from types import FunctionType
-from typing import Any
+from types import BuiltinFunctionType, FunctionType
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_rotor.capture.modules import UntraceableError, hides_code, words
+from lightning_rotor.errors import InverseError
+from lightning_rotor.private.lightning_names import TRAINERS
 from lightning_rotor.private.torch_names import (
     OpOverload,
     OpOverloadPacket,
     TorchDispatchMode,
+    is_compiler_wrapper,
     packet_of,
     schema_of,
     written_arguments,
 )
 from lightning_rotor.private.values import address_of, tensors_in, tree_leaves
+from lightning_rotor.stages.sequential import has_own_call, is_invertible, runs_members_in_a_row
+
+CONSTANTS = (
+    *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), enum.Enum, slice),
+    *(torch.dtype, torch.device, torch.memory_format, torch.Size, FunctionType, BuiltinFunctionType, type),
+)
+"""Types of arguments and values that a recording takes for granted."""
+
+
+class UntraceableError(Exception):
+    """The code of a module does what a recording cannot hold."""
+
+
+class ModuleCalls:
+    """Follows the calls of submodules while a module is recorded.
+
+    Attributes:
+        leaves: Those that were one operation.
+        culprit: The innermost module that could not be recorded.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.leaves: set[nn.Module] = set()
+        self.culprit: nn.Module | None = None
+        self._paths: dict[nn.Module, str] = {module: path for path, module in root.named_modules()}
+        self._running = [""]
+
+    @property
+    def path(self) -> str:
+        """Where the module is whose forward is running; empty for the root."""
+        return self._running[-1]
+
+    def __contains__(self, module: nn.Module) -> bool:
+        return module in self._paths
+
+    def path_of(self, module: nn.Module) -> str:
+        """The path of a called module; ``UntraceableError`` if it is no submodule."""
+        path = self._paths.get(module)
+        if path is None:
+            kind = type(module).__name__
+            raise UntraceableError(f"{kind} is called but is no submodule, so its parameters are hidden")
+        return path
+
+    @contextmanager
+    def inside(self, module: nn.Module) -> Iterator[None]:
+        """Context of a submodule's call."""
+        self._running.append(self._paths[module])
+        try:
+            yield
+        except InverseError as error:
+            if error.stage != type(module).__name__:  # a module inside has said where it is
+                raise
+            raise error.located(self._paths[module]) from error
+        except Exception:
+            if self.culprit is None and module not in self.leaves:
+                self.culprit = module
+            raise
+        finally:
+            self._running.pop()
+
+
+def hides_code(module: nn.Module) -> bool:
+    """True if calling a module does more than its code says, or its code is not Python's."""
+    return (
+        has_own_call(module)
+        or "parametrizations" in module._modules
+        or isinstance(module, torch.jit.ScriptModule)
+        or is_compiler_wrapper(module)
+    )
+
+
+def is_invertible_as_a_whole(module: nn.Module) -> bool:
+    """True if a module has an inverse, and is no row of modules, each of which may have one of its own."""
+    return is_invertible(module) and not (isinstance(module, nn.Sequential) and runs_members_in_a_row(module))
+
+
+def is_torchs_module(module: nn.Module) -> bool:
+    """True if a module's class is torch's own."""
+    return type(module).__module__.startswith(("torch.nn.", "torch.ao.nn."))
+
+
+def tensor_slots(root: nn.Module) -> dict[int, tuple[torch.Tensor, str, Any]]:
+    """Parameters and buffers by address: their first names, and the module and the name in it."""
+    slots: dict[int, tuple[torch.Tensor, str, Any]] = {}
+    for path, module in root.named_modules():
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                slots.setdefault(id(tensor), (tensor, f"{path}.{key}" if path else key, (module, key)))
+    return slots
+
+
+def tensor_attributes(root: nn.Module) -> tuple[tuple[nn.Module, str], ...]:
+    """Attributes that hold a tensor which is no parameter or buffer: the module, and the name in it."""
+    slots = tensor_slots(root)
+    return tuple(
+        (module, name)
+        for module in root.modules()
+        for name, value in module.__dict__.items()
+        if type(value) is torch.Tensor and id(value) not in slots
+    )
+
+
+class _Hidden:
+    """Stands in for a Trainer, whose answers change in every step."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise UntraceableError(
+            f"it asks the Trainer for {name!r} (as self.global_step, self.current_epoch and self.log do), which is "
+            "another in every step"
+        )
+
+
+def hide_trainers(module: nn.Module, is_opaque: Callable[..., bool]) -> None:
+    """Put an object without answers in the place of Trainers, for a recording. The caller puts them back."""
+    attributes: dict[str, Any] = module.__dict__
+    attributes.update({name: _Hidden() for name in TRAINERS if attributes.get(name) is not None})
+    for child in module.children():
+        if not is_opaque(child):
+            hide_trainers(child, is_opaque)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Operations.
+
+
+def words(*lines: str) -> frozenset[str]:
+    """Names, several to a line."""
+    return frozenset(" ".join(lines).split())
+
 
 METADATA = words(
     "dtype device ndim layout requires_grad names itemsize nbytes is_cuda is_cpu is_xpu is_mps is_meta is_mkldnn",

@@ -40,15 +40,18 @@ from lightning_rotor.capture.graph_stage import (
     total,
 )
 from lightning_rotor.capture.guards import AUTOCAST, Call, Notes, ambient, version_of
-from lightning_rotor.capture.modules import ModuleCalls, UntraceableError, hides_code, is_torchs_module
 from lightning_rotor.capture.operations import (
     FUNCTIONS,
     METADATA,
     SIZES,
     DispatchCheck,
+    ModuleCalls,
+    UntraceableError,
     body_of,
+    hides_code,
     is_attention,
     is_torchs,
+    is_torchs_module,
     name_of_function,
     require_recordable,
     spell,

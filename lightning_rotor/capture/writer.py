@@ -16,8 +16,14 @@ import torch
 from torch import fx, nn
 
 from lightning_rotor.capture.graph_stage import LINE, OF, REGION, SIZE, VALUED, Region, is_constant, longest
-from lightning_rotor.capture.modules import CONSTANTS, ModuleCalls, UntraceableError, tensor_slots
-from lightning_rotor.capture.operations import CHANGES, DispatchCheck
+from lightning_rotor.capture.operations import (
+    CHANGES,
+    CONSTANTS,
+    DispatchCheck,
+    ModuleCalls,
+    UntraceableError,
+    tensor_slots,
+)
 from lightning_rotor.capture.size_guards import ancestors
 from lightning_rotor.private.torch_names import identity_of
 from lightning_rotor.private.values import flatten, tensors_in, tree_flatten, tree_leaves, tree_unflatten

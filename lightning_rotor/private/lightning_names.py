@@ -22,19 +22,12 @@ last_value: Callable[[Any], Any] = attrgetter("_forward_cache")
 """What a metric of torchmetrics returned for the latest batch. In public it would compute over all batches."""
 
 
-def is_compiled(module: Any) -> bool:
-    """True if ``torch.compile`` was called on a whole LightningModule, which Lightning has taken apart again."""
-    return module._compiler_ctx is not None
-
-
+compiled_whole: Callable[[Any], Any | None] = attrgetter("_compiler_ctx")
+"""What ``torch.compile`` of a whole LightningModule was told, which Lightning has taken apart again; else None."""
 CLASS_PATH = "_class_path"
 """What LightningCLI puts among the hyperparameters for itself."""
-
-
-def toggled_parameters(module: Any) -> dict[torch.nn.Parameter, bool]:
-    """What ``requires_grad`` was of the parameters that ``toggle_optimizer`` has switched."""
-    toggled: dict[torch.nn.Parameter, bool] = getattr(module, "_param_requires_grad_state", {})
-    return toggled
+toggled_parameters: Callable[[Any], dict[torch.nn.Parameter, bool]] = attrgetter("_param_requires_grad_state")
+"""What ``requires_grad`` was of the parameters that ``toggle_optimizer`` has switched."""
 
 
 def take_loader(loop: Any) -> Any | None:
