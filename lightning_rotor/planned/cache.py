@@ -211,6 +211,11 @@ class PlanCache:
         while len(self._prepared) > self._most:
             self._prepared.popitem(last=False)
 
+    def settle(self, signature: Signature, prepared: Prepared, facts: ModuleFacts | None) -> None:
+        """Note the call that came last, if nothing about its entry may change by itself; facts are of its module."""
+        may_change = prepared.lost_seconds or prepared.rough_seconds or not prepared.is_settled or signature.has_totals
+        self.settled = None if facts is None or may_change else Settled(facts, signature, prepared)
+
     def drop(self, keep: Callable[[Signature], bool]) -> None:
         """Forget signatures that no call can have any more."""
         self.settled = None

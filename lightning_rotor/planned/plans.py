@@ -30,7 +30,6 @@ from lightning_rotor.planned.cache import (
     PlanCache,
     Prepared,
     Record,
-    Settled,
     Turn,
     call_fingerprint,
     corrected,
@@ -239,15 +238,8 @@ class Plans:
         prepared = self.plan_again(signature, prepared) if prepared.executor is None else prepared
         if self.measuring_seconds > spent or known is None:
             _tell(signature, prepared, self.measuring_seconds - spent)
-        self.cache.settled = self._settled(signature, prepared)
+        self.cache.settle(signature, prepared, None if self.together else self._cuts.facts)
         return prepared
-
-    def _settled(self, signature: Signature, prepared: Prepared) -> Settled | None:
-        """The entry of a call as one that stays, if nothing about it may change by itself."""
-        may_change = prepared.lost_seconds or prepared.rough_seconds or not prepared.is_settled or self.together
-        if may_change or signature.has_totals or self._cuts.facts is None:
-            return None
-        return Settled(self._cuts.facts, signature, prepared)
 
     def _recalled(self, signature: Signature) -> Prepared | None:
         """What a checkpoint says about a call."""
