@@ -5,7 +5,7 @@
     OMP_NUM_THREADS=1 PYTHONPATH=WORKTREE:. python benchmarks/first_batch.py --before     # of another version: writes first_batch.json
 
 The workloads of :mod:`benchmarks.predictions` under half of what can be saved. The first batch is recorded, checked, measured, planned and trained
-on; the planner's kernel was compiled before, once for an installation. Binding is what a call of a known size takes until its plan is found:
+on; the planner's kernel was compiled before, once for an installation. Binding is what a call like the last one takes until its plan is found:
 whether the module has changed, guards, inputs, the plan. Seconds are those that the thread was computing.
 """
 
@@ -35,6 +35,7 @@ SHARE = 0.5
 STEPS, SECONDS = 10, 2.0
 """Allowed of a first batch: plain steps, and seconds besides."""
 CALLS = 200
+SETTLING = 14
 
 
 def measure(name: str) -> dict[str, Any]:
@@ -63,19 +64,25 @@ def measure(name: str) -> dict[str, Any]:
     limit = int(least + SHARE * (most - least))
     Checkpointable(module, inputs, limit, show_progress=False)  # compiles the kernel
     net = Checkpointable(module, mem_limit=limit, show_progress=False)
-    return {"stages": len(chain), "plain": plain, "first": step(net), "bind": binding(net, inputs)}
+    first = step(net)
+    for _ in range(SETTLING):  # a plan is timed in its first calls
+        step(net)
+    return {"stages": len(chain), "plain": plain, "first": first, "bind": binding(net, inputs)}
 
 
 def binding(net: Checkpointable, inputs: dict[str, Any]) -> float | None:
-    """Seconds from a call to its plan; None for versions that do it otherwise."""
-    plans = getattr(getattr(net, "_planned", None), "plans", None)
+    """Seconds from a call of a known size to its plan; None for versions that do it otherwise."""
+    forward = getattr(net, "_planned", None)
+    plans = getattr(forward, "plans", None)
     if plans is None:
         return None
+    settled = getattr(forward, "_settled", lambda args, kwargs: None)  # since 24 November
     seconds = []
     for _ in range(CALLS):
         began = time.thread_time()
-        getattr(plans, "follow_changes", bool)()  # bind() does it since 23 November
-        plans.prepare(*plans.bind((), inputs))
+        if settled((), inputs) is None:
+            getattr(plans, "follow_changes", bool)()  # bind() does it since 23 November
+            plans.prepare(*plans.bind((), inputs))
         seconds.append(time.thread_time() - began)
     return statistics.median(seconds)
 
