@@ -7,5 +7,5 @@ In: a module, a call of it, options. Out: a PipelinedModule that trains in its p
                      partitioned)     code around it)     outputs for all)  └─ Part ─ Executor
 
 Read ``schedule`` and ``simulator`` (plain numbers), ``partition``, ``micro_batches``, ``run_context``, ``placement``,
-then ``stage_runner``, ``runner``, ``step``, ``pipelined``; ``failure_watch`` stands alone. No Lightning in here.
+then ``stage_runner``, ``runner``, ``step``, ``pipelined``. No Lightning in here.
 """

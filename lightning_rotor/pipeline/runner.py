@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleLoopedBFS
 
@@ -29,8 +28,6 @@ from lightning_rotor.stages.sequential import packed, unpacked, wiring_of
 Cut: TypeAlias = SequentialCut | GraphCut
 Inputs: TypeAlias = Sequence[Sequence[Any]]
 """By micro-batch, the values that the chain takes. Only their shapes matter where the first stage is not."""
-OpenStep: TypeAlias = tuple[Step, MicroBatchStage]
-"""A step between its forwards and its backwards."""
 Loss: TypeAlias = Callable[[Any, int], torch.Tensor]
 """The loss of a micro-batch, from its output and its number."""
 
@@ -92,22 +89,6 @@ class PipelineRunner:
             self._loss = None
         gradients = self._shared_input_gradients(step, stages)
         return self._shared_outputs(step), gradients
-
-    def run_forwards(self, inputs: Inputs, *, seed: int) -> tuple[tuple[Any, ...], OpenStep]:
-        """First half of :meth:`train` under ``"gpipe"``: outputs on every process, and what the second half needs."""
-        step = self._step(inputs, seed)
-        _, (stage,) = self._prepared(step, inputs)
-        stage.clear_runtime_states()
-        _run(len(inputs), stage.get_fwd_recv_ops, stage.forward_one_chunk, stage.get_fwd_send_ops)
-        return self._shared_outputs(step), (step, stage)
-
-    def run_backwards(self, opened: OpenStep, output_gradients: Sequence[Gradients]) -> tuple[Gradients, ...]:
-        """The second half, from gradients of the outputs' tensors by micro-batch to those of the inputs."""
-        step, stage = opened
-        for number, gradients in enumerate(output_gradients if stage.is_last else ()):
-            stage.set_local_bwd_input(gradients, number)
-        _run(len(output_gradients), stage.get_bwd_recv_ops, stage.backward_one_chunk, stage.get_bwd_send_ops)
-        return self._shared_input_gradients(step, [stage])
 
     def forward(self, inputs: Inputs, *, seed: int) -> tuple[Any, ...]:
         """By micro-batch, the chain's output without gradients, on every process."""
@@ -227,28 +208,6 @@ class PipelineRunner:
             if tensor is not None:
                 share(tensor, self._group, source=source)
         return tensors
-
-
-def _run(
-    micro_batches: int,
-    receiving: Callable[[int], list[dist.P2POp]],
-    work: Callable[[int], object],
-    sending: Callable[[int], list[dist.P2POp]],
-) -> None:
-    """Do one work of a stage on all micro-batches in turn: each receives, computes and sends."""
-    sent: list[dist.Work] = []
-    for number in range(micro_batches):
-        for each in _launched(receiving(number)):
-            each.wait()
-        work(number)
-        sent += _launched(sending(number))
-    for each in sent:
-        each.wait()
-
-
-def _launched(operations: list[dist.P2POp]) -> list[dist.Work]:
-    works: list[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
-    return works
 
 
 def _torch_schedule(name: PipelineScheduleName, stages: list[Any], micro_batches: int, loss: Any) -> Any:

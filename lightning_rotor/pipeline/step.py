@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, cycle
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -19,12 +19,11 @@ from lightning_rotor.pipeline.partition import RecomputeMode
 from lightning_rotor.pipeline.partition.problem import check_recompute
 from lightning_rotor.pipeline.placement import Placement, first, outside
 from lightning_rotor.pipeline.run_context import OUTSIDE, PausedCall, current, mixed
-from lightning_rotor.pipeline.runner import Inputs, OpenStep, PipelineRunner
+from lightning_rotor.pipeline.runner import PipelineRunner
 from lightning_rotor.pipeline.schedule import PipelineError, PipelineScheduleName, check_numbers
 from lightning_rotor.pipeline.stage_runner import run_backward
 from lightning_rotor.planned.forward import PlannedForward, attach, detach, inactive
 from lightning_rotor.private.values import tensors_in, tree_map_only
-from lightning_rotor.stages.state import seeded
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +63,6 @@ class PipelinedModule:
         self.partition, self.processes = runner.partition, runner.processes
         self._seed = first(torch.initial_seed(), self.processes.group)
         self._evaluations = 0
-        self.manual_step: ManualStep | None = None  # the one that runs
 
     # A copy of a live module computes with its own weights, plainly.
     def __deepcopy__(self, memo: dict[int, Any]) -> PlannedForward:
@@ -90,8 +88,6 @@ class PipelinedModule:
             return paused(module, args, kwargs)
         if not torch.is_grad_enabled():
             return self.evaluate(args, kwargs)
-        if self.manual_step is not None:
-            return self.manual_step.forward(args, kwargs)
         raise PipelineError(
             f"{type(module).__name__} is cut into pipeline stages and was called with gradients outside of "
             f"{self.caller}: expected calls in {self.caller}, or under torch.no_grad()"
@@ -169,75 +165,6 @@ class PipelinedModule:
         made = [results[place] for place in range(len(calls))]
         losses = [loss_of(result).detach() * (size / rows) for result, size in zip(made, sizes, strict=True)]
         return made, torch.stack(losses).sum()
-
-    def train_by_hand(self, run: Callable[[], Any], number: int) -> Any:
-        """Run user code that calls the module with whole batches, and :attr:`manual_step` for each backward."""
-        seed = self.seed(number)
-        self.manual_step = step = ManualStep(self, seed)
-        try:
-            with seeded(mixed(mixed(seed, 0), OUTSIDE), host=False):
-                return run()
-        finally:
-            self.manual_step = None
-            step.abandon()
-
-
-class ManualStep:
-    """Manual optimization: forwards when the module is called, backwards when user code asks for them."""
-
-    def __init__(self, pipelined: PipelinedModule, seed: int) -> None:
-        self._pipelined, self._seed, self._forwards = pipelined, seed, 0
-        self._open: OpenStep | None = None  # a forward without a backward
-        self._inputs: Inputs = []
-        self._leaves: list[list[torch.Tensor]] = []  # by micro-batch, tensors of the output
-        self._spent: list[torch.Tensor] = []
-
-    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Output for a batch, on every process: put together from leaves by micro-batch, which get its gradients."""
-        if self._open is not None:
-            raise PipelineError(
-                "training_step called the module that is cut into pipeline stages again before manual_backward: "
-                "expected a backward for each call before the next one, since a pipeline holds one batch at a time. "
-                "Or call it under torch.no_grad()"
-            )
-        pipelined, seed = self._pipelined, mixed(self._seed, self._forwards)
-        self._forwards += 1
-        self._inputs = pipelined.runner.inputs(split((args, kwargs), pipelined.sizes(rows_in((args, kwargs)))))
-        outputs, self._open = pipelined.runner.run_forwards(self._inputs, seed=seed)
-        asking = [meta.requires_grad for meta in self._open[0].layouts[0][-1].metas]
-        asks = cycle(asking)
-        parts = [tree_map_only(torch.Tensor, lambda t: t.detach().requires_grad_(next(asks)), each) for each in outputs]
-        self._leaves = list(map(tensors_in, parts))
-        if not any(asking):
-            self.abandon()  # nothing in the pipeline learns
-        return join(parts)
-
-    def backward(self, backward: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Run a backward of user code, and the pipeline's if gradients have reached its output."""
-        answer = backward()
-        if any(leaf.grad is not None for leaf in self._spent):
-            raise PipelineError(
-                "a second manual_backward has reached an output of the module that is cut into pipeline stages: "
-                "expected one backward for each call, since the pipeline has let go of what it needs. Add up the "
-                "losses, or call the module again"
-            )
-        of_outputs = [tuple(leaf.grad for leaf in leaves) for leaves in self._leaves]
-        if self._open is None or all(gradient is None for each in of_outputs for gradient in each):
-            return answer
-        opened, self._open = self._open, None
-        gradients = self._pipelined.runner.run_backwards(opened, of_outputs)
-        for leaf in chain.from_iterable(self._leaves):
-            leaf.grad = None
-            self._spent.append(leaf)
-        inputs, self._inputs = self._inputs, []
-        run_backward(tensors_in(inputs), chain.from_iterable(gradients))
-        return answer
-
-    def abandon(self) -> None:
-        """Drop a forward whose backward will never come."""
-        if self._open is not None:
-            self._open = None
-            self._pipelined.runner.release()  # torch's stages hold what has no backward
 
 
 @contextmanager

@@ -67,16 +67,17 @@ class PipelineSettings(PipelineOptions):
             )
 
     def check_fit(self, model: pl.LightningModule, precision: Precision, callbacks: Sequence[pl.Callback]) -> None:
-        """Refuse scaled losses, manual optimization except under GPipe, and callbacks that average weights."""
+        """Refuse scaled losses, manual optimization, and callbacks that average weights."""
         if isinstance(precision, MixedPrecision) and precision.scaler is not None:
             raise PipelineError(
                 'precision "16-mixed" scales the loss by what the gradients of all stages allow, which a pipeline '
                 'cannot know in time: expected "bf16-mixed", or "32-true"'
             )
-        if not model.automatic_optimization and self.schedule != "gpipe":
+        if not model.automatic_optimization:
             raise PipelineError(
-                "manual optimization asks for the backward when the output of the whole batch is there, but schedule "
-                f'{self.schedule!r} begins with backwards before: expected schedule="gpipe", or automatic optimization'
+                "manual optimization (automatic_optimization = False) asks for each backward itself, but a pipeline "
+                "runs them in the order of its schedule: expected automatic optimization, one optimizer and a "
+                "training_step that returns the loss"
             )
         for callback in callbacks:
             if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
@@ -137,7 +138,7 @@ class PipelineBuilder:
         optimizer_bytes = sum(predict_optimizer_state_bytes(each, self._device) for each in optimizers)
         factor = optimizer_bytes / max(storage_bytes(each for each in model.parameters() if each.requires_grad), 1)
         with self._precision.train_step_context():
-            call, context = self._call_of(target, batch, len(optimizers))
+            call, context = self._call_of(target, batch)
         limit_bytes = None
         if fits:
             given = settings.sample if batch is None else batch
@@ -200,7 +201,7 @@ class PipelineBuilder:
             )
         return made
 
-    def _call_of(self, target: Target, batch: Any, optimizers: int) -> tuple[Call, RunContext]:
+    def _call_of(self, target: Target, batch: Any) -> tuple[Call, RunContext]:
         """Arguments of the module for the largest micro-batch, and the settings around the call."""
         micro_batches = self._settings.micro_batches
         if self._settings.sample is not None:
@@ -211,10 +212,10 @@ class PipelineBuilder:
             found: Call = split(sample, sizes_of(rows, micro_batches))[0]
             return found, RunContext()
         part = split(batch, sizes_of(rows_in(batch), micro_batches))[0]
-        if self._fits and self._model.automatic_optimization:
+        if self._fits:
             check_calls(self._loop, target.name, part)
         step = _TASKS[self._trainer.state.fn][1]
-        called = first_call(self._model, target.module, part, step=step, optimizers=optimizers)
+        called = first_call(self._model, target.module, part, step=step)
         if called is None:
             raise never_called(step)
         return called

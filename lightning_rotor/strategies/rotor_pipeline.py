@@ -5,7 +5,6 @@ import gc
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
-from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -16,7 +15,6 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from typing_extensions import override
 
-from lightning_rotor.pipeline.failure_watch import FailureWatch, forget_frames
 from lightning_rotor.pipeline.partition import Partition, RecomputeMode
 from lightning_rotor.pipeline.placement import (
     PipelineProcesses,
@@ -97,8 +95,6 @@ class RotorPipelineStrategy(DDPStrategy):
         self._steps: PipelineSteps | None = None  # of a model that is cut
         self._undo = ExitStack()  # of what lasts until teardown
         self._processes: PipelineProcesses | None = None
-        self._watch: FailureWatch | None = None
-        self._failed = False
         self._optimizer_states: dict[int, dict[str, Any]] = {}
 
     @property
@@ -119,19 +115,11 @@ class RotorPipelineStrategy(DDPStrategy):
     # ---------------------------------------------------------------- setting up
 
     @override
-    def setup_distributed(self) -> None:
-        super().setup_distributed()
-        if self.world_size > 1 and self._watch is None:
-            assert self.cluster_environment is not None
-            host = self.cluster_environment.main_address
-            self._watch = FailureWatch(self.global_rank, self.world_size, host=host, from_first=self.broadcast)
-
-    @override
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
         assert self.model is not None
         self.accelerator.setup(trainer)
-        self._failed, self._optimizer_states = False, {}
+        self._optimizer_states = {}
         # Else the group's threads outlive the interpreter, and the process aborts at exit.
         atexit.register(_end_group)
         model, stages = trainer.lightning_module, self._devices_per_pipeline
@@ -189,13 +177,6 @@ class RotorPipelineStrategy(DDPStrategy):
         for buffer in model.buffers() if model is not None and replicas is not None else ():
             if not buffer.is_meta:
                 share(buffer, replicas)
-
-    @override
-    def backward(
-        self, closure_loss: torch.Tensor, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        assert self._steps is not None
-        return self._steps.backward(partial(super().backward, closure_loss, optimizer, *args, **kwargs))
 
     @override
     def reduce(
@@ -256,16 +237,9 @@ class RotorPipelineStrategy(DDPStrategy):
     def _failing(self) -> bool:
         model = self.lightning_module
         trainer = None if model is None else private.trainer_of(model)
-        return self._failed or (trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED)
+        return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
 
     # ---------------------------------------------------------------- the end
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        self._failed = True
-        if self._watch is not None:
-            self._watch.fail(exception)
-        forget_frames(exception)
 
     @override
     def teardown(self) -> None:
@@ -278,9 +252,6 @@ class RotorPipelineStrategy(DDPStrategy):
             self._steps = None
         self._undo.close()
         super().teardown()
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
         if self._failing and dist.is_initialized() and dist.get_backend() == "gloo":
             # Processes that wait for this one wake up, even if it lives on. NCCL would wait for pending work.
             self._processes = None

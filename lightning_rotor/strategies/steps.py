@@ -1,4 +1,4 @@
-"""``training_step`` around a pipeline, once for each micro-batch or by hand: one loss and one log for the batch."""
+"""``training_step`` around a pipeline, once for each micro-batch: one loss and one log for the batch."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -27,26 +27,6 @@ class PipelineSteps:
         self._model, self.pipelined, self._context = model, pipelined, context
         self._replicas = pipelined.processes.replicas
 
-    def run(self, *args: Any) -> Any:
-        """Result of ``training_step`` for a batch."""
-        if self._model.automatic_optimization:
-            return self._automatic(*args)
-        number = self._model.trainer.fit_loop.epoch_loop.total_batch_idx
-        return self.pipelined.train_by_hand(lambda: self._user_step(*args), number)
-
-    def backward(self, backward: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Run a backward of user code and hand its gradients to the pipeline."""
-        if self._model.automatic_optimization:
-            return backward()  # hands over what is there
-        step = self.pipelined.manual_step
-        assert step is not None
-        if self._replicas is None:
-            return step.backward(backward)
-        with gradients_apart(self._parameters, replicas=self._replicas, keep=True) as add:
-            loss = step.backward(backward)
-        add()
-        return loss
-
     @property
     def _parameters(self) -> list[torch.Tensor]:
         return [parameter for parameter in self._model.parameters() if not parameter.is_meta]
@@ -55,8 +35,8 @@ class PipelineSteps:
         with self._context():
             return self._model.training_step(*args)
 
-    def _automatic(self, batch: Any, *rest: Any) -> Any:
-        """Run ``training_step`` once for each micro-batch."""
+    def run(self, batch: Any, *rest: Any) -> Any:
+        """Result of ``training_step`` for a batch, which it sees micro-batch by micro-batch."""
         trainer = self._model.trainer
         epoch = trainer.fit_loop.epoch_loop
         rows, scale = rows_in(batch), 1 / trainer.accumulate_grad_batches
