@@ -178,8 +178,12 @@ def without(rank: int, folder: str, kind: type[Unseeded], sizes: list[int]) -> N
     [
         (Texts, [4], "Sequential is called without any tensor"),
         (Aside, [4], "Puts.forward sets the global variable '_handed_on', which layers on other devices read"),
-        (Unseeded, [0], "the first batch is empty: expected at least one row for each of 2 micro-batches"),
-        (Unseeded, [4, 0], "batch 1 of epoch 0 is empty"),
+        (
+            Unseeded,
+            [0],
+            "this one holds tensors of 0 rows: expected tensors that all have one row for each sample, and a sample at least",
+        ),
+        (Unseeded, [4, 0], "this one holds tensors of 0 rows"),
     ],
 )
 def test_what_cannot_be_shared_out_is_refused_on_every_process(

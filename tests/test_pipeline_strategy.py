@@ -406,8 +406,6 @@ REFUSED = [
     (Model, {}, {"sync_batchnorm": True}, "expected sync_batchnorm=False"),
     (Lbfgs, {}, {}, "LBFGS evaluates the loss several times"),
     (Never, {}, {}, "never called the module"),
-    (Twice, {}, {}, "called the module that is cut into pipeline stages 2 times"),
-    (Still, {}, {}, "under no_grad"),
     (Shared, {"balance": [4, 4]}, {}, "pipeline stages 0 and 1 share the parameter 'net.0.weight'"),
     (Tied, {}, {}, "shares the parameter 'stem.weight' with what is outside"),
     (Short, {"balance": [1, 1, 1, 1], "schedule": "interleaved"}, {}, "the chain has only 2 stages"),
@@ -441,6 +439,22 @@ def test_what_cannot_be_trained_is_refused_on_every_process(
         assert isinstance(answer, Failure)
         assert answer.kind in {"PipelineError", "PartitionError", "ModelError", "SkipDeclarationError"}, answer.text
         assert re.search(message, answer.message), answer.message
+
+
+def refused_in_its_step(rank: int, folder: str, kind: type[Model]) -> None:
+    fit(folder, RotorPipelineStrategy("net", micro_batches=4), 2, kind=kind)
+
+
+def test_a_step_that_calls_the_module_twice_or_without_gradients_ends_all(group: Processes, tmp_path: Path) -> None:
+    """The last process finds out about a second call, in its first step."""
+    called = "training_step called the module that is cut into pipeline stages"
+    first, last = group.run(2, refused_in_its_step, str(tmp_path), Twice)
+    assert isinstance(first, Failure)
+    assert last.kind == "PipelineError"
+    assert last.message.startswith(f"{called} twice: expected one call of it, with gradients. Let one call take both")
+    for answer in group.run(2, refused_in_its_step, str(tmp_path), Still):
+        assert answer.kind == "PipelineError"
+        assert answer.message.startswith(f"{called} under no_grad: expected one call of it, with gradients")
 
 
 @pytest.mark.parametrize(
