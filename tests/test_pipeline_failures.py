@@ -133,7 +133,9 @@ made.fit(Broken({place}, {how!r}, {mark!r}), loader())
 """
 
 
-@pytest.mark.parametrize(("place", "how"), [pytest.param(7, "error", marks=pytest.mark.wide), (1, "killed in forward")])
+@pytest.mark.parametrize(
+    ("place", "how"), [pytest.param(7, "error", marks=pytest.mark.wide), (1, "error"), (1, "killed in forward")]
+)
 def test_a_job_of_lightnings_launcher_ends(tmp_path: Path, place: int, how: str) -> None:
     script, mark, folder = tmp_path / "script.py", tmp_path / "mark", tmp_path / "runs"
     script.write_text(
