@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from lightning_rotor.chain import Chain
 from lightning_rotor.execution.passes import is_recomputing
+from lightning_rotor.pipeline.micro_batches import mixed, seeded, with_seeds
 from lightning_rotor.pipeline.pipelined import cut_for_rows
-from lightning_rotor.pipeline.run_context import mixed, seeded, with_seeds
 from lightning_rotor.skip import pop, skippable, stash
 from lightning_rotor.stages.sequential import wiring_of
 

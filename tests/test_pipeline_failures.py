@@ -1,4 +1,4 @@
-"""A process that fails, is killed or is stuck ends all the others: soon, with the first error, and with whole checkpoints or none."""
+"""A process that fails or is killed ends all the others: soon, and with whole checkpoints or none. It raises its own error as it is."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
-from pipelines import Failure, Processes, good, processes
+from pipelines import Failure, Processes, processes
 from test_pipeline_strategy import Model, fit
 
-from lightning_rotor.pipeline.failure_watch import FailureWatch
 from lightning_rotor.strategies import RotorPipelineStrategy
 
 SECONDS = 30
@@ -102,50 +101,21 @@ def whole_checkpoints(folder: Path) -> int:
     ("rank", "place", "how"),
     [(0, 1, "killed in forward"), (2, 7, "killed in backward"), (1, 3, "error"), (0, 1, "error")],
 )
-def test_every_process_ends_with_the_first_error(
-    group: Processes, tmp_path: Path, rank: int, place: int, how: str
-) -> None:
+def test_every_process_ends_soon(group: Processes, tmp_path: Path, rank: int, place: int, how: str) -> None:
     killed = how != "error"
     folder, mark = tmp_path / "runs", tmp_path / "mark"
     answers = group.run(3, failing, str(folder), 3, place, how, str(mark), mortal=(rank,) if killed else ())
     assert seconds_since(mark) < SECONDS
     if killed:
         assert answers[rank] == -signal.SIGKILL
-        cause = f"process {rank} is gone without a word: it was killed"
     else:
         assert (answers[rank].kind, answers[rank].message) == ("KeyError", "'this layer broke'")
-        cause = f"process {rank} failed: KeyError: 'this layer broke'. Here:"
     for other in {0, 1, 2} - {rank}:
+        # They find out in talking to it.
         assert isinstance(answers[other], Failure)
-        assert answers[other].message.startswith(cause), answers[other].text
+        assert "distributed" in answers[other].text
+        assert "this layer broke" not in answers[other].text
     assert whole_checkpoints(folder) > 0
-
-
-def stuck(rank: int, who: int) -> None:
-    """One process fails while the others sleep."""
-
-    def from_first(value: Any) -> Any:
-        box = [value]
-        dist.broadcast_object_list(box)
-        return box[0]
-
-    line = FailureWatch(rank, 3, host="127.0.0.1", from_first=from_first, grace_seconds=1)
-    dist.barrier()
-    if rank == who:
-        line.fail(ValueError("no"))
-        line.close()
-        return
-    time.sleep(60)
-
-
-@pytest.mark.parametrize("who", [0, 2])
-def test_a_process_that_hears_nothing_is_ended(group: Processes, who: int) -> None:
-    others = tuple(rank for rank in range(3) if rank != who)
-    began = time.monotonic()
-    answers = group.run(3, stuck, who, mortal=others)
-    assert time.monotonic() - began < SECONDS
-    assert [answers[rank] for rank in others] == [1, 1]
-    assert good([answers[who]]) == [None]
 
 
 # -------------------------------------------------------------------------------------------------- with Lightning's launcher
@@ -163,7 +133,9 @@ made.fit(Broken({place}, {how!r}, {mark!r}), loader())
 """
 
 
-@pytest.mark.parametrize(("place", "how"), [pytest.param(7, "error", marks=pytest.mark.wide), (1, "killed in forward")])
+@pytest.mark.parametrize(
+    ("place", "how"), [pytest.param(7, "error", marks=pytest.mark.wide), (1, "error"), (1, "killed in forward")]
+)
 def test_a_job_of_lightnings_launcher_ends(tmp_path: Path, place: int, how: str) -> None:
     script, mark, folder = tmp_path / "script.py", tmp_path / "mark", tmp_path / "runs"
     script.write_text(
@@ -174,5 +146,5 @@ def test_a_job_of_lightnings_launcher_ends(tmp_path: Path, place: int, how: str)
     assert mark.exists(), done.stderr
     assert seconds_since(mark) < SECONDS
     assert done.returncode != 0
-    expected = "KeyError: 'this layer broke'" if how == "error" else "process 0 is gone without a word: it was killed"
-    assert expected in done.stderr
+    if how == "error":
+        assert "KeyError: 'this layer broke'" in done.stderr

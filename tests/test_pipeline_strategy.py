@@ -288,23 +288,7 @@ def test_loaders_are_combined_as_the_user_says_outside_of_a_fit(group: Processes
     assert good(group.run(2, validating, str(tmp_path), 2)) == pytest.approx([expected] * 2, abs=1e-5)
 
 
-class Plainly(Model):
-    """The same training by manual optimization."""
-
-    automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        result = super().training_step(batch, batch_idx)
-        self.manual_backward(result["loss"] / 2)
-        self.manual_backward(F.cross_entropy(self(batch[0]), batch[1]) / 2)  # adds to what is there
-        self.clip_gradients(optimizer, gradient_clip_val=0.3, gradient_clip_algorithm="norm")
-        optimizer.step()
-        return result
-
-
-def in_two_copies(rank: int, folder: str, kind: type[Model], options: dict[str, Any]) -> dict[str, Any]:
+def in_two_copies(rank: int, folder: str, options: dict[str, Any]) -> dict[str, Any]:
     def measured(*args: Any, **kwargs: Any) -> Any:
         """The second copy finds another layer to be the slowest, and alone would be cut elsewhere."""
         found = profile_chain(*args, **kwargs)
@@ -317,21 +301,15 @@ def in_two_copies(rank: int, folder: str, kind: type[Model], options: dict[str, 
         return replace(found, chain=replace(found.chain, stages=tuple(costs)))
 
     strategy = RotorPipelineStrategy("net", micro_batches=2, pipeline_stages=2, **options)
-    clip = {} if kind is Plainly else {"gradient_clip_val": 0.3}
     with patch.object(pipelined, "profile_chain", measured):
-        return seen(*fit(folder, strategy, 4, max_epochs=6, batch=4, rows=8, kind=kind, **clip))
+        return seen(*fit(folder, strategy, 4, max_epochs=6, batch=4, rows=8, gradient_clip_val=0.3))
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"), [(Model, {}), (Plainly, {"schedule": "gpipe"})], ids=["automatic", "manual"]
-)
-def test_two_copies_of_a_pipeline_share_the_batches(
-    group: Processes, tmp_path: Path, kind: type[Model], options: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("options", [{}, {"schedule": "gpipe"}], ids=["1f1b", "gpipe"])
+def test_two_copies_of_a_pipeline_share_the_batches(group: Processes, tmp_path: Path, options: dict[str, Any]) -> None:
     """Two copies, each with half of the eight rows, are one process with all of them."""
-    clip = {} if kind is Plainly else {"gradient_clip_val": 0.3}
-    expected = alone(tmp_path, max_epochs=6, rows=8, kind=kind, **clip)
-    answers = good(group.run(4, in_two_copies, str(tmp_path), kind, options))
+    expected = alone(tmp_path, max_epochs=6, rows=8, gradient_clip_val=0.3)
+    answers = good(group.run(4, in_two_copies, str(tmp_path), options))
     for found in answers:
         for name, value in expected["weights"].items():
             assert torch.allclose(found["weights"][name], value, atol=1e-6, rtol=0), name
@@ -347,69 +325,16 @@ def test_bfloat16_mixed_is_that_of_one_process_but_for_rounding(group: Processes
         assert found["val_loss"] == pytest.approx(expected["val_loss"], abs=2e-2)
 
 
-# -------------------------------------------------------------------------------------------------- manual optimization
-
-
-class ByHand(Model):
-    """Two optimizers that step one after the other, a loss that compares samples, two calls of the pipeline in a step, clipping."""
-
-    automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        first, second = self.optimizers()
-        self.toggle_optimizer(first)
-        output = self(batch[0])
-        with torch.no_grad():
-            self.log("still", self(batch[0]).mean())
-        loss = F.cross_entropy(output, batch[1]) + output.std()
-        first.zero_grad()
-        self.manual_backward(loss)
-        self.clip_gradients(first, gradient_clip_val=0.2, gradient_clip_algorithm="norm")
-        first.step()
-        self.untoggle_optimizer(first)
-        if batch_idx % 2:
-            other = F.cross_entropy(self(batch[0] * 2), batch[1])
-            second.zero_grad()
-            self.manual_backward(other)
-            self.manual_backward(self.head.weight.square().mean())  # does not reach the pipeline
-            second.step()
-        self.log("loss", loss)
-        return {"loss": loss.detach(), "rows": batch[1]}
-
-    def configure_optimizers(self) -> Any:
-        half = [*self.stem.parameters(), *self.net[:4].parameters()]
-        rest = [*self.net[4:].parameters(), *self.head.parameters()]
-        return [torch.optim.AdamW(half, 1e-2), torch.optim.SGD([*rest, *self.net[:2].parameters()], 1e-2)]
-
-
-@pytest.mark.parametrize(("world", "recompute"), [(2, "always"), (3, "rotor")])
-def test_manual_optimization_equals_that_of_one_process(
-    group: Processes, tmp_path: Path, world: int, recompute: str
-) -> None:
-    expected = alone(tmp_path, kind=ByHand)
-    options = {"micro_batches": 3, "schedule": "gpipe", "recompute": recompute}
-    for found in good(group.run(world, fitted, str(tmp_path), options, world, {"kind": ByHand})):
-        assert_equal(found, expected)
-
-
-class AgainAtOnce(ByHand):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return (self(batch[0]) + self(batch[0])).mean()
-
-
-class BackwardTwice(ByHand):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        output = self(batch[0])
-        self.manual_backward(output.mean(), retain_graph=True)
-        self.manual_backward(output.square().mean())
-
-
 # -------------------------------------------------------------------------------------------------- what is refused
 
 
 class Lbfgs(Model):
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters())
+
+
+class ByHand(Model):
+    automatic_optimization = False
 
 
 class Never(Model):
@@ -481,8 +406,6 @@ REFUSED = [
     (Model, {}, {"sync_batchnorm": True}, "expected sync_batchnorm=False"),
     (Lbfgs, {}, {}, "LBFGS evaluates the loss several times"),
     (Never, {}, {}, "never called the module"),
-    (Twice, {}, {}, "called the module that is cut into pipeline stages 2 times"),
-    (Still, {}, {}, "under no_grad"),
     (Shared, {"balance": [4, 4]}, {}, "pipeline stages 0 and 1 share the parameter 'net.0.weight'"),
     (Tied, {}, {}, "shares the parameter 'stem.weight' with what is outside"),
     (Short, {"balance": [1, 1, 1, 1], "schedule": "interleaved"}, {}, "the chain has only 2 stages"),
@@ -491,9 +414,9 @@ REFUSED = [
     (Model, {"sample": torch.randn(3, 16)}, {}, "sample has 3 rows for 4 micro-batches"),
     (Model, {}, {"plugins": scaled}, '"16-mixed" scales the loss.*expected "bf16-mixed"'),
     (Model, {}, {"callbacks": averaging}, "EMAWeightAveraging averages the weights of the whole model"),
-    (ByHand, {}, {}, "manual optimization asks for the backward.*expected schedule=.gpipe."),
-    (AgainAtOnce, {"schedule": "gpipe"}, {}, "again before manual_backward"),
-    (BackwardTwice, {"schedule": "gpipe"}, {}, "a second manual_backward has reached an output"),
+    (ByHand, {}, {}, "manual optimization .*expected automatic optimization"),
+    (ByHand, {"schedule": "gpipe"}, {}, "manual optimization .*expected automatic optimization"),
+    (ByHand, {"schedule": "interleaved"}, {}, "manual optimization .*expected automatic optimization"),
 ]
 
 
@@ -505,8 +428,7 @@ class NeverBegins(L.Callback):
 def refused(rank: int, folder: str, kind: type[Model], options: dict[str, Any], training: dict[str, Any]) -> None:
     strategy = RotorPipelineStrategy(**{"module": "net", "micro_batches": 4, **options})
     training = {name: value() if callable(value) else value for name, value in training.items()}
-    callbacks = [] if kind in {AgainAtOnce, BackwardTwice} else [NeverBegins()]
-    fit(folder, strategy, 2, kind=kind, **{"callbacks": callbacks, **training})
+    fit(folder, strategy, 2, kind=kind, **{"callbacks": [NeverBegins()], **training})
 
 
 @pytest.mark.parametrize(("kind", "options", "training", "message"), REFUSED)
@@ -517,6 +439,22 @@ def test_what_cannot_be_trained_is_refused_on_every_process(
         assert isinstance(answer, Failure)
         assert answer.kind in {"PipelineError", "PartitionError", "ModelError", "SkipDeclarationError"}, answer.text
         assert re.search(message, answer.message), answer.message
+
+
+def refused_in_its_step(rank: int, folder: str, kind: type[Model]) -> None:
+    fit(folder, RotorPipelineStrategy("net", micro_batches=4), 2, kind=kind)
+
+
+def test_a_step_that_calls_the_module_twice_or_without_gradients_ends_all(group: Processes, tmp_path: Path) -> None:
+    """The last process finds out about a second call, in its first step."""
+    called = "training_step called the module that is cut into pipeline stages"
+    first, last = group.run(2, refused_in_its_step, str(tmp_path), Twice)
+    assert isinstance(first, Failure)
+    assert last.kind == "PipelineError"
+    assert last.message.startswith(f"{called} twice: expected one call of it, with gradients. Let one call take both")
+    for answer in group.run(2, refused_in_its_step, str(tmp_path), Still):
+        assert answer.kind == "PipelineError"
+        assert answer.message.startswith(f"{called} under no_grad: expected one call of it, with gradients")
 
 
 @pytest.mark.parametrize(

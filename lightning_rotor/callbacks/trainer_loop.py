@@ -23,7 +23,7 @@ from lightning_rotor.capture.recorder import require_unrecorded
 from lightning_rotor.errors import ProfilingError, RotorWarning
 from lightning_rotor.execution.isolated import kept_attributes, lent_buffers, undisturbed
 from lightning_rotor.execution.passes import is_recomputing
-from lightning_rotor.pipeline.run_context import Call, RunContext
+from lightning_rotor.pipeline.micro_batches import Call, RunContext
 from lightning_rotor.planned.loop import Told, TrainingLoop
 from lightning_rotor.planned.ranks import Agreement, JointPlans, PublishedPlans, communicates
 from lightning_rotor.planned.target import StepCompute, Target, TargetSearch, measure_compute, named_target

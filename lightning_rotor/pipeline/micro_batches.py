@@ -1,4 +1,14 @@
-"""Micro-batches: a batch cut along dimension 0, results put together again, and BatchNorm's statistics of the whole.
+"""Micro-batches: a batch cut along dimension 0, and what code finds around it for each: seeds, settings, statistics.
+
+In one process, dropout draws from one generator in turn. The stages of a pipeline run at the same time on several
+devices, each with a generator of its own. So each stage of the chain that may draw gets numbers from three integers::
+
+    the step's seed  ──┐      made of ``seed_everything``'s seed and the step's number: a resumed run goes on alike
+    micro-batch k    ──┼──►  seed of the generator while stage i works on micro-batch k
+    chain stage i    ──┘      -1 for what runs outside of the chain
+
+Micro-batch ``k`` begins with the generator seeded by the first two. A stage reads that seed off the generator itself,
+so recomputation, which restores the generator, finds the same. Seeds draw nothing from the user's generators.
 
 With deferred batch normalization (torchgpipe's), each micro-batch is normalized by its own mean and variance, but
 running statistics are updated once for each batch, from the mean and variance of all its values (Chan et al.,
@@ -8,27 +18,42 @@ running statistics are updated once for each batch, from the mean and variance o
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
+from lightning_rotor.chain import Chain
+from lightning_rotor.execution.passes import Settings
 from lightning_rotor.pipeline.schedule import PipelineError
 from lightning_rotor.private.values import tensors_in, tree_flatten, tree_unflatten
+from lightning_rotor.stages.generators import seeded
+from lightning_rotor.stages.sequential import Stage, Wiring
+
+Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments of a call."""
+
+
+def call_with(sample: Any) -> Call:
+    """A call with a sample: a tuple for several arguments, a dict for keywords."""
+    if isinstance(sample, dict):
+        return (), sample
+    return sample if isinstance(sample, tuple) else (sample,), {}
 
 
 def rows_in(batch: Any) -> int:
     """Number of samples in a batch: the size of dimension 0 of its tensors."""
     sizes = list(dict.fromkeys(tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim()))
-    if len(sizes) != 1:
-        found = f"no tensor with a dimension ({type(batch).__name__})"
-        if sizes:
-            found = f"tensors of {', '.join(map(str, sizes))} rows"
+    if len(sizes) != 1 or not sizes[0]:
+        rows = f"tensors of {', '.join(map(str, sizes))} rows"
+        found = rows if sizes else f"no tensor with a dimension ({type(batch).__name__})"
         raise PipelineError(
             f"a batch is split along dimension 0, and this one holds {found}: expected tensors that all have one row "
-            "for each sample. Give what belongs to no sample as an attribute of the model"
+            "for each sample, and a sample at least. Give what belongs to no sample as an attribute of the model, and "
+            "leave empty batches out"
         )
     return sizes[0]
 
@@ -57,21 +82,121 @@ def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
     return [tree_unflatten([column[place] for column in columns], spec) for place in range(len(sizes))]
 
 
-def join(parts: Sequence[Any]) -> Any:
-    """Output of the batch from outputs of micro-batches: tensors concatenated, everything else from the first."""
+def largest_part(batch: Any, micro_batches: int) -> Any:
+    """The first micro-batch."""
+    return split(batch, sizes_of(rows_in(batch), micro_batches))[0]
+
+
+def join(parts: Sequence[Any], sizes: Sequence[int] = ()) -> Any:
+    """Output of the batch from outputs of micro-batches: tensors concatenated, everything else from the first.
+
+    With ``sizes``, floating-point tensors without a dimension become their mean by rows.
+    """
     if len(parts) == 1:
         return parts[0]
     leaves, spec = zip(*(tree_flatten(part) for part in parts), strict=True)
-    together = [
-        torch.cat(column) if isinstance(column[0], torch.Tensor) and column[0].dim() else column[0]
-        for column in zip(*leaves, strict=True)
-    ]
-    return tree_unflatten(together, spec[0])
+
+    def together(column: tuple[Any, ...]) -> Any:
+        one = column[0]
+        if not isinstance(one, torch.Tensor):
+            return one
+        if one.dim():
+            return torch.cat(column)
+        return mean_by_rows(column, sizes) if sizes and one.is_floating_point() else one
+
+    return tree_unflatten([together(column) for column in zip(*leaves, strict=True)], spec[0])
+
+
+def mean_by_rows(numbers: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
+    """Mean of a number of each micro-batch; of one, its value to the bit."""
+    if len(numbers) == 1:
+        return numbers[0]
+    column = torch.stack(list(numbers))
+    exact = column.to(torch.promote_types(column.dtype, torch.float32))
+    weights = exact.new_tensor(sizes)
+    return ((exact * weights).sum() / weights.sum()).to(column.dtype)
+
+
+# -------------------------------------------------------------------- random numbers
+
+
+OUTSIDE = -1
+"""The place of what runs outside of the chain."""
+
+
+def mixed(seed: int, place: int) -> int:
+    """Seed made of a seed and a number (the finalizer of SplitMix64, so that neighbours have nothing in common)."""
+    value = (seed + (place + 2) * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return (value ^ (value >> 31)) & ((1 << 63) - 1)
+
+
+class _SeededStage(torch.nn.Module):
+    """A stage that runs with random numbers of its own."""
+
+    def __init__(self, way: Any, place: int) -> None:
+        super().__init__()
+        # Not a submodule: it is the user's, and stays where it is.
+        self.__dict__["_way"] = way
+        self._place = place
+
+    def forward(self, value: Any) -> Any:
+        with seeded(mixed(torch.initial_seed(), self._place), host=False):
+            return self.__dict__["_way"](value)
+
+
+def with_seeds(stages: Sequence[Stage], chain: Chain) -> tuple[Stage, ...]:
+    """Stages of a chain; those that may draw random numbers get numbers of their own."""
+    return tuple(
+        replace(
+            stage,
+            modules=(_SeededStage(replace(stage, variants=()), place),),
+            wiring=Wiring.of([stage.wiring.wire], stage.writes),
+            variants=tuple(_SeededStage(variant, place) for variant in stage.variants),
+        )
+        if cost.draws_random
+        else stage
+        for place, (stage, cost) in enumerate(zip(stages, chain, strict=True))
+    )
+
+
+# -------------------------------------------------------------------- settings
+
+
+_KINDS = ("cpu", "cuda")
+
+
+class RunContext:
+    """Settings of torch, and the thread's autocast, as they are when it is made."""
+
+    __slots__ = ("_autocast", "_settings", "dtypes")
+
+    def __init__(self) -> None:
+        self._settings = Settings()
+        self._autocast = tuple(map(_autocast, _KINDS))
+        self.dtypes = torch.get_default_dtype(), self._autocast
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Context in which the settings hold again."""
+        with ExitStack() as stack:
+            stack.enter_context(self._settings.restored())
+            for kind, wanted in zip(_KINDS, self._autocast, strict=True):
+                if wanted != _autocast(kind):
+                    enabled, dtype, caches = wanted
+                    stack.enter_context(torch.autocast(kind, dtype, enabled, caches))
+            yield
+
+
+def _autocast(kind: str) -> tuple[bool, torch.dtype, bool]:
+    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+
+
+# -------------------------------------------------------------------- deferred batch normalization
 
 
 BatchNorm: TypeAlias = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
-_Seen: TypeAlias = tuple[float, torch.Tensor, torch.Tensor]
-"""Values of a channel in a micro-batch, their mean and variance."""
 
 
 class BatchStatistics:
@@ -81,30 +206,27 @@ class BatchStatistics:
         layers = (each for each in dict.fromkeys(modules) if isinstance(each, BatchNorm))
         self._layers = [layer for layer in layers if layer.running_mean is not None]
         self._before: dict[BatchNorm, list[torch.Tensor]] = {}
-        self._seen: dict[BatchNorm, list[_Seen]] = {}
+        # By micro-batch, the number of values of a channel, their mean and variance.
+        self._seen: dict[BatchNorm, list[tuple[float, torch.Tensor, torch.Tensor]]] = {}
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
         """Context of the forward of a micro-batch; after the last one, running statistics are updated."""
         active = [layer for layer in self._layers if layer.training]
-        momenta = [layer.momentum for layer in active]
         values: dict[nn.Module, float] = {}  # of a channel in the input
 
         def note(layer: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
             values[layer] = given[0].numel() / given[0].shape[1]
 
-        hooks = [layer.register_forward_pre_hook(note) for layer in active]
-        for layer in active:
-            if layer not in self._before:
-                self._before[layer] = [buffer.clone() for buffer in _buffers(layer)]
-            # With this momentum the layer leaves the micro-batch's own statistics.
-            layer.momentum = 1.0
-        try:
+        with ExitStack() as undo:
+            for layer in active:
+                if layer not in self._before:
+                    self._before[layer] = [buffer.clone() for buffer in _buffers(layer)]
+                undo.callback(layer.register_forward_pre_hook(note).remove)
+                undo.callback(setattr, layer, "momentum", layer.momentum)
+                # With this momentum the layer leaves the micro-batch's own statistics.
+                layer.momentum = 1.0
             yield
-        finally:
-            for layer, momentum, hook in zip(active, momenta, hooks, strict=True):
-                layer.momentum = momentum
-                hook.remove()
         for layer in active:
             mean, variance, _ = _buffers(layer)
             self._seen.setdefault(layer, []).append((values.get(layer, 0.0), mean.clone(), variance.clone()))
@@ -119,7 +241,7 @@ def _buffers(layer: BatchNorm) -> list[torch.Tensor]:
 
 
 @torch.no_grad()
-def _update(layer: BatchNorm, before: Sequence[torch.Tensor], seen: Sequence[_Seen]) -> None:
+def _update(layer: BatchNorm, before: Sequence[torch.Tensor], seen: Sequence[Any]) -> None:
     """Set running statistics from those before the batch and those of its micro-batches."""
     old_mean, old_variance, batches = before
     total = sum(count for count, _, _ in seen)

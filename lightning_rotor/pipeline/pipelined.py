@@ -21,7 +21,7 @@ from lightning_rotor.chain import Chain
 from lightning_rotor.errors import ModelError, RotorError, SampleError
 from lightning_rotor.execution.isolated import kept_attributes
 from lightning_rotor.memory.devices import resolve_limit
-from lightning_rotor.pipeline.micro_batches import join, rows_in, sizes_of, split
+from lightning_rotor.pipeline.micro_batches import Call, call_with, join, largest_part, rows_in, split
 from lightning_rotor.pipeline.partition import Partition, PipelineDevice, partition
 from lightning_rotor.pipeline.partition.balance import counted_in_stages, least_largest, stage_bytes, stage_seconds
 from lightning_rotor.pipeline.placement import (
@@ -32,14 +32,11 @@ from lightning_rotor.pipeline.placement import (
     gathered,
     kept_bytes,
     processes_with,
-    share_generators,
-    share_model,
+    share_start,
     tensors_of,
 )
-from lightning_rotor.pipeline.run_context import Call, call_with
-from lightning_rotor.pipeline.runner import Cut, PipelineRunner
+from lightning_rotor.pipeline.runner import Cut, Part, PipelineRunner
 from lightning_rotor.pipeline.schedule import PipelineError
-from lightning_rotor.pipeline.stage_runner import Part
 from lightning_rotor.pipeline.step import PipelinedModule, PipelineOptions
 from lightning_rotor.private.torch_names import sent_outputs_linger
 from lightning_rotor.private.values import tensors_in, tree_map_only
@@ -70,9 +67,8 @@ def pipelined(
     """Cut a module into pipeline stages; every process of the pipeline does it at once, with the whole model.
 
     ``call`` is a micro-batch's, under settings as in training; ``memory_bytes`` is what the stages may take of this
-    process's device, whose speed is measured; ``state_bytes`` says by stage what training keeps beside gradients.
-    Raises on every process a PipelineError, a PartitionError with the memory that would do, or a ModelError if the
-    module is no chain.
+    process's device; ``state_bytes`` says by stage what training keeps beside gradients. Errors are raised on every
+    process.
     """
     if not tensors_in(call):
         raise PipelineError(
@@ -83,7 +79,12 @@ def pipelined(
     if isinstance(training, GraphCut):
         require_same(module, training, *call)
     profile = profile_chain(training.stages, training.bind(*call))
-    chain = _agreed(profile.chain, processes)
+    chain: Chain = first(profile.chain, processes.group)  # with its measurements
+    if odd := processes_with(chain.names != profile.chain.names, processes.group):
+        raise PipelineError(
+            f"processes cut the model into different stages (those that differ from the first: {odd}): expected the "
+            "same model on every process"
+        )
     if not isinstance(options.balance, str) and isinstance(training, SequentialCut):
         options = replace(options, balance=counted_in_stages(options.balance, chain.names, list(module._modules)))
     made = _partition(profile, chain, options, memory_bytes, state_bytes(profile.stages), processes)
@@ -106,9 +107,8 @@ def pipelined(
         parts = [Part(number, cut.stages, runs[number]) for number in mine]
         evaluation = PipelineRunner(module, cut, parts, made, processes)
     _log.info("%s: %s", type(module).__name__, made.summary())
-    whole = PipelinedModule(model, module, placement, runner, evaluation)
     runner.check(call)
-    return whole
+    return PipelinedModule(model, module, placement, runner, evaluation)
 
 
 def _require_apart(pieces: Sequence[Sequence[Stage]]) -> None:
@@ -136,17 +136,6 @@ def cut_for_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         with suppress(ModelError):
             cut_graph(module, *one_more, known=[cut])
     return cut
-
-
-def _agreed(chain: Chain, processes: PipelineProcesses) -> Chain:
-    """The first process's measurements, if all have cut alike."""
-    whose: Chain = first(chain, processes.group)
-    if odd := processes_with(whose.names != chain.names, processes.group):
-        raise PipelineError(
-            f"processes cut the model into different stages (those that differ from the first: {odd}): expected the "
-            "same model on every process"
-        )
-    return whose
 
 
 def _partition(
@@ -190,18 +179,10 @@ def _partition(
 
 def speeds_beside_first(seconds: Sequence[Sequence[float]]) -> list[float]:
     """Speeds relative to the first process, from durations."""
-    found = [1.0] * len(seconds)
     if min(map(sum, seconds)) < _LEAST_SECONDS:
-        return found
+        return [1.0] * len(seconds)
     ratios = [_middle_ratio(each, seconds[0]) for each in seconds]
-    left = [process for process, ratio in enumerate(ratios) if not 1 / _ALIKE < ratio < _ALIKE]
-    left.sort(key=ratios.__getitem__)
-    while left:
-        alike = [process for process in left if ratios[process] < _ALIKE * ratios[left[0]]]
-        for process in alike:
-            found[process] = 1 / ratios[alike[len(alike) // 2]]
-        left = left[len(alike) :]
-    return found
+    return [1.0 if 1 / _ALIKE < ratio < _ALIKE else 1 / ratio for ratio in ratios]
 
 
 def _middle_ratio(seconds: Sequence[float], first: Sequence[float]) -> float:
@@ -219,11 +200,7 @@ def _evaluation_cut(module: nn.Module, call: Call) -> Cut:
     args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.detach, call)
     with kept_attributes(Stage("", (module,)), keep_parameters=False), torch.no_grad():
         module.eval()
-        try:
-            return cut_for_rows(module, args, kwargs)
-        except ModelError as error:
-            name = type(module).__name__
-            raise PipelineError(f"{name} can be cut in training, but not in evaluation: {error}") from None
+        return cut_for_rows(module, args, kwargs)
 
 
 def _shared_out(
@@ -305,8 +282,7 @@ class Pipeline:
         self._model, self._steps = model or module, 0
         device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
         processes, chosen, limit = PipelineProcesses(device), PipelineOptions(**options), parse_limit(mem_limit)
-        share_model(self._model)
-        share_generators(processes)
+        share_start(self._model, processes)
         call, memory_bytes = call_with(sample), None
         if limit is not None:
             around = bytes_around(self._model, module, call, optimizer_scale)
@@ -314,7 +290,7 @@ class Pipeline:
         self._cut = pipelined(
             self._model,
             module,
-            split(call, sizes_of(rows_in(call), chosen.micro_batches))[0],
+            largest_part(call, chosen.micro_batches),
             options=chosen,
             memory_bytes=memory_bytes,
             state_bytes=lambda stages: [kept_bytes(tensors_of(stage), optimizer_scale) for stage in stages],
@@ -341,7 +317,7 @@ class Pipeline:
         """
         self._steps += 1
         batch = first(batch)
-        return self._cut.train(lambda part: run(*part), batch, _require_loss, number=self._steps - 1)[1]
+        return self._cut.train(lambda part: run(*part), batch, number=self._steps - 1)[1]
 
     def clip_by_norm(self, limit: float) -> torch.Tensor:
         """Clip gradients by the norm that they have over all processes, and return that norm."""
@@ -354,15 +330,6 @@ class Pipeline:
     def close(self) -> None:
         """Give every process all weights again, and the module its own forward."""
         self._cut.stop()
-
-
-def _require_loss(found: Any) -> torch.Tensor:
-    if not isinstance(found, torch.Tensor):
-        raise PipelineError(
-            f"the function given to Pipeline.step returned {type(found).__name__}: expected the loss of a micro-batch, "
-            "a tensor"
-        )
-    return found
 
 
 # -------------------------------------------------------------------- balances for torchgpipe's users

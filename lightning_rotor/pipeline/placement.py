@@ -7,13 +7,12 @@ for the others, so names, shapes and parameter numbers in optimizers are those o
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.parameter import is_lazy
 
 from lightning_rotor.errors import RotorError
 from lightning_rotor.memory.held import storage_bytes
@@ -87,30 +86,21 @@ def share(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, *, sourc
         own.copy_(dense)
 
 
-def share_model(model: nn.Module) -> None:
-    """Give all processes the first one's parameters and buffers, as DDP does."""
+def share_start(model: nn.Module, processes: PipelineProcesses) -> None:
+    """Give all processes the first one's parameters and buffers, as DDP does, and those of a pipeline its generators.
+
+    So user code draws the same numbers (Python's, NumPy's and torch's) on all of them.
+    """
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    lazy = [name for name, tensor in tensors.items() if is_lazy(tensor)]
-    if lazy:
-        raise PipelineError(
-            f"{lazy[0]!r} has no shape yet, since its layer is a lazy one: expected parameters with shapes. Run the "
-            "model once before fit"
-        )
     mine = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
     whose = first(mine)
     if odd := processes_with(mine != whose):
-        differing = [(own, other) for own, other in zip(mine, whose, strict=False) if own != other][:1]
-        here = "".join(f"; here {own[0]!r} first differs from {other[0]!r}" for own, other in differing)
         raise PipelineError(
-            f"processes {odd} have built other parameters and buffers than the first (names, shapes or dtypes){here}: "
+            f"processes {odd} have built other parameters and buffers than the first (names, shapes or dtypes): "
             "expected the same model on every process"
         )
     for tensor in tensors.values():
         share(tensor)
-
-
-def share_generators(processes: PipelineProcesses) -> None:
-    """Give Python's, NumPy's and torch's generators the first process's states: user code draws the same everywhere."""
     group, device = processes.group, processes.device
     first(GeneratorStates(torch.device("cpu")), group).restore()
     if device.type == "cuda":
@@ -124,8 +114,7 @@ def tensors_of(stage: Stage) -> list[torch.Tensor]:
     return [*stage.parameters(), *buffers.values()]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Slot:
+class _Slot(NamedTuple):
     """A tensor of a module, and the process that owns it."""
 
     table: dict[str, Any]

@@ -1,30 +1,121 @@
 """A module that runs as a pipeline: training steps around it, and whole batches without gradients.
 
-user code of each micro-batch ──► waits at the call ──► PipelineRunner ──► goes on as outputs arrive
+A training step runs once for each micro-batch, and 1F1B needs the loss of the first before the last has begun. So all
+run up to the call of the pipeline and wait there, each in a thread of its own, of which at any time one runs::
+
+    main thread   start ──┐        ┌─► start the next ... pipeline: forward, loss? ──┐          ┌─► backward ...
+    the step's            └─► net(x)                                                 └─► loss ──┘
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, cycle
+from itertools import chain
+from queue import SimpleQueue
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from lightning_rotor.pipeline.micro_batches import join, rows_in, sizes_of, split
+from lightning_rotor.execution.passes import Settings
+from lightning_rotor.pipeline.micro_batches import OUTSIDE, Call, RunContext, join, mixed, rows_in, sizes_of, split
 from lightning_rotor.pipeline.partition import RecomputeMode
 from lightning_rotor.pipeline.partition.problem import check_recompute
 from lightning_rotor.pipeline.placement import Placement, first, outside
-from lightning_rotor.pipeline.run_context import OUTSIDE, PausedCall, current, mixed
-from lightning_rotor.pipeline.runner import Inputs, OpenStep, PipelineRunner
+from lightning_rotor.pipeline.runner import PipelineRunner, run_backward
 from lightning_rotor.pipeline.schedule import PipelineError, PipelineScheduleName, check_numbers
-from lightning_rotor.pipeline.stage_runner import run_backward
 from lightning_rotor.planned.forward import PlannedForward, attach, detach, inactive
 from lightning_rotor.private.values import tensors_in, tree_map_only
-from lightning_rotor.stages.generators import seeded
+from lightning_rotor.stages.generators import GeneratorStates, seeded
+
+
+def never_called(what: str) -> PipelineError:
+    """The error for user code that does not come to the module."""
+    return PipelineError(
+        f"{what} never called the module that is cut into pipeline stages: expected one call of it. Name the module "
+        'that it calls: RotorPipelineStrategy(module="...")'
+    )
+
+
+class PausedCall:
+    """Code that calls the pipeline once and waits there, in a thread with random numbers and settings of its own."""
+
+    def __init__(self, run: Callable[[], Any], place: int, device: torch.device, *, seed: int, what: str) -> None:
+        self._run, self.place, self._device, self._what = run, place, device, what
+        with seeded(mixed(mixed(seed, place), OUTSIDE), host=False):
+            self._generators = GeneratorStates(device, host=False)
+        self.context, self._settings = RunContext(), Settings()
+        # To the thread: that it may begin, then the pipeline's answer. From it: an error, or the call and the result.
+        self._heard: SimpleQueue[Any] = SimpleQueue()
+        self._said: SimpleQueue[tuple[BaseException | None, Any]] = SimpleQueue()
+        self._has_called = False
+        self._thread = threading.Thread(target=self._work, name=f"lightning-rotor {what}", daemon=True)
+
+    def start(self) -> Call:
+        """Run up to the call of the pipeline, and return its arguments."""
+        self._thread.start()
+        arguments: Call = self.resume()
+        if not self._has_called:
+            raise never_called(self._what)
+        return arguments
+
+    def resume(self, answer: Any = None) -> Any:
+        """Answer the call and let the code run on, until it calls or ends: its call's arguments, or its result."""
+        before = GeneratorStates(self._device, host=False)
+        self._generators.restore()
+        with self._settings.restored():
+            self._heard.put(answer)
+            error, value = self._said.get()
+            self._settings = Settings()
+        self._generators = GeneratorStates(self._device, host=False)
+        before.restore()
+        if error is not None:
+            raise error
+        return value
+
+    def abandon(self) -> None:
+        """Unwind the code; does nothing once it has ended."""
+        if self._thread.is_alive():
+            with Settings().restored():
+                self._heard.put(GeneratorExit)
+                self._thread.join()
+
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the pipeline from the code's thread: wait for the answer."""
+        how = "twice" if self._has_called else None if torch.is_grad_enabled() else "under no_grad"
+        if how is not None:
+            raise PipelineError(
+                f"{self._what} called the module that is cut into pipeline stages {how}: expected one call of it, with "
+                "gradients. Let one call take both inputs, or let module=... name a part that is called once"
+            )
+        self._has_called, self.context = True, RunContext()
+        self._said.put((None, (args, kwargs)))
+        del args, kwargs
+        answer = self._heard.get()
+        if answer is GeneratorExit:  # unwinds the code; a user's ``except Exception`` does not stop it
+            raise GeneratorExit
+        return answer
+
+    def _work(self) -> None:
+        self._heard.get()
+        current.set(self)
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)
+            with self.context.restored():
+                result = self._run()
+        except GeneratorExit:
+            return
+        except BaseException as error:  # the caller's thread raises it
+            self._said.put((error, None))
+        else:
+            self._said.put((None, result))
+
+
+current: ContextVar[PausedCall | None] = ContextVar("current", default=None)
+"""The paused call that runs in this thread, or None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +155,6 @@ class PipelinedModule:
         self.partition, self.processes = runner.partition, runner.processes
         self._seed = first(torch.initial_seed(), self.processes.group)
         self._evaluations = 0
-        self.manual_step: ManualStep | None = None  # the one that runs
 
     # A copy of a live module computes with its own weights, plainly.
     def __deepcopy__(self, memo: dict[int, Any]) -> PlannedForward:
@@ -90,68 +180,47 @@ class PipelinedModule:
             return paused(module, args, kwargs)
         if not torch.is_grad_enabled():
             return self.evaluate(args, kwargs)
-        if self.manual_step is not None:
-            return self.manual_step.forward(args, kwargs)
         raise PipelineError(
             f"{type(module).__name__} is cut into pipeline stages and was called with gradients outside of "
             f"{self.caller}: expected calls in {self.caller}, or under torch.no_grad()"
         )
 
-    def sizes(self, rows: int) -> tuple[int, ...]:
+    def sizes(self, batch: Any) -> tuple[int, ...]:
         """Rows of each micro-batch of a batch."""
-        return sizes_of(rows, self.partition.problem.micro_batches)
+        return sizes_of(rows_in(batch), self.partition.problem.micro_batches)
 
     def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's output for a whole batch, on every process, without gradients."""
         runner = self.runner if self.module.training else self._evaluation
-        calls = split((args, kwargs), self.sizes(rows_in((args, kwargs))))
+        sizes = self.sizes((args, kwargs))
         self._evaluations += 1
-        seed = mixed(self.seed(0), self._evaluations)  # for dropout that is on without gradients
-        return join(runner.forward(runner.inputs(calls), seed=seed))
-
-    def seed(self, step: int) -> int:
-        """Seed of a step, from its number."""
-        return mixed(self._seed, step)
+        seed = mixed(mixed(self._seed, 0), self._evaluations)  # for dropout that is on without gradients
+        return join(runner.run(runner.inputs(split((args, kwargs), sizes)), None, seed=seed)[0], sizes)
 
     def train(
-        self,
-        run: Callable[..., Any],
-        batch: Any,
-        loss_of: Callable[[Any], torch.Tensor],
-        *,
-        number: int,
-        scale: float = 1.0,
-        on_turn: Callable[[int], None] = lambda number: None,
+        self, run: Callable[..., Any], batch: Any, *, number: int, scale: float = 1.0
     ) -> tuple[list[Any], torch.Tensor]:
         """Run forward and backward of all micro-batches; gradients of the scaled loss are added to existing ones.
 
-        ``run`` is user code that takes a micro-batch and calls the module once. Behind the pipeline, every process has
-        all outputs and runs the rest of that code, so results and gradients outside are the same on all. Returns the
-        result of each micro-batch, and the loss of the batch: their mean by rows, not scaled.
+        ``run`` is user code that takes a micro-batch and calls the module once. Every process runs all of it, so
+        gradients outside of the module are the same on all. Returns results by micro-batch, and the loss of the batch.
         """
-        rows = rows_in(batch)
-        sizes = self.sizes(rows)
+        sizes = self.sizes(batch)
         outside_learns = any(tensor.requires_grad for tensor in outside(self._model, self.module))
-        seed, device = self.seed(number), self.processes.device
+        seed = mixed(self._seed, number)
         calls = [
-            PausedCall(partial(run, part), seed=mixed(mixed(seed, place), OUTSIDE), device=device, what=self.caller)
+            PausedCall(partial(run, part), place, self.processes.device, seed=seed, what=self.caller)
             for place, part in enumerate(split(batch, sizes))
         ]
         results: dict[int, Any] = {}
 
         def loss(output: Any, place: int) -> torch.Tensor:
-            on_turn(place)
             results[place] = calls[place].resume(output)
-            return loss_of(results[place]) * (scale * sizes[place] / rows)
+            return self._loss_of(results[place]) * (scale * sizes[place] / sum(sizes))
 
         try:
-            given = []
-            for place, call in enumerate(calls):
-                on_turn(place)
-                given.append(call.start())
-            inputs = self.runner.inputs(given)
-            del given
-            outputs, gradients = self.runner.train(inputs, loss, seed=seed, context=calls[0].context)
+            inputs = self.runner.inputs([call.start() for call in calls])
+            outputs, gradients = self.runner.run(inputs, loss, seed=seed, context=calls[0].context)
             for place, output in enumerate(outputs):
                 if place in results:
                     continue
@@ -167,105 +236,17 @@ class PipelinedModule:
                 call.abandon()
         run_backward(tensors_in(inputs), chain.from_iterable(gradients))
         made = [results[place] for place in range(len(calls))]
-        losses = [loss_of(result).detach() * (size / rows) for result, size in zip(made, sizes, strict=True)]
+        losses = [
+            self._loss_of(result).detach() * (size / sum(sizes)) for result, size in zip(made, sizes, strict=True)
+        ]
         return made, torch.stack(losses).sum()
 
-    def train_by_hand(self, run: Callable[[], Any], number: int) -> Any:
-        """Run user code that calls the module with whole batches, and :attr:`manual_step` for each backward."""
-        seed = self.seed(number)
-        self.manual_step = step = ManualStep(self, seed)
-        try:
-            with seeded(mixed(mixed(seed, 0), OUTSIDE), host=False):
-                return run()
-        finally:
-            self.manual_step = None
-            step.abandon()
-
-
-class ManualStep:
-    """Manual optimization: forwards when the module is called, backwards when user code asks for them."""
-
-    def __init__(self, pipelined: PipelinedModule, seed: int) -> None:
-        self._pipelined, self._seed, self._forwards = pipelined, seed, 0
-        self._open: OpenStep | None = None  # a forward without a backward
-        self._inputs: Inputs = []
-        self._leaves: list[list[torch.Tensor]] = []  # by micro-batch, tensors of the output
-        self._spent: list[torch.Tensor] = []
-
-    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Output for a batch, on every process: put together from leaves by micro-batch, which get its gradients."""
-        if self._open is not None:
+    def _loss_of(self, result: Any) -> torch.Tensor:
+        """The loss in what user code returned."""
+        loss = result.get("loss") if isinstance(result, Mapping) else result
+        if not isinstance(loss, torch.Tensor):
             raise PipelineError(
-                "training_step called the module that is cut into pipeline stages again before manual_backward: "
-                "expected a backward for each call before the next one, since a pipeline holds one batch at a time. "
-                "Or call it under torch.no_grad()"
+                f"{self.caller} returned {type(result).__name__} without a loss: expected a tensor, or a dict with a "
+                "tensor under 'loss'"
             )
-        pipelined, seed = self._pipelined, mixed(self._seed, self._forwards)
-        self._forwards += 1
-        self._inputs = pipelined.runner.inputs(split((args, kwargs), pipelined.sizes(rows_in((args, kwargs)))))
-        outputs, self._open = pipelined.runner.run_forwards(self._inputs, seed=seed)
-        asking = [meta.requires_grad for meta in self._open[0].layouts[0][-1].metas]
-        asks = cycle(asking)
-        parts = [tree_map_only(torch.Tensor, lambda t: t.detach().requires_grad_(next(asks)), each) for each in outputs]
-        self._leaves = list(map(tensors_in, parts))
-        if not any(asking):
-            self.abandon()  # nothing in the pipeline learns
-        return join(parts)
-
-    def backward(self, backward: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Run a backward of user code, and the pipeline's if gradients have reached its output."""
-        answer = backward()
-        if any(leaf.grad is not None for leaf in self._spent):
-            raise PipelineError(
-                "a second manual_backward has reached an output of the module that is cut into pipeline stages: "
-                "expected one backward for each call, since the pipeline has let go of what it needs. Add up the "
-                "losses, or call the module again"
-            )
-        of_outputs = [tuple(leaf.grad for leaf in leaves) for leaves in self._leaves]
-        if self._open is None or all(gradient is None for each in of_outputs for gradient in each):
-            return answer
-        opened, self._open = self._open, None
-        gradients = self._pipelined.runner.run_backwards(opened, of_outputs)
-        for leaf in chain.from_iterable(self._leaves):
-            leaf.grad = None
-            self._spent.append(leaf)
-        inputs, self._inputs = self._inputs, []
-        run_backward(tensors_in(inputs), chain.from_iterable(gradients))
-        return answer
-
-    def abandon(self) -> None:
-        """Drop a forward whose backward will never come."""
-        if self._open is not None:
-            self._open = None
-            self._pipelined.runner.release()  # torch's stages hold what has no backward
-
-
-@contextmanager
-def gradients_apart(
-    parameters: Sequence[torch.Tensor], *, replicas: dist.ProcessGroup | None, keep: bool
-) -> Iterator[Callable[[], None]]:
-    """Context in which the parameters' gradients begin at none, and behind which the earlier ones are back.
-
-    New gradients are averaged over ``replicas``; what the context yields adds them to the earlier ones, behind it.
-    ``keep=False`` frees the earlier ones, for they are about to be zeroed.
-    """
-    before = [parameter.grad if keep else None for parameter in parameters]
-    made: list[torch.Tensor | None] = []
-
-    def add() -> None:
-        for parameter, gradient in zip(parameters, made, strict=True):
-            if gradient is not None:
-                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-
-    for parameter in parameters:
-        parameter.grad = None
-    try:
-        yield add
-        for parameter in parameters if replicas is not None else ():
-            if parameter.grad is not None:
-                dist.all_reduce(parameter.grad, group=replicas)
-                parameter.grad.div_(dist.get_world_size(replicas))
-    finally:
-        made += [parameter.grad for parameter in parameters]
-        for parameter, gradient in zip(parameters, before, strict=True):
-            parameter.grad = gradient
+        return loss

@@ -1,7 +1,6 @@
 """Strategies for Lightning's Trainer; importing this registers their names.
 
-In: Lightning's hooks. Out: calls of :mod:`lightning_rotor.pipeline`, which does the work. Read ``steps``
-(training_step, logs, metrics), ``building`` (from a Trainer to a pipeline, and refusals), ``rotor_pipeline`` (hooks).
+In: Lightning's hooks. Out: calls of :mod:`lightning_rotor.pipeline`, which does the work.
 """
 
 from lightning_rotor.strategies.rotor_pipeline import RotorPipelineStrategy
