@@ -35,11 +35,18 @@ class Unfused(nn.Module):
         return self.module.inverse(output)  # type: ignore[operator]
 
 
+def mixing() -> InvertibleConvolution:
+    """Not at its beginning, where both triangles are the identity."""
+    convolution = InvertibleConvolution(CHANNELS)
+    nn.init.normal_(convolution.triangles, std=0.3)
+    return convolution
+
+
 MAKERS: dict[str, Callable[[], nn.Module]] = {
     "additive": lambda: AdditiveCoupling(branch(), branch()),
     "dropout": lambda: AdditiveCoupling(branch(dropout=0.3), branch(dropout=0.3)),
     "affine": lambda: AffineCoupling(branch(made=CHANNELS)),
-    "convolution": lambda: InvertibleConvolution(CHANNELS),
+    "convolution": mixing,
     "unfused": lambda: Unfused(AdditiveCoupling(branch(dropout=0.3), branch(dropout=0.3))),
     "unfused affine": lambda: Unfused(AffineCoupling(branch(made=CHANNELS, dropout=0.3))),
 }

@@ -10,7 +10,6 @@
 """
 
 from lightning_rotor.errors import InverseError
-from lightning_rotor.execution.reverse import Guard
 from lightning_rotor.invertible.check import InverseReport, check_inverse
 from lightning_rotor.invertible.layers import (
     AdditiveCoupling,
@@ -25,7 +24,6 @@ from lightning_rotor.stages.sequential import Invertible, Reversible, has_fused_
 __all__ = [
     "AdditiveCoupling",
     "AffineCoupling",
-    "Guard",
     "InverseError",
     "InverseReport",
     "Invertible",
