@@ -146,7 +146,8 @@ class Guard:
             f"the input of {self._name!r} as rebuilt by its inverse {found}: expected at most {tolerance:.2g} in "
             f"{str(self._precision).removeprefix('torch.')}, judged by {_SAMPLES} elements that were noted before it "
             "was dropped. Bound what the inverse divides by (a smaller clamp), keep activations in float32 (autocast "
-            "does) or float64, or run fewer modules in a row without their inputs" + f". {DRAWS}" * draws_random
+            "does) or float64, or run fewer modules in a row without their inputs"
+            f"{f'. {DRAWS}' * draws_random}"
         )
 
 
