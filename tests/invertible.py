@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_rotor.invertible import AdditiveCoupling, AffineCoupling, InvertibleConvolution, InvertibleSequential
+from lightning_rotor.invertible import AdditiveCoupling, AffineCoupling, InvertibleSequential
 
 CHANNELS = 8
 
@@ -35,18 +35,34 @@ class Unfused(nn.Module):
         return self.module.inverse(output)  # type: ignore[operator]
 
 
-def mixing() -> InvertibleConvolution:
-    """Not at its beginning, where both triangles are the identity."""
-    convolution = InvertibleConvolution(CHANNELS)
-    nn.init.normal_(convolution.triangles, std=0.3)
-    return convolution
+class Mixing(nn.Module):
+    """Mixes channels by a triangle with ones on its diagonal, undone by a solver, in float32 at least."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(CHANNELS, CHANNELS) / CHANNELS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            triangle = self._triangle(x.dtype)
+            # Not "@", which gives other last bits where no gradient is wanted.
+            return torch.bmm(triangle.expand(len(x), -1, -1), x.to(triangle.dtype)).to(x.dtype)
+
+    def inverse(self, output: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(output.device.type, enabled=False):
+            triangle = self._triangle(output.dtype)
+            return torch.linalg.solve_triangular(triangle, output.to(triangle.dtype), upper=False).to(output.dtype)
+
+    def _triangle(self, dtype: torch.dtype) -> torch.Tensor:
+        weight = self.weight.to(torch.promote_types(dtype, torch.float32))
+        return weight.tril(-1) + torch.eye(CHANNELS, dtype=weight.dtype, device=weight.device)
 
 
 MAKERS: dict[str, Callable[[], nn.Module]] = {
     "additive": lambda: AdditiveCoupling(branch(), branch()),
     "dropout": lambda: AdditiveCoupling(branch(dropout=0.3), branch(dropout=0.3)),
     "affine": lambda: AffineCoupling(branch(made=CHANNELS)),
-    "convolution": mixing,
+    "convolution": Mixing,
     "unfused": lambda: Unfused(AdditiveCoupling(branch(dropout=0.3), branch(dropout=0.3))),
     "unfused affine": lambda: Unfused(AffineCoupling(branch(made=CHANNELS, dropout=0.3))),
 }

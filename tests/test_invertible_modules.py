@@ -14,7 +14,6 @@ from lightning_rotor.errors import InverseError, ModelError
 from lightning_rotor.invertible import (
     AdditiveCoupling,
     AffineCoupling,
-    InvertibleConvolution,
     InvertibleSequential,
     check_inverse,
     invertible_checkpoint,
@@ -76,24 +75,6 @@ def test_the_clamp_bounds_the_scale():
     x = torch.randn(50, 4)
     scales = (AffineCoupling(Huge(), clamp=0.5)(x) / x)[:, 2:].log()
     assert torch.allclose(scales, 0.5 * x[:, :2].sign(), atol=1e-5)
-
-
-@pytest.mark.parametrize("shape", [(3, 6), (3, 6, 4), (3, 6, 4, 2), (2, 6, 2, 2, 2)])
-def test_the_convolution_in_any_number_of_dimensions(shape: tuple[int, ...]):
-    convolution = InvertibleConvolution(6).double()
-    x = torch.randn(shape, dtype=torch.float64)
-    # It begins as a permutation, the same for every place.
-    assert torch.equal(convolution(x).sort(1).values, x.sort(1).values)
-    nn.init.normal_(convolution.triangles, std=0.3)
-    assert not torch.equal(convolution(x).sort(1).values, x.sort(1).values)
-    assert check_inverse(convolution, x).error < 1e-12
-
-
-def test_the_convolution_wants_its_channels():
-    with pytest.raises(InverseError, match=r"takes 6 channels, and got a tensor of shape \(3, 4\)"):
-        InvertibleConvolution(6)(torch.randn(3, 4))
-    with pytest.raises(ModelError, match="channels is 0"):
-        InvertibleConvolution(0)
 
 
 def test_a_sequence_and_its_inverse():

@@ -124,7 +124,8 @@ class Guard:
 
     def __init__(self, tensors: Sequence[torch.Tensor], *, name: str) -> None:
         self._name, self._precision = name, precision_of(tensors)
-        self._samples = [_sample(tensor) if _has_numbers(tensor) else None for tensor in tensors]
+        floating = [tensor.is_floating_point() and tensor.numel() > 0 for tensor in tensors]
+        self._samples = [_sample(tensor) if has else None for tensor, has in zip(tensors, floating, strict=True)]
 
     def check(self, rebuilt: Sequence[torch.Tensor], *, draws_random: bool) -> None:
         """Raise InverseError where an error is beyond the tolerance, or warn if that is of a low precision."""
@@ -164,10 +165,6 @@ def precision_of(tensors: Iterable[torch.Tensor]) -> torch.dtype:
 def tolerance_of(dtype: torch.dtype) -> float:
     """The largest error of a rebuilt input in some precision, relative to its largest element."""
     return _TOLERANCES.get(dtype, _TOLERANCES[torch.bfloat16])
-
-
-def _has_numbers(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.numel() > 0
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
@@ -326,26 +323,20 @@ class Output:
 
     def lend(self, *, for_good: bool) -> list[torch.Tensor]:
         """The tensors; what can be rebuilt is then dropped, and everything is if they are lent ``for_good``."""
-        tensors = self._rebuilt()
+        if self._held is None and self._after is not None:
+            raise ExecutionError(
+                f"a backward reaches {self._name!r} and has not passed {self._after.way.name!r}, which took its output "
+                "and rebuilds it: expected one backward through both, such as that of the sum of the losses. Or call "
+                "the second one plainly"
+            )
+        if self._held is None:
+            raise second_backward(self._name)
+        tensors = [get() for get in self._held]
+        self._require_untouched(tensors)
         if for_good:
             self._held = self._after = None
         elif self._after is not None:
             self._held = None
-        return tensors
-
-    def _rebuilt(self) -> list[torch.Tensor]:
-        """The tensors, rebuilt where a backward has not passed through what comes after."""
-        runs: list[Inversion] = []
-        boundary = self
-        while boundary._held is None:
-            if boundary._after is None:
-                raise second_backward(self._name)
-            runs.append(boundary._after)
-            boundary = boundary._after.output
-        tensors = [get() for get in boundary._held]
-        boundary._require_untouched(tensors)
-        for run in reversed(runs):
-            tensors = run.rebuild(tensors)
         return tensors
 
     def _require_untouched(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -402,9 +393,8 @@ class Way:
         return self.stage.name
 
     @property
-    def module(self) -> nn.Module:
+    def module(self) -> Any:
         """The module."""
-        assert self.stage.invertible is not None
         return self.stage.invertible
 
     def state(self) -> SegmentState:
@@ -491,12 +481,6 @@ class Inversion:
             source.hand_over(self, inputs)
         return tree_unflatten(outputs, self._made)
 
-    def rebuild(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The input, by the inverse. Empties the list, so that the outputs can be freed."""
-        module: Any = self.way.module
-        with torch.no_grad(), self.moment.again():
-            return self._accepted(module.inverse(tree_unflatten(_drained(outputs), self._made)), what="inverse")
-
     def _accepted(self, value: Any, *, what: str) -> list[torch.Tensor]:
         """The rebuilt tensors, checked and laid out as they were."""
         leaves = require_like(value, self._inputs_like, name=self.way.name, what=what)
@@ -507,35 +491,27 @@ class Inversion:
         self, gradients: Sequence[torch.Tensor], wanted: Sequence[bool], *, for_good: bool
     ) -> Sequence[torch.Tensor | None]:
         """The wanted gradients for the input and the parameters; ``for_good`` if no other backward follows."""
-        run = self._fused_backward if self.way.fused else self._autograds
+        outputs, module, found = self.output.lend(for_good=for_good), self.way.module, list[torch.Tensor | None]()
         with torch.no_grad():
-            inputs, found = run(self.output.lend(for_good=for_good), gradients, wanted)
+            if self.way.fused:
+                rebuilt, for_input, for_parameters = fused_gradients(
+                    module, self.moment, outputs, self._made, self._parameters, gradients
+                )
+                inputs = self._accepted(rebuilt, what="fused backward")
+                for_inputs = require_like(for_input, self._inputs_like, name=self.way.name, what="fused backward")
+                found += [gradient if want else None for gradient, want in zip(for_inputs, wanted, strict=True)]
+                found += for_parameters
+            else:
+                with self.moment.again():
+                    rebuilt = module.inverse(tree_unflatten(_drained(outputs), self._made))
+                inputs = self._accepted(rebuilt, what="inverse")
+                del rebuilt
+                leaves = [learning(tensor, wanted=want) for tensor, want in zip(inputs, wanted, strict=True)]
+                found += plain_gradients(self.way.stage, self.moment, leaves, self._taken, self._parameters, gradients)
         source = self._source()
         if source is not None:
             source.refill(inputs, for_good=for_good)
         return found
-
-    def _fused_backward(
-        self, outputs: list[torch.Tensor], gradients: Sequence[torch.Tensor], wanted: Sequence[bool]
-    ) -> _Found:
-        rebuilt, for_input, for_parameters = fused_gradients(
-            self.way.module, self.moment, outputs, self._made, self._parameters, gradients
-        )
-        inputs = self._accepted(rebuilt, what="fused backward")
-        needed = require_like(for_input, self._inputs_like, name=self.way.name, what="fused backward")
-        found = [gradient if want else None for gradient, want in zip(needed, wanted, strict=True)]
-        return inputs, [*found, *for_parameters]
-
-    def _autograds(
-        self, outputs: list[torch.Tensor], gradients: Sequence[torch.Tensor], wanted: Sequence[bool]
-    ) -> _Found:
-        inputs = self.rebuild(outputs)
-        leaves = [learning(tensor, wanted=want) for tensor, want in zip(inputs, wanted, strict=True)]
-        return inputs, plain_gradients(self.way.stage, self.moment, leaves, self._taken, self._parameters, gradients)
-
-
-_Found: TypeAlias = tuple[list[torch.Tensor], list[torch.Tensor | None]]
-"""A rebuilt input, and the wanted gradients for it and for the parameters."""
 
 
 class _Node(torch.autograd.Function):

@@ -14,7 +14,6 @@ from lightning_rotor.invertible.check import InverseReport, check_inverse
 from lightning_rotor.invertible.layers import (
     AdditiveCoupling,
     AffineCoupling,
-    InvertibleConvolution,
     InvertibleSequential,
     invertible_checkpoint,
     reverse,
@@ -27,7 +26,6 @@ __all__ = [
     "InverseError",
     "InverseReport",
     "Invertible",
-    "InvertibleConvolution",
     "InvertibleSequential",
     "Reversible",
     "check_inverse",

@@ -91,24 +91,18 @@ def check_inverse(
     with undisturbed(device), kept_attributes(stage, keep_parameters=False), lent_buffers(stage), torch.no_grad():
         # All buffers may change: these are copies.
         state = replace(state_of(stage, module.modules(), {}), root=(module, ""))
-        return _Trial(stage, tree_map(torch.Tensor.detach, x), Moment(device, lambda: state)).run(rtol, atol)
+        return _Trial(name, module, stage, tree_map(torch.Tensor.detach, x), Moment(device, lambda: state)).run(
+            rtol, atol
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Trial:
+    name: str
+    module: Any
     stage: Stage
     x: Any
     moment: Moment
-
-    @property
-    def name(self) -> str:
-        """The name of the module."""
-        return self.stage.name
-
-    @property
-    def module(self) -> Any:
-        """The module."""
-        return self.stage.modules[0]
 
     def run(self, rtol: float, atol: float) -> InverseReport:
         """What is found, or an InverseError."""
@@ -229,30 +223,20 @@ def _largest_difference(mine: torch.Tensor, other: torch.Tensor) -> float:
 _RTOL = 1e-4
 
 
-@dataclass(frozen=True, slots=True)
-class Objections:
-    """Why a module's inverse, or its fused backward alone, cannot be used; empty if nothing is against it."""
-
-    inverse: str = ""
-    fused: str = ""
-
-
-def try_inverse(module: nn.Module, value: Any, *, name: str) -> Objections:
-    """Try a module's inverse and fused backward with its present parameters, under the autocast that it runs in."""
+def try_inverse(module: nn.Module, value: Any, *, name: str) -> tuple[str, str]:
+    """What is against a module's inverse as it is now, and else against its fused backward; empty if nothing is."""
     if any(map(is_fake, tensors_in(value))):
-        return Objections("it is only estimated, and whether its inverse is right shows with values")
+        return "it is only estimated, and whether its inverse is right shows with values", ""
     precision = precision_of(tensors_in(value))
     # Half the digits are half the inverse's digits, too, so what the guard allows there is allowed here.
     rtol = tolerance_of(precision) if precision in LOW_PRECISION else _RTOL
     try:
         report = check_inverse(module, value, rtol=rtol, name=name)
     except InverseError as error:
-        return Objections(str(error))
+        return str(error), ""
     if report.shares_memory:
-        return Objections("it returns a view of its input, or of a part of it")
+        return "it returns a view of its input, or of a part of it", ""
     if report.fused_agrees is False:
-        return Objections(
-            fused=f"its fused backward is not used: it differs from autograd's by {report.fused_error:.2g} of the "
-            "largest element of a gradient"
-        )
-    return Objections()
+        off = f"{report.fused_error:.2g} of the largest element of a gradient"
+        return "", f"its fused backward is not used: it differs from autograd's by {off}"
+    return "", ""

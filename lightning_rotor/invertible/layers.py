@@ -44,10 +44,6 @@ class _Coupling(nn.Module):
         for name, network in networks.items():
             self.add_module(name, network)
 
-    def extra_repr(self) -> str:
-        """The settings, for ``repr``."""
-        return f"dim={self.dim}"
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The output, of the shape and dtype of the input."""
         halves = self._halves(x)
@@ -209,10 +205,6 @@ class AffineCoupling(_Coupling):
             )
         self.clamp = float(clamp)
 
-    def extra_repr(self) -> str:
-        """The settings, for ``repr``."""
-        return f"{super().extra_repr()}, clamp={self.clamp}"
-
     def _changed(self, half: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
         log_scale, shift = self._log_scale_and_shift(made)
         return half * log_scale.exp() + shift
@@ -224,67 +216,6 @@ class AffineCoupling(_Coupling):
     def _log_scale_and_shift(self, made: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         raw, shift = made.chunk(2, self.dim)
         return self.clamp * (raw / self.clamp).tanh(), shift
-
-
-# -------------------------------------------------------------------- The invertible 1x1 convolution of Glow.
-
-
-class InvertibleConvolution(nn.Module):
-    """Mixes channels by a matrix ``P L U``: a fixed permutation, a unit lower triangle and an invertible upper one.
-
-    It begins as a random permutation. Both triangles are in one square parameter, as LAPACK packs them; the diagonal
-    has logarithms of U's, within ``clamp``.
-    """
-
-    permutation: torch.Tensor
-
-    def __init__(self, channels: int, *, clamp: float = 4.0) -> None:
-        super().__init__()
-        if channels < 1 or not clamp > 0:
-            raise ModelError(f"channels is {channels} and clamp {clamp}: expected both positive, such as 16 and 4.0")
-        self.channels, self.clamp = channels, float(clamp)
-        self.triangles = nn.Parameter(torch.zeros(channels, channels))
-        self.register_buffer("permutation", torch.randperm(channels))
-
-    def extra_repr(self) -> str:
-        """The settings, for ``repr``."""
-        return f"channels={self.channels}, clamp={self.clamp}"
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The output, of the shape and dtype of the input."""
-        with torch.autocast(x.device.type, enabled=False):
-            lower, upper = self._triangles()
-            columns = self._columns(x, lower.dtype)
-            matrix = (lower @ upper)[self.permutation]
-            # Not "@", which gives other last bits where no gradient is wanted.
-            mixed = torch.bmm(matrix.expand(len(columns), -1, -1), columns)
-            return mixed.reshape(x.shape).to(x.dtype)
-
-    def inverse(self, output: torch.Tensor) -> torch.Tensor:
-        """The input that made an output; two triangular systems are solved."""
-        with torch.autocast(output.device.type, enabled=False):
-            lower, upper = self._triangles()
-            columns = self._columns(output, lower.dtype)[:, self.permutation.argsort()]
-            halfway = torch.linalg.solve_triangular(lower, columns, upper=False, unitriangular=True)
-            solved: torch.Tensor = torch.linalg.solve_triangular(upper, halfway, upper=True)
-            return solved.reshape(output.shape).to(output.dtype)
-
-    def _triangles(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both triangles, in float32 at least."""
-        packed = self.triangles.to(torch.promote_types(self.triangles.dtype, torch.float32))
-        scales = (self.clamp * (packed.diagonal() / self.clamp).tanh()).exp()
-        return packed.tril(-1) + torch.eye(len(packed), device=packed.device), packed.triu(1) + scales.diag()
-
-    def _columns(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The tensor as ``(batch, channels, places)``."""
-        if tensor.ndim < 2 or tensor.shape[1] != self.channels:
-            raise InverseError(
-                f"{type(self).__name__} takes {self.channels} channels, and got a tensor of shape "
-                f"{tuple(tensor.shape)}: expected (batch, {self.channels}, ...). Give that shape, or construct it for "
-                "another number of channels",
-                stage=type(self).__name__,
-            )
-        return tensor.reshape(tensor.shape[0], self.channels, -1).to(dtype)
 
 
 # -------------------------------------------------------------------- Invertible modules in a row, and reversed ones.
@@ -305,18 +236,14 @@ class InvertibleSequential(nn.Sequential):
 
     def __init__(self, *modules: Any) -> None:
         super().__init__(*modules)
-        self._require_inverses()
+        for name, module in self._modules.items():
+            require_invertible(module, name=labelled(module, name))
 
     def inverse(self, output: Any) -> Any:
         """The input that made an output."""
-        self._require_inverses()  # members may have been added since
         for module in reversed(self._modules.values()):
             output = cast("Invertible", module).inverse(output)
         return output
-
-    def _require_inverses(self) -> None:
-        for name, module in self._modules.items():
-            require_invertible(module, name=labelled(module, name))
 
 
 class Reversed(nn.Module):

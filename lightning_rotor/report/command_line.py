@@ -133,8 +133,7 @@ def _parse(arguments: Sequence[str] | None, program: str) -> Namespace:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    _ask_for_step(plan)
-    _ask_for_answer(plan.add_argument_group("the answer"))
+    _add_options(plan)
     options = parser.parse_args(arguments)
     described = [name for name in ("gpu", "flops", "bandwidth") if getattr(options, name) is not None]
     options.device = options.device or ("meta" if described else "cpu")
@@ -174,53 +173,33 @@ def _batch_sizes(text: str) -> tuple[int, ...]:
     return tuple(map(_positive(int), text.split(",")))
 
 
-def _gpu(name: str) -> str:
-    """A GPU's name as its table has it, whatever the case."""
-    return next((known for known in GPUS if known.lower() == name.lower()), name)
-
-
-def _ask_for_step(plan: argparse.ArgumentParser) -> None:
+def _add_options(plan: argparse.ArgumentParser) -> None:
     ask = plan.add_argument_group("the model").add_argument
-    said = "a class or function that makes it: package.module.name, or file.py:name"
-    ask("--model", required=True, metavar="PATH", help=said)
-    said = "argument for it, a Python literal or a string; may be repeated"
+    ask("--model", required=True, metavar="PATH", help="what makes it: package.module.name, or file.py:name")
     many: dict[str, Any] = {"action": "append", "dest": "model_arguments", "default": []}
+    said = "argument for it, a Python literal or a string; may be repeated"
     ask("--model-arg", type=_reading(_assignment), metavar="NAME=VALUE", help=said, **many)
-    said = (
-        "an argument of its forward, such as 64x3x224x224, 8x512:int64 (token ids) or mask=8x512:bool; repeat for "
-        "several"
-    )
     many = {"action": "append", "dest": "inputs", "required": True}
+    said = "argument of its forward: 64x3x224x224, 8x512:int64 (token ids) or mask=8x512:bool; may be repeated"
     ask("--input", type=_reading(InputSpec.parse), metavar="[NAME=]SHAPE[:DTYPE]", help=said, **many)
     ask("--precision", choices=_PRECISIONS, default="32-true", help="as Lightning's (default: %(default)s)")
 
     ask = plan.add_argument_group("the memory").add_argument
-    said = (
-        "what training may hold on the device: 4GiB, 10GB, 80%%. Default: what is free; for --device meta the memory "
-        "of --gpu, less 1 GiB"
-    )
+    said = "what training may hold on the device: 4GiB, 10GB, 80%%. Default: what is free; of --gpu all but 1 GiB"
     ask("--budget", metavar="SIZE", help=said)
-    said = (
-        "whose state counts: a class of torch.optim such as adamw or sgd:momentum=0.9, or none (default: %(default)s)"
-    )
+    said = "whose state counts: a class of torch.optim, such as sgd:momentum=0.9, or none (default: %(default)s)"
     ask("--optimizer", default="adamw", metavar="NAME[:ARG=VALUE,...]", help=said)
     said = "the budget is for activations and new gradients alone, as with Checkpointable"
     ask("--activations-only", action="store_true", help=said)
 
     ask = plan.add_argument_group("the device").add_argument
-    said = (
-        "cpu or cuda: measure there; meta: allocate nothing, and estimate from shapes for --gpu (default: meta with "
-        "--gpu, or else cpu)"
-    )
+    said = "cpu or cuda: measure there; meta: estimate from shapes for --gpu (default: meta with --gpu, or else cpu)"
     ask("--device", metavar="NAME", help=said)
-    said = f"which one to estimate for (default: {_DEFAULT_GPU})"
-    ask("--gpu", choices=tuple(GPUS), type=_gpu, help=said)
+    ask("--gpu", choices=tuple(GPUS), help=f"which one to estimate for (default: {_DEFAULT_GPU})")
     ask("--flops", type=_positive(float), metavar="N", help="its floating-point operations per second, instead")
     ask("--bandwidth", type=_positive(float), metavar="N", help="its bytes per second, instead")
 
-
-def _ask_for_answer(group: argparse._ArgumentGroup) -> None:
-    ask = group.add_argument
+    ask = plan.add_argument_group("the answer").add_argument
     said = (
         "instead of one plan, samples per second of these batch sizes within the budget, from measurements with "
         "the inputs and with half of each; of many up to the first that does not fit, if none are named"
@@ -333,11 +312,7 @@ class _Found:
     profile: Profile
     plan: Plan
     frontier: Frontier | None
-
-    @property
-    def reserved_bytes(self) -> int:
-        """What of the budget is not for the chain."""
-        return self.case.budget_bytes - self.plan.budget_bytes
+    reserved_bytes: int  # what of the budget is not for the chain
 
 
 def _find_plan(options: Namespace) -> _Found:
@@ -345,7 +320,8 @@ def _find_plan(options: Namespace) -> _Found:
     case = _Case.of(options)
     profile = case.profile(options.inputs)
     plan = case.resident.budget(case.budget_bytes).plan(profile.chain, slots=options.slots)
-    return _Found(case, profile, plan, plan.frontier() if options.curve or options.plot_curve is not None else None)
+    frontier = plan.frontier() if options.curve or options.plot_curve is not None else None
+    return _Found(case, profile, plan, frontier, case.budget_bytes - plan.budget_bytes)
 
 
 def _find_batch_sizes(options: Namespace) -> BatchSizeAdvice:
@@ -445,10 +421,9 @@ def _built(options: Namespace, device: torch.device, floating: torch.dtype | Non
 
 
 def _accelerator(options: Namespace) -> Accelerator:
-    found = GPUS[options.gpu or _DEFAULT_GPU]
-    if options.flops is not None:
-        found = replace(found, flops=options.flops, half_flops=options.flops)
-    return replace(found, bandwidth=options.bandwidth) if options.bandwidth is not None else found
+    given = {"flops": options.flops, "half_flops": options.flops, "bandwidth": options.bandwidth}
+    described = {name: value for name, value in given.items() if value is not None}
+    return replace(GPUS[options.gpu or _DEFAULT_GPU], **described)
 
 
 # -------------------------------------------------------------------- the answer

@@ -18,7 +18,7 @@ from __future__ import annotations
 import io
 import textwrap
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from html import escape
@@ -40,9 +40,9 @@ from lightning_rotor.errors import ScheduleError
 from lightning_rotor.planning import Frontier, Plan
 from lightning_rotor.planning.plan import from_to
 from lightning_rotor.report.timeline import INVERSION_COLOURS, PHASE_COLOURS, PlotError, plot_frontier, plot_timeline
-from lightning_rotor.schedule import Schedule, Segment, leaves, segments_in
+from lightning_rotor.schedule import Schedule, leaves, segments_in
 from lightning_rotor.stages.sequential import Stage
-from lightning_rotor.units import format_bytes, format_seconds
+from lightning_rotor.units import format_bytes
 
 _MOST_LETTERS, _MOST_LINES = 45, 4
 _WIDTH = _MOST_LETTERS + 8  # of a box in a frame
@@ -69,7 +69,6 @@ def draw_chain(
     stages: Sequence[Stage] | None = None,
     *,
     schedule: Schedule | None = None,
-    backward: bool = False,
     title: str | None = None,
     fold: bool = True,
 ) -> Drawing:
@@ -81,8 +80,6 @@ def draw_chain(
             in the boxes.
         schedule: Marks recomputed stages, with the number of segments around them, and inverted ones; says what stages
             keep under it.
-        backward: Draw the backward instead, from the last stage to the first: what each reads, its gradients, and which
-            segments run again.
         title: Above the picture.
         fold: Draw what repeats once.
     Returns:
@@ -102,7 +99,7 @@ def draw_chain(
     labels: list[tuple[str, ...]] = [()] * len(chain) if stages is None else [operator_labels(each) for each in stages]
     keys = stage_keys(chain, [(labels[n], depths[n], options[n].name) for n in range(len(chain))])
     runs = folded(keys) if fold else [Run(number, 1, 1) for number in range(len(chain))]
-    sizes = f"{len(chain)} stages · input {format_bytes(chain.input_bytes)}" + " · backward" * backward
+    sizes = f"{len(chain)} stages · input {format_bytes(chain.input_bytes)}"
     facts = [
         (True, sizes + (f" · {len(chain.skips)} skips" if chain.skips else "")),
         (len(set(keys)) < len(keys), "equal stages share a colour"),
@@ -115,9 +112,8 @@ def draw_chain(
     for fact in (fact for applies, fact in facts if applies):
         console.print(Text(fact, _GREY))
     shades = dict(zip((key for key, count in Counter(keys).items() if count > 1), cycle(_COLOURS), strict=False))
-    again = {item.last: item for item in items if isinstance(item, Segment)} if backward else None
-    drawing = _Boxes(chain, labels, options, depths, [shades.get(key, "#FFFFFF") for key in keys], again)
-    for run in reversed(runs) if backward else runs:
+    drawing = _Boxes(chain, labels, options, depths, [shades.get(key, "#FFFFFF") for key in keys])
+    for run in runs:
         console.print(drawing.run(run))
     return Drawing(console.export_svg(title=title or "chain", theme=DEFAULT_TERMINAL_THEME, code_format=_SVG))
 
@@ -156,29 +152,24 @@ class _Boxes:
     options: Sequence[Option]
     depths: Counter[int]
     colours: Sequence[str]
-    again: Mapping[int, Segment] | None  # in a backward, segments by the stage before whose backward they run again
 
     def run(self, run: Run) -> RenderableType:
         """Boxes of a run, in a frame if they repeat, each above what it hands on."""
-        numbers = range(run.first, run.first + run.length)[:: 1 if self.again is None else -1]
+        numbers = range(run.first, run.first + run.length)
         *boxes, last = (box for number in numbers for box in (self._box(number, run), self._boundary(number)))
         if run.repeats == 1:
             return Group(*(Padding(box, (0, 2)) for box in boxes), last)
         frame = Panel(Group(*boxes), title=f"× {run.repeats}", title_align="right", border_style=_GREY)
-        return Group(frame, self._boundary(run.first if self.again else run.first + run.length * run.repeats - 1))
+        return Group(frame, self._boundary(run.first + run.length * run.repeats - 1))
 
     def _box(self, number: int, run: Run) -> Panel:
-        option, depth, labels = self.options[number], self.depths[number], self.labels[number]
+        option, depth = self.options[number], self.depths[number]
         names, last = self.chain.names, number + run.repeats - 1 if run.length == 1 else number
-        if self.again is None:
-            again = f"recomputed{'' if depth == 1 else f' {depth} deep'}, " if depth else ""
-            does = again + ("inverted" if option.inverts else f"keeps {format_bytes(option.kept_bytes)}")
-            notes = self._skips(number)
-        else:
-            labels, does = labels[::-1], format_seconds(option.backward_seconds)
-            notes = self._backward(number, self.again.get(number))
+        again = f"recomputed{'' if depth == 1 else f' {depth} deep'}, " if depth else ""
+        does = again + ("inverted" if option.inverts else f"keeps {format_bytes(option.kept_bytes)}")
+        skips = (Text(line, overflow="ellipsis", no_wrap=True) for line in self._skips(number))
         return Panel(
-            Group(*_lines(labels), *(Text(line, overflow="ellipsis", no_wrap=True) for line in notes)),
+            Group(*_lines(self.labels[number]), *skips),
             title=Text(from_to(names[number], names[last], str), "bold"),
             title_align="left",
             subtitle=Text(does),
@@ -191,17 +182,7 @@ class _Boxes:
         """An arrow to the next stage, and what is handed on; all of it may be skips."""
         size, is_last = self.chain.stages[number].output_bytes, number == len(self.chain) - 1
         said = ("output " if is_last else "") + (format_bytes(size) if size or is_last else "")
-        if self.again is not None:
-            said = f"gradient {format_bytes(self.options[number].input_gradient_bytes)}"
         return Text(f"▼ {said}", _GREY, justify="center")
-
-    def _backward(self, number: int, segment: Segment | None) -> Iterator[str]:
-        option = self.options[number]
-        if segment is not None:
-            yield f"runs again first: {from_to(self.chain.names[segment.first], self.chain.names[number], str)}"
-        yield f"{'rebuilds its input from' if option.inverts else 'reads'} {format_bytes(option.kept_bytes)}"
-        if option.parameter_gradient_bytes:
-            yield f"new parameter gradients {format_bytes(option.parameter_gradient_bytes)}"
 
     def _skips(self, number: int) -> Iterator[str]:
         names, skips = self.chain.names, self.chain.skips
@@ -216,10 +197,6 @@ class _Boxes:
 # --------------------------------------------------------------- Which stages are equal, and where runs of them repeat.
 
 
-# A skip that is read within so many stages belongs to where it is; a longer one belongs to the whole chain.
-_NEAR = 64
-
-
 class Run(NamedTuple):
     """Stages that are drawn once: ``length`` of them from ``first`` on stand for ``repeats`` times as many."""
 
@@ -231,22 +208,21 @@ class Run(NamedTuple):
 def stage_keys(chain: Chain, details: Sequence[Hashable]) -> list[Hashable]:
     """By stage, a value that is equal for stages of the same operators, sizes, skips and ``details``."""
     skips: list[list[Hashable]] = [[] for _ in chain]
-    for number, skip in enumerate(chain.skips):
-        near = skip.born >= 0 and skip.last_use - skip.born <= _NEAR
-        if skip.born >= 0:
-            readers = tuple(use - skip.born for use in skip.uses) if near else number
-            skips[skip.born].append(("makes", skip.size_bytes, readers))
+    for skip in chain.skips:
         for use in skip.uses:
-            skips[use].append(("reads", skip.size_bytes, use - skip.born if near else number))
-    sizes = [tuple(map(_sizes, stage.options)) for stage in chain]
+            skips[use].append(skip.size_bytes)
+        if skip.born >= 0:  # others are the caller's
+            skips[skip.born].append((skip.size_bytes, *(use - skip.born for use in skip.uses)))
+    sizes = [
+        tuple(
+            getattr(option, each.name) for option in stage.options for each in fields(option) if "_bytes" in each.name
+        )
+        for stage in chain
+    ]
     return [
-        (stage.output_bytes, stage.recomputable, detail, size, tuple(sorted(map(repr, own))))
+        (stage.output_bytes, stage.recomputable, detail, size, tuple(own))
         for stage, detail, size, own in zip(chain, details, sizes, skips, strict=True)
     ]
-
-
-def _sizes(option: Option) -> tuple[int, ...]:
-    return tuple(getattr(option, field.name) for field in fields(Option) if field.name.endswith("_bytes"))
 
 
 def folded(keys: Sequence[Hashable], *, longest: int = 64) -> list[Run]:
@@ -277,22 +253,18 @@ def _lines(labels: Sequence[str]) -> list[Text]:
 
 
 # They compute nothing. Shown only if a stage does nothing else.
-_QUIET = frozenset(
-    name
-    for line in (
-        "size dim numel getattr getitem _assert view reshape transpose permute unsqueeze squeeze expand expand_as",
-        "contiguous view_as reshape_as t movedim swapaxes unflatten chunk split unbind detach to type_as",
-        "is_floating_point tree_unflatten eq ne lt le gt ge floordiv mod",
-    )
-    for name in line.split()
+_QUIET = (
+    "size dim numel getattr getitem assert view reshape transpose permute unsqueeze squeeze expand expand_as "
+    "contiguous view_as reshape_as t movedim swapaxes unflatten chunk split unbind detach to type_as is_floating_point "
+    "tree_unflatten eq ne lt le gt ge floordiv mod"
 )
-_PLAIN = {name: name for name in _QUIET} | {"iadd": "add", "isub": "sub", "imul": "mul", "truediv": "div"}
+_PLAIN = {"iadd": "add", "isub": "sub", "imul": "mul", "truediv": "div"}
 
 
 def operator_labels(stage: Stage) -> tuple[str, ...]:
     """What a stage runs, in order and for people; an operator that comes several times in a row once."""
     labels = [label for module in stage.modules for label in _labels(module)]
-    loud = [label for label in labels if label not in _QUIET] or labels
+    loud = [label for label in labels if label not in _QUIET.split()] or labels
     counted = ((label, len(list(group))) for label, group in groupby(loud))
     return tuple(label if count == 1 else f"{label} (×{count})" for label, count in counted)
 
@@ -312,4 +284,4 @@ def _labels(operator: Any) -> Iterator[str]:
             yield f"{type(operator).__name__} {sizes}".strip()
         case _:
             name = operator if isinstance(operator, str) else getattr(operator, "__name__", str(operator))
-            yield _PLAIN.get(name, name.strip("_"))
+            yield _PLAIN.get(name.strip("_"), name.strip("_"))

@@ -283,9 +283,7 @@ _ROW, _LEAST, _MOST, _MEMORY_HEIGHT, _FRAME = 0.34, 0.9, 5.0, 1.5, 0.8
 _BAR = 0.84
 # A number in a bar that is narrower than this part of the axis for each of its digits would stick out.
 _LEAST_WIDTH = 0.014
-# With more devices their rows are too thin for numbers and edges, and only some are named.
-_MOST_NUMBERED, _MOST_NAMED = 16, 16
-_MOST_LINES = 4
+_MOST_NAMED, _MOST_LINES = 16, 4  # with more devices their rows are too thin for numbers and edges
 
 
 def plot_pipeline(simulation: PipelineSimulation | Partition, *, title: str | None = None) -> Figure:
@@ -294,7 +292,7 @@ def plot_pipeline(simulation: PipelineSimulation | Partition, *, title: str | No
     Args:
         simulation: The step, or a partition for its step. Every action is a bar with the number of its micro-batch;
             white is the bubble. With several stages per device, those behind the first are paler. Below is what devices
-            hold if that is known: of a few devices each, of more the one that holds most and the last one.
+            hold if that is known, of many devices the four that hold most.
         title: Above the picture. By default the duration of the step and its bubble.
     Returns:
         A figure that belongs to no window: save it with ``figure.savefig(path)``.
@@ -327,7 +325,7 @@ def plot_pipeline(simulation: PipelineSimulation | Partition, *, title: str | No
 def _draw_actions(axes: Axes, simulation: PipelineSimulation, duration: float) -> None:
     """A bar for each action with the number of its micro-batch, its recomputation in another colour."""
     devices, bars, looks = len(simulation.events), list[_Bar](), set[tuple[Phase, bool]]()
-    has_room = devices <= _MOST_NUMBERED
+    has_room = devices <= _MOST_NAMED
     for event in chain.from_iterable(simulation.events):
         pale, middle = event.action.stage >= devices, event.start_seconds + event.recompute_seconds
         work, number = event.action.work, str(event.action.micro_batch)
@@ -347,12 +345,11 @@ def _draw_actions(axes: Axes, simulation: PipelineSimulation, duration: float) -
 
 
 def _levels(simulation: PipelineSimulation) -> dict[str, _Points]:
-    """What devices hold by their names: each action at its peak, and behind it what is left."""
-    devices = list(range(len(simulation.events)))
-    if len(devices) > _MOST_LINES:
-        devices = sorted({max(devices, key=lambda device: simulation.peak_bytes[device]), devices[-1]})
+    """What the devices that hold most hold: each action at its peak, and behind it what is left."""
+    peaks = simulation.peak_bytes
+    devices = sorted(sorted(range(len(peaks)), key=peaks.__getitem__)[-_MOST_LINES:])
     return {
-        f"device {device}: {format_bytes(simulation.peak_bytes[device])}": [
+        f"device {device}: {format_bytes(peaks[device])}": [
             point
             for each in simulation.events[device]
             for point in ((each.start_seconds, each.peak_bytes), (each.end_seconds, each.after_bytes))
