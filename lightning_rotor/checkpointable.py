@@ -173,10 +173,11 @@ class Checkpointable(nn.Module):
         chain = self._latest().profile.chain
         return frontier(chain, slots=self._settings.slots) if self.plan is None else self.plan.frontier()
 
-    def draw(self, *, fold: bool = True) -> Drawing:
+    def draw(self, *, backward: bool = False, fold: bool = True) -> Drawing:
         """Draw what was measured for the input signature used last, as its plan runs it.
 
         Args:
+            backward: Draw the backward instead of the stages with their operators.
             fold: Draw what repeats once.
         Returns:
             SVG, which notebooks show; ``save(path)`` writes it.
@@ -187,7 +188,7 @@ class Checkpointable(nn.Module):
 
         prepared, title = self._latest(), type(self.module).__name__
         profile, schedule = prepared.profile, prepared.schedule
-        return draw_chain(profile.chain, profile.stages, schedule=schedule, title=title, fold=fold)
+        return draw_chain(profile.chain, profile.stages, schedule=schedule, backward=backward, title=title, fold=fold)
 
     def _latest(self) -> Prepared:
         cache = self._planned.plans.cache

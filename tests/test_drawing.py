@@ -197,6 +197,18 @@ def test_a_schedule_marks_what_is_recomputed() -> None:
     assert "orange" not in draw_chain(chain)
 
 
+def test_the_backward_goes_from_the_last_stage_to_the_first_and_says_what_runs_again() -> None:
+    chain = random_chain(random.Random(1), 6, "heterogeneous")
+    forward, backward = (
+        draw_chain(chain, schedule=Schedule.parse("0 (1-3) 4 5"), backward=way) for way in (False, True)
+    )
+    assert boxes(backward) == boxes(forward)[::-1] == list(chain.names)[::-1]
+    lines = [line for line in words(backward).split(" | ") if "runs again" in line]
+    assert lines == [f"runs again first: {chain.names[1]} … {chain.names[3]}"]
+    assert words(backward).index(lines[0]) > words(backward).index(chain.names[3])
+    assert backward.count("gradient&#160;") >= len(chain)
+
+
 def test_a_drawing_is_text_that_notebooks_show(tmp_path: Path) -> None:
     drawing = draw_chain(random_chain(random.Random(0), 3, "uniform"))
     assert parsed(drawing._repr_svg_()).tag == f"{SVG}svg"
@@ -210,7 +222,7 @@ def test_a_wrapped_module_draws_itself() -> None:
         net.draw()
     net.measure(torch.randn(3, 4))
     assert "Linear 2×4" in words(net.draw())
-    assert boxes(net.draw()) == ["0", "1", "2"]
+    assert boxes(net.draw(backward=True)) == ["2", "1", "0"]
 
 
 def test_of_resnet101_a_page_is_enough() -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import io
 import textwrap
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from html import escape
@@ -40,9 +40,9 @@ from lightning_rotor.errors import ScheduleError
 from lightning_rotor.planning import Frontier, Plan
 from lightning_rotor.planning.plan import from_to
 from lightning_rotor.report.timeline import INVERSION_COLOURS, PHASE_COLOURS, PlotError, plot_frontier, plot_timeline
-from lightning_rotor.schedule import Schedule, leaves, segments_in
+from lightning_rotor.schedule import Schedule, Segment, leaves, segments_in
 from lightning_rotor.stages.sequential import Stage
-from lightning_rotor.units import format_bytes
+from lightning_rotor.units import format_bytes, format_seconds
 
 _MOST_LETTERS, _MOST_LINES = 45, 4
 _WIDTH = _MOST_LETTERS + 8  # of a box in a frame
@@ -69,6 +69,7 @@ def draw_chain(
     stages: Sequence[Stage] | None = None,
     *,
     schedule: Schedule | None = None,
+    backward: bool = False,
     title: str | None = None,
     fold: bool = True,
 ) -> Drawing:
@@ -80,6 +81,8 @@ def draw_chain(
             in the boxes.
         schedule: Marks recomputed stages, with the number of segments around them, and inverted ones; says what stages
             keep under it.
+        backward: Draw the backward instead, from the last stage to the first: what each reads, its gradients, and which
+            segments run again.
         title: Above the picture.
         fold: Draw what repeats once.
     Returns:
@@ -99,7 +102,7 @@ def draw_chain(
     labels: list[tuple[str, ...]] = [()] * len(chain) if stages is None else [operator_labels(each) for each in stages]
     keys = stage_keys(chain, [(labels[n], depths[n], options[n].name) for n in range(len(chain))])
     runs = folded(keys) if fold else [Run(number, 1, 1) for number in range(len(chain))]
-    sizes = f"{len(chain)} stages · input {format_bytes(chain.input_bytes)}"
+    sizes = f"{len(chain)} stages · input {format_bytes(chain.input_bytes)}" + " · backward" * backward
     facts = [
         (True, sizes + (f" · {len(chain.skips)} skips" if chain.skips else "")),
         (len(set(keys)) < len(keys), "equal stages share a colour"),
@@ -112,8 +115,9 @@ def draw_chain(
     for fact in (fact for applies, fact in facts if applies):
         console.print(Text(fact, _GREY))
     shades = dict(zip((key for key, count in Counter(keys).items() if count > 1), cycle(_COLOURS), strict=False))
-    drawing = _Boxes(chain, labels, options, depths, [shades.get(key, "#FFFFFF") for key in keys])
-    for run in runs:
+    again = {item.last: item for item in items if isinstance(item, Segment)} if backward else None
+    drawing = _Boxes(chain, labels, options, depths, [shades.get(key, "#FFFFFF") for key in keys], again)
+    for run in reversed(runs) if backward else runs:
         console.print(drawing.run(run))
     return Drawing(console.export_svg(title=title or "chain", theme=DEFAULT_TERMINAL_THEME, code_format=_SVG))
 
@@ -152,24 +156,29 @@ class _Boxes:
     options: Sequence[Option]
     depths: Counter[int]
     colours: Sequence[str]
+    again: Mapping[int, Segment] | None  # in a backward, segments by the stage before whose backward they run again
 
     def run(self, run: Run) -> RenderableType:
         """Boxes of a run, in a frame if they repeat, each above what it hands on."""
-        numbers = range(run.first, run.first + run.length)
+        numbers = range(run.first, run.first + run.length)[:: 1 if self.again is None else -1]
         *boxes, last = (box for number in numbers for box in (self._box(number, run), self._boundary(number)))
         if run.repeats == 1:
             return Group(*(Padding(box, (0, 2)) for box in boxes), last)
         frame = Panel(Group(*boxes), title=f"× {run.repeats}", title_align="right", border_style=_GREY)
-        return Group(frame, self._boundary(run.first + run.length * run.repeats - 1))
+        return Group(frame, self._boundary(run.first if self.again else run.first + run.length * run.repeats - 1))
 
     def _box(self, number: int, run: Run) -> Panel:
-        option, depth = self.options[number], self.depths[number]
+        option, depth, labels = self.options[number], self.depths[number], self.labels[number]
         names, last = self.chain.names, number + run.repeats - 1 if run.length == 1 else number
-        again = f"recomputed{'' if depth == 1 else f' {depth} deep'}, " if depth else ""
-        does = again + ("inverted" if option.inverts else f"keeps {format_bytes(option.kept_bytes)}")
-        skips = (Text(line, overflow="ellipsis", no_wrap=True) for line in self._skips(number))
+        if self.again is None:
+            again = f"recomputed{'' if depth == 1 else f' {depth} deep'}, " if depth else ""
+            does = again + ("inverted" if option.inverts else f"keeps {format_bytes(option.kept_bytes)}")
+            notes = self._skips(number)
+        else:
+            labels, does = labels[::-1], format_seconds(option.backward_seconds)
+            notes = self._backward(number, self.again.get(number))
         return Panel(
-            Group(*_lines(self.labels[number]), *skips),
+            Group(*_lines(labels), *(Text(line, overflow="ellipsis", no_wrap=True) for line in notes)),
             title=Text(from_to(names[number], names[last], str), "bold"),
             title_align="left",
             subtitle=Text(does),
@@ -182,7 +191,17 @@ class _Boxes:
         """An arrow to the next stage, and what is handed on; all of it may be skips."""
         size, is_last = self.chain.stages[number].output_bytes, number == len(self.chain) - 1
         said = ("output " if is_last else "") + (format_bytes(size) if size or is_last else "")
+        if self.again is not None:
+            said = f"gradient {format_bytes(self.options[number].input_gradient_bytes)}"
         return Text(f"▼ {said}", _GREY, justify="center")
+
+    def _backward(self, number: int, segment: Segment | None) -> Iterator[str]:
+        option = self.options[number]
+        if segment is not None:
+            yield f"runs again first: {from_to(self.chain.names[segment.first], self.chain.names[number], str)}"
+        yield f"{'rebuilds its input from' if option.inverts else 'reads'} {format_bytes(option.kept_bytes)}"
+        if option.parameter_gradient_bytes:
+            yield f"new parameter gradients {format_bytes(option.parameter_gradient_bytes)}"
 
     def _skips(self, number: int) -> Iterator[str]:
         names, skips = self.chain.names, self.chain.skips
