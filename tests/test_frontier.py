@@ -115,7 +115,7 @@ def test_a_plan_has_the_frontier_of_its_own_circumstances() -> None:
 def test_a_checkpointable_has_one_with_and_without_a_plan() -> None:
     net = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.Tanh())))
     wrapped = Checkpointable(net)
-    with pytest.raises(ProfilingError, match=r"no curve yet: measure a sample first"):
+    with pytest.raises(ProfilingError, match=r"nothing has been measured yet: give a sample first"):
         wrapped.frontier()
     wrapped.measure(torch.randn(64, 32))
     found = wrapped.frontier()

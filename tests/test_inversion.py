@@ -21,8 +21,8 @@ from lightning_rotor import Checkpointable, RotorCallback, sequentialize
 from lightning_rotor.chain import StageCost
 from lightning_rotor.errors import ExecutionError, InverseError, ScheduleError
 from lightning_rotor.execution.executor import Executor
-from lightning_rotor.execution.reverse import accumulate
 from lightning_rotor.invertible import AdditiveCoupling, InvertibleSequential
+from lightning_rotor.invertible.layers import accumulate
 from lightning_rotor.planning import minimum_budget
 from lightning_rotor.profiling import Profile, profile_chain
 from lightning_rotor.schedule import Schedule

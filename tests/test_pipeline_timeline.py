@@ -75,7 +75,9 @@ def test_many_devices_are_drawn_thinly(tmp_path):
     axes, below = plot_pipeline(simulation, title="many").axes
     assert not axes.texts
     assert len(axes.get_yticks()) <= 16
-    assert len(below.lines) == 2
+    assert len(below.lines) == 4
+    highest = max(simulation.peak_bytes)
+    assert max(max(line.get_ydata()) for line in below.lines) == highest
     figure = axes.figure
     figure.savefig(tmp_path / "many.png")
     assert figure.legends[0].get_title().get_text() == "many"

@@ -95,12 +95,6 @@ def test_a_size_is_no_fraction_of_a_device(value):
         parse_bytes(value)
 
 
-@pytest.mark.parametrize("fields", [{}, {"size_bytes": 1, "fraction": 0.5}])
-def test_a_limit_is_bytes_or_a_fraction(fields):
-    with pytest.raises(UnitError, match="either a number of bytes or a fraction"):
-        MemoryLimit(**fields)
-
-
 @pytest.mark.parametrize(
     ("size_bytes", "text"),
     [

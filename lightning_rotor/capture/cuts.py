@@ -218,7 +218,7 @@ class _Attempts:
             args, kwargs = given
             found = "" if len(args) == 1 and not kwargs else "it takes several arguments: expected one, or a tuple"
             if not found and not any(map(is_fake, tensors_in(args))):
-                found = try_inverse(module, args[0], name=self._paths[module]).inverse
+                found, _ = try_inverse(module, args[0], name=self._paths[module])
             if found:
                 _log.info("%r is not inverted, and cut inside like any other module: %s", self._paths[module], found)
             self._objections[module] = found

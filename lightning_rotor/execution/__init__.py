@@ -2,5 +2,5 @@
 
 In: stages and a schedule. Out: an :class:`~lightning_rotor.execution.executor.Executor`, called like the stages in a
 row. Read ``executor``, then ``passes`` (how a stage runs first and again) and ``segment_state`` (what it reads and
-changes). ``inversion`` and ``reverse`` rebuild inputs instead of keeping them; ``isolated`` runs without a trace.
+changes). ``inversion`` rebuilds inputs instead of keeping them; ``isolated`` runs without a trace.
 """

@@ -13,35 +13,292 @@ Between two nodes is a boundary. The second one drops it, and fills it again in 
     x ◀─ first ◀─ y ◀─ second ◀─ z       backward: z is given up, y is there until the first node has it
 
 Generators, autocast and buffers are those of the first run. A few noted elements of the input say whether the inverse
-has drifted (:mod:`.reverse`).
+has drifted.
 """
 
 from __future__ import annotations
 
+import math
+import random
+import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
-from lightning_rotor.errors import ExecutionError
-from lightning_rotor.execution.passes import Again, FirstPass, repeating, run_stage
-from lightning_rotor.execution.reverse import Guard, Moment, Roots, learning, stand_ins
+from lightning_rotor.errors import ExecutionError, InverseError, RotorWarning
+from lightning_rotor.execution.passes import (
+    Again,
+    FirstPass,
+    buffers_of,
+    forget_casts,
+    passing_first,
+    repeating,
+    run_stage,
+    tensors_read,
+)
 from lightning_rotor.execution.segment_state import SegmentState, state_of
 from lightning_rotor.private import torch_names as private
-from lightning_rotor.private.values import TreeSpec, tree_flatten, tree_unflatten
+from lightning_rotor.private.values import TreeSpec, same_bits, tree_flatten, tree_unflatten
+from lightning_rotor.stages.generators import GeneratorStates
 from lightning_rotor.stages.sequential import (
+    DRAWS,
     Stage,
     has_fused_backward,
     require_like,
     require_own_output,
     require_tensors,
 )
+
+# ----------------------------- A backward inside of a backward: it touches no ``grad`` and fires no hook of the user's.
+
+
+def stand_ins(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Leaves to compute with in the place of parameters, whose hooks (DistributedDataParallel's) would fire twice."""
+    return [
+        nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+        if isinstance(parameter, nn.Parameter)
+        else parameter.detach().requires_grad_(parameter.requires_grad)
+        for parameter in parameters
+    ]
+
+
+def learning(tensor: torch.Tensor, *, wanted: bool = True) -> torch.Tensor:
+    """A leaf with the tensor's memory, which receives a gradient if it can have one and that is wanted."""
+    return tensor.detach().requires_grad_(wanted and (tensor.is_floating_point() or tensor.is_complex()))
+
+
+Roots: TypeAlias = list[tuple[GradientEdge, torch.Tensor]]
+"""Where a backward begins: outputs of a forward, of which only the graph is kept, and their gradients."""
+
+
+def roots_of(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> Roots:
+    """The roots of a backward from some outputs."""
+    pairs = zip(outputs, gradients, strict=True)
+    return [(get_gradient_edge(output), gradient) for output, gradient in pairs if output.requires_grad]
+
+
+def gradients_for(inputs: Sequence[torch.Tensor], roots: Roots, *, name: str) -> list[torch.Tensor | None]:
+    """The gradients for some leaves; None for those that require none or had no part in the outputs.
+
+    Raises ExecutionError if the outputs depend on another tensor, which would silently go without its gradient.
+    """
+    learning = [tensor for tensor in inputs if tensor.requires_grad]
+    if not (roots and learning):
+        return [None for _ in inputs]
+    edges, gradients = zip(*roots, strict=True)
+    _require_no_other_leaves([edge.node for edge in edges], learning, name)
+    found = iter(torch.autograd.grad(edges, learning, gradients, allow_unused=True))
+    return [next(found) if tensor.requires_grad else None for tensor in inputs]
+
+
+def _require_no_other_leaves(pending: list[Any], known: Sequence[torch.Tensor], name: str) -> None:
+    numbers = {id(tensor) for tensor in known}
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, torch.Tensor) and id(leaf) not in numbers:
+            raise ExecutionError(
+                f"{name!r} uses a tensor of shape {tuple(leaf.shape)} that requires a gradient and is neither its "
+                "input nor one of its parameters: expected no other, for its gradient would be lost. Give it as "
+                "an input (in a tuple), or register it"
+            )
+        fresh = {following for following, _ in node.next_functions if following is not None} - seen
+        seen |= fresh
+        pending.extend(fresh)
+
+
+# ----------------------- The runtime guard: a few elements of what is dropped, compared with what the inverse rebuilds.
+
+
+_SAMPLES = 8  # of each tensor
+_TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+class Guard:
+    """Samples of tensors that are about to be dropped, taken under the autocast that ``name``, the module, runs in.
+
+    The global random number generators are left alone. A comparison waits for the device.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], *, name: str) -> None:
+        self._name, self._precision = name, precision_of(tensors)
+        floating = [tensor.is_floating_point() and tensor.numel() > 0 for tensor in tensors]
+        self._samples = [_sample(tensor) if has else None for tensor, has in zip(tensors, floating, strict=True)]
+
+    def check(self, rebuilt: Sequence[torch.Tensor], *, draws_random: bool) -> None:
+        """Raise InverseError where an error is beyond the tolerance, or warn if that is of a low precision."""
+        for sample, tensor in zip(self._samples, rebuilt, strict=True):
+            if sample is None:
+                continue
+            error, scale = _error_and_scale(sample, _sample(tensor))
+            tolerance = tolerance_of(self._precision) * max(scale, 1.0)
+            if error <= tolerance:
+                continue
+            message = self._message(error, tolerance, draws_random)
+            if self._precision not in LOW_PRECISION or not math.isfinite(error):
+                raise InverseError(message, stage=self._name, error=error, tolerance=tolerance)
+            warnings.warn(message, RotorWarning, stacklevel=2)
+
+    def _message(self, error: float, tolerance: float, draws_random: bool) -> str:
+        found = "is not finite" if not math.isfinite(error) else f"is off by {error:.2g}"
+        return (
+            f"the input of {self._name!r} as rebuilt by its inverse {found}: expected at most {tolerance:.2g} in "
+            f"{str(self._precision).removeprefix('torch.')}, judged by {_SAMPLES} elements that were noted before it "
+            "was dropped. Bound what the inverse divides by (a smaller clamp), keep activations in float32 (autocast "
+            "does) or float64, or run fewer modules in a row without their inputs"
+            f"{f'. {DRAWS}' * draws_random}"
+        )
+
+
+def precision_of(tensors: Iterable[torch.Tensor]) -> torch.dtype:
+    """The coarsest dtype in which a module computes that takes these tensors, autocast's among them."""
+    dtypes = [torch.float64]
+    for tensor in filter(torch.is_floating_point, tensors):
+        kind = tensor.device.type
+        casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        dtypes += [tensor.dtype, torch.get_autocast_dtype(kind)] if casts else [tensor.dtype]
+    return max(dtypes, key=tolerance_of)
+
+
+def tolerance_of(dtype: torch.dtype) -> float:
+    """The largest error of a rebuilt input in some precision, relative to its largest element."""
+    return _TOLERANCES.get(dtype, _TOLERANCES[torch.bfloat16])
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """A new tensor of the elements at fixed positions."""
+    # A regular pattern may fall into few columns of a matrix, so into one half of a coupling. The generator is our own.
+    size = tensor.numel()
+    numbers = torch.tensor(random.Random(size).sample(range(size), min(_SAMPLES, size)))
+    # Not through a flat view, which copies all of a channels-last tensor.
+    at_least_1d = tensor.detach().reshape(tensor.shape or (1,))
+    return at_least_1d[torch.unravel_index(numbers, at_least_1d.shape)]
+
+
+def _error_and_scale(sample: torch.Tensor, rebuilt: torch.Tensor) -> tuple[float, float]:
+    """The largest difference and the largest element; where the sample itself is not finite, nothing is expected."""
+    expected, found = sample.double(), rebuilt.double()
+    known = torch.isfinite(expected)
+    largest = [torch.where(known, numbers.abs(), 0.0).max() for numbers in (found - expected, expected)]
+    error, scale = torch.stack(largest).tolist()  # one wait for the device
+    return error, scale
+
+
+# --------------------------------------------------------------- One call of a module that will be undone and repeated.
+
+
+class Moment:
+    """What one call of a module saw of generators, buffers, attributes and autocast, and how to see that again.
+
+    Generators are kept only if the call drew, buffers only if it changed them. ``state`` finds what it may change.
+    """
+
+    def __init__(self, device: torch.device, state: Callable[[], SegmentState], *, may_draw: bool = True) -> None:
+        self._device, self._state, self._may_draw = device, state, may_draw
+        # Scratch is made when it is needed.
+        self.first_pass = FirstPass(replace(state(), statistics=()))
+        self._generators: GeneratorStates | None = None
+        self._autocast = tuple(
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in dict.fromkeys(("cpu", "cuda", device.type))
+            if torch.amp.is_autocast_available(kind)
+        )
+        self._cache = torch.is_autocast_cache_enabled()
+
+    @property
+    def draws_random(self) -> bool:
+        """True if the first call drew random numbers."""
+        return self._generators is not None
+
+    @contextmanager
+    def first(self) -> Iterator[None]:
+        """Context of the first call; raises ExecutionError if it changes parameters or large buffers it reads later."""
+        first_pass = self.first_pass
+        buffers = list(buffers_of(first_pass.state.remembered))
+        with passing_first(first_pass):
+            first_pass.generators = None  # they are among ours
+            before = GeneratorStates(self._device) if self._may_draw else None
+            yield
+            if before is not None and not before.equals(GeneratorStates(self._device)):
+                self._generators = before
+        unchanged = {  # by value: the kernels of normalization write without a new version
+            (id(module), name): (module._buffers, name, buffer)
+            for (module, name, buffer), (_, _, value) in zip(buffers, first_pass.values, strict=True)
+            if module._buffers.get(name) is buffer and same_bits(buffer, value)
+        }
+        first_pass.read = tensors_read(first_pass.state, unchanged.values())
+        first_pass.values = [each for each in first_pass.values if (id(each[0]), each[1]) not in unchanged]
+
+    @contextmanager
+    def again(self, exchanged: Iterable[tuple[torch.Tensor, torch.Tensor]] = ()) -> Iterator[None]:
+        """Context that sees what the first call saw, with parameters ``exchanged`` for others."""
+        like = copy(self.first_pass)
+        like.state = replace(like.state, statistics=self._state().statistics)
+        like.read = like.read.standing_in({id(parameter): other for parameter, other in exchanged})
+        with ExitStack() as stack:
+            stack.enter_context(repeating())
+            if self._generators is not None:
+                stack.callback(GeneratorStates(self._device).restore)
+                self._generators.restore()
+            stack.enter_context(like.replayed())
+            for kind, dtype, enabled in self._autocast:
+                stack.enter_context(torch.autocast(kind, dtype, enabled=enabled, cache_enabled=self._cache))
+            # Weights cast without gradients must not serve a forward with them.
+            stack.callback(forget_casts)
+            yield
+
+
+def plain_gradients(
+    stage: Stage,
+    moment: Moment,
+    inputs: Sequence[torch.Tensor],
+    taken: TreeSpec,
+    parameters: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+) -> list[torch.Tensor | None]:
+    """Autograd's gradients for leaves of the input and for parameters, by another forward."""
+    substitutes = stand_ins(parameters)
+    with torch.enable_grad(), moment.again(zip(parameters, substitutes, strict=True)):
+        again = run_stage(stage, tree_unflatten(inputs, taken))
+        roots = roots_of(require_tensors(again, name=stage.name, what="output"), gradients)
+        del again
+    return gradients_for([*inputs, *substitutes], roots, name=stage.name)
+
+
+def fused_gradients(
+    module: Any,
+    moment: Moment,
+    outputs: list[torch.Tensor],
+    made: TreeSpec,
+    parameters: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+) -> tuple[Any, Any, list[torch.Tensor | None]]:
+    """The input, and gradients for it and for parameters, by a fused backward. Empties the list of outputs."""
+    substitutes = stand_ins(parameters)
+    with moment.again(zip(parameters, substitutes, strict=True)):
+        rebuilt, for_input = module.reversible_backward(
+            tree_unflatten(_drained(outputs), made), tree_unflatten(gradients, made)
+        )
+    return rebuilt, for_input, [substitute.grad for substitute in substitutes]
+
+
+def _drained(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors of a list, which is emptied."""
+    content = tensors[:]
+    tensors.clear()
+    return content
+
 
 # ---------------------------------------------------------------- Boundaries: tensors that are held, or can be rebuilt.
 
@@ -75,26 +332,20 @@ class Output:
 
     def lend(self, *, for_good: bool) -> list[torch.Tensor]:
         """The tensors; what can be rebuilt is then dropped, and everything is if they are lent ``for_good``."""
-        tensors = self._rebuilt()
+        if self._held is None and self._after is not None:
+            raise ExecutionError(
+                f"a backward reaches {self._name!r} and has not passed {self._after.way.name!r}, which took its output "
+                "and rebuilds it: expected one backward through both, such as that of the sum of the losses. Or call "
+                "the second one plainly"
+            )
+        if self._held is None:
+            raise second_backward(self._name)
+        tensors = [get() for get in self._held]
+        self._require_untouched(tensors)
         if for_good:
             self._held = self._after = None
         elif self._after is not None:
             self._held = None
-        return tensors
-
-    def _rebuilt(self) -> list[torch.Tensor]:
-        """The tensors, rebuilt where a backward has not passed through what comes after."""
-        runs: list[Inversion] = []
-        boundary = self
-        while boundary._held is None:
-            if boundary._after is None:
-                raise second_backward(self._name)
-            runs.append(boundary._after)
-            boundary = boundary._after.output
-        tensors = [get() for get in boundary._held]
-        boundary._require_untouched(tensors)
-        for run in reversed(runs):
-            tensors = run.rebuild(tensors)
         return tensors
 
     def _require_untouched(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -138,19 +389,12 @@ def is_whole(tensor: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Way:
-    """How a module with an inverse runs without its input.
+    """How a module with an inverse runs without its input."""
 
-    Attributes:
-        stage: It runs that module alone.
-        fused: The backward is the module's own.
-        draws_random: It may draw random numbers.
-        known_state: What the forward changes besides; None: look at each call.
-    """
-
-    stage: Stage
-    fused: bool
-    draws_random: bool = True
-    known_state: SegmentState | None = None
+    stage: Stage  # runs that module alone
+    fused: bool  # the backward is the module's own
+    draws_random: bool = True  # it may draw random numbers
+    known_state: SegmentState | None = None  # what the forward changes besides; None: look at each call
 
     @property
     def name(self) -> str:
@@ -158,9 +402,8 @@ class Way:
         return self.stage.name
 
     @property
-    def module(self) -> nn.Module:
+    def module(self) -> Any:
         """The module."""
-        assert self.stage.invertible is not None
         return self.stage.invertible
 
     def state(self) -> SegmentState:
@@ -215,7 +458,7 @@ class Inversion:
         self._outputs: list[weakref.ref[torch.Tensor]] = []
         self._hooks = private.hooks_for_saved_tensors()
         self.moment = Moment(inputs[0].device, way.state, may_draw=way.draws_random)
-        self._guard = Guard.of(inputs, name=way.name)
+        self._guard = Guard(inputs, name=way.name)
 
     def has_made(self, tensors: Sequence[torch.Tensor]) -> bool:
         """True if these are its outputs, all of them in order, as it made them, and no segment has begun or ended."""
@@ -247,12 +490,6 @@ class Inversion:
             source.hand_over(self, inputs)
         return tree_unflatten(outputs, self._made)
 
-    def rebuild(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The input, by the inverse. Empties the list, so that the outputs can be freed."""
-        module: Any = self.way.module
-        with torch.no_grad(), self.moment.again():
-            return self._accepted(module.inverse(tree_unflatten(_drained(outputs), self._made)), what="inverse")
-
     def _accepted(self, value: Any, *, what: str) -> list[torch.Tensor]:
         """The rebuilt tensors, checked and laid out as they were."""
         leaves = require_like(value, self._inputs_like, name=self.way.name, what=what)
@@ -263,43 +500,27 @@ class Inversion:
         self, gradients: Sequence[torch.Tensor], wanted: Sequence[bool], *, for_good: bool
     ) -> Sequence[torch.Tensor | None]:
         """The wanted gradients for the input and the parameters; ``for_good`` if no other backward follows."""
-        run = self._fused_backward if self.way.fused else self._autograds
+        outputs, module, found = self.output.lend(for_good=for_good), self.way.module, list[torch.Tensor | None]()
         with torch.no_grad():
-            inputs, found = run(self.output.lend(for_good=for_good), gradients, wanted)
+            if self.way.fused:
+                rebuilt, for_input, for_parameters = fused_gradients(
+                    module, self.moment, outputs, self._made, self._parameters, gradients
+                )
+                inputs = self._accepted(rebuilt, what="fused backward")
+                for_inputs = require_like(for_input, self._inputs_like, name=self.way.name, what="fused backward")
+                found += [gradient if want else None for gradient, want in zip(for_inputs, wanted, strict=True)]
+                found += for_parameters
+            else:
+                with self.moment.again():
+                    rebuilt = module.inverse(tree_unflatten(_drained(outputs), self._made))
+                inputs = self._accepted(rebuilt, what="inverse")
+                del rebuilt
+                leaves = [learning(tensor, wanted=want) for tensor, want in zip(inputs, wanted, strict=True)]
+                found += plain_gradients(self.way.stage, self.moment, leaves, self._taken, self._parameters, gradients)
         source = self._source()
         if source is not None:
             source.refill(inputs, for_good=for_good)
         return found
-
-    def _fused_backward(
-        self, outputs: list[torch.Tensor], gradients: Sequence[torch.Tensor], wanted: Sequence[bool]
-    ) -> _Found:
-        module: Any = self.way.module
-        substitutes = stand_ins(self._parameters)
-        with self.moment.again(zip(self._parameters, substitutes, strict=True)):
-            rebuilt, for_input = module.reversible_backward(
-                tree_unflatten(_drained(outputs), self._made), tree_unflatten(gradients, self._made)
-            )
-        inputs = self._accepted(rebuilt, what="fused backward")
-        needed = require_like(for_input, self._inputs_like, name=self.way.name, what="fused backward")
-        found = [gradient if want else None for gradient, want in zip(needed, wanted, strict=True)]
-        return inputs, [*found, *(substitute.grad for substitute in substitutes)]
-
-    def _autograds(
-        self, outputs: list[torch.Tensor], gradients: Sequence[torch.Tensor], wanted: Sequence[bool]
-    ) -> _Found:
-        inputs = self.rebuild(outputs)
-        leaves = [learning(tensor, wanted=want) for tensor, want in zip(inputs, wanted, strict=True)]
-        substitutes = stand_ins(self._parameters)
-        with torch.enable_grad(), self.moment.again(zip(self._parameters, substitutes, strict=True)):
-            again = run_stage(self.way.stage, tree_unflatten(leaves, self._taken))
-            roots = Roots(require_tensors(again, name=self.way.name, what="output"), gradients)
-            del again
-        return inputs, roots.gradients_for([*leaves, *substitutes], name=self.way.name)
-
-
-_Found: TypeAlias = tuple[list[torch.Tensor], list[torch.Tensor | None]]
-"""A rebuilt input, and the wanted gradients for it and for the parameters."""
 
 
 class _Node(torch.autograd.Function):
@@ -325,7 +546,7 @@ class _Node(torch.autograd.Function):
             )
         if run is None:
             raise second_backward(ctx.stage)
-        run.moment.require_unchanged()
+        run.moment.first_pass.read.require_unchanged()
         _ = ctx.saved_tensors  # a segment around is recomputed here
         if for_good:
             ctx.run = None  # nodes live as long as their graph, which the loss holds
@@ -338,13 +559,6 @@ def _placed(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     if tensor.stride() == stride:
         return tensor
     return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
-
-def _drained(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors of a list, which is emptied."""
-    content = tensors[:]
-    tensors.clear()
-    return content
 
 
 def _without_saved_tensors(

@@ -9,12 +9,20 @@ import torch
 from torch import nn
 
 from lightning_rotor.errors import InverseError
+from lightning_rotor.execution.inversion import (
+    LOW_PRECISION,
+    Moment,
+    fused_gradients,
+    learning,
+    plain_gradients,
+    precision_of,
+    tolerance_of,
+)
 from lightning_rotor.execution.isolated import kept_attributes, lent_buffers, undisturbed
 from lightning_rotor.execution.passes import run_stage
-from lightning_rotor.execution.reverse import Moment, Roots, learning, precision_of, stand_ins, tolerance_of
 from lightning_rotor.execution.segment_state import state_of
 from lightning_rotor.private.torch_names import version_of
-from lightning_rotor.private.values import is_fake, tensors_in, tree_leaves, tree_map, tree_structure, tree_unflatten
+from lightning_rotor.private.values import is_fake, tensors_in, tree_flatten, tree_leaves, tree_map
 from lightning_rotor.stages.sequential import (
     DRAWS,
     Stage,
@@ -84,69 +92,65 @@ def check_inverse(
     with undisturbed(device), kept_attributes(stage, keep_parameters=False), lent_buffers(stage), torch.no_grad():
         # All buffers may change: these are copies.
         state = replace(state_of(stage, module.modules(), {}), root=(module, ""))
-        return _Trial(module, tree_map(torch.Tensor.detach, x), name, Moment(device, lambda: state)).run(rtol, atol)
+        return _Trial(name, module, stage, tree_map(torch.Tensor.detach, x), Moment(device, lambda: state)).run(
+            rtol, atol
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Trial:
-    module: Any
-    x: Any
     name: str
+    module: Any
+    stage: Stage
+    x: Any
     moment: Moment
 
     def run(self, rtol: float, atol: float) -> InverseReport:
-        inputs = require_tensors(self.x, name=self.name, what="input")
+        """What is found, or an InverseError."""
         output, shares = self._forward(self.moment.first())
-        made = require_tensors(output, name=self.name, what="output")
-        _require_finite(made, name=self.name, what="output")
-        again = require_tensors(self._forward(self.moment.again())[0], name=self.name, what="output")
-        if not all(map(torch.equal, made, again)):
+        _require_finite(tree_leaves(output), name=self.name, what="output")
+        again, _ = self._forward(self.moment.again())
+        if not all(map(torch.equal, tree_leaves(output), tree_leaves(again))):
             raise InverseError(
                 f"{self.name!r} gives another output when it runs again from the same input, buffers and random "
                 "numbers: expected the same bits. Draw random numbers from torch's, NumPy's or Python's own "
                 "generators, and keep no state outside of buffers",
                 stage=self.name,
-                error=_largest_difference(made, again),
-                tolerance=0.0,
             )
         del again
-        error, tolerance = self._compare_inverse(inputs, output, rtol, atol)
-        report = InverseReport(error, tolerance, self.moment.draws_random, shares_memory=shares)
-        if not has_fused_backward(self.module):
-            return report
-        fused_error = self._compare_gradients(output)
-        return replace(report, fused_error=fused_error, fused_agrees=fused_error <= rtol)
+        error, tolerance = self._compare_inverse(output, rtol, atol)
+        fused_error = self._compare_gradients(output) if has_fused_backward(self.module) else None
+        agrees = None if fused_error is None else fused_error <= rtol
+        return InverseReport(error, tolerance, self.moment.draws_random, fused_error, agrees, shares)
 
     def _forward(self, context: AbstractContextManager[None]) -> tuple[Any, bool]:
         """The output for a copy of the input, which a forward may spoil; and whether it shows memory of that copy."""
         copy = tree_map(torch.clone, self.x)
-        inputs = require_tensors(copy, name=self.name, what="input")
-        versions = [version_of(tensor) for tensor in inputs]
+        inputs = tree_leaves(copy)
+        versions = list(map(version_of, inputs))
         with context, torch.enable_grad():  # kernels may give other last bits where no gradient is wanted
-            output = run_stage(Stage(self.name, (self.module,)), copy)
+            output = run_stage(self.stage, copy)
         outputs = require_own_output(inputs, versions, output, name=self.name)
         return tree_map(torch.Tensor.detach, output), shares_memory(inputs, outputs)
 
-    def _compare_inverse(
-        self, inputs: Sequence[torch.Tensor], output: Any, rtol: float, atol: float
-    ) -> tuple[float, float]:
+    def _compare_inverse(self, output: Any, rtol: float, atol: float) -> tuple[float, float]:
+        """The error of the inverse and what is allowed, of the tensor that is nearest to it or beyond."""
         copy = tree_map(torch.clone, output)
-        versions = [version_of(tensor) for tensor in tree_leaves(copy)]
+        versions = list(map(version_of, tree_leaves(copy)))
         with self.moment.again(), self._named("inverse(output)"):
             rebuilt = self.module.inverse(copy)
-        if versions != [version_of(tensor) for tensor in tree_leaves(copy)]:
+        if versions != list(map(version_of, tree_leaves(copy))):
             raise InverseError(
                 f"the inverse of {self.name!r} changes the output in place: expected it untouched, for the loss may "
                 "need it. Use an operation that is not in place",
                 stage=self.name,
             )
+        inputs = tree_leaves(self.x)
         leaves = require_like(rebuilt, [(tensor.shape, tensor.dtype) for tensor in inputs], name=self.name)
         _require_finite(leaves, name=self.name, what="inverse")
-        pairs = [
-            (_largest_difference([leaf], [tensor]), atol + rtol * _largest(tensor))
-            for leaf, tensor in zip(leaves, inputs, strict=True)
-        ]
-        error, tolerance = max(pairs, key=lambda pair: pair[0] - pair[1])
+        errors = list(map(_largest_difference, leaves, inputs))
+        allowed = [atol + rtol * _largest(tensor) for tensor in inputs]
+        error, tolerance = max(zip(errors, allowed, strict=True), key=lambda pair: pair[0] - pair[1])
         if error > tolerance:
             why = DRAWS if self.moment.draws_random else _INEXACT
             raise InverseError(
@@ -160,28 +164,25 @@ class _Trial:
 
     def _compare_gradients(self, output: Any) -> float:
         """The error of the fused backward against autograd's, both with one gradient for the output."""
-        made = require_tensors(output, name=self.name, what="output")
+        made, spec = tree_flatten(output)
         slopes = [
             torch.linspace(-1, 1, leaf.numel(), device=leaf.device).view(leaf.shape).to(leaf.dtype) for leaf in made
         ]
         parameters = list(self.module.parameters())
-        inputs, right = self._autograds(parameters, slopes)
-        fused = stand_ins(parameters)
-        with self.moment.again(zip(parameters, fused, strict=True)):
-            gradient = tree_unflatten(slopes, tree_structure(output))
-            with self._named("reversible_backward(output, gradient)"):
-                _, for_input = self.module.reversible_backward(tree_map(torch.clone, output), gradient)
+        inputs, taken = tree_flatten(tree_map(learning, self.x))
+        right = plain_gradients(self.stage, self.moment, inputs, taken, parameters, slopes)
+        with self._named("reversible_backward(output, gradient)"):
+            _, for_input, found = fused_gradients(
+                self.module, self.moment, list(map(torch.clone, made)), spec, parameters, slopes
+            )
         shapes = [(tensor.shape, tensor.dtype) for tensor in inputs]
-        left = [
-            *require_like(for_input, shapes, name=self.name, what="fused backward"),
-            *(tensor.grad for tensor in fused),
-        ]
+        left = [*require_like(for_input, shapes, name=self.name, what="fused backward"), *found]
         pairs = [(mine, autograds) for mine, autograds in zip(left, right, strict=True) if autograds is not None]
         # Where the gradient is zero but for rounding (a bias before a normalization), two computations share no digit.
         least = 0.01 * max((_largest(autograds) for _, autograds in pairs), default=0.0)
         errors = []
         for mine, autograds in pairs:  # a gradient that the fused backward lacks counts whole
-            difference = _largest_difference([torch.zeros_like(autograds) if mine is None else mine], [autograds])
+            difference = _largest_difference(torch.zeros_like(autograds) if mine is None else mine, autograds)
             errors.append(difference / max(_largest(autograds), least) if difference else 0.0)
         return max(errors, default=0.0)
 
@@ -199,17 +200,6 @@ class _Trial:
                 stage=self.name,
             ) from error
 
-    def _autograds(
-        self, parameters: Sequence[torch.Tensor], slopes: Sequence[torch.Tensor]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-        """The input's tensors, and autograd's gradients for them and for the parameters."""
-        plain = stand_ins(parameters)
-        with self.moment.again(zip(parameters, plain, strict=True)), torch.enable_grad():
-            x = tree_map(learning, self.x)
-            inputs = require_tensors(x, name=self.name, what="input")
-            outputs = require_tensors(self.module(x), name=self.name, what="output")
-            return inputs, Roots(outputs, slopes).gradients_for([*inputs, *plain], name=self.name)
-
 
 def _require_finite(tensors: Sequence[torch.Tensor], *, name: str, what: str) -> None:
     if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
@@ -224,8 +214,8 @@ def _largest(tensor: torch.Tensor) -> float:
     return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
-def _largest_difference(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> float:
-    return max((_largest(mine.double() - other.double()) for mine, other in zip(left, right, strict=True)), default=0.0)
+def _largest_difference(mine: torch.Tensor, other: torch.Tensor) -> float:
+    return _largest(mine.double() - other.double())
 
 
 # --------------------------------------------- Whether a plan can rely on a module's inverse and on its fused backward.
@@ -234,30 +224,20 @@ def _largest_difference(left: Sequence[torch.Tensor], right: Sequence[torch.Tens
 _RTOL = 1e-4
 
 
-@dataclass(frozen=True, slots=True)
-class Objections:
-    """Why a module's inverse, or its fused backward alone, cannot be used; empty if nothing is against it."""
-
-    inverse: str = ""
-    fused: str = ""
-
-
-def try_inverse(module: nn.Module, value: Any, *, name: str) -> Objections:
-    """Try a module's inverse and fused backward with its present parameters, under the autocast that it runs in."""
+def try_inverse(module: nn.Module, value: Any, *, name: str) -> tuple[str, str]:
+    """What is against a module's inverse as it is now, and else against its fused backward; empty if nothing is."""
     if any(map(is_fake, tensors_in(value))):
-        return Objections("it is only estimated, and whether its inverse is right shows with values")
-    precision = max(map(precision_of, tensors_in(value)), key=tolerance_of)
+        return "it is only estimated, and whether its inverse is right shows with values", ""
+    precision = precision_of(tensors_in(value))
     # Half the digits are half the inverse's digits, too, so what the guard allows there is allowed here.
-    rtol = tolerance_of(precision) if precision in (torch.float16, torch.bfloat16) else _RTOL
+    rtol = tolerance_of(precision) if precision in LOW_PRECISION else _RTOL
     try:
         report = check_inverse(module, value, rtol=rtol, name=name)
     except InverseError as error:
-        return Objections(str(error))
+        return str(error), ""
     if report.shares_memory:
-        return Objections("it returns a view of its input, or of a part of it")
+        return "it returns a view of its input, or of a part of it", ""
     if report.fused_agrees is False:
-        return Objections(
-            fused=f"its fused backward is not used: it differs from autograd's by {report.fused_error:.2g} of the "
-            "largest element of a gradient"
-        )
-    return Objections()
+        off = f"{report.fused_error:.2g} of the largest element of a gradient"
+        return "", f"its fused backward is not used: it differs from autograd's by {off}"
+    return "", ""

@@ -313,10 +313,10 @@ def _way(
         return None, "its parameters are gathered for its forward alone"
     if not number:
         return None, "the chain's input belongs to the caller"
-    objections = try_inverse(module, boundary.fresh(), name=stage.name)
-    if objections.inverse:
-        return None, objections.inverse
-    return Way(stage, can_be_fused(module) and not objections.fused, draws_random, state), objections.fused
+    against_inverse, against_fused = try_inverse(module, boundary.fresh(), name=stage.name)
+    if against_inverse:
+        return None, against_inverse
+    return Way(stage, can_be_fused(module) and not against_fused, draws_random, state), against_fused
 
 
 # -------------------------------------------------------------------- equal stages, overhead, warnings

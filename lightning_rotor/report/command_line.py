@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
-import importlib.util
 import json
 import math
 import os
@@ -19,6 +18,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,6 @@ from lightning_rotor.planning import Frontier, Plan
 from lightning_rotor.planning.frontier import frontier_table
 from lightning_rotor.planning.plan import plain_simulation, plan_table, stage_table
 from lightning_rotor.profiling import Profile, profile_chain
-from lightning_rotor.profiling.chain import Progress
 from lightning_rotor.profiling.dry_run import require_same
 from lightning_rotor.profiling.estimates import GPUS, Accelerator, InputSpec, arguments, build_on_meta, estimate_profile
 from lightning_rotor.profiling.meters import MeasuringProgress
@@ -74,14 +73,20 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "lightning-ro
 
 def _run(options: Namespace) -> None:
     if options.batch_sizes is not None:
-        advice = find_batch_sizes(options)
-        _write(advice_as_json(advice, options.model) if options.json else [advice])
+        advice = _find_batch_sizes(options)
+        _write(_advice_as_json(advice, options.model) if options.json else [advice])
         return
     if options.plot or options.plot_curve:
         new_figure(1, 1)  # an error before minutes of measuring
-    found = find_plan(options)
-    _write(plan_as_json(found) if options.json else _tables(found))
-    for path in _draw(found):
+    found = _find_plan(options)
+    _write(_plan_as_json(found) if options.json else _tables(found))
+    for path, save in _pictures(found):
+        try:
+            save(path)
+        except (OSError, ValueError) as error:
+            raise PlotError(
+                f"the picture cannot be written: {error}. Expected a name that ends in .png, .svg or .pdf"
+            ) from error
         _say(f"wrote {path}")
 
 
@@ -128,8 +133,7 @@ def _parse(arguments: Sequence[str] | None, program: str) -> Namespace:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    _ask_for_step(plan)
-    _ask_for_answer(plan.add_argument_group("the answer"))
+    _add_options(plan)
     options = parser.parse_args(arguments)
     described = [name for name in ("gpu", "flops", "bandwidth") if getattr(options, name) is not None]
     options.device = options.device or ("meta" if described else "cpu")
@@ -153,81 +157,62 @@ def _reading(read: Callable[[str], Any]) -> Callable[[str], Any]:
     return checked
 
 
+def _positive(kind: Callable[[str], float]) -> Callable[[str], Any]:
+    """Reads a positive number for argparse."""
+
+    def read(text: str) -> Any:
+        with suppress(ValueError):
+            if 0 < (number := kind(text)) < math.inf:
+                return number
+        raise argparse.ArgumentTypeError(f"{text!r} is not possible: expected a positive number, such as 500 or 60e12")
+
+    return read
+
+
 def _batch_sizes(text: str) -> tuple[int, ...]:
-    if not all(part.isdecimal() and int(part) for part in text.split(",")):
-        raise SampleError(f"batch sizes {text!r} cannot be read: expected positive integers such as 8,16,24")
-    return tuple(map(int, text.split(",")))
+    return tuple(map(_positive(int), text.split(",")))
 
 
-def _speed(text: str) -> float:
-    with suppress(ValueError):
-        if 0 < (number := float(text)) < math.inf:
-            return number
-    raise SampleError(f"{text!r} is no speed: expected a positive number, such as 60e12")
-
-
-def _slots(text: str) -> int:
-    if not (text.isdecimal() and int(text)):
-        raise SampleError(f"{text!r} slots are not possible: expected a positive integer, such as 500")
-    return int(text)
-
-
-def _ask_for_step(plan: argparse.ArgumentParser) -> None:
+def _add_options(plan: argparse.ArgumentParser) -> None:
     ask = plan.add_argument_group("the model").add_argument
-    said = "a class or function that makes it: package.module.name, or file.py:name"
-    ask("--model", required=True, metavar="PATH", help=said)
-    said = "argument for it, a Python literal or a string; may be repeated"
+    ask("--model", required=True, metavar="PATH", help="what makes it: package.module.name, or file.py:name")
     many: dict[str, Any] = {"action": "append", "dest": "model_arguments", "default": []}
-    ask("--model-arg", type=_reading(assignment), metavar="NAME=VALUE", help=said, **many)
-    said = "an argument of its forward, such as 64x3x224x224, 8x512:int64 or mask=8x512:bool; repeat for several"
+    said = "argument for it, a Python literal or a string; may be repeated"
+    ask("--model-arg", type=_reading(_assignment), metavar="NAME=VALUE", help=said, **many)
     many = {"action": "append", "dest": "inputs", "required": True}
+    said = "argument of its forward: 64x3x224x224, 8x512:int64 (token ids) or mask=8x512:bool; may be repeated"
     ask("--input", type=_reading(InputSpec.parse), metavar="[NAME=]SHAPE[:DTYPE]", help=said, **many)
     ask("--precision", choices=_PRECISIONS, default="32-true", help="as Lightning's (default: %(default)s)")
 
     ask = plan.add_argument_group("the memory").add_argument
-    said = (
-        "what training may hold on the device: 4GiB, 10GB, 80%%. Default: what is free; for --device meta the memory "
-    )
-    ask("--budget", metavar="SIZE", help=f"{said}of --gpu, less 1 GiB")
-    said = (
-        "whose state counts: a class of torch.optim such as adamw or sgd:momentum=0.9, or none (default: %(default)s)"
-    )
+    said = "what training may hold on the device: 4GiB, 10GB, 80%%. Default: what is free; of --gpu all but 1 GiB"
+    ask("--budget", metavar="SIZE", help=said)
+    said = "whose state counts: a class of torch.optim, such as sgd:momentum=0.9, or none (default: %(default)s)"
     ask("--optimizer", default="adamw", metavar="NAME[:ARG=VALUE,...]", help=said)
     said = "the budget is for activations and new gradients alone, as with Checkpointable"
     ask("--activations-only", action="store_true", help=said)
 
     ask = plan.add_argument_group("the device").add_argument
-    said = (
-        "cpu or cuda: measure there; meta: allocate nothing, and estimate from shapes for --gpu (default: meta with "
-        "--gpu, or else cpu)"
-    )
+    said = "cpu or cuda: measure there; meta: estimate from shapes for --gpu (default: meta with --gpu, or else cpu)"
     ask("--device", metavar="NAME", help=said)
-    said = f"which one to estimate for (default: {_DEFAULT_GPU})"
-    ask("--gpu", choices=tuple(GPUS), type=_gpu, help=said)
-    ask("--flops", type=_reading(_speed), metavar="N", help="its floating-point operations per second, instead")
-    ask("--bandwidth", type=_reading(_speed), metavar="N", help="its bytes per second, instead")
+    ask("--gpu", choices=tuple(GPUS), help=f"which one to estimate for (default: {_DEFAULT_GPU})")
+    ask("--flops", type=_positive(float), metavar="N", help="its floating-point operations per second, instead")
+    ask("--bandwidth", type=_positive(float), metavar="N", help="its bytes per second, instead")
 
-
-def _ask_for_answer(group: argparse._ArgumentGroup) -> None:
-    ask = group.add_argument
+    ask = plan.add_argument_group("the answer").add_argument
     said = (
         "instead of one plan, samples per second of these batch sizes within the budget, from measurements with "
         "the inputs and with half of each; of many up to the first that does not fit, if none are named"
     )
-    ask("--batch-sizes", nargs="?", const=(), type=_reading(_batch_sizes), metavar="N,N,...", help=said)
+    ask("--batch-sizes", nargs="?", const=(), type=_batch_sizes, metavar="N,N,...", help=said)
     ask("--curve", action="store_true", help="also say what every other budget would cost")
     ask("--json", action="store_true", help="print JSON instead of tables")
     ask("--plot", type=Path, metavar="FILE", help="save memory over the step as .png, .svg or .pdf")
     ask("--plot-curve", type=Path, metavar="FILE", help="save budget against overhead likewise")
     ask("--draw", type=Path, metavar="FILE.svg", help="save a drawing of the stages")
     said = "resolution of the planner (default: %(default)s)"
-    ask("--slots", type=_reading(_slots), default=500, metavar="N", help=said)
+    ask("--slots", type=_positive(int), default=500, metavar="N", help=said)
     ask("--traceback", action="store_true", help="show where an error comes from")
-
-
-def _gpu(name: str) -> str:
-    """A GPU's name as its table has it, whatever the case."""
-    return next((known for known in GPUS if known.lower() == name.lower()), name)
 
 
 # -------------------------------------------------------------------- models and optimizers by name
@@ -236,9 +221,9 @@ def _gpu(name: str) -> str:
 _EXPECTED = "expected a class or function that makes a module"
 
 
-def model_maker(path: str, arguments: dict[str, Any]) -> Callable[[], nn.Module]:
+def _model_maker(path: str, arguments: dict[str, Any]) -> Callable[[], nn.Module]:
     """A function that makes a model, found at ``package.module.name`` or ``file.py:name``, or ``ModelError``."""
-    found = _in_file(path) if ".py:" in path else _in_package(path)
+    found = _named(path)
     if not callable(found):
         raise ModelError(f"{path} is {type(found).__name__}: {_EXPECTED}")
 
@@ -255,81 +240,52 @@ def model_maker(path: str, arguments: dict[str, Any]) -> Callable[[], nn.Module]
     return make
 
 
-def _in_package(path: str) -> Any:
-    parts = path.split(".")
-    # The user's own modules are where the command is run.
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    for length in range(len(parts) - 1, 0, -1):
-        name = ".".join(parts[:length])
-        try:
-            found: Any = importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if f"{name}.".startswith(f"{error.name}."):
-                continue
-            raise _needs(name, error) from error
-        for part in parts[length:]:
-            found, name = _member(found, part, name), f"{name}.{part}"
-        return found
-    remedy = f"pip install {parts[0]} if that is a package. Expected" if len(parts) > 1 else "expected"
-    raise ModelError(
-        f"there is no module for {path!r}: {remedy} package.module.name, such as torchvision.models.resnet101, "
-        "or file.py:name"
-    )
-
-
-def _in_file(path: str) -> Any:
-    file, _, name = path.rpartition(":")
-    place = Path(file)
-    if not place.is_file():
-        raise ModelError(f"there is no file {file!r}: expected file.py:name with the name of a class or function in it")
-    spec = importlib.util.spec_from_file_location(place.stem, place)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    sys.path.insert(0, str(place.resolve().parent))
+def _named(path: str) -> Any:
+    """What is called ``package.module.name`` or ``file.py:name``."""
+    in_file = ".py:" in path
+    place, _, name = path.rpartition(":" if in_file else ".")
+    file = Path(place)
+    if in_file and not file.is_file():
+        raise ModelError(
+            f"there is no file {place!r}: expected file.py:name with the name of a class or function in it"
+        )
+    # The user's own modules are where the command is run, or beside the file.
+    sys.path.insert(0, str(file.resolve().parent if in_file else Path.cwd()))
+    if in_file:
+        sys.modules.pop(file.stem, None)
+    importlib.invalidate_caches()
     try:
-        spec.loader.exec_module(module)
-    except ModuleNotFoundError as error:
-        raise _needs(file, error) from error
-    return _member(module, name, file)
-
-
-def _member(owner: Any, name: str, place: str) -> Any:
-    """The member of a module or class with that name."""
-    if not hasattr(owner, name):
+        module = importlib.import_module(file.stem if in_file else place)
+    except (ModuleNotFoundError, ValueError) as error:
+        package = str(getattr(error, "name", None) or path).partition(".")[0]
+        raise ModelError(
+            f"{place or path} cannot be imported: {error}. Try pip install {package} if that is a package. Expected "
+            "package.module.name, such as torchvision.models.resnet101, or file.py:name"
+        ) from error
+    if not hasattr(module, name):
         raise ModelError(f"{place} has no {name!r}: {_EXPECTED}")
-    return getattr(owner, name)
+    return getattr(module, name)
 
 
-def _needs(name: str, error: ModuleNotFoundError) -> ModelError:
-    """The error for a missing dependency of a module."""
-    remedy = f". Try pip install {error.name.partition('.')[0]}" if error.name else ""
-    return ModelError(f"{name} cannot be imported: {error}{remedy}")
-
-
-def optimizers_for(model: nn.Module, text: str) -> list[torch.optim.Optimizer]:
+def _optimizers_for(model: nn.Module, text: str) -> list[torch.optim.Optimizer]:
     """The optimizer called ``adamw``, ``sgd:momentum=0.9`` or ``none`` for what learns in a model, or ModelError."""
     name, _, given = text.partition(":")
-    known: dict[str, type[torch.optim.Optimizer]] = {
-        key.lower(): value
-        for key, value in vars(torch.optim).items()
-        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
-    }
+    base = torch.optim.Optimizer
+    kinds = (each for each in vars(torch.optim).values() if isinstance(each, type) and issubclass(each, base))
+    known = {kind.__name__.lower(): kind for kind in kinds if kind is not base}
     if name.lower() not in (*known, "none"):
         raise ModelError(f"optimizer {name!r} is unknown: expected one of {', '.join(sorted(known))}, or none")
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if name.lower() == "none" or not learning:
         return []
-    arguments = {"lr": 1e-3} | dict(assignment(part) for part in given.split(",") if part)
+    arguments: dict[str, Any] = {"lr": 1e-3} | dict(_assignment(part) for part in given.split(",") if part)
     try:
         return [known[name.lower()](learning, **arguments)]
     except (TypeError, ValueError) as error:
         raise ModelError(f"optimizer {text!r} cannot be made: {error}") from error
 
 
-def assignment(text: str) -> tuple[str, Any]:
+def _assignment(text: str) -> tuple[str, Any]:
     """The name and value of ``name=value``, a Python literal or else a string; ``ModelError`` if it is none."""
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
@@ -349,29 +305,26 @@ _HALF = {"bf16": torch.bfloat16, "16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Found:
+class _Found:
     """The answer."""
 
     case: _Case
     profile: Profile
     plan: Plan
     frontier: Frontier | None
-
-    @property
-    def reserved_bytes(self) -> int:
-        """What of the budget is not for the chain."""
-        return self.case.budget_bytes - self.plan.budget_bytes
+    reserved_bytes: int  # what of the budget is not for the chain
 
 
-def find_plan(options: Namespace) -> Found:
+def _find_plan(options: Namespace) -> _Found:
     """Build the model, measure it and plan; ``RotorError`` if something is amiss or no plan fits."""
     case = _Case.of(options)
     profile = case.profile(options.inputs)
     plan = case.resident.budget(case.budget_bytes).plan(profile.chain, slots=options.slots)
-    return Found(case, profile, plan, plan.frontier() if options.curve or options.plot_curve is not None else None)
+    frontier = plan.frontier() if options.curve or options.plot_curve is not None else None
+    return _Found(case, profile, plan, frontier, case.budget_bytes - plan.budget_bytes)
 
 
-def find_batch_sizes(options: Namespace) -> BatchSizeAdvice:
+def _find_batch_sizes(options: Namespace) -> BatchSizeAdvice:
     """Build the model, measure it with the inputs and half of each, and plan every batch size, or ``RotorError``."""
     case = _Case.of(options)
     sizes = {spec.shape[0] for spec in options.inputs if spec.shape}
@@ -381,7 +334,7 @@ def find_batch_sizes(options: Namespace) -> BatchSizeAdvice:
             "expected one number of samples, at least 2, in all of them"
         )
     (size,) = sizes
-    halves = tuple(replace(spec, shape=(size // 2, *spec.shape[1:])) if spec.shape else spec for spec in options.inputs)
+    halves = [replace(spec, shape=(size // 2, *spec.shape[1:])) if spec.shape else spec for spec in options.inputs]
     chains = case.profile(halves).chain, case.profile(options.inputs).chain
     return advice_from(
         AffineCosts((size // 2, size), chains),
@@ -422,7 +375,7 @@ class _Case:
         batch = [spec.make(device, floating=floating) for spec in options.inputs]
         resident = ResidentMemory()
         if not options.activations_only:
-            resident = ResidentMemory.of(model, model, optimizers_for(model, options.optimizer), batch, device)
+            resident = ResidentMemory.of(model, model, _optimizers_for(model, options.optimizer), batch, device)
         if kind != "meta":
             return cls(options, model, None, resolve_limit(limit, device), resident, floating, mixed)
         accelerator = _accelerator(options)
@@ -446,77 +399,60 @@ class _Case:
 
     def profile(self, inputs: Sequence[InputSpec]) -> Profile:
         """Costs for such inputs, measured or estimated."""
-        try:
-            with MeasuringProgress(enabled=sys.stderr.isatty()) as progress:
-                if self.accelerator is None:
-                    return self._measured(inputs, progress)
-                # Each estimate makes the model's tensors its own.
-                model = _built(self.options, torch.device("meta"), self.floating)
+        device = torch.device(self.options.device)
+        with MeasuringProgress(enabled=sys.stderr.isatty()) as progress:
+            if self.accelerator is not None:
+                model = _built(self.options, device, self.floating)  # each estimate makes its tensors its own
                 return estimate_profile(
                     model, inputs, self.accelerator, autocast=self.mixed, floating=self.floating, progress=progress
                 )
-        except (RuntimeError, ModelError) as error:
-            looks_up = any(isinstance(module, (nn.Embedding, nn.EmbeddingBag)) for module in self.model.modules())
-            if looks_up and all(spec.dtype.is_floating_point for spec in inputs):
-                shape = "x".join(map(str, inputs[0].shape))
-                raise SampleError(
-                    f"{self.options.model} looks up token ids (nn.Embedding), and no input has whole numbers: expected "
-                    f"--input {shape}:int64, if that one holds them. Its forward failed with {error}"
-                ) from error
-            raise
-
-    def _measured(self, inputs: Sequence[InputSpec], progress: Progress) -> Profile:
-        device = torch.device(self.options.device)
-        args, kwargs = arguments(inputs, device, floating=self.floating)
-        with torch.autocast(device.type, dtype=self.mixed, enabled=self.mixed is not None):
-            cut = sequentialize(self.model, args, kwargs)
-            if isinstance(cut, GraphCut):
-                require_same(self.model, cut, args, kwargs)
-            return profile_chain(cut.stages, cut.bind(args, kwargs), progress=progress)
+            args, kwargs = arguments(inputs, device, floating=self.floating)
+            with torch.autocast(device.type, dtype=self.mixed, enabled=self.mixed is not None):
+                cut = sequentialize(self.model, args, kwargs)
+                if isinstance(cut, GraphCut):
+                    require_same(self.model, cut, args, kwargs)
+                return profile_chain(cut.stages, cut.bind(args, kwargs), progress=progress)
 
 
 def _built(options: Namespace, device: torch.device, floating: torch.dtype | None) -> nn.Module:
-    make = model_maker(options.model, dict(options.model_arguments))
+    make = _model_maker(options.model, dict(options.model_arguments))
     model = build_on_meta(make) if device.type == "meta" else make().train().to(device)
     return model.to(floating) if floating is not None else model
 
 
 def _accelerator(options: Namespace) -> Accelerator:
-    found = GPUS[options.gpu or _DEFAULT_GPU]
-    if options.flops is not None:
-        found = replace(found, flops=options.flops, half_flops=options.flops)
-    return replace(found, bandwidth=options.bandwidth) if options.bandwidth is not None else found
+    given = {"flops": options.flops, "half_flops": options.flops, "bandwidth": options.bandwidth}
+    described = {name: value for name, value in given.items() if value is not None}
+    return replace(GPUS[options.gpu or _DEFAULT_GPU], **described)
 
 
 # -------------------------------------------------------------------- the answer
 
 
-def _tables(found: Found) -> Iterator[Any]:
+def _tables(found: _Found) -> Iterator[Any]:
     """The plan, what it does with the stages, the curve if there is one, and notes."""
-    yield plan_table(found.plan, reserved_bytes=found.reserved_bytes, extra_rows=_rows(found))
+    gpu, held = found.case.accelerator, found.case.held_bytes
+    rows = {"Step, as planned": f"{format_seconds(found.plan.seconds)} forward and backward"}
+    if held:
+        rows["Training holds"] = ", ".join(f"{name} {format_bytes(size)}" for name, size in held.items() if size)
+    if gpu is not None:
+        rows["Estimated for"] = f"{gpu.name} with {format_bytes(gpu.memory_bytes)}"
+    yield plan_table(found.plan, reserved_bytes=found.reserved_bytes, extra_rows=rows.items())
     yield stage_table(found.plan)
     if found.frontier is not None:
         yield frontier_table(found.frontier, reserved_bytes=found.reserved_bytes)
         if found.plan.overhead > 0:
             yield found.frontier.gain("1GiB").describe(reserved_bytes=found.reserved_bytes)
-    if found.case.accelerator is not None:
+    if gpu is not None:
         yield (
             "Estimated from shapes: activations and gradients to the byte, times by a roofline. What kernels allocate "
             "for themselves (workspaces of convolutions, for one) is not known and comes on top."
         )
-    if found.case.held_bytes:
+    if held:
         yield "The loss and the optimizer's temporary memory are not part of the model, and not in the budget."
 
 
-def _rows(found: Found) -> Iterator[tuple[str, str]]:
-    yield "Step, as planned", f"{format_seconds(found.plan.seconds)} forward and backward"
-    if held := found.case.held_bytes:
-        yield "Training holds", ", ".join(f"{name} {format_bytes(size)}" for name, size in held.items() if size)
-    if (gpu := found.case.accelerator) is not None:
-        yield "Estimated for", f"{gpu.name} with {format_bytes(gpu.memory_bytes)}"
-
-
-def plan_as_json(found: Found) -> dict[str, Any]:
+def _plan_as_json(found: _Found) -> dict[str, Any]:
     """Everything that the tables show, and every stage and point of the curve; sizes in bytes, durations in seconds."""
     plan, reserved, gpu = found.plan, found.reserved_bytes, found.case.accelerator
     of_stages = ("saved_bytes", "saved_input_bytes", "saved_output_bytes", "forward_seconds", "backward_seconds")
@@ -549,7 +485,7 @@ def plan_as_json(found: Found) -> dict[str, Any]:
     }
 
 
-def advice_as_json(advice: BatchSizeAdvice, model: str) -> dict[str, Any]:
+def _advice_as_json(advice: BatchSizeAdvice, model: str) -> dict[str, Any]:
     """What each batch size is worth."""
     return {
         "model": model,
@@ -573,8 +509,8 @@ def advice_as_json(advice: BatchSizeAdvice, model: str) -> dict[str, Any]:
 # -------------------------------------------------------------------- pictures
 
 
-def _draw(found: Found) -> Iterator[Path]:
-    """Save the pictures that were asked for; yields where they are."""
+def _pictures(found: _Found) -> Iterator[tuple[Path, Callable[[Path], None]]]:
+    """Where to save the pictures that were asked for, and what saves them."""
     plan, reserved, options, gpu = found.plan, found.reserved_bytes, found.case.options, found.case.accelerator
     title = options.model.rpartition(".")[2].rpartition(":")[2]
     if options.model_arguments:  # all models of timm come from ``create_model``: arguments say which one
@@ -582,25 +518,11 @@ def _draw(found: Found) -> Iterator[Path]:
     shapes = ["×".join(map(str, spec.shape)) or "scalar" for spec in options.inputs]
     title += f", {' and '.join(shapes)}"
     if options.plot is not None:
-        yield _save(options.plot, plot_timeline(plan, reserved_bytes=reserved, title=title))
+        figure = plot_timeline(plan, reserved_bytes=reserved, title=title)
+        yield options.plot, partial(figure.savefig, dpi=200)
     if options.plot_curve is not None and found.frontier is not None:
         limits = {} if gpu is None else {gpu.name: gpu.memory_bytes}
         figure = plot_frontier(found.frontier, reserved_bytes=reserved, limits=limits, title=title)
-        yield _save(options.plot_curve, figure)
+        yield options.plot_curve, partial(figure.savefig, dpi=200)
     if options.draw is not None:
-        text = draw_chain(plan.chain, found.profile.stages, schedule=plan.schedule, title=title)
-        try:
-            options.draw.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise PlotError(f"the drawing cannot be written: {error}") from error
-        yield options.draw
-
-
-def _save(path: Path, figure: Any) -> Path:
-    try:
-        figure.savefig(path, dpi=200)
-    except (OSError, ValueError) as error:
-        raise PlotError(
-            f"the picture cannot be written: {error}. Expected a name that ends in .png, .svg or .pdf"
-        ) from error
-    return path
+        yield options.draw, draw_chain(plan.chain, found.profile.stages, schedule=plan.schedule, title=title).save

@@ -216,10 +216,6 @@ class _Boxes:
 # --------------------------------------------------------------- Which stages are equal, and where runs of them repeat.
 
 
-# A skip that is read within so many stages belongs to where it is; a longer one belongs to the whole chain.
-_NEAR = 64
-
-
 class Run(NamedTuple):
     """Stages that are drawn once: ``length`` of them from ``first`` on stand for ``repeats`` times as many."""
 
@@ -231,22 +227,21 @@ class Run(NamedTuple):
 def stage_keys(chain: Chain, details: Sequence[Hashable]) -> list[Hashable]:
     """By stage, a value that is equal for stages of the same operators, sizes, skips and ``details``."""
     skips: list[list[Hashable]] = [[] for _ in chain]
-    for number, skip in enumerate(chain.skips):
-        near = skip.born >= 0 and skip.last_use - skip.born <= _NEAR
-        if skip.born >= 0:
-            readers = tuple(use - skip.born for use in skip.uses) if near else number
-            skips[skip.born].append(("makes", skip.size_bytes, readers))
+    for skip in chain.skips:
         for use in skip.uses:
-            skips[use].append(("reads", skip.size_bytes, use - skip.born if near else number))
-    sizes = [tuple(map(_sizes, stage.options)) for stage in chain]
+            skips[use].append(skip.size_bytes)
+        if skip.born >= 0:  # others are the caller's
+            skips[skip.born].append((skip.size_bytes, *(use - skip.born for use in skip.uses)))
+    sizes = [
+        tuple(
+            getattr(option, each.name) for option in stage.options for each in fields(option) if "_bytes" in each.name
+        )
+        for stage in chain
+    ]
     return [
-        (stage.output_bytes, stage.recomputable, detail, size, tuple(sorted(map(repr, own))))
+        (stage.output_bytes, stage.recomputable, detail, size, tuple(own))
         for stage, detail, size, own in zip(chain, details, sizes, skips, strict=True)
     ]
-
-
-def _sizes(option: Option) -> tuple[int, ...]:
-    return tuple(getattr(option, field.name) for field in fields(Option) if field.name.endswith("_bytes"))
 
 
 def folded(keys: Sequence[Hashable], *, longest: int = 64) -> list[Run]:
@@ -277,22 +272,18 @@ def _lines(labels: Sequence[str]) -> list[Text]:
 
 
 # They compute nothing. Shown only if a stage does nothing else.
-_QUIET = frozenset(
-    name
-    for line in (
-        "size dim numel getattr getitem _assert view reshape transpose permute unsqueeze squeeze expand expand_as",
-        "contiguous view_as reshape_as t movedim swapaxes unflatten chunk split unbind detach to type_as",
-        "is_floating_point tree_unflatten eq ne lt le gt ge floordiv mod",
-    )
-    for name in line.split()
+_QUIET = (
+    "size dim numel getattr getitem assert view reshape transpose permute unsqueeze squeeze expand expand_as "
+    "contiguous view_as reshape_as t movedim swapaxes unflatten chunk split unbind detach to type_as is_floating_point "
+    "tree_unflatten eq ne lt le gt ge floordiv mod"
 )
-_PLAIN = {name: name for name in _QUIET} | {"iadd": "add", "isub": "sub", "imul": "mul", "truediv": "div"}
+_PLAIN = {"iadd": "add", "isub": "sub", "imul": "mul", "truediv": "div"}
 
 
 def operator_labels(stage: Stage) -> tuple[str, ...]:
     """What a stage runs, in order and for people; an operator that comes several times in a row once."""
     labels = [label for module in stage.modules for label in _labels(module)]
-    loud = [label for label in labels if label not in _QUIET] or labels
+    loud = [label for label in labels if label not in _QUIET.split()] or labels
     counted = ((label, len(list(group))) for label, group in groupby(loud))
     return tuple(label if count == 1 else f"{label} (×{count})" for label, count in counted)
 
@@ -312,4 +303,4 @@ def _labels(operator: Any) -> Iterator[str]:
             yield f"{type(operator).__name__} {sizes}".strip()
         case _:
             name = operator if isinstance(operator, str) else getattr(operator, "__name__", str(operator))
-            yield _PLAIN.get(name, name.strip("_"))
+            yield _PLAIN.get(name.strip("_"), name.strip("_"))
