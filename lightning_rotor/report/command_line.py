@@ -119,6 +119,11 @@ _DEFAULT_GPU = "A100-80GB"
 _PRECISIONS = ("32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed")
 
 
+def _gpu_name(name: str) -> str:
+    """A GPU's name as :data:`GPUS` has it, however it is written."""
+    return {each.lower(): each for each in GPUS}.get(name.lower(), name)
+
+
 def _parse(arguments: Sequence[str] | None, program: str) -> Namespace:
     """The command line, which its usage calls ``program``."""
     parser = argparse.ArgumentParser(
@@ -195,7 +200,7 @@ def _add_options(plan: argparse.ArgumentParser) -> None:
     ask = plan.add_argument_group("the device").add_argument
     said = "cpu or cuda: measure there; meta: estimate from shapes for --gpu (default: meta with --gpu, or else cpu)"
     ask("--device", metavar="NAME", help=said)
-    ask("--gpu", choices=tuple(GPUS), help=f"which one to estimate for (default: {_DEFAULT_GPU})")
+    ask("--gpu", type=_gpu_name, choices=tuple(GPUS), help=f"which one to estimate for (default: {_DEFAULT_GPU})")
     ask("--flops", type=_positive(float), metavar="N", help="its floating-point operations per second, instead")
     ask("--bandwidth", type=_positive(float), metavar="N", help="its bytes per second, instead")
 
